@@ -1,0 +1,56 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Both need Python >= 3.10 and a package index; a C++ compiler makes the CPU kernels available.
+
+PYTHON ?= python3
+VENV ?= .venv
+# torch comes first and alone: on its own, a dependency would pull a build for another device.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint unit format docs bench clean
+
+help: ## show the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.installed ## set up, then generate text with the bundled model
+	$(BIN)/vllm generate --prompt "import os" --prompt "def main(" --prompt "class Queue:" --max-tokens 48
+
+test: lint unit ## set up, then run everything that has to pass
+
+lint: $(VENV)/.installed-dev ## format, lint, types, architecture
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy vllm
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.installed-dev ## the tests
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+format: $(VENV)/.installed-dev ## rewrite the sources in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.installed ## rewrite the generated pages of docs/
+	$(BIN)/python tools/generate_docs.py
+
+bench: $(VENV)/.installed ## the figures of docs/performance.md
+	$(BIN)/python benchmarks/bench_scheduler.py
+	$(BIN)/python benchmarks/bench_step.py
+	$(BIN)/python benchmarks/bench_throughput.py
+	$(BIN)/python benchmarks/bench_latency.py
+
+clean: ## remove everything that was built
+	rm -rf $(VENV) build dist *.egg-info vllm/ops/*.so
+
+SOURCES := setup.py pyproject.toml requirements-cpu.txt $(wildcard csrc/*/*)
+
+$(VENV)/.installed: $(SOURCES)
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
+	$(BIN)/python -m pip install -q -r requirements-dev.txt
+	touch $@

@@ -1,0 +1,30 @@
+// Writing new keys and values into the paged cache.
+#pragma once
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace VLLM_ISA {
+
+// key, value: [T, row_size], tokens `*_stride` elements apart; caches: [num_slots, row_size],
+// dense. A token with a negative slot is skipped.
+// Returns -1, or a token whose slot is out of range; nothing is written then.
+template <typename T>
+int64_t reshape_and_cache(const T* key, const T* value, T* key_cache, T* value_cache,
+                          const int64_t* slot_mapping, int64_t num_tokens, int64_t row_size,
+                          int64_t key_stride, int64_t value_stride, int64_t num_slots,
+                          int num_threads) {
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    if (slot_mapping[t] >= num_slots) return t;
+  }
+  parallel_rows(num_tokens, 2 * row_size, num_threads, [&](int64_t t) {
+    const int64_t slot = slot_mapping[t];
+    if (slot < 0) return;
+    __builtin_memcpy(key_cache + slot * row_size, key + t * key_stride, row_size * sizeof(T));
+    __builtin_memcpy(value_cache + slot * row_size, value + t * value_stride,
+                     row_size * sizeof(T));
+  });
+  return -1;
+}
+
+}  // namespace VLLM_ISA

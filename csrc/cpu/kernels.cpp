@@ -1,0 +1,22 @@
+// All kernels for one instruction set. Compiled once per set, with -DVLLM_ISA=<its name> and the
+// flags that go with it (the list is in setup.py).
+#include "kernels.h"
+
+#include "activation.h"
+#include "attention.h"
+#include "cache.h"
+#include "norm.h"
+#include "rotary.h"
+
+namespace VLLM_ISA {
+
+template <typename T>
+constexpr vllm_cpu::Kernels<T> all_kernels() {
+  return {rms_norm<T>,         fused_add_rms_norm<T>, silu_and_mul<T>,
+          rotary_embedding<T>, reshape_and_cache<T>,  paged_attention_decode<T>};
+}
+
+extern const vllm_cpu::Kernels<float> kernels_f32 = all_kernels<float>();
+extern const vllm_cpu::Kernels<bf16> kernels_bf16 = all_kernels<bf16>();
+
+}  // namespace VLLM_ISA

@@ -1,0 +1,60 @@
+// RMSNorm, alone and with the addition of the residual before it.
+#pragma once
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace VLLM_ISA {
+
+// out = weight * round(x / sqrt(mean(x^2) + eps)). Sums in float for every T; the inner rounding
+// is that of Hugging Face models. out may be x.
+template <typename T>
+inline void rms_norm_row(const T* x, const T* weight, T* out, int64_t hidden, float eps) {
+  Vec squares[4] = {};  // four sums: one would wait for its own last addition
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= hidden; i += 4 * kLanes) {
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const Vec v = load(x + i + k * kLanes);
+      squares[k] = fma(v, v, squares[k]);
+    }
+  }
+  for_each_vector(hidden - i, [&](int64_t j, int64_t count) {
+    const Vec v = load(x + i + j, count);
+    squares[0] = fma(v, v, squares[0]);
+  });
+  const float sum = sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3]));
+  const Vec scale = splat(1.0f / __builtin_sqrtf(sum / static_cast<float>(hidden) + eps));
+  for_each_vector(hidden, [&](int64_t j, int64_t count) {
+    const Vec normed = round_to<T>(load(x + j, count) * scale);
+    store(out + j, load(weight + j, count) * normed, count);
+  });
+}
+
+// x: [rows, heads, hidden], rows `x_stride` elements apart and dense inside; out: dense.
+template <typename T>
+void rms_norm(const T* x, const T* weight, T* out, int64_t rows, int64_t heads, int64_t hidden,
+              int64_t x_stride, float eps, int num_threads) {
+  parallel_rows(rows, heads * hidden, num_threads, [&](int64_t row) {
+    for (int64_t head = 0; head < heads; ++head) {
+      rms_norm_row(x + row * x_stride + head * hidden, weight,
+                   out + (row * heads + head) * hidden, hidden, eps);
+    }
+  });
+}
+
+// residual = x + residual; x = rms_norm(residual). Both [rows, hidden], dense, in place.
+template <typename T>
+void fused_add_rms_norm(T* x, T* residual, const T* weight, int64_t rows, int64_t hidden,
+                        float eps, int num_threads) {
+  parallel_rows(rows, 2 * hidden, num_threads, [&](int64_t row) {
+    T* const x_row = x + row * hidden;
+    T* const residual_row = residual + row * hidden;
+    for_each_vector(hidden, [&](int64_t i, int64_t count) {
+      store(residual_row + i, load(x_row + i, count) + load(residual_row + i, count), count);
+    });
+    rms_norm_row(residual_row, weight, x_row, hidden, eps);
+  });
+}
+
+}  // namespace VLLM_ISA

@@ -1,0 +1,49 @@
+// Sharing a loop between the threads of the OpenMP runtime that torch has already loaded.
+//
+// Two runtimes in one process fight over the cores. So this library is linked against none: at
+// load time the Python side hands over the address of GOMP_parallel, the documented entry that
+// compilers call for `#pragma omp parallel`. libgomp has it, and so do the LLVM and Intel
+// runtimes on Linux. Without it every loop runs on the calling thread.
+#pragma once
+
+#include <cstdint>
+
+namespace vllm_cpu {
+
+// begin, end: the share of the loop. worker: below num_threads, different for each thread that
+// is inside the loop at the same time.
+using LoopBody = void (*)(void* context, int64_t begin, int64_t end, int worker);
+
+// Calls `body` for disjoint ranges that cover [0, n), each `chunk` long but the last. Threads
+// take the next range when they are done with one, so uneven work is shared evenly. Returns when
+// all is done. Uses the calling thread alone when there is only one range.
+void run_parallel(int64_t n, int64_t chunk, int num_threads, LoopBody body, void* context);
+
+}  // namespace vllm_cpu
+
+namespace VLLM_ISA {
+
+template <typename Body>
+inline void parallel_for(int64_t n, int64_t chunk, int num_threads, Body body) {
+  vllm_cpu::run_parallel(
+      n, chunk, num_threads,
+      [](void* context, int64_t begin, int64_t end, int worker) {
+        (*static_cast<Body*>(context))(begin, end, worker);
+      },
+      &body);
+}
+
+// The same for rows of equal cost: one range per thread, and no second thread before each has
+// enough work to pay for waking it.
+template <typename Body>
+inline void parallel_rows(int64_t rows, int64_t elements_per_row, int num_threads, Body body) {
+  constexpr int64_t kMinElements = 32768;  // about 2 us
+  const int64_t share = (rows + num_threads - 1) / num_threads;
+  const int64_t enough = kMinElements / (elements_per_row + 1) + 1;
+  parallel_for(rows, share > enough ? share : enough, num_threads,
+               [&](int64_t begin, int64_t end, int) {
+                 for (int64_t row = begin; row < end; ++row) body(row);
+               });
+}
+
+}  // namespace VLLM_ISA

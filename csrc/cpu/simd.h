@@ -1,0 +1,197 @@
+// One vector of floats, as wide as the instruction set this file is compiled for, written with
+// the vector extensions that GCC and clang share. Loads widen every element type to float and
+// stores round it back, so a kernel is written once for all types.
+//
+// Everything is in namespace VLLM_ISA and nothing comes from the C++ library: this header is
+// compiled once per instruction set, and an inline function with one name but two bodies would
+// let the linker give an old processor the body of a new one.
+#pragma once
+
+#include <cstdint>
+
+#include "dtypes.h"
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace VLLM_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;  // SSE2 and NEON; anything else is lowered by the compiler
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t HalfBits __attribute__((vector_size(kLanes * 2)));
+
+#define VLLM_INLINE inline __attribute__((always_inline))
+
+VLLM_INLINE Vec splat(float x) { return x - Vec{}; }
+
+// a * b + c, rounded once where the processor can. The compiler may contract nothing on its own
+// (-ffp-contract=off), so that rotary embedding rounds as torch does.
+VLLM_INLINE Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a),
+                                               reinterpret_cast<__m512>(b),
+                                               reinterpret_cast<__m512>(c)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Vec>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a),
+                                               reinterpret_cast<__m256>(b),
+                                               reinterpret_cast<__m256>(c)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Vec>(vfmaq_f32(reinterpret_cast<float32x4_t>(c),
+                                         reinterpret_cast<float32x4_t>(a),
+                                         reinterpret_cast<float32x4_t>(b)));
+#else
+  return a * b + c;
+#endif
+}
+
+// b where either is NaN: put the constant first to let NaN through.
+VLLM_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+VLLM_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+
+// ---- element types ------------------------------------------------------------------------
+
+VLLM_INLINE float to_float(float x) { return x; }
+VLLM_INLINE float to_float(bf16 x) {
+  const uint32_t bits = uint32_t{x.bits} << 16;
+  float out;
+  __builtin_memcpy(&out, &bits, sizeof out);
+  return out;
+}
+
+VLLM_INLINE Vec load(const float* from) {
+  Vec out;
+  __builtin_memcpy(&out, from, sizeof out);
+  return out;
+}
+VLLM_INLINE Vec load(const bf16* from) {
+  HalfBits half;
+  __builtin_memcpy(&half, from, sizeof half);
+  return reinterpret_cast<Vec>(__builtin_convertvector(half, Bits) << 16);
+}
+
+// Bits of the nearest bf16 (ties to even) in the upper half of each lane, the lower half
+// undefined. NaN stays NaN: the addition alone could carry its payload into infinity.
+VLLM_INLINE Bits nearest_bf16(Vec x) {
+  const Bits bits = reinterpret_cast<Bits>(x);
+  const Bits rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return x == x ? rounded : Bits{} + 0x7fc00000u;
+}
+
+VLLM_INLINE void store(float* to, Vec x) { __builtin_memcpy(to, &x, sizeof x); }
+VLLM_INLINE void store(bf16* to, Vec x) {
+  const HalfBits half = __builtin_convertvector(nearest_bf16(x) >> 16, HalfBits);
+  __builtin_memcpy(to, &half, sizeof half);
+}
+
+// x as it would read back after a store to T.
+template <typename T>
+VLLM_INLINE Vec round_to(Vec x);
+template <>
+VLLM_INLINE Vec round_to<float>(Vec x) {
+  return x;
+}
+template <>
+VLLM_INLINE Vec round_to<bf16>(Vec x) {
+  return reinterpret_cast<Vec>(nearest_bf16(x) & 0xffff0000u);
+}
+
+// The first `count` lanes; the others are zero and their memory is not touched.
+template <typename T>
+VLLM_INLINE Vec load(const T* from, int64_t count) {
+  if (count == kLanes) return load(from);
+  T lanes[kLanes] = {};
+  __builtin_memcpy(lanes, from, count * sizeof(T));
+  return load(lanes);
+}
+template <typename T>
+VLLM_INLINE void store(T* to, Vec x, int64_t count) {
+  if (count == kLanes) return store(to, x);
+  T lanes[kLanes];
+  store(lanes, x);
+  __builtin_memcpy(to, lanes, count * sizeof(T));
+}
+
+// Calls body(offset, count) for each vector of n elements. `count` is the constant kLanes in
+// all calls but the last, so that the branches above cost nothing.
+template <typename Body>
+VLLM_INLINE void for_each_vector(int64_t n, Body body) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) body(i, int64_t{kLanes});
+  if (i < n) body(i, n - i);
+}
+
+// ---- across lanes -------------------------------------------------------------------------
+
+// Sums of neighbours: first those of a, then those of b.
+VLLM_INLINE Vec pair_sums(Vec a, Vec b) {
+#if defined(__clang__)
+#define VLLM_SHUFFLE(...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+  typedef int32_t Index __attribute__((vector_size(kLanes * 4)));
+#define VLLM_SHUFFLE(...) __builtin_shuffle(a, b, Index{__VA_ARGS__})
+#endif
+#if defined(__AVX512F__)
+  return VLLM_SHUFFLE(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         VLLM_SHUFFLE(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__AVX2__)
+  return VLLM_SHUFFLE(0, 2, 4, 6, 8, 10, 12, 14) + VLLM_SHUFFLE(1, 3, 5, 7, 9, 11, 13, 15);
+#else
+  return VLLM_SHUFFLE(0, 2, 4, 6) + VLLM_SHUFFLE(1, 3, 5, 7);
+#endif
+#undef VLLM_SHUFFLE
+}
+
+// Lane i of the result is the sum of all lanes of rows[i]. Overwrites rows.
+VLLM_INLINE Vec sum_each(Vec (&rows)[kLanes]) {
+#pragma GCC unroll 16
+  for (int n = kLanes / 2; n > 0; n /= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) rows[i] = pair_sums(rows[2 * i], rows[2 * i + 1]);
+  }
+  return rows[0];
+}
+
+VLLM_INLINE float sum_lanes(Vec x) {
+  float sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += x[i];
+  return sum;
+}
+VLLM_INLINE float max_lanes(Vec x) {
+  float largest = x[0];
+  for (int i = 1; i < kLanes; ++i) largest = x[i] > largest ? x[i] : largest;
+  return largest;
+}
+
+// ---- functions ----------------------------------------------------------------------------
+
+// e^x within 1.5 ulp; below -87.3 it stays at 1e-38 instead of reaching zero, above 88.3 it
+// stays at 2e38. x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial was fitted on that range.
+VLLM_INLINE Vec exp(Vec x) {
+  x = min(splat(88.3f), max(splat(-87.3f), x));
+  const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves n in the low mantissa bits
+  const Vec shifted = fma(x, splat(1.44269504f), splat(kRound));
+  const Vec n = shifted - kRound;
+  Vec r = fma(n, splat(-0.693145751953125f), x);
+  r = fma(n, splat(-1.428606765330187e-06f), r);
+  Vec p = splat(0.0013926250394433737f);
+  p = fma(p, r, splat(0.00836323294788599f));
+  p = fma(p, r, splat(0.04166655242443085f));
+  p = fma(p, r, splat(0.16666576266288757f));
+  p = fma(p, r, splat(0.5f));
+  p = fma(p, r * r, r) + 1.0f;
+  // Adds n to the exponent: all but the low bits of `shifted` are shifted out.
+  return reinterpret_cast<Vec>(reinterpret_cast<Bits>(p) + (reinterpret_cast<Bits>(shifted) << 23));
+}
+
+}  // namespace VLLM_ISA

@@ -1,0 +1,199 @@
+"""Builds the package: what cannot be said in pyproject.toml.
+
+Two things: the requirements depend on the device, and csrc/cpu becomes a plain shared library
+(no Python or torch headers, so one build serves every Python and every torch). Only setuptools
+is needed; torch must never be a build requirement, because build isolation would download it.
+"""
+
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = Path("csrc") / "cpu"
+
+# No -fopenmp and no OpenMP library: the kernels run on the threads of the runtime that torch has
+# loaded (csrc/cpu/parallel.h). -ffp-contract=off: rounding is written out, not chosen.
+CXX_FLAGS = [
+    *("-std=c++17", "-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"),
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas"),
+]
+# Instruction sets beyond the one the compiler targets; csrc/cpu/dispatch.cpp picks at run time.
+X86_ISAS = {
+    "avx2": ["-mavx2", "-mfma"],
+    "avx512": [
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
+        "-mprefer-vector-width=512",
+    ],
+}
+
+
+class BuildError(Exception):
+    """The kernels cannot be built here; the message says why."""
+
+
+def target_device() -> str:
+    """The device whose requirements are installed: VLLM_TARGET_DEVICE, or hpu where the vendor's
+    software is installed, or cpu."""
+    value = os.environ.get("VLLM_TARGET_DEVICE", "").strip().lower()
+    if value in ("cpu", "hpu"):
+        return value
+    if value:
+        raise SystemExit(f"VLLM_TARGET_DEVICE={value!r}: it must be 'cpu' or 'hpu'")
+    return "hpu" if has_habana() else "cpu"
+
+
+def has_habana() -> bool:
+    """True when habana_frameworks is installed. Build isolation hides it from the import system,
+    so the folders of the interpreter are searched as well."""
+    if importlib.util.find_spec("habana_frameworks") is not None:
+        return True
+    folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    folders.update(site.getsitepackages())
+    return any((Path(folder) / "habana_frameworks").is_dir() for folder in folders)
+
+
+def read_requirements(path: Path) -> list[str]:
+    """The requirements of a file: without comments, with the files that `-r` names."""
+    requirements = []
+    for line in path.read_text().splitlines():
+        requirement = line.split("#")[0].strip()
+        if requirement.startswith("-r"):
+            requirements += read_requirements(path.parent / requirement[2:].strip())
+        elif requirement:
+            requirements.append(requirement)
+    return requirements
+
+
+def find_compiler() -> list[str]:
+    """The C++ compiler as a command: $CXX, or the first that is installed.
+
+    Raises:
+        BuildError: there is none.
+    """
+    if os.environ.get("CXX"):
+        command = shlex.split(os.environ["CXX"])
+        if shutil.which(command[0]) is None:
+            raise BuildError(f"CXX is {command[0]!r}, which is not a program")
+        return command
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name) is not None:
+            return [name]
+    raise BuildError("no C++ compiler (c++, g++ or clang++) was found, and CXX is not set")
+
+
+def run(command: list[str]) -> None:
+    """Run one compiler command, echoed.
+
+    Raises:
+        BuildError: it failed; has the last lines of what it said.
+    """
+    print(shlex.join(command), flush=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        said = "\n".join(done.stderr.splitlines()[-20:])
+        raise BuildError(f"{shlex.join(command)}\nfailed with exit code {done.returncode}:\n{said}")
+    if done.stderr:
+        print(done.stderr, file=sys.stderr, flush=True)
+
+
+def build_kernels(objects_dir: Path, library: Path) -> None:
+    """Compile csrc/cpu and link it.
+
+    An instruction set that the compiler does not know is left out.
+
+    Raises:
+        BuildError: there is no compiler, or the portable kernels do not compile.
+    """
+    compiler = find_compiler()
+    objects_dir.mkdir(parents=True, exist_ok=True)
+    library.parent.mkdir(parents=True, exist_ok=True)
+
+    def compile_source(source: str, name: str, flags: list[str]) -> str:
+        target = str(objects_dir / f"{name}.o")
+        run([*compiler, *CXX_FLAGS, *flags, "-c", str(CSRC / source), "-o", target])
+        return target
+
+    def compile_isa(isa: str, flags: list[str]) -> str:
+        return compile_source("kernels.cpp", isa, [f"-DVLLM_ISA=vllm_{isa}", *flags])
+
+    isas = X86_ISAS if platform.machine().lower() in ("x86_64", "amd64") else {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        base = pool.submit(compile_isa, "base", [])
+        shared = pool.submit(compile_source, "runtime.cpp", "runtime", ["-DVLLM_ISA=vllm_base"])
+        pending = {isa: pool.submit(compile_isa, isa, flags) for isa, flags in isas.items()}
+    objects = [base.result(), shared.result()]
+    defines = []
+    for isa, compiled in pending.items():
+        try:
+            objects.append(compiled.result())
+            defines.append(f"-DVLLM_WITH_{isa.upper()}")
+        except BuildError as error:
+            print(f"left out the {isa} kernels: {error}", file=sys.stderr, flush=True)
+    objects.append(compile_source("dispatch.cpp", "dispatch", defines))
+    run([*compiler, "-shared", *objects, "-o", str(library)])
+
+
+def fallback_notice(reason: str) -> str:
+    """What to say when the kernels could not be built."""
+    rule = "-" * 88
+    return "\n".join(
+        [
+            rule,
+            "vllm is installed WITHOUT its C++ CPU kernels.",
+            *(f"  {line}" for line in reason.splitlines()),
+            "Everything works: the torch operators run instead. On the CPU they are slower,",
+            "above all paged attention; on Gaudi nothing changes. To get the kernels, install a",
+            "C++17 compiler (g++ 9 or clang++ 12, or newer) and install vllm again, or run",
+            "    python setup.py build_ext --inplace",
+            "in a checkout.",
+            rule,
+        ]
+    )
+
+
+class BuildKernels(build_ext):
+    """Builds `vllm/ops/_cpu_kernels.so`. Never fails: without the library torch serves."""
+
+    def build_extension(self, ext: Extension) -> None:
+        library = Path(self.get_ext_fullpath(ext.name)).resolve()
+        try:
+            build_kernels(Path(self.build_temp).resolve() / "cpu_kernels", library)
+        except BuildError as error:
+            library.unlink(missing_ok=True)  # of an earlier build, perhaps of other sources
+            print(fallback_notice(str(error)), file=sys.stderr, flush=True)
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"  # no Python ABI in the name
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for this platform and any Python: the library knows nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    setup(
+        install_requires=read_requirements(ROOT / f"requirements-{target_device()}.txt"),
+        long_description=readme.read_text() if readme.exists() else "",
+        long_description_content_type="text/markdown",
+        # optional: setuptools accepts that the file was not built
+        ext_modules=[Extension("vllm.ops._cpu_kernels", sources=[], optional=True)],
+        cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
+    )

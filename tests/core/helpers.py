@@ -1,0 +1,479 @@
+"""Builders, a model of the runner that checks what it reads, and a loop that drives both.
+
+`FakeRunner` knows no scheduler: it follows `SchedulerOutput`s as a worker does. Its KV cache holds
+for each slot a hash of everything that decides the content there (salt, extra keys, all tokens up
+to the position), and it asserts on every read that the right hash is found. Its tokens are a
+function of that hash alone, so what a request gets must not depend on how it is scheduled.
+"""
+
+import copy
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm.config import SchedulerConfig
+from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.scheduler import Scheduler
+from vllm.messages import (
+    NULL_BLOCK_ID,
+    EngineOutput,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    LogprobRows,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from vllm.request import Request, RequestStatus
+from vllm.sampling_params import SamplingParams
+
+VOCAB_SIZE = 7
+FAILED = "sampling failed"
+
+
+def make_request(
+    request_id: str = "a",
+    prompt: int | list[int] = 8,
+    max_tokens: int = 4,
+    *,
+    eos: int | None = None,
+    stop: Iterable[int] = (),
+    priority: int = 0,
+    arrival_time: float = 0.0,
+    salt: str | None = None,
+    extra_keys: tuple[str, ...] = (),
+    **sampling: Any,
+) -> EngineRequest:
+    """A request; a number for a prompt means that many tokens nobody else has."""
+    if isinstance(prompt, int):
+        first = zlib.crc32(request_id.encode()) % 2**30
+        prompt = [first + i for i in range(prompt)]
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),
+        seed=0,
+        eos_token_id=eos,
+        stop_token_ids=frozenset(stop),
+        max_total_tokens=len(prompt) + max_tokens,
+        arrival_time=arrival_time,
+        priority=priority,
+        cache_salt=salt,
+        cache_extra_keys=extra_keys,
+    )
+
+
+def make_scheduler(
+    *, num_blocks: int = 64, block_size: int = 4, enable_caching: bool = True, **limits: Any
+) -> Scheduler:
+    """A scheduler; `num_blocks` counts the usable ones, `limits` are of SchedulerConfig."""
+    defaults = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    config = SchedulerConfig(**{**defaults, **limits})
+    return Scheduler(config, KVCacheManager(num_blocks + 1, block_size, enable_caching))
+
+
+def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]:
+    """Tokens of each request in a step that was just scheduled."""
+    names = [request.request_id for request in scheduler.running.at(step.rows)]
+    return dict(zip(names, step.num_scheduled_tokens.tolist(), strict=True))
+
+
+# ---- what a request must get ----------------------------------------------------------------
+
+
+def root_content(spec: EngineRequest) -> int:
+    """What the cache content of a request depends on besides its tokens."""
+    return zlib.crc32(repr((spec.cache_salt or "", spec.cache_extra_keys)).encode())
+
+
+def next_content(content: int, token_id: int) -> int:
+    """The content of a slot that follows one with `content`."""
+    return hash((content, token_id))
+
+
+def next_token(spec: EngineRequest, content: int, num_output: int) -> int:
+    """The token sampled at a position, end tokens masked up to the least length."""
+    token_id = (content >> 7) % VOCAB_SIZE
+    if num_output < spec.sampling_params.min_tokens:
+        while token_id == spec.eos_token_id or token_id in spec.stop_token_ids:
+            token_id = (token_id + 1) % VOCAB_SIZE
+    return token_id
+
+
+def expected_result(spec: EngineRequest, fails_at: int | None = None) -> tuple[list[int], Finished]:
+    """Output tokens and end of a request, without a scheduler."""
+    content = root_content(spec)
+    for token_id in spec.prompt_token_ids:
+        content = next_content(content, token_id)
+    output: list[int] = []
+    while True:
+        if len(output) == fails_at:
+            return output, Finished(FinishReason.ERROR, error=FAILED)
+        token_id = next_token(spec, content, len(output))
+        output.append(token_id)
+        content = next_content(content, token_id)
+        if token_id == spec.eos_token_id:
+            return output, Finished(FinishReason.STOP)
+        if token_id in spec.stop_token_ids:
+            return output, Finished(FinishReason.STOP, token_id)
+        if len(spec.prompt_token_ids) + len(output) >= spec.max_total_tokens:
+            return output, Finished(FinishReason.LENGTH)
+
+
+# ---- the runner -----------------------------------------------------------------------------
+
+
+@dataclass
+class FakeRow:
+    """One request as the runner knows it."""
+
+    spec: EngineRequest
+    token_ids: list[int]
+    block_ids: list[int]
+    num_computed: int | None = None
+    """None until it runs for the first time."""
+    contents: list[int] = field(default_factory=list)
+    """Right content of each position whose token is known."""
+
+    def content(self, position: int) -> int:
+        while len(self.contents) <= position:
+            before = self.contents[-1] if self.contents else root_content(self.spec)
+            self.contents.append(next_content(before, self.token_ids[len(self.contents)]))
+        return self.contents[position]
+
+
+class FakeRunner:
+    """Executes steps against a model of the KV cache.
+
+    Args:
+        block_size: tokens per block.
+        is_split: one launch for the decodes, then one per prefill, as on a device with static
+            shapes; False: everything in one launch, which writes before it reads.
+        fails_at: request id -> number of output tokens after which its sampling fails.
+    """
+
+    def __init__(
+        self, block_size: int, is_split: bool = True, fails_at: dict[str, int] | None = None
+    ) -> None:
+        self.block_size = block_size
+        self.is_split = is_split
+        self.fails_at = fails_at or {}
+        self.rows: dict[int, FakeRow] = {}
+        self.slots: dict[tuple[int, int], int] = {}
+        self.last_step_id = -1
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run a step in the documented order: free, place, add blocks, run."""
+        assert step.step_id > self.last_step_id
+        self.last_step_id = step.step_id
+        for row in step.freed_rows:
+            del self.rows[row]
+        for new in step.new_requests:
+            assert new.row not in self.rows, f"row {new.row} is given twice"
+            token_ids = new.request.prompt_token_ids + new.output_token_ids
+            self.rows[new.row] = FakeRow(new.request, token_ids, list(new.block_ids))
+        for row, block_id in zip(step.block_rows.tolist(), step.block_ids.tolist(), strict=True):
+            self.rows[row].block_ids.append(block_id)
+        self._check_tables()
+        work = list(
+            zip(
+                step.rows.tolist(),
+                step.num_computed_tokens.tolist(),
+                step.num_scheduled_tokens.tolist(),
+                strict=True,
+            )
+        )
+        for launch in self._launches(work):
+            self._run(launch)
+        return self._sample(step, work)
+
+    def _launches(self, work: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+        if not self.is_split:
+            return [work]
+        decodes = [entry for entry in work if entry[2] == 1]
+        return [decodes, *([entry] for entry in work if entry[2] > 1)]
+
+    def _run(self, launch: list[tuple[int, int, int]]) -> None:
+        written = set()
+        for row_id, start, count in launch:
+            row = self.rows[row_id]
+            known = start if row.num_computed is None else row.num_computed
+            assert start == known, f"{row.spec.request_id}: position {start}, not {known}"
+            row.num_computed = start + count
+            assert row.num_computed <= len(row.token_ids), "a token that nobody has sampled"
+            for position in range(start, start + count):
+                slot = self._slot(row, position)
+                assert slot not in written, f"slot {slot} is written twice in a launch"
+                written.add(slot)
+                self.slots[slot] = row.content(position)
+        for row_id, start, count in launch:
+            self._check_reads(self.rows[row_id], start + count)
+
+    def _check_reads(self, row: FakeRow, end: int) -> None:
+        for position in range(end):
+            slot = self._slot(row, position)
+            assert self.slots.get(slot) == row.content(position), (
+                f"{row.spec.request_id}: wrong content at position {position}, slot {slot}"
+            )
+
+    def _check_tables(self) -> None:
+        for row in self.rows.values():
+            assert NULL_BLOCK_ID not in row.block_ids
+            assert len(set(row.block_ids)) == len(row.block_ids), "a block twice in one table"
+
+    def _slot(self, row: FakeRow, position: int) -> tuple[int, int]:
+        index, offset = divmod(position, self.block_size)
+        return row.block_ids[index], offset
+
+    def _sample(self, step: SchedulerOutput, work: list[tuple[int, int, int]]) -> ModelRunnerOutput:
+        token_ids: dict[int, int] = {}
+        logprobs: dict[int, LogprobRows] = {}
+        prompt_logprobs: dict[int, LogprobRows] = {}
+        errors: dict[int, str] = {}
+        for row_id, start, count in work:
+            row = self.rows[row_id]
+            params, num_prompt = row.spec.sampling_params, len(row.spec.prompt_token_ids)
+            if params.prompt_logprobs is not None:
+                positions = range(start, min(start + count, num_prompt - 1))
+                if positions:
+                    targets = [row.token_ids[position + 1] for position in positions]
+                    prompt_logprobs[row_id] = _logprob_rows(targets, list(positions))
+            if start + count < len(row.token_ids):
+                continue
+            num_output = len(row.token_ids) - num_prompt
+            token_id = next_token(row.spec, row.content(start + count - 1), num_output)
+            if self.fails_at.get(row.spec.request_id) == num_output:
+                errors[row_id] = FAILED
+            elif params.logprobs is not None:
+                logprobs[row_id] = _logprob_rows([token_id], [num_output])
+            row.token_ids.append(token_id)
+            token_ids[row_id] = token_id
+        return ModelRunnerOutput(
+            step_id=step.step_id,
+            rows=np.array(list(token_ids), np.int32),
+            token_ids=np.array(list(token_ids.values()), np.int32),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            errors=errors,
+        )
+
+
+def _logprob_rows(token_ids: list[int], positions: list[int]) -> LogprobRows:
+    """Rows that carry their positions as values, so that a test can see which they are."""
+    return LogprobRows(
+        token_ids=np.array(token_ids, np.int32)[:, None],
+        logprobs=-np.array(positions, np.float32)[:, None],
+        ranks=np.array(positions, np.int32) + 1,
+    )
+
+
+# ---- the loop -------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """What one request has got so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finished: Finished | None = None
+    prompt_logprobs: list[tuple[int, int]] = field(default_factory=list)
+    """(position, token id) of each entry."""
+    logprobs: list[tuple[int, int]] = field(default_factory=list)
+    num_cached_tokens: list[int] = field(default_factory=list)
+
+
+class Loop:
+    """Scheduler and runner, with `depth` steps in flight, every step checked.
+
+    Args:
+        depth: results outstanding while the next step is scheduled.
+        is_split, fails_at: see FakeRunner.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        depth: int = 0,
+        is_split: bool = True,
+        fails_at: dict[str, int] | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.depth = depth
+        self.runner = FakeRunner(scheduler.cache.block_size, is_split, fails_at)
+        self.results: dict[str, Result] = {}
+        self.num_steps = 0
+        self._in_flight: deque[ModelRunnerOutput] = deque()
+        self._given: list[tuple[EngineOutput, EngineOutput]] = []
+
+    def add(self, *specs: EngineRequest) -> None:
+        for spec in specs:
+            self.scheduler.add_request(spec)
+            self.results[spec.request_id] = Result()
+
+    def abort(self, *request_ids: str) -> None:
+        self.scheduler.abort_requests(request_ids)
+        for request_id in request_ids:
+            result = self.results.get(request_id)
+            if result is not None and result.finished is None:
+                result.finished = Finished(FinishReason.ABORT)
+        check_scheduler(self.scheduler)
+
+    def step(self) -> dict[str, int]:
+        """Schedule and execute one step, take in the oldest; the tokens each request got."""
+        scheduler = self.scheduler
+        step = scheduler.schedule()
+        scheduled = num_scheduled(scheduler, step)
+        check_step(scheduler, step)
+        check_scheduler(scheduler)
+        self.num_steps += 1
+        if len(step.rows):
+            self._in_flight.append(self.runner.execute(step))
+        else:
+            assert not step.freed_rows and not step.new_requests, "lost: nobody runs this step"
+            assert self._in_flight or not scheduler.num_unfinished_requests, "stuck"
+        while len(self._in_flight) > (self.depth if len(step.rows) else 0):
+            self.take_in()
+        return scheduled
+
+    def take_in(self) -> None:
+        """Update with the oldest result in flight, if there is one."""
+        if self._in_flight:
+            self._take_in(self._in_flight.popleft())
+
+    def run(self, max_steps: int = 2000) -> dict[str, Result]:
+        """Step until nothing is left; then the cache must be all free."""
+        end = self.num_steps + max_steps
+        while self.scheduler.num_unfinished_requests or self._in_flight:
+            assert self.num_steps < end, f"not done after {max_steps} steps"
+            self.step()
+        pool = self.scheduler.cache.pool
+        assert pool.num_free == pool.num_usable_blocks, "blocks leaked"
+        for output, copy_at_the_time in self._given:
+            assert _plain(output) == _plain(copy_at_the_time), "an output was changed later"
+        return self.results
+
+    def _take_in(self, runner_output: ModelRunnerOutput) -> None:
+        output = self.scheduler.update(runner_output)
+        check_scheduler(self.scheduler)
+        self._given.append((output, copy.deepcopy(output)))
+        assert len(set(output.request_ids)) == len(output.request_ids)
+        for name, count in output.num_cached_tokens.items():
+            self._open(name).num_cached_tokens.append(count)
+        for name, rows in output.prompt_logprobs.items():
+            self._open(name).prompt_logprobs += _entries(rows)
+        for name, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            self._open(name).token_ids.append(token_id)
+        for name, rows in output.logprobs.items():
+            self._open(name).logprobs += _entries(rows)
+        for name, finished in output.finished.items():
+            self._open(name).finished = finished
+
+    def _open(self, request_id: str) -> Result:
+        result = self.results[request_id]
+        assert result.finished is None, f"{request_id} gets something after its end"
+        return result
+
+
+def _entries(rows: LogprobRows) -> list[tuple[int, int]]:
+    return list(zip((rows.ranks - 1).tolist(), rows.token_ids[:, 0].tolist(), strict=True))
+
+
+def _plain(output: EngineOutput) -> tuple[Any, ...]:
+    return output.request_ids, output.token_ids, output.finished, output.num_cached_tokens
+
+
+# ---- invariants -----------------------------------------------------------------------------
+
+
+def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
+    """A step keeps the limits and the order that `SchedulerOutput` promises."""
+    config, running = scheduler.config, scheduler.running
+    rows, counts = step.rows.tolist(), step.num_scheduled_tokens.tolist()
+    assert len(set(rows)) == len(rows), "a row twice"
+    assert len(rows) <= config.max_num_seqs
+    assert step.num_tokens <= config.max_num_batched_tokens
+    assert all(count >= 1 for count in counts)
+    is_prefill = [count > 1 for count in counts]
+    assert is_prefill == sorted(is_prefill), "decodes go before prefills"
+    assert {new.row for new in step.new_requests} <= set(rows)
+    for array in (step.rows, step.num_computed_tokens, step.num_scheduled_tokens):
+        assert array.dtype == np.int32
+    for row in running.order.tolist():
+        rest = int(running.num_tokens[row] - running.num_computed[row])
+        if row not in rows and running.num_tokens[row] < running.limit[row]:
+            assert rest > 1, "a decode is left out"
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Requests, rows, arrays and blocks agree with each other."""
+    running, size = scheduler.running, scheduler.cache.block_size
+    requests, waiting = running.requests, list(scheduler.waiting)
+    assert len(requests) == len(running) <= scheduler.config.max_num_seqs
+    assert len(waiting) == len(scheduler.waiting)
+    names = [request.request_id for request in (*requests, *waiting)]
+    assert sorted(names) == sorted(scheduler._requests)
+    assert [r.sort_key for r in requests] == sorted(r.sort_key for r in requests)
+    assert running.order.tolist() == [request.row for request in requests]
+    assert len(set(running.order.tolist())) == len(requests)
+    for request in waiting:
+        assert request.status is RequestStatus.WAITING
+        assert request.row == -1 and not request.block_ids
+    for request in requests:
+        row = request.row
+        assert request.status is RequestStatus.RUNNING
+        assert running.at(running.order[running.order == row]) == [request]
+        assert running.capacity[row] == len(request.block_ids) * size
+        assert running.num_computed[row] <= running.num_tokens[row]
+        assert running.num_computed[row] <= running.capacity[row]
+        assert running.num_tokens[row] >= len(request.token_ids)
+        assert running.num_tokens[row] <= running.limit[row]
+        assert request.num_cached_blocks <= len(request.block_ids)
+    if not scheduler._by_priority and _never_passes_over(scheduler) and requests and waiting:
+        assert requests[-1].sort_key < min(r.sort_key for r in waiting), "not first come first"
+    check_blocks(scheduler, requests)
+
+
+def _never_passes_over(scheduler: Scheduler) -> bool:
+    config = scheduler.config
+    return config.max_long_partial_prefills >= config.max_num_partial_prefills
+
+
+def check_blocks(scheduler: Scheduler, requests: list[Request]) -> None:
+    """Counts, free queue and hashes of the pool agree with the block tables."""
+    pool, size = scheduler.cache.pool, scheduler.cache.block_size
+    holders: dict[int, list[tuple[Request, int]]] = {}
+    for request in requests:
+        for index, block_id in enumerate(request.block_ids):
+            holders.setdefault(block_id, []).append((request, index))
+    assert NULL_BLOCK_ID not in holders
+    for block_id in range(pool.num_blocks):
+        assert pool.num_refs(block_id) == len(holders.get(block_id, ())), "wrong count"
+    for users in holders.values():
+        contents = {
+            (i, root_content(r.spec), tuple(r.token_ids[: (i + 1) * size])) for r, i in users
+        }
+        assert len(contents) == 1, "shared by different content"
+        assert len(users) == 1 or len(next(iter(contents))[2]) % size == 0, "shared but not full"
+    check_pool(pool)
+
+
+def check_pool(pool: Any) -> None:
+    """The free queue holds what nobody holds, once; both hash maps say the same."""
+    queue = []
+    block_id = pool._next[NULL_BLOCK_ID]
+    while block_id != NULL_BLOCK_ID:
+        queue.append(block_id)
+        assert pool._prev[pool._next[block_id]] == block_id
+        block_id = pool._next[block_id]
+        assert len(queue) <= pool.num_blocks
+    assert pool._prev[pool._next[NULL_BLOCK_ID]] == NULL_BLOCK_ID
+    free = [i for i in range(1, pool.num_blocks) if pool.num_refs(i) == 0]
+    assert sorted(queue) == free
+    assert pool.num_free == len(free)
+    assert pool.num_refs(NULL_BLOCK_ID) == 0
+    known = {h: i for i, h in enumerate(pool._hash_of) if h is not None}
+    assert known == pool._block_of

@@ -1,0 +1,227 @@
+"""Random loads: whatever comes, goes, shares, runs out or is cancelled, every request gets exactly
+the tokens it would get alone, and nothing leaks. `Loop` and `FakeRunner` check each step.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.core.helpers import VOCAB_SIZE, Loop, expected_result, make_request, make_scheduler
+from vllm.errors import CapacityError
+from vllm.messages import EngineRequest, Finished, FinishReason
+
+# Tiny alphabets and few stems make equal prefixes, equal prompts and equal continuations common.
+STEMS = ([1, 2, 1, 1, 2, 2, 1, 2] * 4, [1, 2, 1, 1, 2, 2, 2, 1] * 4, [3] * 32)
+MAX_MODEL_LEN = 48
+
+
+@dataclass
+class Setup:
+    """An engine: limits of the scheduler, size of the cache, steps in flight."""
+
+    limits: dict[str, Any]
+    num_blocks: int
+    block_size: int
+    enable_caching: bool
+    depth: int
+    is_split: bool
+    fails_at: dict[str, int] = field(default_factory=dict)
+
+    def loop(self) -> Loop:
+        scheduler = make_scheduler(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            enable_caching=self.enable_caching,
+            max_model_len=MAX_MODEL_LEN,
+            **self.limits,
+        )
+        return Loop(scheduler, self.depth, self.is_split, self.fails_at)
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    block_size = draw(st.sampled_from([1, 4, 4, 16]))
+    max_num_seqs = draw(st.integers(1, 6))
+    is_chunked = draw(st.booleans())
+    least = max_num_seqs if is_chunked else MAX_MODEL_LEN
+    max_partial = draw(st.integers(1, 3))
+    limits = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": draw(st.integers(least, MAX_MODEL_LEN + 16)),
+        "enable_chunked_prefill": is_chunked,
+        "max_num_partial_prefills": max_partial,
+        "max_long_partial_prefills": draw(st.integers(1, max_partial)),
+        "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3, 8])),
+        "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
+    }
+    least_blocks = -(-MAX_MODEL_LEN // block_size)
+    return Setup(
+        limits=limits,
+        num_blocks=draw(st.integers(max(2, least_blocks // 2), least_blocks * 3)),
+        block_size=block_size,
+        enable_caching=draw(st.sampled_from([True, True, False])),
+        depth=draw(st.integers(0, 1)),
+        is_split=draw(st.booleans()),
+        fails_at={
+            str(i): draw(st.integers(0, 3)) for i in draw(st.sets(st.integers(0, 20), max_size=2))
+        },
+    )
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments of `make_request`, without the id."""
+    stem = draw(st.sampled_from(STEMS))[: draw(st.integers(0, 32))]
+    tail = draw(st.lists(st.integers(0, 2), min_size=0 if stem else 1, max_size=6))
+    max_tokens = draw(st.integers(1, MAX_MODEL_LEN - len(stem) - len(tail)))
+    return {
+        "prompt": [*stem, *tail],
+        "max_tokens": draw(st.sampled_from([max_tokens, min(max_tokens, 3)])),
+        "eos": draw(st.sampled_from([None, None, 5])),
+        "stop": draw(st.sampled_from([(), (), (4,), (3, 5)])),
+        "min_tokens": draw(st.integers(0, min(3, max_tokens, 3))) if max_tokens > 3 else 0,
+        "priority": draw(st.integers(-1, 1)),
+        "arrival_time": float(draw(st.integers(0, 3))),
+        "salt": draw(st.sampled_from([None, None, None, "salt"])),
+        "extra_keys": draw(st.sampled_from([(), (), (), ("lora",)])),
+        "prompt_logprobs": draw(st.sampled_from([None, None, None, 0])),
+        "logprobs": draw(st.sampled_from([None, 0])),
+    }
+
+
+def programs() -> st.SearchStrategy[list[Any]]:
+    """What happens, in order: requests arrive or are cancelled, steps run, results come in."""
+    event = st.one_of(
+        st.tuples(st.just("add"), arrivals()),
+        st.tuples(st.just("add"), arrivals()),
+        st.tuples(st.just("step"), st.integers(1, 3)),
+        st.tuples(st.just("take in"), st.none()),
+        st.tuples(st.just("abort"), st.integers(0, 20)),
+    )
+    return st.lists(event, min_size=1, max_size=40)
+
+
+def run_program(setup: Setup, program: Sequence[tuple[str, Any]]) -> None:
+    """Run a load to its end and compare what everybody got with what they get alone."""
+    loop = setup.loop()
+    specs: dict[str, EngineRequest] = {}
+    for number, (event, value) in enumerate(program):
+        if event == "step":
+            for _ in range(value):
+                loop.step()
+        elif event == "take in":
+            loop.take_in()
+        elif event == "abort":
+            loop.abort(str(value), f"unknown {number}")
+        else:
+            spec = make_request(str(len(specs)), **value)
+            try:
+                loop.add(spec)
+            except CapacityError:
+                continue
+            specs[spec.request_id] = spec
+    loop.run()
+    for name, spec in specs.items():
+        check_result(loop, setup, spec, name)
+
+
+def check_result(loop: Loop, setup: Setup, spec: EngineRequest, name: str) -> None:
+    """A request got the tokens, the end and the log-probabilities it gets alone."""
+    result = loop.results[name]
+    token_ids, finished = expected_result(spec, setup.fails_at.get(name))
+    is_aborted = result.finished == Finished(FinishReason.ABORT)
+    if is_aborted:
+        token_ids = token_ids[: len(result.token_ids)]
+    else:
+        assert result.finished == finished
+    assert result.token_ids == token_ids
+    if spec.sampling_params.logprobs is not None:
+        assert result.logprobs == list(enumerate(token_ids))
+    if spec.sampling_params.prompt_logprobs is not None:
+        everything = list(enumerate(spec.prompt_token_ids[1:]))
+        if is_aborted and not token_ids:
+            everything = everything[: len(result.prompt_logprobs)]
+        assert result.prompt_logprobs == everything
+        assert result.num_cached_tokens in ([0], [])
+    assert len(result.num_cached_tokens) == 1 or (is_aborted and not token_ids)
+    assert all(count < len(spec.prompt_token_ids) for count in result.num_cached_tokens)
+    if not setup.enable_caching:
+        assert not any(result.num_cached_tokens)
+
+
+@settings(
+    max_examples=400,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(setups(), programs())
+def test_any_load_gives_everybody_what_they_get_alone(setup, program):
+    run_program(setup, program)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_a_long_crowded_load_gives_everybody_what_they_get_alone(seed):
+    rng = random.Random(seed)
+    setup = random_setup(rng)
+    program = [random_event(rng) for _ in range(150)]
+    run_program(setup, program)
+
+
+def random_setup(rng: random.Random) -> Setup:
+    """Like `setups`, with more requests at a time and less cache for each."""
+    block_size = rng.choice([1, 4, 4, 16])
+    max_num_seqs = rng.randint(2, 12)
+    is_chunked = rng.random() < 0.7
+    max_partial = rng.randint(1, 3)
+    least_blocks = -(-MAX_MODEL_LEN // block_size)
+    return Setup(
+        limits={
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": rng.randint(max_num_seqs, 40) if is_chunked else 64,
+            "enable_chunked_prefill": is_chunked,
+            "max_num_partial_prefills": max_partial,
+            "max_long_partial_prefills": rng.randint(1, max_partial),
+            "long_prefill_token_threshold": rng.choice([0, 0, 3, 8]),
+            "scheduling_policy": rng.choice(["fcfs", "priority"]),
+        },
+        num_blocks=rng.randint(least_blocks, least_blocks * 4),
+        block_size=block_size,
+        enable_caching=rng.random() < 0.7,
+        depth=rng.choice([0, 1, 1, 2]),
+        is_split=rng.random() < 0.5,
+        fails_at={str(rng.randrange(40)): rng.randrange(4) for _ in range(3)},
+    )
+
+
+def random_event(rng: random.Random) -> tuple[str, Any]:
+    draw = rng.random()
+    if draw < 0.45:
+        return "step", rng.choice([1, 1, 1, 4])
+    if draw < 0.55:
+        return "abort", rng.randrange(60)
+    if draw < 0.6:
+        return "take in", None
+    stem = rng.choice(STEMS)[: rng.choice([0, 4, 7, 8, 9, 16, 17, rng.randint(0, 32)])]
+    prompt = [*stem, *(rng.randrange(3) for _ in range(rng.randint(0 if stem else 1, 6)))]
+    room = MAX_MODEL_LEN - len(prompt)
+    max_tokens = rng.choice([1, 2, room, rng.randint(1, room)])
+    return "add", {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "eos": rng.choice([None, None, rng.randrange(VOCAB_SIZE)]),
+        "stop": rng.choice([(), (), (4,), (3, 5)]),
+        "min_tokens": rng.randint(0, min(3, max_tokens)),
+        "priority": rng.choice([-1, 0, 0, 0, 1]),
+        "arrival_time": float(rng.randrange(4)),
+        "salt": rng.choice([None, None, None, "salt"]),
+        "extra_keys": rng.choice([(), (), (), ("lora",)]),
+        "prompt_logprobs": rng.choice([None, None, None, 0]),
+        "logprobs": rng.choice([None, 0]),
+    }

@@ -1,0 +1,134 @@
+import random
+
+import pytest
+
+from tests.core.helpers import check_pool
+from vllm.core.block_pool import BlockPool
+from vllm.messages import NULL_BLOCK_ID
+
+
+def held_and_remembered(pool: BlockPool, *hashes: bytes) -> list[int]:
+    block_ids = pool.allocate(len(hashes))
+    pool.remember(block_ids, hashes)
+    return block_ids
+
+
+def test_a_pool_of_only_the_null_block_is_refused():
+    with pytest.raises(ValueError, match="got 1 blocks"):
+        BlockPool(1)
+
+
+def test_every_block_but_the_null_block_can_be_taken():
+    pool = BlockPool(9)
+    assert sorted(pool.allocate(8)) == list(range(1, 9))
+    assert pool.num_free == 0
+    check_pool(pool)
+
+
+def test_blocks_are_evicted_in_the_order_they_were_freed():
+    pool = BlockPool(4)
+    a, b, c = held_and_remembered(pool, b"a", b"b", b"c")
+    pool.free([b])
+    pool.free([c, a])
+    assert [pool.allocate(1) for _ in range(3)] == [[b], [c], [a]]
+
+
+def test_blocks_without_content_are_used_before_cached_ones():
+    pool = BlockPool(4)
+    a, b = held_and_remembered(pool, b"a", b"b")
+    (plain,) = pool.allocate(1)
+    pool.free([a, b, plain])
+    assert pool.allocate(1) == [plain]
+    assert pool.find([b"a"]) == [a]
+    assert pool.find([b"b"]) == [b]
+
+
+def test_a_freed_block_is_found_until_it_is_taken_again():
+    pool = BlockPool(2)
+    (a,) = held_and_remembered(pool, b"a")
+    pool.free([a])
+    assert pool.find([b"a"]) == [a]
+    pool.allocate(1)
+    assert pool.find([b"a"]) == []
+    check_pool(pool)
+
+
+def test_sharing_takes_a_free_block_out_of_the_queue():
+    pool = BlockPool(4)
+    a, b, c = held_and_remembered(pool, b"a", b"b", b"c")
+    pool.free([a, b, c])
+    pool.share([b])
+    assert pool.num_free == 2
+    assert pool.allocate(2) == [a, c]
+    assert pool.find([b"b"]) == [b]
+
+
+def test_a_shared_block_is_free_when_its_last_holder_gives_it_up():
+    pool = BlockPool(3)
+    (a,) = held_and_remembered(pool, b"a")
+    pool.share([a])
+    pool.free([a])
+    assert (pool.num_refs(a), pool.num_free) == (1, 1)
+    pool.free([a])
+    assert (pool.num_refs(a), pool.num_free) == (0, 2)
+
+
+def test_a_used_again_block_becomes_the_most_recently_used():
+    pool = BlockPool(4)
+    a, b, c = held_and_remembered(pool, b"a", b"b", b"c")
+    pool.free([a, b, c])
+    pool.share([a])
+    pool.free([a])
+    assert pool.allocate(3) == [b, c, a]
+
+
+def test_the_same_content_twice_is_found_in_the_first_block():
+    pool = BlockPool(4)
+    first, second = held_and_remembered(pool, b"a", b"a")
+    assert pool.find([b"a"]) == [first]
+    pool.free([second])
+    assert pool.find([b"a"]) == [first]
+    assert pool.allocate(1) == [second], "a copy is not worth keeping"
+
+
+def test_freeing_what_nobody_holds_is_a_bug():
+    pool = BlockPool(3)
+    with pytest.raises(AssertionError, match="more often"):
+        pool.free([1])
+
+
+def test_reset_is_refused_while_a_block_is_held():
+    pool = BlockPool(3)
+    a, b = held_and_remembered(pool, b"a", b"b")
+    pool.free([a])
+    assert not pool.forget_all()
+    assert pool.find([b"a"]) == [a]
+    pool.free([b])
+    assert pool.forget_all()
+    assert pool.find([b"a"]) == []
+    check_pool(pool)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_use_keeps_counts_queue_and_hashes_together(seed):
+    rng = random.Random(seed)
+    pool = BlockPool(rng.randint(2, 24))
+    holders: list[list[int]] = []
+    for _ in range(300):
+        draw = rng.random()
+        if draw < 0.4 and pool.num_free:
+            holders.append(pool.allocate(rng.randint(0, pool.num_free)))
+        elif draw < 0.7 and holders:
+            pool.free(holders.pop(rng.randrange(len(holders))))
+        elif draw < 0.85 and holders and holders[-1]:
+            pool.remember([rng.choice(holders[-1])], [bytes([rng.randrange(30)])])
+        else:
+            hashes = {bytes([rng.randrange(30)]) for _ in range(3)}
+            shared = pool.find(hashes)
+            assert pool.num_free_among(shared) == sum(pool.num_refs(b) == 0 for b in shared)
+            pool.share(shared)
+            holders.append(shared)
+        check_pool(pool)
+        for block_id in range(pool.num_blocks):
+            assert pool.num_refs(block_id) == sum(ids.count(block_id) for ids in holders)
+        assert all(NULL_BLOCK_ID not in ids for ids in holders)

@@ -1,0 +1,178 @@
+from collections.abc import Sequence
+
+import pytest
+
+from tests.core.helpers import make_request
+from vllm.core.block_hash import block_hashes, root_hash
+from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.request import Request
+
+
+def make_cache(num_blocks: int = 16, block_size: int = 4, enable_caching: bool = True):
+    return KVCacheManager(num_blocks + 1, block_size, enable_caching)
+
+
+def make_entry(prompt: Sequence[int], request_id: str = "a", **kwargs) -> Request:
+    return Request(make_request(request_id, list(prompt), **kwargs), (0,))
+
+
+def computed(cache: KVCacheManager, prompt: Sequence[int], **kwargs) -> Request:
+    """A request whose whole prompt is computed."""
+    request = make_entry(prompt, **kwargs)
+    cache.admit(request, cache.find_prefix(request))
+    cache.remember(request, len(prompt))
+    cache.begin_step()
+    return request
+
+
+# ---- hashes ---------------------------------------------------------------------------------
+
+
+def test_hashes_are_the_same_in_every_process_and_release():
+    root = root_hash(make_request())
+    assert root.hex() == "275e5c8ef8465995b755333fc1cf4ad7d628b86603742602a0d9fae2baddc97d"
+    (block,) = block_hashes(root, [1, 2, 3, 4], 4)
+    assert block.hex() == "435ca1e8959809c658d0d7c7674c1503ed68ff815b769ffe760d16fb7ffbf011"
+
+
+def test_hashes_differ_by_salt_extra_keys_parent_tokens_and_order():
+    def hash_of(*blocks, **kwargs):
+        parent = root_hash(make_request(**kwargs))
+        for tokens in blocks:
+            (parent,) = block_hashes(parent, tokens, len(tokens))
+        return parent
+
+    different = [
+        hash_of([1, 2], [3, 4]),
+        hash_of([3, 4], [1, 2]),
+        hash_of([3, 4]),
+        hash_of([1, 2, 3, 4]),
+        hash_of([1, 2], [3, 5]),
+        hash_of([0, 2], [3, 4]),
+        hash_of([1, 2], [3, 4], salt="s"),
+        hash_of([1, 2], [3, 4], salt="t"),
+        hash_of([1, 2], [3, 4], extra_keys=("s",)),
+        hash_of([1, 2], [3, 4], extra_keys=("s", "t")),
+        hash_of([1, 2], [3, 4], extra_keys=("st",)),
+        hash_of([1, 2], [3, 4], extra_keys=("", "st")),
+        hash_of([1, 2], [3, 4], salt="s", extra_keys=("t",)),
+        hash_of([1, 2], [3, 4], salt="t", extra_keys=("s",)),
+    ]
+    assert len(set(different)) == len(different)
+
+
+def test_hashes_of_several_blocks_are_those_of_one_after_the_other():
+    root = root_hash(make_request())
+    first, second = block_hashes(root, [1, 2, 3, 4, 5], 2)
+    assert block_hashes(root, [1, 2], 2) == [first]
+    assert block_hashes(first, [3, 4], 2) == [second]
+    assert block_hashes(second, [5], 2) == []
+
+
+def test_any_text_can_be_a_salt():
+    assert root_hash(make_request(salt="\ud800")) != root_hash(make_request(salt="ä"))
+
+
+# ---- prefixes -------------------------------------------------------------------------------
+
+
+def test_the_longest_cached_prefix_is_found():
+    cache = make_cache()
+    first = computed(cache, range(12))
+    assert cache.find_prefix(make_entry([*range(8), 99, 99, 99, 99, 99])) == first.block_ids[:2]
+    assert cache.find_prefix(make_entry([*range(12), 99])) == first.block_ids[:3]
+    assert cache.find_prefix(make_entry([99, *range(12)])) == []
+
+
+@pytest.mark.parametrize(("num_tokens", "num_found"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
+def test_a_prefix_leaves_at_least_one_token_to_compute(num_tokens, num_found):
+    cache = make_cache()
+    computed(cache, range(12))
+    assert len(cache.find_prefix(make_entry(range(num_tokens)))) == num_found
+
+
+def test_only_computed_full_blocks_are_found():
+    cache = make_cache()
+    request = make_entry(range(12))
+    cache.admit(request, [])
+    cache.remember(request, 7)
+    assert cache.find_prefix(make_entry(range(12))) == request.block_ids[:1]
+
+
+@pytest.mark.parametrize("other", [{"salt": "s"}, {"extra_keys": ("lora",)}])
+def test_requests_with_other_keys_share_nothing(other):
+    cache = make_cache()
+    computed(cache, range(12))
+    assert cache.find_prefix(make_entry(range(12), **other)) == []
+
+
+def test_a_request_for_prompt_logprobs_is_computed_whole_and_shared_by_others():
+    cache = make_cache()
+    computed(cache, range(12))
+    assert cache.find_prefix(make_entry(range(12), prompt_logprobs=0)) == []
+    cache = make_cache()
+    request = computed(cache, range(12), prompt_logprobs=0)
+    assert cache.find_prefix(make_entry(range(12))) == request.block_ids[:2]
+
+
+def test_without_caching_nothing_is_found_or_kept():
+    cache = make_cache(enable_caching=False)
+    request = computed(cache, range(12))
+    assert cache.find_prefix(make_entry(range(12))) == []
+    assert request.block_hashes == []
+
+
+def test_the_end_of_a_sequence_is_evicted_before_its_beginning():
+    cache = make_cache(num_blocks=3)
+    request = computed(cache, range(12))
+    cache.free(request)
+    cache.pool.allocate(1)
+    assert len(cache.find_prefix(make_entry(range(13)))) == 2
+
+
+def test_output_tokens_are_found_too():
+    cache = make_cache()
+    request = make_entry(range(6))
+    request.token_ids += [6, 7, 8]
+    cache.admit(request, [])
+    cache.remember(request, 8)
+    assert cache.find_prefix(make_entry(range(10))) == request.block_ids[:2]
+
+
+def test_blocks_are_computed_once_the_step_that_computes_them_is_over():
+    cache = make_cache()
+    old = computed(cache, range(4))
+    new = make_entry(range(10, 18))
+    cache.admit(new, [])
+    cache.remember(new, 8)
+    assert cache.are_computed(old.block_ids)
+    assert not cache.are_computed([*old.block_ids, new.block_ids[1]])
+    cache.begin_step()
+    assert cache.are_computed(new.block_ids)
+
+
+# ---- room -----------------------------------------------------------------------------------
+
+
+def test_blocks_that_are_held_by_others_cost_nothing_and_free_ones_do():
+    cache = make_cache(num_blocks=4)
+    first = computed(cache, range(8))
+    second = make_entry(range(16))
+    assert cache.num_lacking(second, cache.find_prefix(second)) == 0
+    cache.free(first)
+    assert cache.num_lacking(second, cache.find_prefix(second)) == 0
+    second.token_ids.append(1)
+    assert cache.num_lacking(second, cache.find_prefix(second)) == 1
+
+
+def test_admission_takes_the_prefix_and_room_for_every_known_token():
+    cache = make_cache()
+    first = computed(cache, range(8))
+    second = make_entry([*range(8), 99, 98])
+    cache.admit(second, cache.find_prefix(second))
+    assert second.block_ids[:2] == first.block_ids
+    assert len(second.block_ids) == 3
+    assert cache.pool.num_refs(first.block_ids[0]) == 2
+    cache.free(second)
+    cache.free(first)
+    assert cache.pool.num_free == 16

@@ -1,0 +1,75 @@
+"""Greedy generation and log-probabilities by `transformers`, one prompt at a time."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+NUM_LIKELIEST = 5
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What `transformers` makes of one prompt.
+
+    Attributes:
+        token_ids: greedy output.
+        logprobs: [prompt + output - 1, vocab] of every token after the first, float32.
+        margins: per output token, how far the likeliest logit is above the second.
+    """
+
+    prompt: list[int]
+    token_ids: list[int]
+    logprobs: torch.Tensor
+    margins: list[float]
+
+
+def random_prompts(count: int, longest: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of mixed length, the shortest and the longest among them; some begin alike."""
+    rng = random.Random(seed)
+    lengths = [1, 2, 15, 16, 17, longest] + [rng.randint(3, longest) for _ in range(count - 6)]
+    shared = [rng.randrange(16, vocab_size) for _ in range(longest)]
+    prompts = []
+    for index, length in enumerate(lengths):
+        own = [rng.randrange(16, vocab_size) for _ in range(length)]
+        common = rng.randint(0, length - 1) if index % 3 == 0 else 0
+        prompts.append(shared[:common] + own[common:])
+    return prompts
+
+
+@torch.inference_mode()
+def generate(folder: Path, prompts: list[list[int]], max_tokens: int) -> list[Reference]:
+    """Greedy continuations in float32; end tokens do not end them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
+    return [_one(model, prompt, max_tokens) for prompt in prompts]
+
+
+def _one(model: torch.nn.Module, prompt: list[int], max_tokens: int) -> Reference:
+    input_ids, cache = torch.tensor([prompt]), None
+    token_ids: list[int] = []
+    margins: list[float] = []
+    rows: list[torch.Tensor] = []
+    for _ in range(max_tokens):
+        output = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits = output.logits[0].float()
+        rows.append(logits.log_softmax(-1))
+        best = logits[-1].topk(2)
+        margins.append(float(best.values[0] - best.values[1]))
+        token_ids.append(int(best.indices[0]))
+        input_ids = torch.tensor([[token_ids[-1]]])
+    return Reference(prompt, token_ids, torch.cat(rows), margins)
+
+
+def assert_same_tokens(got: list[int], want: Reference, max_margin: float = 1e-4) -> None:
+    """Equal, but for what follows a token that `transformers` itself was undecided about."""
+    for position, (ours, theirs) in enumerate(zip(got, want.token_ids, strict=True)):
+        if ours != theirs:
+            assert want.margins[position] < max_margin, (
+                f"prompt of {len(want.prompt)} tokens, output {position}: {ours} instead of "
+                f"{theirs}, which was ahead by {want.margins[position]}"
+            )
+            return

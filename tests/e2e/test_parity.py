@@ -1,0 +1,130 @@
+"""Same greedy tokens and log-probabilities as `transformers`, however requests are batched."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.reference import Reference, assert_same_tokens, generate, random_prompts
+from tests.tiny_models import FAMILIES, make_tiny_model
+from vllm import LLM, SamplingParams
+from vllm.assets import BUNDLED_MODEL
+
+MAX_MODEL_LEN = 160
+MAX_TOKENS = 16
+NUM_PROMPTS = 50
+
+WHOLE_PROMPTS = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}
+CHUNKS_OF_32 = {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
+TINY_CACHE = {"num_gpu_blocks_override": 24}
+
+SETTINGS = {
+    "batch 32": {"max_num_seqs": 32, "block_size": 16, **WHOLE_PROMPTS},
+    "batch 1": {"max_num_seqs": 1, "block_size": 16, **WHOLE_PROMPTS},
+    "batch 1, chunks, block 128": {"max_num_seqs": 1, "block_size": 128, **CHUNKS_OF_32},
+    "chunks": {"max_num_seqs": 32, "block_size": 16, **CHUNKS_OF_32},
+    "chunks, no prefix cache": {
+        "max_num_seqs": 32,
+        "block_size": 16,
+        "enable_prefix_caching": False,
+        **CHUNKS_OF_32,
+    },
+    "block 128, no prefix cache": {
+        "max_num_seqs": 32,
+        "block_size": 128,
+        "enable_prefix_caching": False,
+        **WHOLE_PROMPTS,
+    },
+    "preemption": {"max_num_seqs": 32, "block_size": 16, **WHOLE_PROMPTS, **TINY_CACHE},
+    "preemption, chunks, no prefix cache": {
+        "max_num_seqs": 32,
+        "block_size": 16,
+        "enable_prefix_caching": False,
+        **CHUNKS_OF_32,
+        **TINY_CACHE,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory):
+    """Folder of a tiny model of a family, made once; 'bundled' is the trained one."""
+
+    @cache
+    def folder(family: str) -> Path:
+        if family == "bundled":
+            return BUNDLED_MODEL
+        return make_tiny_model(family, tmp_path_factory.mktemp(family))
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def references(models):
+    """What transformers makes of the 50 prompts, computed once per family."""
+
+    @cache
+    def of(family: str) -> list[Reference]:
+        prompts = random_prompts(NUM_PROMPTS, MAX_MODEL_LEN - MAX_TOKENS - 20, vocab_size=4096)
+        return generate(models(family), prompts, MAX_TOKENS)
+
+    return of
+
+
+def make_llm(folder: Path, **settings) -> LLM:
+    return LLM(
+        model=str(folder),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=MAX_MODEL_LEN,
+        num_gpu_blocks_override=settings.pop("num_gpu_blocks_override", 400),
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "bundled"])
+def test_greedy_tokens_equal_transformers_in_every_setting(family, models, references):
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+    want = references(family)
+    for name, settings in SETTINGS.items():
+        llm = make_llm(models(family), **settings)
+        outputs = llm.generate([r.prompt for r in want], params, use_tqdm=False)
+        for output, reference in zip(outputs, want, strict=True):
+            assert_same_tokens(output.outputs[0].token_ids, reference)
+        scheduler = llm.llm_engine.engine_core.scheduler
+        assert (scheduler.num_preemptions > 0) == ("preemption" in name), name
+        pool = scheduler.cache.pool
+        assert pool.num_free == pool.num_usable_blocks, name
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "bundled"])
+@pytest.mark.parametrize("setting", ["batch 32", "chunks", "preemption, chunks, no prefix cache"])
+def test_logprobs_equal_transformers(family, setting, models, references):
+    want = references(family)[:20]
+    llm = make_llm(models(family), **SETTINGS[setting])
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=MAX_TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=3,
+        prompt_logprobs=2,
+    )
+    outputs = llm.generate([r.prompt for r in want], params, use_tqdm=False)
+    for output, reference in zip(outputs, want, strict=True):
+        completion = output.outputs[0]
+        assert output.prompt_logprobs is not None and completion.logprobs is not None
+        assert output.prompt_logprobs[0] is None
+        tokens = [*reference.prompt, *reference.token_ids]
+        entries = [*output.prompt_logprobs[1:], *completion.logprobs]
+        assert len(entries) == len(tokens) - 1
+        num_prompt = len(reference.prompt)
+        for position, (entry, token_id) in enumerate(zip(entries, tokens[1:], strict=True)):
+            row = reference.logprobs[position]
+            k = 2 if position < num_prompt - 1 else 3
+            assert next(iter(entry)) == token_id and k <= len(entry) <= k + 1
+            got = torch.tensor([e.logprob for e in entry.values()])
+            torch.testing.assert_close(got, row[list(entry)], atol=1e-4, rtol=0)
+            rank = 1 + int((row > row[token_id] + 1e-5).sum())
+            assert abs((entry[token_id].rank or 0) - rank) <= 1

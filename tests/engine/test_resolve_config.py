@@ -1,0 +1,186 @@
+"""What engine arguments amount to, for a model and this machine."""
+
+import json
+from dataclasses import FrozenInstanceError, asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm import envs
+from vllm.assets import BUNDLED_MODEL
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.errors import ConfigError
+
+BUNDLED_CONFIG = json.loads((BUNDLED_MODEL / "config.json").read_text())
+
+
+def resolve(**settings: Any) -> VllmConfig:
+    return EngineArgs(**settings).create_engine_config()
+
+
+def write_model(folder: Path, **changes: Any) -> str:
+    """A model folder with the config of the bundled model, changed; no weights."""
+    (folder / "config.json").write_text(json.dumps({**BUNDLED_CONFIG, **changes}))
+    return str(folder)
+
+
+def test_the_default_config_is_complete():
+    config = resolve()
+    assert config.model.model == config.model.path == config.model.tokenizer == str(BUNDLED_MODEL)
+    assert config.model.served_model_name == "stdlib-llama-5m"
+    assert config.model.arch.architecture == "LlamaForCausalLM"
+    assert config.model.dtype == "bfloat16"
+    assert config.model.max_model_len == config.scheduler.max_model_len == 2048
+    assert config.device.device == "cpu"
+    assert config.cache.block_size == 16
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 4096)
+    assert config.cache.kv_cache_space_bytes is None
+
+
+def test_making_a_config_changes_nothing():
+    args = EngineArgs(max_model_len=100)
+    before = asdict(args)
+    first, second = args.create_engine_config(), args.create_engine_config()
+    assert first == second
+    assert asdict(args) == before
+    with pytest.raises(FrozenInstanceError):
+        first.model.dtype = "float32"
+
+
+def test_given_values_arrive_in_their_config():
+    config = resolve(
+        model=str(BUNDLED_MODEL),
+        block_size=32,
+        max_num_seqs=3,
+        max_num_batched_tokens=77,
+        seed=5,
+        load_format="dummy",
+        dtype="half",
+        served_model_name="me",
+    )
+    assert config.cache.block_size == 32
+    assert config.scheduler.max_num_seqs == 3
+    assert config.scheduler.max_num_batched_tokens == 77
+    assert config.model.seed == 5
+    assert config.load.load_format == "dummy"
+    assert config.model.dtype == "float16"
+    assert config.model.served_model_name == "me"
+
+
+def test_a_step_holds_all_requests_by_default():
+    assert resolve(max_num_seqs=10_000).scheduler.max_num_batched_tokens == 10_000
+    assert resolve(max_num_batched_tokens=64).scheduler.max_num_seqs == 64
+
+
+def test_without_chunked_prefill_a_step_holds_the_longest_prompt(tmp_path):
+    model = write_model(tmp_path, max_position_embeddings=9000)
+    config = resolve(model=model, enable_chunked_prefill=False)
+    assert config.scheduler.max_num_batched_tokens == 9000
+    assert resolve(model=model).scheduler.max_num_batched_tokens == 4096
+
+
+def test_a_length_beyond_the_model_names_both_numbers_and_the_way_out():
+    with pytest.raises(ConfigError) as failure:
+        resolve(max_model_len=4096)
+    message = str(failure.value)
+    assert message.startswith("max_model_len (4096) is more than the 2048 tokens")
+    assert """hf_overrides='{"max_position_embeddings": 4096}'""" in message
+    overridden = resolve(max_model_len=4096, hf_overrides={"max_position_embeddings": 4096})
+    assert overridden.scheduler.max_model_len == 4096
+
+
+def test_a_shorter_length_is_taken():
+    assert resolve(max_model_len="1k").scheduler.max_model_len == 1000
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "asked", "runs"),
+    [
+        ("float32", "auto", "float32"),
+        ("float16", "auto", "float16"),
+        ("bfloat16", "auto", "bfloat16"),
+        ("bfloat16", "float", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_dtype_is_settled(tmp_path, checkpoint, asked, runs):
+    model = write_model(tmp_path, torch_dtype=checkpoint)
+    assert resolve(model=model, dtype=asked).model.dtype == runs
+
+
+def test_a_checkpoint_dtype_that_cannot_run_is_refused(tmp_path):
+    model = write_model(tmp_path, torch_dtype="float64")
+    with pytest.raises(ConfigError, match="dtype float64 cannot run as it is; choose dtype from"):
+        resolve(model=model)
+    assert resolve(model=model, dtype="float32").model.dtype == "float32"
+
+
+def test_bfloat16_weights_as_float16_are_a_warning(tmp_path, capsys):
+    resolve(model=write_model(tmp_path), dtype="float16")
+    assert "running bfloat16 weights as float16" in capsys.readouterr().err
+
+
+def test_the_cache_size_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0.5")
+    envs.get.cache_clear()
+    try:
+        assert resolve().cache.kv_cache_space_bytes == 2**29
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")
+        envs.get.cache_clear()
+        assert resolve().cache.kv_cache_space_bytes is None
+    finally:
+        envs.get.cache_clear()
+
+
+def test_the_tokenizer_may_be_elsewhere_or_absent(tmp_path):
+    model = write_model(tmp_path)
+    assert resolve(model=model).model.tokenizer == model
+    elsewhere = resolve(model=model, tokenizer=str(BUNDLED_MODEL))
+    assert elsewhere.model.tokenizer == str(BUNDLED_MODEL)
+    assert resolve(model=model, skip_tokenizer_init=True).model.tokenizer is None
+    with pytest.raises(ConfigError, match="model folder '/no/tokenizer' does not exist"):
+        resolve(model=model, tokenizer="/no/tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "/no/such"}, "model folder '/no/such' does not exist"),
+        ({"device": "hpu"}, "device 'hpu' is not"),
+        ({"device": "tpu"}, "tpu"),
+        ({"block_size": 12}, "block_size must be a power of two, got 12"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1, got 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be"),
+        ({"hf_overrides": {"architectures": ["Nope"]}}, "architecture 'Nope' is not supported"),
+    ],
+)
+def test_what_cannot_start_is_one_line_that_names_it(settings, message):
+    with pytest.raises(ConfigError) as failure:
+        resolve(**settings)
+    assert message in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+def test_rope_scaling_makes_the_model_longer():
+    config = resolve(rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert config.scheduler.max_model_len == 4096
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": []}, r"names no architecture \(key 'architectures'\)"),
+        ({"architectures": "Llama"}, "names no architecture"),
+        (
+            {"architectures": ["LlamaForCausalML"], "model_type": "unheard_of"},
+            "'LlamaForCausalML' is not supported; supported architectures: LlamaForCausalLM",
+        ),
+        ({"model_type": "unheard_of"}, "model_type 'unheard_of' of .* does not know it"),
+    ],
+)
+def test_a_model_nobody_here_can_run_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(model=write_model(tmp_path, **changes))

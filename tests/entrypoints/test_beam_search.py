@@ -1,0 +1,138 @@
+"""Beam search against trying every sequence."""
+
+import itertools
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from vllm.entrypoints.beam_search import search_beams
+from vllm.outputs import Logprob
+from vllm.sampling_params import BeamSearchParams
+
+VOCAB, END, PROMPT = 4, 3, [0]
+
+
+class BigramModel:
+    """Log-probabilities of the next token, which depend on the last one only."""
+
+    def __init__(self, seed):
+        rng = random.Random(seed)
+        self.table = []
+        for _ in range(VOCAB):
+            weights = [rng.random() + 0.01 for _ in range(VOCAB)]
+            self.table.append([math.log(weight / sum(weights)) for weight in weights])
+        self.num_steps = 0
+
+    def run(self, prompts, params):
+        self.num_steps += 1
+        assert params.max_tokens == 1
+        return [self._output(prompt["prompt_token_ids"][-1], params.logprobs) for prompt in prompts]
+
+    def _output(self, last, num_top):
+        row = self.table[last]
+        likeliest = sorted(range(VOCAB), key=row.__getitem__, reverse=True)[:num_top]
+        entries = {token_id: Logprob(row[token_id]) for token_id in likeliest}
+        return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[entries], stop_reason=None)])
+
+    def score(self, output, length_penalty):
+        steps = itertools.pairwise([*PROMPT, *output])
+        return sum(self.table[a][b] for a, b in steps) / len(output) ** length_penalty
+
+
+def search(model, params, end_tokens=frozenset({END}), max_model_len=100):
+    (result,) = search_beams(
+        [PROMPT],
+        params,
+        model.run,
+        end_tokens=end_tokens,
+        max_model_len=max_model_len,
+        tokenizer=None,
+    )
+    return result.sequences
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])
+def test_a_beam_as_wide_as_the_tree_finds_the_best_of_all_sequences(seed, length_penalty):
+    model, max_tokens = BigramModel(seed), 4
+    open_tokens = [token_id for token_id in range(VOCAB) if token_id != END]
+    everything = [
+        [*body, END]
+        for length in range(max_tokens)
+        for body in itertools.product(open_tokens, repeat=length)
+    ] + [list(body) for body in itertools.product(open_tokens, repeat=max_tokens)]
+    want = sorted((model.score(output, length_penalty) for output in everything), reverse=True)
+    params = BeamSearchParams(
+        beam_width=81,
+        max_tokens=max_tokens,
+        length_penalty=length_penalty,
+        include_stop_str_in_output=True,
+    )
+    found = search(model, params)
+    assert [model.score(b.tokens[1:], length_penalty) for b in found] == pytest.approx(want[:81])
+
+
+def search_to_the_end(model, width, max_tokens, length_penalty):
+    """The same search, which never stops early; outputs without the prompt."""
+    live, done = [([], 0.0)], []
+    for _ in range(max_tokens):
+        grown = [
+            ([*output, token_id], total + logprob)
+            for output, total in live
+            for token_id, logprob in enumerate(model.table[[*PROMPT, *output][-1]])
+        ]
+        done += [beam for beam in grown if beam[0][-1] == END]
+        going_on = [beam for beam in grown if beam[0][-1] != END]
+        live = sorted(going_on, key=lambda beam: beam[1], reverse=True)[:width]
+    scored = [(total / len(output) ** length_penalty, output) for output, total in done + live]
+    return [output for _, output in sorted(scored, reverse=True)[:width]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
+def test_stopping_early_does_not_change_the_result(seed, length_penalty):
+    params = BeamSearchParams(
+        beam_width=2,
+        max_tokens=12,
+        length_penalty=length_penalty,
+        include_stop_str_in_output=True,
+    )
+    found = [beam.tokens[1:] for beam in search(BigramModel(seed), params)]
+    assert found == search_to_the_end(BigramModel(seed), 2, 12, length_penalty)
+
+
+def test_the_search_stops_when_no_beam_can_get_among_the_best_any_more():
+    model = BigramModel(0)
+    search(model, BeamSearchParams(beam_width=2, max_tokens=1000, length_penalty=0.0))
+    assert model.num_steps < 50
+
+
+def test_one_beam_is_greedy_search():
+    model = BigramModel(1)
+    (beam,) = search(model, BeamSearchParams(beam_width=1, max_tokens=5), end_tokens=frozenset())
+    last, want = PROMPT[0], list(PROMPT)
+    for _ in range(5):
+        last = max(range(VOCAB), key=model.table[last].__getitem__)
+        want.append(last)
+    assert beam.tokens == want
+    assert beam.finish_reason == "length"
+    assert len(beam.logprobs) == 5
+
+
+def test_an_end_token_is_left_out_unless_asked_for_and_named_as_stop_reason():
+    def ended_beams(**options):
+        params = BeamSearchParams(beam_width=20, max_tokens=3, **options)
+        return [b for b in search(BigramModel(2), params) if b.finish_reason == "stop"]
+
+    ended, kept = ended_beams(), ended_beams(include_stop_str_in_output=True)
+    assert ended
+    assert [[*b.tokens, END] for b in ended] == [b.tokens for b in kept]
+    assert all(b.stop_reason == END for b in ended)
+
+
+def test_sequences_end_at_max_model_len():
+    params = BeamSearchParams(beam_width=2, max_tokens=50)
+    beams = search(BigramModel(3), params, end_tokens=frozenset(), max_model_len=6)
+    assert [len(beam.tokens) for beam in beams] == [6, 6]

@@ -1,0 +1,161 @@
+"""Conversations: what is accepted, how content reaches the template, what is refused."""
+
+import copy
+
+import pytest
+
+from tests.engine.tokenizers_for_tests import byte_level, metaspace
+from vllm.entrypoints.chat_utils import (
+    ChatOptions,
+    parse_messages,
+    reads_content_parts,
+    render_chat,
+)
+from vllm.errors import RequestError
+
+STRING_TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m['content'] }};{% endfor %}"
+PARTS_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:"
+    "{% for part in m.content %}({{ part.text }}){% endfor %};{% endfor %}"
+)
+USER = {"role": "user", "content": "hi"}
+
+
+def render(messages, template=STRING_TEMPLATE, **options):
+    return render_chat(byte_level(), messages, ChatOptions(chat_template=template, **options))
+
+
+def test_the_template_of_the_tokenizer_is_used_unless_another_is_given():
+    assert render_chat(byte_level(), [USER], ChatOptions()).endswith("hi<|end|><|assistant|>")
+    assert render([USER]) == "user:hi;"
+
+
+def test_without_any_template_the_message_says_what_to_do():
+    with pytest.raises(RequestError, match="must provide a chat template"):
+        render_chat(metaspace(), [USER], ChatOptions())
+    assert render_chat(metaspace(), [USER], ChatOptions(chat_template="{{ 1 + 1 }}")) == "2"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "a\nb",
+        [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        ["a", {"text": "b"}],
+        [{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "b"}],
+    ],
+)
+def test_parts_of_text_are_joined_by_newlines_for_templates_that_take_a_string(content):
+    assert render([{"role": "user", "content": content}]) == "user:a\nb;"
+
+
+def test_a_template_that_loops_over_parts_gets_parts_also_for_a_string():
+    assert render([USER], PARTS_TEMPLATE) == "user:(hi);"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render([{"role": "user", "content": parts}], PARTS_TEMPLATE) == "user:(a)(b);"
+
+
+def test_the_format_can_be_forced():
+    assert render([USER], PARTS_TEMPLATE, content_format="string") == "user:()();"
+    forced = render([USER], "{{ messages[0].content[0].type }}", content_format="openai")
+    assert forced == "text"
+
+
+@pytest.mark.parametrize(
+    ("template", "is_parts"),
+    [
+        (STRING_TEMPLATE, False),
+        (PARTS_TEMPLATE, True),
+        ("{% for p in m['content'] | reverse %}{% endfor %}", True),
+        ("{% set c = m['content'] %}{% for p in c %}{% endfor %}", True),
+        ("{% set c = m['content'] | trim %}{{ c }}{% for t in tools %}{% endfor %}", False),
+        ("{% for line in m.content.split('x') %}{{ line }}{% endfor %}", False),
+        (
+            "{% generation %}{% for p in m.content %}{% break %}{% endfor %}{% endgeneration %}",
+            True,
+        ),
+        ("{% for", False),
+    ],
+)
+def test_what_a_template_takes_is_read_from_its_loops(template, is_parts):
+    assert reads_content_parts(template) is is_parts
+
+
+def test_the_messages_of_the_caller_are_not_changed():
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [USER, {"role": "assistant", "content": ["a"], "tool_calls": [call]}]
+    before = copy.deepcopy(messages)
+    parse_messages(messages, as_parts=True)
+    assert messages == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parsed"), [('{"x": 1}', {"x": 1}), ("", {}), ({"x": 1}, {"x": 1})]
+)
+def test_arguments_of_tool_calls_reach_the_template_as_objects(arguments, parsed):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    (message,) = parse_messages([{"role": "assistant", "tool_calls": [call]}], as_parts=False)
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": parsed}
+    assert message["tool_calls"][0]["id"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "the conversation has no messages"),
+        ("hi", "a conversation is a list of messages, got str"),
+        (USER, "a conversation is a list of messages, got dict"),
+        (["hi"], "messages[0] must be a dict with role and content, got str"),
+        ([{"content": "a"}], "messages[0] needs a role, got None"),
+        ([USER, {"role": "user"}], "messages[1] has no content"),
+        ([{"role": "user", "content": 5}], "messages[0].content must be a string or a list"),
+        ([{"role": "user", "content": [5]}], "messages[0].content[0] must be a dict with a type"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "not available in this engine yet: content of type 'image_url'",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            "messages[0].content[0].text must be a string, got NoneType",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
+            "messages[0].tool_calls[0].function.arguments is not JSON",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": ["f"]}],
+            "messages[0].tool_calls[0] must be a dict with a function",
+        ),
+    ],
+)
+def test_a_malformed_conversation_is_refused_with_the_place(messages, message):
+    with pytest.raises(RequestError) as failure:
+        parse_messages(messages, as_parts=False)
+    assert message in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for", "cannot render this conversation"),
+        ("{{ nothing.at.all }}", "cannot render this conversation"),
+        ("{{ 1 / 0 }}", "division by zero"),
+    ],
+)
+def test_what_the_template_refuses_is_an_error_of_the_request(template, message):
+    with pytest.raises(RequestError, match=message):
+        render([USER], template)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"continue_final_message": True}, "exclude each other"),
+        ({"content_format": "xml"}, "must be auto, string or openai, got 'xml'"),
+        ({"template_kwargs": {"tokenize": True}}, "cannot hold tokenize"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(RequestError, match=message):
+        ChatOptions(**options)

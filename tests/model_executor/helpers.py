@@ -1,0 +1,62 @@
+"""Configs, models and prompts shared by the tests of this folder."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vllm.config import (
+    CacheConfig,
+    LoadConfig,
+    ModelArch,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed import TPGroup
+from vllm.model_executor.loader import load_model
+from vllm.model_executor.models.interface import CausalLM
+
+
+def read_arch(folder: Path) -> ModelArch:
+    return ModelArch.from_hf(AutoConfig.from_pretrained(folder).to_dict())
+
+
+def make_config(folder: Path, dtype: Any = "float32", **load: Any) -> VllmConfig:
+    load.setdefault("use_tqdm_on_load", False)
+    return VllmConfig(
+        model=ModelConfig(model=str(folder), arch=read_arch(folder), path=str(folder), dtype=dtype),
+        cache=CacheConfig(block_size=16),
+        scheduler=SchedulerConfig(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=256),
+        load=LoadConfig(**load),
+    )
+
+
+def load(folder: Path, tp: TPGroup | None = None, dtype: Any = "float32", **kw: Any) -> CausalLM:
+    return load_model(make_config(folder, dtype, **kw), tp or TPGroup(), torch.device("cpu"))
+
+
+def prompt_of(length: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 4096, (length,), generator=generator)
+
+
+@torch.inference_mode()
+def logits_of(model: CausalLM, input_ids: Tensor) -> Tensor:
+    """[T, vocab] of one prompt, without a KV cache."""
+    return model.compute_logits(model(input_ids, torch.arange(len(input_ids))))
+
+
+@cache
+def _reference(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def reference_logits(folder: Path, input_ids: Tensor) -> Tensor:
+    """[T, vocab] by transformers in float32."""
+    logits: Tensor = _reference(folder)(input_ids[None]).logits[0]
+    return logits

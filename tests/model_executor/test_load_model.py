@@ -1,0 +1,294 @@
+"""Checkpoints of every form, and what is said about damaged ones."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.model_executor.helpers import (
+    load,
+    logits_of,
+    make_config,
+    prompt_of,
+    read_arch,
+    reference_logits,
+)
+from tests.tiny_models import make_tiny_model
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError, WeightLoadError
+from vllm.model_executor.loader import load_model
+from vllm.model_executor.loader.checkpoint import find_files, name_some
+from vllm.model_executor.loader.model_loader import build_model
+
+INPUT_IDS = prompt_of(20)
+
+
+@pytest.fixture
+def llama(tiny_model, tmp_path):
+    """A copy of the tiny Llama that a test may change."""
+    return shutil.copytree(tiny_model("llama"), tmp_path / "llama")
+
+
+@pytest.fixture
+def want(tiny_model):
+    return reference_logits(tiny_model("llama"), INPUT_IDS)
+
+
+def tensors_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def put(folder, tensors):
+    save_file(tensors, folder / "model.safetensors")
+
+
+def shard(folder, suffix, save):
+    """Replace the single file by two and an index."""
+    tensors = tensors_of(folder)
+    (folder / "model.safetensors").unlink()
+    stem = {"safetensors": "model", "bin": "pytorch_model"}[suffix]
+    names = [f"{stem}-0000{i}-of-00002.{suffix}" for i in (1, 2)]
+    weight_map = {name: names[i % 2] for i, name in enumerate(sorted(tensors))}
+    for file in names:
+        save({n: tensors[n] for n in tensors if weight_map[n] == file}, folder / file)
+    index = folder / f"{stem}.{suffix}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return names
+
+
+def assert_loads(folder, want, **kw):
+    torch.testing.assert_close(logits_of(load(folder, **kw), INPUT_IDS), want, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors"])
+def test_sharded_safetensors(llama, want, load_format):
+    shard(llama, "safetensors", save_file)
+    assert_loads(llama, want, load_format=load_format)
+
+
+def test_shards_without_an_index(llama, want):
+    shard(llama, "safetensors", save_file)
+    (llama / "model.safetensors.index.json").unlink()
+    assert_loads(llama, want)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "pt"])
+def test_bin_files(llama, want, load_format):
+    torch.save(tensors_of(llama), llama / "pytorch_model.bin")
+    (llama / "model.safetensors").unlink()
+    assert_loads(llama, want, load_format=load_format)
+
+
+def test_sharded_bin_files_of_the_oldest_form(llama, want):
+    def save(tensors, path):
+        torch.save(tensors, path, _use_new_zipfile_serialization=False)
+
+    shard(llama, "bin", save)
+    assert_loads(llama, want)
+
+
+def test_the_asked_form_is_the_one_that_is_read(llama):
+    with pytest.raises(WeightLoadError, match=r"no weights in .*expected pytorch_model\.bin"):
+        load(llama, load_format="pt")
+
+
+def test_a_bfloat16_checkpoint_runs_in_float32(tmp_path):
+    folder = make_tiny_model("llama", tmp_path, dtype="bfloat16")
+    model = load(folder)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert_loads(folder, reference_logits(folder, INPUT_IDS))
+
+
+def test_the_dtype_of_the_checkpoint_is_the_default(tmp_path):
+    folder = make_tiny_model("llama", tmp_path, dtype="bfloat16")
+    model = load(folder, dtype="auto")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in model.buffers()} == {torch.float32}
+
+
+def test_the_model_is_ready_to_run(llama):
+    model = load(llama)
+    assert not model.training
+    assert not any(p.requires_grad or p.is_meta for p in model.parameters())
+    assert len({id(b) for b in model.buffers()}) == 1, "layers share one rotary table"
+
+
+def test_tied_weights_stay_one(tiny_model, tmp_path):
+    model = load(tiny_model("granite_code"))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    # Some checkpoints hold both; the copy is not read.
+    folder = shutil.copytree(tiny_model("granite_code"), tmp_path / "copy")
+    tensors = tensors_of(folder)
+    tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
+    put(folder, tensors)
+    assert torch.equal(logits_of(load(folder), INPUT_IDS), logits_of(model, INPUT_IDS))
+
+
+def test_names_that_are_no_weights_are_ignored(llama, want):
+    tensors = tensors_of(llama)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+    put(llama, tensors)
+    assert_loads(llama, want)
+
+
+@pytest.mark.parametrize("family", ["opt", "opt_post_norm"])
+def test_opt_checkpoints_without_the_level_model(tiny_model, tmp_path, family):
+    folder = shutil.copytree(tiny_model(family), tmp_path / "copy")
+    put(folder, {name.removeprefix("model."): t for name, t in tensors_of(folder).items()})
+    assert_loads(folder, reference_logits(tiny_model(family), INPUT_IDS))
+
+
+def test_a_missing_tensor_is_named(llama):
+    tensors = tensors_of(llama)
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    put(llama, tensors)
+    with pytest.raises(WeightLoadError, match=r"1 tensors missing .*: model\.layers\.1\..*k_proj"):
+        load(llama)
+
+
+def test_many_missing_tensors_are_counted(llama):
+    put(llama, {"lm_head.weight": tensors_of(llama)["lm_head.weight"]})
+    with pytest.raises(WeightLoadError, match=r"29 tensors missing .* and 19 more$") as caught:
+        load(llama)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_tensor_is_named(llama):
+    put(llama, tensors_of(llama) | {"model.layers.0.router.weight": torch.ones(2)})
+    with pytest.raises(WeightLoadError, match=r"1 tensors unknown .*: model\.layers\.0\.router"):
+        load(llama)
+
+
+def test_a_tensor_in_two_files_is_named(llama):
+    first, _ = shard(llama, "safetensors", save_file)
+    extra = {"lm_head.weight": torch.ones(4096, 64), "model.norm.weight": torch.ones(64)}
+    tensors = load_file(llama / first)
+    save_file(extra | tensors, llama / first)
+    with pytest.raises(WeightLoadError, match=r"1 tensors .*given twice"):
+        load(llama)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.0.self_attn.v_proj.weight", [64, 64]),
+        ("model.layers.0.mlp.down_proj.weight", [64, 176]),
+        ("model.embed_tokens.weight", [4096, 64]),
+        ("model.norm.weight", [64]),
+    ],
+)
+def test_a_wrong_shape_names_tensor_and_both_shapes(llama, name, expected):
+    put(llama, tensors_of(llama) | {name: torch.ones(3, 5)})
+    with pytest.raises(WeightLoadError) as caught:
+        load(llama)
+    assert all(text in str(caught.value) for text in (name, "[3, 5]", str(expected)))
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, -8])
+def test_a_truncated_safetensors_file_is_named(llama, keep):
+    path = llama / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(WeightLoadError, match=r"model\.safetensors is damaged") as caught:
+        load(llama)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, -8])
+def test_a_truncated_bin_file_is_named(llama, keep):
+    path = llama / "pytorch_model.bin"
+    torch.save(tensors_of(llama), path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(WeightLoadError, match=r"pytorch_model\.bin is damaged") as caught:
+        load(llama, load_format="pt")
+    assert "\n" not in str(caught.value)
+
+
+class _Trap:
+    def __reduce__(self):
+        return (pytest.fail, ("code from a checkpoint has run",))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [({"a": _Trap()}, "more than tensors"), ({"a": 1}, "not a dict"), ([1], "not a dict")],
+)
+def test_a_bin_file_of_something_else_is_refused_and_not_run(llama, content, message):
+    torch.save(content, llama / "pytorch_model.bin")
+    with pytest.raises(WeightLoadError, match=message):
+        load(llama, load_format="pt")
+
+
+def test_a_missing_shard_is_named(llama):
+    first, second = shard(llama, "safetensors", save_file)
+    (llama / second).unlink()
+    with pytest.raises(WeightLoadError, match=f"1 of 2 files .*: {second}$"):
+        load(llama)
+    assert (llama / first).exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}'])
+def test_a_damaged_index_is_named(llama, text):
+    (llama / "model.safetensors").unlink()
+    (llama / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(WeightLoadError, match=r"index\.json is not a readable index"):
+        load(llama)
+
+
+def test_a_folder_without_weights_is_named(tmp_path):
+    with pytest.raises(WeightLoadError, match=r"no weights in .* model\.safetensors or .*\.bin"):
+        find_files(tmp_path, "auto")
+
+
+def test_an_unknown_architecture_is_a_config_error(llama):
+    config = json.loads((llama / "config.json").read_text())
+    config["architectures"] = ["LlamaForCausalLLM"]
+    (llama / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="architectures: LlamaForCausalLM"):
+        load(llama)
+
+
+def test_a_group_that_cannot_split_the_model_is_a_config_error(llama):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size \(3\) must divide .* 4 heads"):
+        load(llama, TPGroup(rank=0, size=3))
+
+
+def test_dummy_weights_are_seeded_and_usable(tiny_model, tmp_path):
+    for family in ("llama", "opt_post_norm"):
+        (tmp_path / family).mkdir()
+        shutil.copy(tiny_model(family) / "config.json", tmp_path / family)
+        first, second = (load(tmp_path / family, load_format="dummy") for _ in range(2))
+        logits = logits_of(first, INPUT_IDS)
+        assert torch.equal(logits, logits_of(second, INPUT_IDS))
+        assert logits.isfinite().all()
+        assert logits.std() > 0.1
+
+
+def test_building_takes_no_memory(tiny_model):
+    model = build_model(read_arch(tiny_model("llama")), TPGroup(), torch.bfloat16)
+    assert all(p.is_meta and p.dtype is torch.bfloat16 for p in model.parameters())
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_size_and_time_are_logged(llama, caplog):
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    try:
+        load(llama)
+    finally:
+        logging.getLogger("vllm").removeHandler(caplog.handler)
+    assert "Loading model weights took 0.00" in caplog.text
+    assert "GiB" in caplog.text
+
+
+@pytest.mark.parametrize("show", [True, False])
+def test_progress_is_shown_unless_disabled(llama, capfd, show):
+    load_model(make_config(llama, use_tqdm_on_load=show), TPGroup(), torch.device("cpu"))
+    assert ("Loading checkpoint files" in capfd.readouterr().err) is show
+
+
+def test_a_long_list_of_names_is_cut():
+    assert name_some(list("abc"), most=3) == "a, b, c"
+    assert name_some(list("abcd"), most=3) == "a, b, c and 1 more"

@@ -1,0 +1,108 @@
+"""ModelArch reads configs of transformers 4 and 5 alike."""
+
+import dataclasses
+
+import pytest
+from transformers import AutoConfig
+
+from tests.tiny_models import FAMILIES
+from vllm.config import ModelArch
+from vllm.errors import ConfigError
+
+
+def as_transformers_4(config: dict) -> dict:
+    """The same config as transformers 4.5x spells it."""
+    config = dict(config)
+    config["torch_dtype"] = config.pop("dtype")
+    rope = dict(config.pop("rope_parameters", None) or {})
+    if rope:
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    config.pop("layer_types", None)
+    return config
+
+
+def facts(arch: ModelArch) -> dict:
+    values = {f.name: getattr(arch, f.name) for f in dataclasses.fields(arch)}
+    values.pop("hf_config")
+    return values
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_spellings_mean_the_same(tiny_model, family):
+    config = AutoConfig.from_pretrained(tiny_model(family)).to_dict()
+    new = ModelArch.from_hf(config)
+    assert facts(ModelArch.from_hf(as_transformers_4(config))) == facts(new)
+    assert new.derived_max_model_len == {"llama_linear": 2048, "llama_yarn": 512}.get(family, 512)
+
+
+def test_windows_of_layers(tiny_model):
+    def windows(family):
+        return ModelArch.from_hf(
+            AutoConfig.from_pretrained(tiny_model(family)).to_dict()
+        ).layer_windows
+
+    assert windows("mistral") == (16, 16)
+    assert windows("qwen2") == (None, 16)
+    assert windows("llama") == (None, None, None)
+
+
+def minimal(**values):
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 16,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "rope_theta": 10000.0,
+        **values,
+    }
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "dynamic"])
+def test_a_context_that_was_not_stretched_yet_is_the_original_one(kind):
+    scaling = {"type": kind, "factor": 4.0}
+    rope = ModelArch.from_hf(minimal(rope_scaling=scaling)).rope
+    assert rope is not None and rope.rope_type == kind
+    assert rope.scaling == {"factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        (None, 128),
+        ({"rope_type": "linear", "factor": 2.0}, 256),
+        ({"rope_type": "dynamic", "factor": 2.0}, 256),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}, 128),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 4.0}, 512),
+    ],
+)
+def test_longest_sequence(scaling, length):
+    assert ModelArch.from_hf(minimal(rope_scaling=scaling)).derived_max_model_len == length
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"architectures": None}, "names no architecture"),
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"hidden_size": 66}, r"hidden_size \(66\).*num_attention_heads \(4\)"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\).*num_key_value_heads \(3\)"),
+    ],
+)
+def test_a_bad_config_is_named(values, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelArch.from_hf(minimal(**values))
+
+
+def test_layer_types_may_be_longer_but_not_shorter_than_the_layers():
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    config = minimal(sliding_window=8, layer_types=kinds, num_hidden_layers=2)
+    assert ModelArch.from_hf(config).layer_windows == (None, 8)
+    config["num_hidden_layers"] = 4
+    with pytest.raises(ConfigError, match="names 3 layers, num_hidden_layers is 4"):
+        ModelArch.from_hf(config)

@@ -1,0 +1,57 @@
+"""Architectures by name: built-in ones, plug-ins, and what is said about unknown ones."""
+
+import subprocess
+import sys
+
+import pytest
+
+from vllm.errors import ConfigError
+from vllm.model_executor.models.registry import ModelRegistry, _ModelRegistry
+
+
+@pytest.mark.parametrize("name", ModelRegistry.supported())
+def test_every_built_in_name_is_the_name_of_its_class(name):
+    assert ModelRegistry.resolve(name).__name__ == name
+
+
+def test_an_unknown_architecture_is_named_with_near_matches_first():
+    with pytest.raises(ConfigError) as caught:
+        ModelRegistry.resolve("Qwen2MoeForCausalLM")
+    message = str(caught.value)
+    assert "'Qwen2MoeForCausalLM' is not supported" in message
+    assert "supported architectures: Qwen2ForCausalLM, " in message
+    assert all(name in message for name in ModelRegistry.supported())
+    assert "\n" not in message
+
+
+def test_plug_ins_are_classes_or_paths():
+    class Other:
+        pass
+
+    registry = _ModelRegistry({})
+    registry.register_model("A", Other)
+    registry.register_model("B", "collections:OrderedDict")
+    assert registry.supported() == ["A", "B"]
+    assert registry.resolve("A") is Other
+    assert registry.resolve("B").__name__ == "OrderedDict"
+
+
+@pytest.mark.parametrize("path", ["no_such_module:Class", "collections:NoSuchClass"])
+def test_a_plug_in_that_cannot_be_imported_is_a_config_error(path):
+    registry = _ModelRegistry({})
+    registry.register_model("A", path)
+    with pytest.raises(ConfigError, match=f"model 'A': cannot import '{path}'"):
+        registry.resolve("A")
+
+
+def test_a_path_without_a_class_is_refused():
+    with pytest.raises(ConfigError, match="expected 'module:Class', got 'collections'"):
+        _ModelRegistry({}).register_model("A", "collections")
+
+
+def test_the_registry_imports_no_torch():
+    code = (
+        "import sys, vllm.model_executor.models.registry as r; "
+        "r.ModelRegistry.supported(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

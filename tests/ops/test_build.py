@@ -1,0 +1,121 @@
+"""How the C++ kernels are built, loaded, and done without."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from vllm.ops.cpu import load_cpu_kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def setup_module() -> ModuleType:
+    """setup.py as a module; it builds only when it is run."""
+    spec = importlib.util.spec_from_file_location("vllm_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_python(code: str, **env: str) -> str:
+    """Standard output of a fresh interpreter that sees this checkout."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the C++ kernels are not built")
+def test_kernels_run_on_the_threads_that_torch_already_has():
+    out = run_python(
+        """
+import os, re, torch
+from vllm.ops.cpu import CPUOps
+torch.set_num_threads(3)
+x, weight = torch.randn(2000, 1000), torch.ones(1000)
+x.mul(2), x @ x.T  # torch starts its threads
+num_threads = len(os.listdir("/proc/self/task"))
+CPUOps().rms_norm(x, weight, 1e-5)
+print(num_threads, len(os.listdir("/proc/self/task")))
+maps = open("/proc/self/maps").read()
+print(*sorted(set(re.findall(r"/\\S*lib(?:gomp|iomp|omp)\\S*", maps))))
+""",
+        OMP_NUM_THREADS="3",
+    )
+    (before, after), runtimes = (line.split() for line in out.splitlines())
+    assert int(before) >= 3
+    assert before == after, "the kernel started threads of its own"
+    assert len(runtimes) == 1, f"more than one OpenMP runtime: {runtimes}"
+
+
+@pytest.mark.parametrize("compiler", ["/nonexistent/c++", "false"])
+def test_without_a_working_compiler_the_build_succeeds_and_says_what_is_missing(compiler, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", f"--build-lib={tmp_path}",
+         f"--build-temp={tmp_path}"],
+        cwd=ROOT,
+        env={**os.environ, "CXX": compiler},
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "installed WITHOUT its C++ CPU kernels" in done.stderr
+    assert compiler in done.stderr
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_kernels_build_from_source_and_need_no_library_but_the_c_ones(setup_module, tmp_path):
+    library = tmp_path / "kernels.so"
+    setup_module.build_kernels(tmp_path, library)
+    out = run_python(f"import ctypes; print(ctypes.CDLL({str(library)!r}).vllm_cpu_isa() != 0)")
+    assert out == "True\n"
+    assert b"GOMP_" not in library.read_bytes()
+    assert b"libgomp" not in library.read_bytes()
+
+
+def test_requirement_files_are_read_with_the_files_they_include(setup_module, tmp_path):
+    (tmp_path / "common.txt").write_text("# why\nnumpy>=1,<2  # arrays\n\n")
+    (tmp_path / "cpu.txt").write_text("-r common.txt\ntorch>=2,<3\n")
+    assert setup_module.read_requirements(tmp_path / "cpu.txt") == ["numpy>=1,<2", "torch>=2,<3"]
+
+
+def test_only_the_cpu_installs_torch(setup_module):
+    names = {
+        device: {
+            requirement.split(">")[0]
+            for requirement in setup_module.read_requirements(ROOT / f"requirements-{device}.txt")
+        }
+        for device in ("cpu", "hpu")
+    }
+    assert names["cpu"] - names["hpu"] == {"torch"}
+
+
+def test_target_device_is_the_variable_or_what_the_machine_has(setup_module, monkeypatch):
+    for value in ("cpu", "hpu"):
+        monkeypatch.setenv("VLLM_TARGET_DEVICE", value)
+        assert setup_module.target_device() == value
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "tpu")
+    with pytest.raises(SystemExit, match="'tpu': it must be 'cpu' or 'hpu'"):
+        setup_module.target_device()
+
+
+def test_build_isolation_does_not_hide_the_vendors_software(setup_module, monkeypatch, tmp_path):
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    folders = {"purelib": str(tmp_path), "platlib": str(tmp_path)}
+    monkeypatch.setattr(setup_module.sysconfig, "get_path", folders.__getitem__)
+    assert setup_module.target_device() == "cpu"
+    (tmp_path / "habana_frameworks").mkdir()
+    assert setup_module.target_device() == "hpu"

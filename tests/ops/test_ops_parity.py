@@ -1,0 +1,394 @@
+"""Every implementation of the operators against the torch reference, over one parameter grid.
+
+The reference itself is checked against Hugging Face models, and its two attention operators
+against each other.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm.ops import get_ops, set_ops
+from vllm.ops.cpu import CPUOps, load_cpu_kernels
+from vllm.ops.interface import Ops
+from vllm.ops.native import NativeOps
+
+DTYPES = [torch.float32, torch.bfloat16]
+NATIVE = NativeOps()
+# One unit in the last place of bf16 is 2^-8 relative; sums in another order may differ by that.
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 2**-8},
+}
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, **TOLERANCES[want.dtype])
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["avx512", "avx2", "base"])
+def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
+    """The C++ kernels, once for each instruction set that this machine can run."""
+    library = load_cpu_kernels()
+    if library is None:
+        pytest.skip("the C++ kernels are not built")
+    best = library.vllm_cpu_isa()
+    if not library.vllm_cpu_set_isa(request.param.encode()):
+        pytest.skip(f"no {request.param} in this build or on this processor")
+    yield CPUOps()
+    library.vllm_cpu_set_isa(best)
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def packed_qkv(
+    num_tokens: int, num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as a model has them: slices of one tensor, strided in dimension 0."""
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_size, dtype=dtype)
+    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    return q, k, v
+
+
+class PagedCache:
+    """Random keys and values of some requests, in shuffled blocks. Slots that belong to no token
+    hold NaN, so that reading one shows."""
+
+    def __init__(
+        self,
+        seq_lens: list[int],
+        num_kv_heads: int,
+        head_size: int,
+        block_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        max_blocks = max(1, -(-max(seq_lens) // block_size))
+        num_blocks = len(seq_lens) * max_blocks + 1
+        shape = (num_blocks, block_size, num_kv_heads, head_size)
+        self.keys = torch.full(shape, float("nan"), dtype=dtype)
+        self.values = self.keys.clone()
+        ids = torch.randperm(num_blocks - 1)[: len(seq_lens) * max_blocks] + 1
+        # A table is a slice of a wider one: its rows are strided.
+        wide = torch.zeros(len(seq_lens), max_blocks + 3, dtype=torch.int32)
+        wide[:, :max_blocks] = ids.view(len(seq_lens), max_blocks)
+        self.block_tables = wide[:, : max_blocks + 1]
+        for row, seq_len in zip(self.block_tables, seq_lens, strict=True):
+            slots = row.long()[:, None] * block_size + torch.arange(block_size)
+            new = torch.randn(2, seq_len, num_kv_heads, head_size, dtype=dtype)
+            self.keys.flatten(0, 1)[slots.flatten()[:seq_len]] = new[0]
+            self.values.flatten(0, 1)[slots.flatten()[:seq_len]] = new[1]
+        self.seq_lens = torch.tensor(seq_lens, dtype=torch.int32)
+
+    def decode(
+        self, ops: Ops, query: Tensor, window: int | None, rows: slice = slice(None)
+    ) -> Tensor:
+        scale = query.shape[-1] ** -0.5
+        tables, seq_lens = self.block_tables[rows], self.seq_lens[rows]
+        return ops.paged_attention_decode(
+            query[rows], self.keys, self.values, tables, seq_lens, scale, window
+        )
+
+
+# ---- norms and activation ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1, 7, 64, 100, 576, 4096])
+@pytest.mark.parametrize("num_tokens", [0, 1, 33])
+def test_rms_norm_agrees_with_reference(ops, num_tokens, hidden, dtype):
+    x, weight = torch.randn(num_tokens, hidden, dtype=dtype) * 3, torch.randn(hidden, dtype=dtype)
+    assert_close(ops.rms_norm(x, weight, 1e-6), NATIVE.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_size", [20, 128])
+def test_rms_norm_of_heads_in_a_packed_tensor(ops, head_size, dtype):
+    query, key, _ = packed_qkv(9, 4, 2, head_size, dtype)
+    weight = torch.randn(head_size, dtype=dtype)
+    for heads in (query, key):
+        got = ops.rms_norm(heads, weight, 1e-6)
+        assert got.is_contiguous()
+        assert_close(got, NATIVE.rms_norm(heads, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [7, 100, 4096])
+@pytest.mark.parametrize("num_tokens", [0, 1, 33])
+def test_fused_add_rms_norm_agrees_with_reference(ops, num_tokens, hidden, dtype):
+    x, residual = torch.randn(2, num_tokens, hidden, dtype=dtype)
+    weight = torch.randn(hidden, dtype=dtype)
+    want, want_residual = NATIVE.fused_add_rms_norm(x, residual, weight, 1e-5)
+    got, got_residual = ops.fused_add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    assert torch.equal(got_residual, want_residual)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 13, 160, 5000])
+@pytest.mark.parametrize("num_tokens", [0, 1, 33])
+def test_silu_and_mul_agrees_with_reference(ops, num_tokens, size, dtype):
+    x = torch.randn(num_tokens, 2 * size, dtype=dtype) * 10
+    assert_close(ops.silu_and_mul(x), NATIVE.silu_and_mul(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul_of_extreme_gates(ops, dtype):
+    gates = torch.tensor([-3e38, -1e4, -90.0, -0.0, 0.0, 90.0, 1e4, 3e38])
+    x = torch.cat((gates, torch.ones(8)))[None].to(dtype)
+    assert_close(ops.silu_and_mul(x), NATIVE.silu_and_mul(x))
+
+
+def test_not_a_number_is_not_hidden(ops):
+    x = torch.ones(1, 64)
+    x[0, 5] = float("nan")
+    for dtype in DTYPES:
+        assert ops.silu_and_mul(x.to(dtype)).isnan().nonzero().tolist() == [[0, 5]]
+        assert ops.rms_norm(x.to(dtype), torch.ones(64, dtype=dtype), 1e-5).isnan().all()
+        cache = PagedCache([40], 1, 16, 16, dtype)
+        cache.keys[cache.block_tables[0, 0], 3] = float("nan")
+        assert cache.decode(ops, torch.ones(1, 2, 16, dtype=dtype), None).isnan().all()
+
+
+# ---- rotary embedding ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(("head_size", "rot_dim"), [(16, 16), (64, 32), (80, 20), (100, 100)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+def test_rotary_embedding_gives_the_bits_of_the_reference(
+    ops, num_tokens, head_size, rot_dim, is_neox, dtype
+):
+    query, key, value = packed_qkv(num_tokens, 6, 2, head_size, dtype)
+    value_before = value.clone()
+    angles = torch.rand(300, rot_dim // 2) * 7
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    positions = torch.randint(300, (num_tokens,))
+    want = NATIVE.rotary_embedding(positions, query, key, cos_sin, is_neox)
+    got = ops.rotary_embedding(positions, query, key, cos_sin, is_neox)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(value, value_before), "the neighbour in the packed tensor was touched"
+
+
+# ---- cache ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("num_padding", [0, 5, 11])
+def test_reshape_and_cache_writes_real_slots_only(ops, num_padding, block_size, dtype):
+    _, key, value = packed_qkv(11, 4, 2, 20, dtype)
+    slots = torch.randperm(3 * block_size)[:11]
+    slots[torch.randperm(11)[:num_padding]] = -1
+    before = torch.randn(2, 3, block_size, 2, 20, dtype=dtype)
+    for implementation in (NATIVE, ops):
+        key_cache, value_cache = before.clone()
+        implementation.reshape_and_cache(key, value, key_cache, value_cache, slots)
+        want = before.clone()
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                want[0].flatten(0, 1)[slot] = key[token]
+                want[1].flatten(0, 1)[slot] = value[token]
+        assert torch.equal(key_cache, want[0])
+        assert torch.equal(value_cache, want[1])
+
+
+# ---- attention -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (6, 2), (7, 1), (12, 4), (32, 8)]
+)
+@pytest.mark.parametrize("window", [None, 1, 50, 300])
+def test_decode_attention_agrees_with_reference(
+    ops, num_heads, num_kv_heads, window, block_size, dtype
+):
+    head_sizes = [16, 64, 80, 100, 128, 256]
+    for head_size in head_sizes if num_heads == 6 else [64, 100]:
+        cache = PagedCache([1, 0, 257, 600, 33, 128], num_kv_heads, head_size, block_size, dtype)
+        query, _, _ = packed_qkv(6, num_heads, num_kv_heads, head_size, dtype)
+        got = cache.decode(ops, query, window)
+        assert_close(got, cache.decode(NATIVE, query, window))
+        assert not got[1].any(), "a padding row is zero"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decode_attention_has_the_same_bits_in_any_batch_on_any_threads(
+    ops, dtype, restore_threads
+):
+    cache = PagedCache([5, 1000, 300, 64, 511], 2, 64, 16, dtype)
+    query = torch.randn(5, 8, 64, dtype=dtype)
+    together = cache.decode(ops, query, None)
+    for num_threads, row in product((1, 2, 3), range(5)):
+        torch.set_num_threads(num_threads)
+        alone = cache.decode(ops, query, None, slice(row, row + 1))
+        assert torch.equal(alone[0], together[row])
+
+
+def test_decode_attention_survives_large_scores(ops):
+    cache = PagedCache([600], 1, 64, 16, torch.float32)
+    query = torch.randn(1, 4, 64) * 1e4
+    assert_close(cache.decode(ops, query, None), cache.decode(NATIVE, query, None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize("query_lens", [[40, 1, 70], [1, 3, 65], [0, 3, 7]])
+def test_prefill_attention_is_decode_attention_token_by_token(query_lens, window, dtype):
+    seq_lens = [40, 3, 70]
+    cache = PagedCache(seq_lens, 2, 16, 16, dtype)
+    starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
+    query, _, _ = packed_qkv(starts[-1] + 2, 6, 2, 16, dtype)  # two rows of padding
+    query[starts[-1] :] = float("nan")
+    got = NATIVE.paged_attention_prefill(
+        query, cache.keys, cache.values, cache.block_tables, starts, seq_lens, 0.25, window
+    )
+    for b, (seq_len, query_len) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        for i in range(query_len):
+            want = NATIVE.paged_attention_decode(
+                query[starts[b] + i][None],
+                cache.keys,
+                cache.values,
+                cache.block_tables[b : b + 1],
+                torch.tensor([seq_len - query_len + i + 1], dtype=torch.int32),
+                0.25,
+                window,
+            )
+            assert_close(got[starts[b] + i], want[0])
+    assert not got[starts[-1] :].any()
+
+
+# ---- the reference against Hugging Face ----------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reference_norm_and_activation_are_those_of_hugging_face_llama(dtype):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norm = LlamaRMSNorm(96, eps=1e-5).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(13, 96, dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(NATIVE.rms_norm(x, norm.weight, 1e-5), norm(x))
+    gate_up = torch.randn(13, 96, dtype=dtype)
+    gate, up = gate_up.split(48, dim=-1)
+    assert torch.equal(NATIVE.silu_and_mul(gate_up), torch.nn.SiLU()(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reference_rotary_embedding_is_that_of_hugging_face_llama(dtype):
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    query, key, _ = packed_qkv(13, 6, 2, 64, dtype)
+    angles = torch.rand(300, 32) * 7
+    positions = torch.randint(300, (13,))
+    cos, sin = (torch.cat((f(angles), f(angles)), -1)[positions].to(dtype)[None] for f in
+                (torch.cos, torch.sin))  # fmt: skip
+    q, k = (x.transpose(0, 1)[None] for x in (query, key))  # [1, heads, T, D]
+    want = [x[0].transpose(0, 1) for x in apply_rotary_pos_emb(q, k, cos, sin)]
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    got = NATIVE.rotary_embedding(positions, query, key, cos_sin, True)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+# ---- what is refused, and what falls back --------------------------------------------------
+
+
+def test_other_dtypes_run_on_the_reference(ops):
+    x, weight = torch.randn(3, 8).half(), torch.randn(8).half()
+    assert torch.equal(ops.rms_norm(x, weight, 1e-5), NATIVE.rms_norm(x, weight, 1e-5))
+    cache = PagedCache([20], 1, 16, 16, torch.float16)
+    query = torch.randn(1, 2, 16).half()
+    assert torch.equal(cache.decode(ops, query, None), cache.decode(NATIVE, query, None))
+
+
+@pytest.mark.parametrize("implementation", ["native", "cpu"])
+def test_shapes_that_do_not_fit_are_named(ops, implementation):
+    ops = NATIVE if implementation == "native" else ops
+    x = torch.randn(3, 8)
+    with pytest.raises(ValueError, match=r"\[7\].*\[3, 8\]"):
+        ops.rms_norm(x, torch.ones(7), 1e-5)
+    with pytest.raises(ValueError, match=r"\[2, 8\]"):
+        ops.fused_add_rms_norm(x, torch.randn(2, 8), torch.ones(8), 1e-5)
+    with pytest.raises(ValueError, match="7"):
+        ops.silu_and_mul(torch.randn(3, 7))
+    with pytest.raises(ValueError, match=r"rot_dim is 10.*head size 8"):
+        q = torch.randn(3, 2, 8)
+        ops.rotary_embedding(torch.arange(3), q, q.clone(), torch.zeros(9, 10), True)
+    cache = PagedCache([20], 2, 16, 16, torch.float32)
+    with pytest.raises(ValueError, match="3 query heads is not a multiple of 2"):
+        cache.decode(ops, torch.randn(1, 3, 16), None)
+    with pytest.raises(ValueError, match=r"float64.*float32"):
+        cache.decode(ops, torch.randn(1, 2, 16).double(), None)
+    with pytest.raises(ValueError, match="sliding_window is 0"):
+        cache.decode(ops, torch.randn(1, 2, 16), 0)
+
+
+def test_layouts_that_a_kernel_cannot_walk_are_refused(ops):
+    x = torch.randn(8, 3).T
+    with pytest.raises(ValueError, match=r"x is not dense: shape \[3, 8\], strides \[1, 3\]"):
+        ops.rms_norm(x, torch.ones(8), 1e-5)
+    with pytest.raises(ValueError, match="residual is not dense"):
+        ops.fused_add_rms_norm(torch.randn(3, 8), x, torch.ones(8), 1e-5)
+    cache = PagedCache([20], 2, 16, 16, torch.float32)
+    cache.keys = cache.keys.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match="key_cache is not dense"):
+        cache.decode(ops, torch.randn(1, 2, 16), None)
+
+
+def test_indices_out_of_range_are_refused_before_memory_is_touched(ops):
+    q = torch.randn(3, 2, 8)
+    before = q.clone()
+    for bad in (9, -1):
+        with pytest.raises(IndexError, match=rf"positions\[2\] is {bad}.*9 rows"):
+            positions = torch.tensor([0, 8, bad])
+            ops.rotary_embedding(positions, q, q.clone(), torch.zeros(9, 8), True)
+    assert torch.equal(q, before)
+
+    cache = PagedCache([20, 20], 2, 16, 16, torch.float32)
+    new = torch.randn(2, 2, 16)
+    num_slots = cache.keys.shape[0] * 16
+    with pytest.raises(IndexError, match=rf"slot_mapping\[1\] is {num_slots} of {num_slots} slots"):
+        slots = torch.tensor([16, num_slots])
+        ops.reshape_and_cache(new, new, cache.keys, cache.values, slots)
+
+    query = torch.randn(2, 4, 16)
+    for seq_len in (-1, 49):  # a table of 3 blocks holds 48
+        cache.seq_lens[1] = seq_len
+        with pytest.raises(IndexError, match=f"request 1 has {seq_len} tokens"):
+            cache.decode(ops, query, None)
+    cache.seq_lens[1] = 20
+    for block_id in (-1, len(cache.keys)):
+        cache.block_tables[1, 1] = block_id
+        with pytest.raises(IndexError, match=rf"request 1 .*{block_id}"):
+            cache.decode(ops, query, None)
+
+
+# ---- the table -----------------------------------------------------------------------------
+
+
+def test_layers_get_the_operators_that_were_installed():
+    before = get_ops()
+    try:
+        mine = NativeOps()
+        set_ops(mine)
+        assert get_ops() is mine
+    finally:
+        set_ops(before)

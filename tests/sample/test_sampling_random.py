@@ -1,0 +1,104 @@
+"""Counter-based uniform numbers."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from tests.sample.helpers import repeatable
+from vllm.sample.random import stream_keys, uniforms, uniforms_at
+
+NUM_BINS = 64
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+def grid(num_seeds: int, num_positions: int, first_seed: int = 0, stream: int = 0) -> np.ndarray:
+    """[seeds, positions] numbers of consecutive seeds and positions."""
+    seeds = np.arange(first_seed, first_seed + num_seeds, dtype=np.int64)
+    flat = uniforms(
+        np.repeat(seeds, num_positions), np.tile(np.arange(num_positions), num_seeds), stream
+    )
+    return flat.reshape(num_seeds, num_positions)
+
+
+def assert_uniform(values: np.ndarray) -> None:
+    counts, _ = np.histogram(values, NUM_BINS, (0, 1))
+    assert chisquare(counts).pvalue > 1e-3
+
+
+def assert_independent(x: np.ndarray, y: np.ndarray) -> None:
+    """All pairs of eighths come equally often."""
+    counts, _, _ = np.histogram2d(x.ravel(), y.ravel(), 8, ((0, 1), (0, 1)))
+    assert chisquare(counts.ravel()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, -1, 2**63 - 1])
+def test_positions_of_one_seed_are_uniform(seed):
+    positions = np.arange(50_000)
+    assert_uniform(uniforms(np.full(50_000, seed, np.int64), positions))
+
+
+@pytest.mark.parametrize("position", [0, 1, 1000])
+def test_consecutive_seeds_at_one_position_are_uniform(position):
+    seeds = np.arange(50_000, dtype=np.int64)
+    assert_uniform(uniforms(seeds, np.full(50_000, position)))
+
+
+@pytest.mark.parametrize("distance", [1, 2, 64])
+def test_neighbours_are_independent(distance):
+    values = grid(300, 300)
+    assert_independent(values[distance:], values[:-distance])
+    assert_independent(values[:, distance:], values[:, :-distance])
+    assert_independent(values[distance:, distance:], values[:-distance, :-distance])
+    assert_independent(values[distance:, :-distance], values[:-distance, distance:])
+
+
+def test_streams_are_independent_of_each_other():
+    first, second = grid(200, 200, stream=0), grid(200, 200, stream=1)
+    assert_uniform(second)
+    assert_independent(first, second)
+    assert_independent(first[1:], second[:-1])
+    assert_independent(first[:, 1:], second[:, :-1])
+
+
+@repeatable
+@given(st.lists(st.tuples(INT64, st.integers(0, 2**31 - 1)), min_size=1), st.integers(0, 9))
+def test_numbers_are_strictly_between_0_and_1(pairs, stream):
+    seeds, positions = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
+    values = uniforms(seeds, positions, stream)
+    assert values.dtype == np.float32
+    assert ((values > 0) & (values < 1)).all()
+    odd = values.astype(np.float64) * 2**24
+    assert (odd % 2 == 1).all(), "every number is an odd multiple of 2**-24: exact in float32"
+
+
+@repeatable
+@given(st.lists(st.tuples(INT64, st.integers(0, 10_000)), min_size=2, max_size=50), st.randoms())
+def test_a_number_does_not_depend_on_its_neighbours(pairs, random):
+    seeds, positions = (np.array(column, np.int64) for column in zip(*pairs, strict=True))
+    together = uniforms(seeds, positions)
+    order = list(range(len(pairs)))
+    random.shuffle(order)
+    assert (uniforms(seeds[order], positions[order]) == together[order]).all()
+    alone = [uniforms(seeds[i : i + 1], positions[i : i + 1])[0] for i in range(len(pairs))]
+    assert alone == together.tolist()
+
+
+def test_signed_and_unsigned_seeds_of_the_same_bits_agree():
+    signed = np.array([-1, -(2**63), 5], np.int64)
+    positions = np.array([0, 1, 2])
+    assert (uniforms(signed, positions) == uniforms(signed.view(np.uint64), positions)).all()
+
+
+def test_keys_computed_beforehand_give_the_same_numbers():
+    seeds, positions = np.arange(100, dtype=np.int64), np.arange(100, dtype=np.int32)
+    keys = stream_keys(seeds, stream=3)
+    assert (uniforms_at(keys, positions) == uniforms(seeds, positions, stream=3)).all()
+
+
+def test_seeds_keep_their_meaning_between_releases():
+    """A user's seed must give the same text tomorrow: do not change these numbers."""
+    values = uniforms(np.array([0, 0, 1, 42, -7], np.int64), np.array([0, 1, 0, 7, 100]))
+    odd = (values.astype(np.float64) * 2**24).astype(int)
+    assert odd.tolist() == [2327157, 16292389, 11635203, 5344463, 556983]

@@ -1,0 +1,27 @@
+"""The generated pages of docs/ say what the code says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+GENERATE = [sys.executable, "tools/generate_docs.py"]
+
+
+def test_the_committed_pages_are_up_to_date():
+    result = subprocess.run(
+        [*GENERATE, "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_page_that_differs_is_named(tmp_path):
+    flags = ["--folder", str(tmp_path)]
+    subprocess.run([*GENERATE, *flags], cwd=ROOT, check=True, timeout=60)
+    with (tmp_path / "env_variables.md").open("a") as page:
+        page.write("more\n")
+    result = subprocess.run(
+        [*GENERATE, *flags, "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1
+    assert result.stderr == "out of date, run tools/generate_docs.py: env_variables.md\n"

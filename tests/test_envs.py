@@ -1,0 +1,111 @@
+"""Environment variables: parsing, defaults, unknown names, and who may read them."""
+
+import re
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+import vllm
+from vllm import envs
+from vllm.envs import Envs
+from vllm.errors import ConfigError
+
+PACKAGE = Path(vllm.__file__).parent
+
+
+def test_without_variables_everything_has_its_default():
+    loaded = Envs.load({})
+    assert loaded.VLLM_TARGET_DEVICE is None
+    assert loaded.VLLM_LOGGING_LEVEL == "INFO"
+    assert loaded.VLLM_CPU_KVCACHE_SPACE is None
+    assert loaded.VLLM_CPU_KERNELS is True
+
+
+def test_values_are_parsed_to_the_declared_type():
+    loaded = Envs.load(
+        {
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_LOGGING_LEVEL": "debug",
+            "VLLM_CPU_KVCACHE_SPACE": " 0.5 ",
+            "VLLM_CPU_KERNELS": "0",
+            "PATH": "/bin",
+        }
+    )
+    assert loaded.VLLM_TARGET_DEVICE == "cpu"
+    assert loaded.VLLM_LOGGING_LEVEL == "DEBUG"
+    assert loaded.VLLM_CPU_KVCACHE_SPACE == 0.5
+    assert loaded.VLLM_CPU_KERNELS is False
+
+
+@pytest.mark.parametrize("word", ["1", "true", "True", "YES", "on"])
+def test_every_word_for_true_is_true(word):
+    # The default of this one is True, so what is checked is that no word is refused.
+    assert Envs.load({"VLLM_CPU_KERNELS": word}).VLLM_CPU_KERNELS is True
+
+
+@pytest.mark.parametrize("word", ["0", "false", "No", "OFF"])
+def test_every_word_for_false_is_false(word):
+    assert Envs.load({"VLLM_CPU_KERNELS": word}).VLLM_CPU_KERNELS is False
+
+
+@pytest.mark.parametrize("name", ["VLLM_TARGET_DEVICE", "VLLM_CPU_KERNELS", "VLLM_LOGGING_LEVEL"])
+def test_an_empty_value_means_not_set(name):
+    assert Envs.load({name: " "}) == Envs.load({})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("VLLM_CPU_KERNELS", "maybe", "0, 1, true or false"),
+        ("VLLM_CPU_KVCACHE_SPACE", "4GB", "a number"),
+        ("VLLM_CPU_KVCACHE_SPACE", "nan", "a number"),
+        ("VLLM_CPU_KVCACHE_SPACE", "inf", "a number"),
+        ("VLLM_CPU_KVCACHE_SPACE", "-1", "at least 0"),
+        ("VLLM_TARGET_DEVICE", "cuda", "one of hpu, cpu"),
+        ("VLLM_LOGGING_LEVEL", "LOUD", "one of DEBUG, INFO, WARNING, ERROR, CRITICAL"),
+    ],
+)
+def test_a_bad_value_names_variable_value_and_accepted_form(name, value, accepted):
+    with pytest.raises(ConfigError) as failure:
+        Envs.load({name: value})
+    assert str(failure.value) == f"{name}={value!r}: expected {accepted}"
+
+
+def test_unknown_names_are_reported_with_the_nearest_known_one():
+    environ = {
+        "VLLM_CPU_KERNEL": "1",
+        "VLLM_QUITE_ELSE": "1",
+        "VLLM_USE_V1": "1",
+        "CPU_KERNEL": "1",
+    }
+    assert envs.unknown(environ) == {
+        "VLLM_CPU_KERNEL": "VLLM_CPU_KERNELS",
+        "VLLM_QUITE_ELSE": None,
+    }
+
+
+def test_a_report_shows_settings_and_hides_secrets():
+    environ = {"VLLM_API_KEY": "sesame", "VLLM_USE_V1": "1", "HF_TOKEN": "sesame"}
+    assert envs.reportable(environ) == {"VLLM_API_KEY": "***", "VLLM_USE_V1": "1"}
+
+
+def test_the_environment_is_read_once_and_cannot_be_changed(monkeypatch):
+    envs.get.cache_clear()
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert envs.get().VLLM_CPU_KVCACHE_SPACE == 2
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    assert envs.get().VLLM_CPU_KVCACHE_SPACE == 2
+    with pytest.raises(FrozenInstanceError):
+        envs.get().VLLM_CPU_KVCACHE_SPACE = 4
+    envs.get.cache_clear()
+
+
+def test_only_envs_touches_the_environment():
+    access = re.compile(r"\b(environb?|getenvb?|putenv|unsetenv)\b")
+    users = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if any(access.search(line.partition("#")[0]) for line in path.read_text().splitlines())
+    }
+    assert users == {"envs.py"}

@@ -1,0 +1,92 @@
+"""Log lines as a user sees them; each test is a fresh process, as configuration happens once."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_python(code: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={"PATH": "", **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+LOG_ONE_LINE = """
+from vllm.logger import init_logger
+init_logger("vllm.some.module").{level}("%d tokens", 3)
+"""
+
+
+def test_a_line_has_level_time_file_line_and_message_and_goes_to_stderr():
+    result = run_python(LOG_ONE_LINE.format(level="info"))
+    assert re.fullmatch(r"INFO \d\d-\d\d \d\d:\d\d:\d\d <string>:3\] 3 tokens\n", result.stderr), (
+        result.stderr
+    )
+    assert result.stdout == ""
+
+
+def test_the_file_of_a_line_is_its_base_name(tmp_path):
+    script = tmp_path / "runner.py"
+    script.write_text(LOG_ONE_LINE.format(level="warning"))
+    result = run_python(f"import runpy; runpy.run_path({str(script)!r})")
+    assert re.fullmatch(r"WARNING \S+ \S+ runner.py:3\] 3 tokens\n", result.stderr), result.stderr
+
+
+@pytest.mark.parametrize(("level", "lines"), [("DEBUG", 1), ("INFO", 0), ("WARNING", 0)])
+def test_the_level_comes_from_the_environment(level, lines):
+    result = run_python(LOG_ONE_LINE.format(level="debug"), VLLM_LOGGING_LEVEL=level)
+    assert result.stderr.count("\n") == lines
+
+
+def test_a_bad_level_is_an_error_that_names_the_variable():
+    result = run_python(LOG_ONE_LINE.format(level="info"), VLLM_LOGGING_LEVEL="loud")
+    assert result.returncode == 1
+    assert "ConfigError: VLLM_LOGGING_LEVEL='loud'" in result.stderr
+
+
+def test_an_unknown_variable_is_reported_once_per_process_on_one_line():
+    code = LOG_ONE_LINE.format(level="info") * 2
+    result = run_python(code, VLLM_LOGING_LEVEL="DEBUG")
+    warnings = [line for line in result.stderr.splitlines() if "VLLM_LOGING_LEVEL" in line]
+    assert len(warnings) == 1
+    assert re.fullmatch(
+        r"WARNING \S+ \S+ logger.py:\d+\] environment variable VLLM_LOGING_LEVEL is not known and "
+        r"has no effect; did you mean VLLM_LOGGING_LEVEL\?",
+        warnings[0],
+    ), warnings[0]
+    assert len(result.stderr.splitlines()) == 3
+
+
+def test_handlers_of_the_application_are_left_alone():
+    code = """
+import logging, sys
+handler = logging.StreamHandler(sys.stdout)
+handler.setFormatter(logging.Formatter("mine: %(message)s"))
+logging.getLogger("vllm").addHandler(handler)
+""" + LOG_ONE_LINE.format(level="warning")
+    result = run_python(code)
+    assert (result.stdout, result.stderr) == ("mine: 3 tokens\n", "")
+
+
+def test_lines_follow_a_redirected_stderr():
+    code = """
+import contextlib, io
+from vllm.logger import init_logger
+logger = init_logger("vllm.module")
+caught = io.StringIO()
+with contextlib.redirect_stderr(caught):
+    logger.info("inside")
+print(caught.getvalue().endswith("inside\\n"))
+"""
+    result = run_python(code)
+    assert (result.stdout, result.stderr) == ("True\n", "")

@@ -1,0 +1,96 @@
+"""Reading config.json: overrides, defaults of the model type, and one line for what is wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm.assets import BUNDLED_MODEL
+from vllm.config import ModelArch
+from vllm.errors import ConfigError
+from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
+
+CONFIG = json.loads((BUNDLED_MODEL / "config.json").read_text())
+
+
+def write(folder: Path, content: Any) -> Path:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+def load(folder: Path, *, trust: bool = False, **overrides: Any) -> dict[str, Any]:
+    return complete_hf_config(read_hf_config(folder, overrides), folder, trust_remote_code=trust)
+
+
+def test_defaults_of_the_model_type_are_filled_in(tmp_path):
+    shorter = {k: v for k, v in CONFIG.items() if k != "hidden_act"}
+    assert load(write(tmp_path, shorter))["hidden_act"] == "silu"
+
+
+def test_the_result_is_plain_data(tmp_path):
+    json.dumps(load(write(tmp_path, CONFIG)))
+
+
+def test_overrides_replace_values(tmp_path):
+    folder = write(tmp_path, CONFIG)
+    assert load(folder)["max_position_embeddings"] == 2048
+    config = load(folder, max_position_embeddings=4096)
+    assert config["max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize("spelling", ["rope_theta", "rope_parameters"])
+def test_rope_overrides_reach_both_spellings_of_the_file(tmp_path, spelling):
+    content = {k: v for k, v in CONFIG.items() if k != "rope_theta"}
+    content |= {
+        "rope_theta": {"rope_theta": 3.0},
+        "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}},
+    }[spelling]
+    folder = write(tmp_path, content)
+    assert ModelArch.from_hf(load(folder)).rope.theta == 3.0
+    assert ModelArch.from_hf(load(folder, rope_theta=5.0)).rope.theta == 5.0
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    arch = ModelArch.from_hf(load(folder, rope_scaling=scaling))
+    assert (arch.rope.theta, arch.rope.rope_type) == (3.0, "linear")
+    assert arch.derived_max_model_len == 4096
+
+
+OWN_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+DAMAGED = [
+    ("{", r"config\.json is not valid JSON: .* at line 1 column 2"),
+    ("[]", r"config\.json holds a JSON list, not an object"),
+    ({**CONFIG, "model_type": "lama"}, "model_type 'lama' of .*: transformers .* does not know"),
+    ({**CONFIG, "model_type": None}, "model_type None of "),
+    ({**CONFIG, **OWN_CODE}, "model_type 'own' of .*: it brings its own code"),
+    ({**CONFIG, "hidden_size": "wide"}, "'hidden_size' expected int, got str"),
+    ({**CONFIG, "rope_scaling": {"rope_type": "linear"}}, "Missing required keys"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), DAMAGED)
+def test_a_damaged_config_is_an_error_on_one_line(tmp_path, content, message):
+    with pytest.raises(ConfigError, match=message) as failure:
+        load(write(tmp_path, content))
+    assert "\n" not in str(failure.value)
+
+
+def test_a_folder_without_config_is_named(tmp_path):
+    with pytest.raises(ConfigError) as failure:
+        load(tmp_path)
+    assert str(failure.value) == f"model folder '{tmp_path}' has no config.json"
+
+
+def test_code_of_the_model_runs_only_when_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    folder = write(tmp_path, {**CONFIG, **OWN_CODE, "max_position_embeddings": 512})
+    (folder / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\n"
+        "class OwnConfig(LlamaConfig):\n"
+        "    model_type = 'own'\n"
+    )
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        load(folder)
+    config = load(folder, trust=True, hidden_act="gelu")
+    assert (config["model_type"], config["hidden_act"]) == ("own", "gelu")
+    assert config["max_position_embeddings"] == 512

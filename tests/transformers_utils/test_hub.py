@@ -1,0 +1,154 @@
+"""From model names to folders; downloads come from a small hub on this machine."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
+
+import pytest
+
+from vllm.assets import BUNDLED_MODEL
+from vllm.errors import ConfigError
+from vllm.transformers_utils.hub import resolve_model_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+BOTH_FORMS = ["config.json", "tokenizer.model", "model.safetensors", "pytorch_model.bin", "a.png"]
+PICKLES_ONLY = ["config.json", "pytorch_model.bin", "a.png"]
+REPOSITORIES = {"org/both": BOTH_FORMS, "org/pickles": PICKLES_ONLY, "short": ["config.json"]}
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """The three requests of a download: repository, list of files, file."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path
+        for name, files in REPOSITORIES.items():
+            if path == f"/api/models/{name}/revision/main":
+                return self.answer({"id": name, "sha": COMMIT, "siblings": []})
+            if path.startswith(f"/api/models/{name}/tree/"):
+                entries = [{"type": "file", "path": f, "size": 2, "oid": f"o{f}"} for f in files]
+                return self.answer(entries)
+            for file in files:
+                if path == f"/{name}/resolve/{COMMIT}/{file}":
+                    return self.answer({}, ETag=f'"{file}"', **{"X-Repo-Commit": COMMIT})
+        return self.answer({"error": "not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
+
+    def answer(self, content: object, status: int = 200, **headers: str) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def resolve_in_new_process(name: str, cache: Path, load_format: str = "auto", **env: str) -> str:
+    """The sorted files of the folder, or the error; huggingface_hub reads its settings once."""
+    code = f"""
+from vllm.errors import ConfigError
+from vllm.transformers_utils.hub import resolve_model_folder
+try:
+    folder = resolve_model_folder({name!r}, None, {str(cache)!r}, (), {load_format!r})
+    print(*sorted(path.name for path in folder.iterdir()))
+except ConfigError as error:
+    print(error)
+"""
+    settings = {"PATH": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**settings, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_a_folder_is_taken_as_it_is():
+    assert resolve_model_folder(str(BUNDLED_MODEL)) == BUNDLED_MODEL
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./model", "~/no-such-model", "a/b/c"])
+def test_a_path_that_does_not_exist_is_named(name):
+    with pytest.raises(ConfigError) as failure:
+        resolve_model_folder(name)
+    assert str(failure.value) == f"model folder {name!r} does not exist"
+
+
+def test_a_file_is_not_a_model(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.touch()
+    with pytest.raises(ConfigError, match=r"model.gguf' is a file; name the folder"):
+        resolve_model_folder(str(file))
+
+
+def test_a_name_no_hub_accepts_is_an_error_on_one_line():
+    with pytest.raises(ConfigError) as failure:
+        resolve_model_folder("not a name!")
+    assert str(failure.value).startswith("cannot get model 'not a name!': ")
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "load_format", "files"),
+    [
+        ("org/both", "auto", "config.json model.safetensors tokenizer.model"),
+        ("org/both", "safetensors", "config.json model.safetensors tokenizer.model"),
+        ("org/both", "pt", "config.json pytorch_model.bin tokenizer.model"),
+        ("org/both", "dummy", "config.json tokenizer.model"),
+        ("org/pickles", "auto", "config.json pytorch_model.bin"),
+        ("short", "auto", "config.json"),
+    ],
+)
+def test_weights_are_downloaded_in_one_form(endpoint, tmp_path, name, load_format, files):
+    assert resolve_in_new_process(name, tmp_path, load_format, HF_ENDPOINT=endpoint) == files
+
+
+def test_a_download_is_found_again_without_a_network(endpoint, tmp_path):
+    online = resolve_in_new_process("org/both", tmp_path, HF_ENDPOINT=endpoint)
+    assert resolve_in_new_process("org/both", tmp_path, HF_HUB_OFFLINE="1") == online
+
+
+def test_an_unknown_repository_is_named(endpoint, tmp_path):
+    message = resolve_in_new_process("org/none", tmp_path, HF_ENDPOINT=endpoint)
+    assert message.startswith("cannot get model 'org/none': there is no such folder here and no")
+
+
+def test_offline_without_a_download_says_so(tmp_path):
+    message = resolve_in_new_process("org/both", tmp_path, HF_HUB_OFFLINE="1")
+    assert message == (
+        "cannot get model 'org/both': it is not a folder here and not in the cache, "
+        "and HF_HUB_OFFLINE is set"
+    )
+
+
+def test_an_unreachable_hub_says_so_on_one_line(tmp_path):
+    message = resolve_in_new_process("org/both", tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    assert message.startswith("cannot get model 'org/both': ")
+    assert "the hub is not reached" in message
+    assert "\n" not in message

@@ -1,0 +1,37 @@
+"""Loading a tokenizer: what is there is loaded, what is not is said in one line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import vllm
+from vllm.errors import ConfigError
+from vllm.transformers_utils.tokenizer import get_tokenizer
+
+BUNDLED_MODEL = Path(vllm.__file__).parent / "assets" / "models" / "stdlib-llama-5m"
+
+
+@pytest.mark.parametrize("mode", ["auto", "slow"])
+def test_the_tokenizer_of_a_folder_is_loaded(mode):
+    tokenizer = get_tokenizer(str(BUNDLED_MODEL), tokenizer_mode=mode)
+    assert tokenizer.decode(tokenizer("import os")["input_ids"]) == "<s>import os"
+
+
+def test_a_folder_without_a_tokenizer_is_named_with_what_to_do(tmp_path):
+    shutil.copy(BUNDLED_MODEL / "config.json", tmp_path)
+    with pytest.raises(ConfigError) as failure:
+        get_tokenizer(str(tmp_path))
+    message = str(failure.value)
+    assert message.startswith(f"no usable tokenizer in {str(tmp_path)!r}")
+    assert "skip_tokenizer_init" in message
+    assert "\n" not in message
+
+
+def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path):
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODEL / name, tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 5}))
+    with pytest.raises(ConfigError, match="no usable tokenizer"):
+        get_tokenizer(str(tmp_path))

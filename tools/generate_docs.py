@@ -1,0 +1,150 @@
+"""Write the reference pages of docs/ from the code that defines what they describe.
+
+python tools/generate_docs.py            write them
+python tools/generate_docs.py --check    exit with 1 and name the pages that are out of date
+"""
+
+import argparse
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
+
+from vllm.config import VllmConfig  # noqa: E402
+from vllm.config.fields import ConfigField, config_fields, config_sections  # noqa: E402
+from vllm.engine.compat_args import COMPAT_ARGUMENTS, CompatArgument  # noqa: E402
+from vllm.envs import Envs  # noqa: E402
+
+_NOTE = "<!-- Written by tools/generate_docs.py. Change the code it reads, then run it. -->"
+
+
+def env_variables() -> Iterator[str]:
+    """The page about environment variables."""
+    yield _NOTE
+    yield "# Environment variables"
+    yield ""
+    yield 'Read once, when the package is first used. An empty value means "not set"; a value that'
+    yield "does not parse is an error; a `VLLM_` name that is not listed is a warning."
+    yield ""
+    yield "| variable | value | default | meaning |"
+    yield "|---|---|---|---|"
+    types = typing.get_type_hints(Envs)
+    for field in fields(Envs):
+        value = _one_of(field.metadata["choices"]) or _env_type(types[field.name])
+        yield _row(f"`{field.name}`", value, _default(field.default), field.metadata["help"])
+
+
+def engine_arguments() -> Iterator[str]:
+    """The page about engine arguments."""
+    yield _NOTE
+    yield "# Engine arguments"
+    yield ""
+    yield "Keywords of `LLM()` and `EngineArgs()`, and flags of the commands: `max_model_len` is"
+    yield "`--max-model-len` (underscores are accepted too), and a switch has a `--no-` form."
+    yield "Leaving an argument out, or `None`, gives the default. JSON needs quotes in a shell:"
+    yield "`--hf-overrides '{\"max_position_embeddings\": 8192}'`."
+    for section in config_sections(VllmConfig).values():
+        yield ""
+        yield f"## {section.__name__}"
+        yield ""
+        yield " ".join((section.__doc__ or "").split())
+        yield ""
+        yield "| flag | value | default | meaning |"
+        yield "|---|---|---|---|"
+        for field in config_fields(section):
+            names = ", ".join(f"`{name}`" for name in (field.flag, *field.aliases))
+            yield _row(names, _value(field), _default(field.default), field.help)
+    yield from _compat_section()
+
+
+def _compat_section() -> Iterator[str]:
+    yield ""
+    yield "## Arguments of the vLLM 0.9 Gaudi fork"
+    yield ""
+    yield "`rope_scaling` and `rope_theta` are taken as `hf_overrides`."
+    accepted = [a for a in COMPAT_ARGUMENTS.values() if a.available]
+    missing = [a for a in COMPAT_ARGUMENTS.values() if not a.available]
+    yield ""
+    yield "Accepted with a warning, without effect:"
+    yield from _compat_table(accepted, "why it has no effect")
+    yield ""
+    yield "Not available in this version; anything but the value given here is an error:"
+    yield from _compat_table(missing, "what is not available")
+
+
+def _compat_table(arguments: list[CompatArgument], reason: str) -> Iterator[str]:
+    yield ""
+    yield f"| argument | default | {reason} |"
+    yield "|---|---|---|"
+    for argument in arguments:
+        yield _row(f"`{argument.name}`", _default(argument.off), argument.reason)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _one_of(choices: tuple[str, ...]) -> str:
+    return ", ".join(f"`{choice}`" for choice in choices)
+
+
+def _env_type(annotation: object) -> str:
+    options = [a for a in typing.get_args(annotation) if a is not type(None)]
+    type_: typing.Any = options[0] if options else annotation
+    return {bool: "`0` or `1`", int: "integer", float: "number", str: "text"}[type_]
+
+
+def _value(field: ConfigField) -> str:
+    words = {
+        "bool": "switch",
+        "int": "integer",
+        "size": "integer; also with k (1000), K (1024), m, M",
+        "float": "number",
+        "str": "text",
+        "strings": "one or more texts",
+        "mapping": "JSON object, or a dict",
+    }
+    return _one_of(field.choices) or words[field.kind]
+
+
+def _default(value: object) -> str:
+    if value is None or value in ("", {}, ()):
+        return ""
+    return f"`{' '.join(value) if isinstance(value, tuple) and _all_text(value) else value}`"
+
+
+def _all_text(values: tuple[object, ...]) -> "typing.TypeGuard[tuple[str, ...]]":
+    return all(isinstance(value, str) for value in values)
+
+
+PAGES: dict[str, Callable[[], Iterator[str]]] = {
+    "env_variables.md": env_variables,
+    "engine_arguments.md": engine_arguments,
+}
+
+
+def main() -> int:
+    """Write or check every page; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="default: docs")
+    args = parser.parse_args()
+    stale = []
+    for name, lines in PAGES.items():
+        path, text = args.folder / name, "\n".join(lines()) + "\n"
+        if args.check:
+            if not path.is_file() or path.read_text(encoding="utf-8") != text:
+                stale.append(name)
+        else:
+            path.write_text(text, encoding="utf-8")
+    if stale:
+        sys.stderr.write(f"out of date, run tools/generate_docs.py: {', '.join(stale)}\n")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""The public names, imported when first used: `import vllm` loads neither torch nor a device."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from vllm.version import __version__, __version_tuple__
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.engine.llm_engine import LLMEngine
+    from vllm.entrypoints.llm import LLM
+    from vllm.inputs import PromptType, TextPrompt, TokensPrompt
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+_HOME = {
+    "LLM": "vllm.entrypoints.llm",
+    "LLMEngine": "vllm.engine.llm_engine",
+    "EngineArgs": "vllm.engine.arg_utils",
+    "ModelRegistry": "vllm.model_executor.models.registry",
+    "PromptType": "vllm.inputs",
+    "TextPrompt": "vllm.inputs",
+    "TokensPrompt": "vllm.inputs",
+    "SamplingParams": "vllm.sampling_params",
+    "RequestOutput": "vllm.outputs",
+    "CompletionOutput": "vllm.outputs",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
+    "ModelRegistry",
+    "PromptType",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+    "__version_tuple__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'vllm' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

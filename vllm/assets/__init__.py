@@ -1,0 +1,6 @@
+"""Files that come with the package."""
+
+from pathlib import Path
+
+BUNDLED_MODEL = Path(__file__).parent / "models" / "stdlib-llama-5m"
+"""The demonstration model: what runs when no model is named."""

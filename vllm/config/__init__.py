@@ -1,0 +1,25 @@
+"""Everything the engine is told, as frozen dataclasses composed into `VllmConfig`.
+
+A field is one truth: its type, default and the docstring below it also make its command-line
+flag (see `vllm.engine.arg_utils`). Nothing here imports torch or touches a device.
+"""
+
+from vllm.config.cache import CacheConfig
+from vllm.config.device import DeviceConfig
+from vllm.config.load import LoadConfig
+from vllm.config.model import ModelArch, ModelConfig, RopeConfig
+from vllm.config.parallel import ParallelConfig
+from vllm.config.scheduler import SchedulerConfig
+from vllm.config.vllm import VllmConfig
+
+__all__ = [
+    "CacheConfig",
+    "DeviceConfig",
+    "LoadConfig",
+    "ModelArch",
+    "ModelConfig",
+    "ParallelConfig",
+    "RopeConfig",
+    "SchedulerConfig",
+    "VllmConfig",
+]

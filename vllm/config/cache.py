@@ -1,0 +1,53 @@
+"""The paged KV cache: block size, memory budget, prefix caching."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vllm.config.checks import check_at_least, check_one_of
+from vllm.errors import ConfigError
+
+CacheDType = Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """How KV memory is cut into blocks and how much of it there is."""
+
+    block_size: int = field(metadata={"auto": True})
+    """Tokens per KV block. Not set: 128 on hpu, 16 on cpu."""
+
+    gpu_memory_utilization: float = 0.9
+    """Share of the device memory that is free after loading the model to use, 0 to 1."""
+
+    num_gpu_blocks_override: int | None = None
+    """Number of KV blocks, in place of what the memory budget gives."""
+
+    kv_cache_space_bytes: int | None = field(default=None, metadata={"cli": False})
+    """KV cache size in bytes (VLLM_CPU_KVCACHE_SPACE), in place of the memory share."""
+
+    kv_cache_dtype: CacheDType = "auto"
+    """Data type of the KV cache. auto: the model's."""
+
+    enable_prefix_caching: bool = True
+    """Keep the KV of finished requests and reuse it for requests with the same beginning."""
+
+    prefix_caching_hash_algo: Literal["sha256", "builtin"] = "sha256"
+    """Hash of the prefix cache. builtin is accepted and means sha256 too: Python's hash can be
+    made to collide."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "block_size")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be above 0 and at most 1, "
+                f"got {self.gpu_memory_utilization}"
+            )
+        if self.num_gpu_blocks_override is not None:
+            # Block 0 is the null block; one more is the least a request can run in.
+            check_at_least(self, 2, "num_gpu_blocks_override")
+        if self.kv_cache_space_bytes is not None:
+            check_at_least(self, 1, "kv_cache_space_bytes")
+        check_one_of(self, "kv_cache_dtype", ("auto",))
+        check_one_of(self, "prefix_caching_hash_algo", ("sha256", "builtin"))

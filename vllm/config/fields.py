@@ -1,0 +1,213 @@
+"""What the config classes say about themselves: name, type, default and help of each field.
+
+Source of the command-line flags, of the keywords of `EngineArgs` and of the reference in docs/.
+A field takes part unless its metadata has `{"cli": False}`. `{"auto": True}` marks a field the
+platform decides when it is not given; `{"aliases": ("-x",)}` adds short flags. Knows neither
+argparse nor the engine.
+"""
+
+import ast
+import inspect
+import json
+import os
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from functools import cache
+from typing import Literal
+
+from vllm.errors import ConfigError
+
+FieldKind = Literal["bool", "int", "size", "float", "str", "strings", "mapping"]
+
+_KINDS: dict[object, FieldKind] = {bool: "bool", int: "int", float: "float", str: "str"}
+_SIZES = frozenset({"max_model_len"})
+"""Integers that may be written with a unit, such as 8k."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigField:
+    """One setting a user can give."""
+
+    name: str
+    kind: FieldKind
+    """Form of the value. size: an integer that may be written as 8k; strings: a tuple of them."""
+    default: object
+    """None also when the platform decides."""
+    help: str
+    choices: tuple[str, ...] = ()
+    """All accepted values, or empty."""
+    auto: bool = False
+    """The platform decides when the value is not given."""
+    aliases: tuple[str, ...] = ()
+    """Further flags."""
+
+    @property
+    def flag(self) -> str:
+        """The command-line flag, without aliases and without its `--no-` form."""
+        return "--" + self.name.replace("_", "-")
+
+    def convert(self, value: object) -> object:
+        """A value given in Python or as text, in the type of the field; None is the default.
+
+        Raises:
+            ConfigError: the value has another type. Ranges are checked by the config class.
+        """
+        value = self.default if value is None else value
+        if value is None:
+            return None
+        try:
+            return _CONVERTERS[self.kind](value)
+        except ValueError as error:
+            raise ConfigError(f"{self.name} {error}") from None
+
+
+@cache
+def config_sections(config_class: type) -> dict[str, type]:
+    """The config classes that one is composed of, by attribute name."""
+    hints = typing.get_type_hints(config_class)
+    return {f.name: hints[f.name] for f in fields(config_class)}
+
+
+@cache
+def config_fields(config_class: type) -> tuple[ConfigField, ...]:
+    """The settings of one config class, in the order of the source."""
+    docs = _attribute_docs(config_class)
+    hints = typing.get_type_hints(config_class)
+    return tuple(
+        _read_field(f, hints[f.name], docs.get(f.name, ""))
+        for f in fields(config_class)
+        if f.metadata.get("cli", True)
+    )
+
+
+def _read_field(field: "Field[object]", annotation: object, help: str) -> ConfigField:
+    auto = bool(field.metadata.get("auto"))
+    if field.default_factory is not MISSING:
+        default: object = field.default_factory()
+    elif field.default is not MISSING:
+        default = field.default
+    else:
+        assert auto, f"{field.name} has neither a default nor {{'auto': True}}"
+        default = None
+    kind, choices = _read_type(annotation)
+    return ConfigField(
+        name=field.name,
+        kind="size" if field.name in _SIZES else kind,
+        default=default,
+        help=help,
+        choices=choices,
+        auto=auto,
+        aliases=field.metadata.get("aliases", ()),
+    )
+
+
+def _read_type(annotation: object) -> tuple[FieldKind, tuple[str, ...]]:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        (inner,) = (a for a in args if a is not type(None))
+        return _read_type(inner)
+    if origin is Literal:
+        return "str", args
+    if origin is tuple:
+        assert args == (str, Ellipsis), f"no flag form for {annotation}"
+        return "strings", ()
+    if origin is Mapping:
+        return "mapping", ()
+    return _KINDS[annotation], ()
+
+
+def _attribute_docs(config_class: type) -> dict[str, str]:
+    """The string below each field, which Python itself does not keep, on one line."""
+    (class_def,) = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body
+    assert isinstance(class_def, ast.ClassDef)
+    docs = {}
+    for field, below in zip(class_def.body, class_def.body[1:], strict=False):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            docs[field.target.id] = " ".join(str(below.value.value).split())
+    return docs
+
+
+def _to_bool(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"must be true or false, got {value!r}")
+
+
+def _to_int(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+\s*", value):
+        return int(value)
+    raise ValueError(f"must be an integer, got {value!r}")
+
+
+_UNITS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+
+
+def _to_size(value: object) -> int:
+    """An integer; as text also with k (1000), K (1024), m (1000^2) or M (1024^2)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", value.strip()) if type(value) is str else None
+    if match is None:
+        return _to_int(value)
+    number = float(match[1]) * _UNITS[match[2]]
+    if number != int(number):
+        raise ValueError(f"must be a whole number, got {value!r}")
+    return int(number)
+
+
+def _to_float(value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    raise ValueError(f"must be a number, got {value!r}")
+
+
+def _to_str(value: object) -> str:
+    if isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    # A torch dtype, recognised by its name: this package must not import torch for it.
+    if (name := str(value)).startswith("torch."):
+        return name.removeprefix("torch.")
+    raise ValueError(f"must be a string, got {value!r}")
+
+
+def _to_strings(value: object) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if isinstance(values, (list, tuple)) and all(isinstance(v, str) for v in values):
+        return tuple(values)
+    raise ValueError(f"must be one or more strings, got {value!r}")
+
+
+def _to_mapping(value: object) -> Mapping[str, object]:
+    """A mapping, or the text of a JSON object."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"must be a JSON object: {error.msg} at character {error.pos + 1} of {error.doc}"
+            ) from None
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise ValueError(f"must be a JSON object (a dict), got {value!r}")
+
+
+_CONVERTERS: dict[FieldKind, Callable[[object], object]] = {
+    "bool": _to_bool,
+    "int": _to_int,
+    "size": _to_size,
+    "float": _to_float,
+    "str": _to_str,
+    "strings": _to_strings,
+    "mapping": _to_mapping,
+}

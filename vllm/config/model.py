@@ -1,0 +1,256 @@
+"""The model: what the user named, and the facts read from its Hugging Face config.
+
+The one place that knows how config attributes are spelled: `rope_parameters` and `dtype` of
+transformers 5, `rope_theta`, `rope_scaling` and `torch_dtype` of transformers 4.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vllm.config.checks import check_at_least, check_one_of
+from vllm.errors import ConfigError
+
+ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+TokenizerMode = Literal["auto", "slow"]
+
+_DTYPE_NAMES = {"half": "float16", "float": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding."""
+
+    theta: float
+    """Base of the frequencies."""
+    rotary_dim: int
+    """Leading dimensions of a head that are rotated; even."""
+    rope_type: str = "default"
+    """default, linear, dynamic, llama3 or yarn."""
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of the type, by their Hugging Face names (`factor`, ...)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArch:
+    """Facts about a decoder that do not depend on its weights."""
+
+    architecture: str
+    """Class name in the checkpoint, such as LlamaForCausalLM."""
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_position_embeddings: int
+    norm_eps: float
+    hidden_act: str
+    tie_word_embeddings: bool
+    rope: RopeConfig | None
+    layer_windows: tuple[int | None, ...]
+    """Per layer: most recent keys a query sees, itself included, or None for all."""
+    dtype: str
+    """Data type of the checkpoint."""
+    hf_config: Mapping[str, Any]
+    """The whole config, for what only one family has."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "ModelArch":
+        """Read a Hugging Face config given as a plain dict.
+
+        Raises:
+            ConfigError: no architecture, or a needed number is missing or does not divide.
+        """
+        architectures = config.get("architectures") or ()
+        if not architectures:
+            raise ConfigError("config.json names no architecture (key 'architectures')")
+        hidden_size = _number(config, "hidden_size")
+        num_heads = _number(config, "num_attention_heads")
+        head_size = config.get("head_dim") or _divide(config, hidden_size, num_heads)
+        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        if num_heads % num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads ({num_heads}) is not a multiple of "
+                f"num_key_value_heads ({num_kv_heads})"
+            )
+        num_layers = _number(config, "num_hidden_layers")
+        return cls(
+            architecture=architectures[0],
+            model_type=config.get("model_type", ""),
+            vocab_size=_number(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_number(config, "intermediate_size", "ffn_dim"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            max_position_embeddings=_number(config, "max_position_embeddings"),
+            norm_eps=config.get("rms_norm_eps", config.get("layer_norm_eps", 1e-5)),
+            hidden_act=config.get("hidden_act") or config.get("activation_function") or "silu",
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            rope=_read_rope(config, head_size),
+            layer_windows=_read_windows(config, num_layers),
+            dtype=_read_dtype(config),
+            hf_config=dict(config),
+        )
+
+    @property
+    def derived_max_model_len(self) -> int:
+        """Longest sequence the position embedding was made for."""
+        if self.rope is None:
+            return self.max_position_embeddings
+        kind, factor = self.rope.rope_type, self.rope.scaling.get("factor")
+        if kind in ("linear", "dynamic", "yarn") and factor:
+            original = self.max_position_embeddings
+            if kind == "yarn":  # max_position_embeddings may be the stretched length already
+                original = self.rope.scaling["original_max_position_embeddings"]
+            return int(original * factor)
+        return self.max_position_embeddings
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        if config.get(name) is not None:
+            return int(config[name])
+    raise ConfigError(f"config.json has no {' or '.join(names)}")
+
+
+def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
+    if hidden_size % num_heads:
+        raise ConfigError(
+            f"hidden_size ({hidden_size}) is not a multiple of num_attention_heads ({num_heads}) "
+            f"and config.json gives no head_dim"
+        )
+    return hidden_size // num_heads
+
+
+def _read_dtype(config: Mapping[str, Any]) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return name.removeprefix("torch.")
+
+
+def _read_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig | None:
+    parameters = dict(config.get("rope_parameters") or {})
+    parameters.update(config.get("rope_scaling") or {})
+    theta = parameters.pop("rope_theta", None) or config.get("rope_theta")
+    if theta is None:
+        return None
+    legacy_type = parameters.pop("type", None)
+    rope_type = parameters.pop("rope_type", None) or legacy_type or "default"
+    partial = parameters.pop("partial_rotary_factor", None)
+    partial = partial or config.get("partial_rotary_factor") or 1.0
+    if rope_type in ("dynamic", "llama3", "yarn"):
+        # What the type stretches from; a config that does not say was not stretched yet.
+        max_positions = _number(config, "max_position_embeddings")
+        if rope_type == "dynamic" or not parameters.get("original_max_position_embeddings"):
+            parameters["original_max_position_embeddings"] = max_positions
+    return RopeConfig(
+        theta=float(theta),
+        rotary_dim=int(head_size * partial),
+        rope_type=rope_type,
+        scaling=parameters,
+    )
+
+
+def _read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    if window is None or config.get("use_sliding_window") is False:
+        return (None,) * num_layers
+    layer_types = config.get("layer_types")
+    if layer_types:
+        if len(layer_types) < num_layers:
+            raise ConfigError(
+                f"layer_types names {len(layer_types)} layers, num_hidden_layers is {num_layers}"
+            )
+        kinds = layer_types[:num_layers]  # longer when num_hidden_layers was overridden
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    first = config.get("max_window_layers") if config.get("use_sliding_window") else 0
+    return tuple(None if i < (first or 0) else window for i in range(num_layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model and its tokenizer as the engine runs them."""
+
+    model: str = ""
+    """Folder or Hugging Face name of the model. Not set: the bundled demonstration model."""
+
+    served_model_name: str | None = None
+    """Name of the model in answers. Not set: as `model`."""
+
+    tokenizer: str | None = None
+    """Folder or name of the tokenizer. Not set: as `model`."""
+
+    tokenizer_mode: TokenizerMode = "auto"
+    """auto: the fast tokenizer when there is one; slow: always the Python one."""
+
+    skip_tokenizer_init: bool = False
+    """Run without a tokenizer: prompts and outputs are token ids."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+    revision: str | None = None
+    """Branch, tag or commit of the model."""
+
+    tokenizer_revision: str | None = None
+    """Branch, tag or commit of the tokenizer."""
+
+    dtype: ModelDType = "auto"
+    """Data type of weights and activations. auto: the checkpoint's."""
+
+    seed: int = 0
+    """Seed of requests that bring none."""
+
+    max_model_len: int | None = None
+    """Longest request in tokens, prompt and output together. Not set: what the model allows."""
+
+    max_logprobs: int = 20
+    """Most log-probabilities a request may ask for per token."""
+
+    generation_config: str = "auto"
+    """Where default sampling parameters come from. auto: generation_config.json of the model;
+    vllm: none; else a folder."""
+
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)
+    """Default sampling parameters (JSON) on top of generation_config."""
+
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Values (JSON) to put in place of those in config.json."""
+
+    enforce_eager: bool = False
+    """Neither compile the model nor record graphs."""
+
+    arch: ModelArch | None = field(default=None, metadata={"cli": False})
+    """Facts read from the model's config; set by the time an engine starts."""
+
+    path: str | None = field(default=None, metadata={"cli": False})
+    """Local folder of the model; set by the time an engine starts."""
+
+    def __post_init__(self) -> None:
+        check_one_of(self, "dtype", ("auto", "half", "float16", "bfloat16", "float", "float32"))
+        check_one_of(self, "tokenizer_mode", ("auto", "slow"))
+        if self.max_model_len is not None:
+            check_at_least(self, 1, "max_model_len")
+        check_at_least(self, 0, "max_logprobs")
+
+    @property
+    def resolved_arch(self) -> ModelArch:
+        """`arch`, which is set once the engine's config is complete."""
+        assert self.arch is not None
+        return self.arch
+
+    @property
+    def resolved_path(self) -> str:
+        """`path`, which is set once the engine's config is complete."""
+        assert self.path is not None
+        return self.path
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the torch dtype the model runs in."""
+        name = self.resolved_arch.dtype if self.dtype == "auto" else self.dtype
+        return _DTYPE_NAMES.get(name, name)

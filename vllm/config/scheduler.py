@@ -1,0 +1,87 @@
+"""Limits and policy of one scheduling step."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vllm.config.checks import check_at_least, check_one_of
+from vllm.errors import ConfigError
+
+SchedulerPolicy = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Who may run together in one step.
+
+    Frozen: what the engine starts with is what it runs with.
+    """
+
+    max_model_len: int = field(metadata={"cli": False})
+    """Longest request in tokens, prompt and output together (flag: see ModelConfig)."""
+
+    max_num_seqs: int = field(metadata={"auto": True})
+    """Requests in one step at most. Not set: 256 on cpu, 128 on hpu."""
+
+    max_num_batched_tokens: int = field(metadata={"auto": True})
+    """Tokens in one step at most, over all requests. Not set: 4096, or max_model_len when
+    chunked prefill is off."""
+
+    enable_chunked_prefill: bool = True
+    """Split a prompt over several steps when the token budget of a step ends."""
+
+    max_num_partial_prefills: int = 1
+    """Prompts that may be partly computed at the same time."""
+
+    max_long_partial_prefills: int = 1
+    """The same for prompts longer than long_prefill_token_threshold."""
+
+    long_prefill_token_threshold: int = 0
+    """Most prompt tokens of one request in one step; 0: no limit, or 4 % of max_model_len when
+    max_num_partial_prefills is above 1."""
+
+    scheduling_policy: SchedulerPolicy = "fcfs"
+    """Order of requests: arrival, or the priority given with each request (lower is first)."""
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            self,
+            1,
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_num_partial_prefills",
+            "max_long_partial_prefills",
+        )
+        check_at_least(self, 0, "long_prefill_token_threshold")
+        check_one_of(self, "scheduling_policy", ("fcfs", "priority"))
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than "
+                f"max_num_seqs ({self.max_num_seqs}): a full decode step would not fit. "
+                f"Raise the first or lower the second."
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than "
+                f"max_model_len ({self.max_model_len}) and chunked prefill is off: a long prompt "
+                f"could never run. Raise the first, lower the second, or enable chunked prefill."
+            )
+        if self.max_long_partial_prefills > self.max_num_partial_prefills:
+            raise ConfigError(
+                f"max_long_partial_prefills ({self.max_long_partial_prefills}) must not exceed "
+                f"max_num_partial_prefills ({self.max_num_partial_prefills})"
+            )
+        if self.long_prefill_token_threshold > self.max_model_len:
+            raise ConfigError(
+                f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) must not "
+                f"exceed max_model_len ({self.max_model_len})"
+            )
+
+    @property
+    def prefill_chunk_limit(self) -> int:
+        """Most prompt tokens of one request in one step."""
+        if self.long_prefill_token_threshold:
+            return self.long_prefill_token_threshold
+        if self.max_num_partial_prefills > 1:
+            return max(1, int(self.max_model_len * 0.04))
+        return self.max_num_batched_tokens

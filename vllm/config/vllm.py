@@ -1,0 +1,27 @@
+"""All configs of one engine."""
+
+from dataclasses import dataclass, field
+
+from vllm.config.cache import CacheConfig
+from vllm.config.device import DeviceConfig
+from vllm.config.load import LoadConfig
+from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
+from vllm.config.scheduler import SchedulerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmConfig:
+    """What one engine runs with; complete and consistent."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+
+    @property
+    def max_blocks_per_request(self) -> int:
+        """Length of a block table: blocks of a request of `max_model_len` tokens."""
+        return -(-self.scheduler.max_model_len // self.cache.block_size)

@@ -1,0 +1,129 @@
+"""Ownership of KV blocks: who holds a block, which is free, which content it still has.
+
+A block is an integer. Its reference count, its content hash and its place in the free queue
+are entries of lists, so a pool of a million blocks costs a few lists and no objects.
+
+    free queue:  [no content, freed last] ... [content, freed first] ... [content, freed last]
+                  ^ taken next                                            ^ evicted last
+
+A freed block whose content has a hash stays findable until it is taken again (LRU). One without
+goes to the front: taking it loses nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from vllm.messages import NULL_BLOCK_ID
+
+
+class BlockPool:
+    """Reference counts, free queue and prefix cache over `num_blocks` blocks.
+
+    Block 0 is the null block: it belongs to nobody and is never allocated. As nothing else
+    uses its links, it is the head of the (doubly linked, circular) free queue.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool needs the null block and one more, got {num_blocks} blocks")
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks - 1
+        self._next = [*range(1, num_blocks), NULL_BLOCK_ID]
+        self._prev = [num_blocks - 1, *range(num_blocks - 1)]
+        self._num_refs = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that requests can hold: all but the null block."""
+        return self.num_blocks - 1
+
+    def num_refs(self, block_id: int) -> int:
+        """How many requests hold the block."""
+        return self._num_refs[block_id]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free blocks, least worth keeping first; their old content is forgotten.
+
+        The caller has checked `num_free`.
+        """
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        next_, refs, hash_of = self._next, self._num_refs, self._hash_of
+        block_ids = []
+        block_id = next_[NULL_BLOCK_ID]
+        for _ in range(count):
+            block_ids.append(block_id)
+            refs[block_id] = 1
+            old = hash_of[block_id]
+            if old is not None:
+                del self._block_of[old]
+                hash_of[block_id] = None
+            block_id = next_[block_id]
+        # The queue now begins at the first block not taken.
+        next_[NULL_BLOCK_ID] = block_id
+        self._prev[block_id] = NULL_BLOCK_ID
+        self.num_free -= count
+        return block_ids
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Give up one reference to each block. The first given is evicted first."""
+        for block_id in block_ids:
+            refs = self._num_refs[block_id] - 1
+            assert refs >= 0, f"block {block_id} is freed more often than taken"
+            self._num_refs[block_id] = refs
+            if refs == 0:
+                self._link(block_id, at_front=self._hash_of[block_id] is None)
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks that hold these contents, up to the first that no block holds."""
+        found = []
+        block_of = self._block_of
+        for block_hash in hashes:
+            block_id = block_of.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Take one more reference to each block, out of the free queue where needed."""
+        for block_id in block_ids:
+            if self._num_refs[block_id] == 0:
+                self._unlink(block_id)
+            self._num_refs[block_id] += 1
+
+    def num_free_among(self, block_ids: Sequence[int]) -> int:
+        """How many of the blocks nobody holds."""
+        return sum(self._num_refs[block_id] == 0 for block_id in block_ids)
+
+    def remember(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> None:
+        """Make the contents of held blocks findable, except those that another block has too."""
+        block_of, hash_of = self._block_of, self._hash_of
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            if hash_of[block_id] is None and block_hash not in block_of:
+                block_of[block_hash] = block_id
+                hash_of[block_id] = block_hash
+
+    def forget_all(self) -> bool:
+        """Drop the prefix cache. False, and no change, while any block is held."""
+        if self.num_free != self.num_usable_blocks:
+            return False
+        self._block_of.clear()
+        self._hash_of = [None] * self.num_blocks
+        return True
+
+    def _link(self, block_id: int, at_front: bool) -> None:
+        if at_front:
+            before, after = NULL_BLOCK_ID, self._next[NULL_BLOCK_ID]
+        else:
+            before, after = self._prev[NULL_BLOCK_ID], NULL_BLOCK_ID
+        self._prev[block_id], self._next[block_id] = before, after
+        self._next[before] = block_id
+        self._prev[after] = block_id
+        self.num_free += 1
+
+    def _unlink(self, block_id: int) -> None:
+        before, after = self._prev[block_id], self._next[block_id]
+        self._next[before] = after
+        self._prev[after] = before
+        self.num_free -= 1

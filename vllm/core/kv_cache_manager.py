@@ -1,0 +1,97 @@
+"""Block tables of requests, and what they share through the prefix cache."""
+
+from collections.abc import Sequence
+
+from vllm.core.block_hash import block_hashes, root_hash
+from vllm.core.block_pool import BlockPool
+from vllm.request import Request
+
+
+class KVCacheManager:
+    """Gives blocks to requests and takes them back.
+
+    Args:
+        num_blocks: blocks of the cache, the null block included.
+        block_size: tokens per block.
+        enable_caching: find and keep shared prefixes.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.enable_caching = enable_caching
+        self._being_computed: set[int] = set()
+
+    def begin_step(self) -> None:
+        """What has been remembered so far is computed by earlier steps."""
+        self._being_computed.clear()
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """Cached blocks with the beginning of the request, longest match; takes none of them.
+
+        At least one token is left to compute, since only computed tokens give logits. A request
+        for prompt logprobs needs the logits of every prompt token and matches nothing.
+        """
+        if not self.enable_caching or request.wants_prompt_logprobs:
+            return []
+        num_full = (len(request.token_ids) - 1) // self.block_size
+        return self.pool.find(self._hashes(request, num_full))
+
+    def num_lacking(self, request: Request, shared: Sequence[int]) -> int:
+        """Free blocks that `admit` would need beyond those there are; 0 or less: it can go."""
+        need = self.num_blocks_for(len(request.token_ids)) - len(shared)
+        return need - self.pool.num_free + self.pool.num_free_among(shared)
+
+    def admit(self, request: Request, shared: Sequence[int]) -> None:
+        """Give a request the shared prefix and room for the rest of its known tokens.
+
+        Room for all of them at once: a long prompt that gets its blocks chunk by chunk would
+        start, run out half-way, and start again. The caller has checked `num_lacking`.
+        """
+        self.pool.share(shared)
+        need = self.num_blocks_for(len(request.token_ids)) - len(shared)
+        request.block_ids = [*shared, *self.pool.allocate(need)]
+        request.num_cached_blocks = len(shared)
+
+    def extend(self, requests: Sequence[Request]) -> list[int]:
+        """Append a block to the table of each; the caller has checked that they are free."""
+        block_ids = self.pool.allocate(len(requests))
+        for request, block_id in zip(requests, block_ids, strict=True):
+            request.block_ids.append(block_id)
+        return block_ids
+
+    def remember(self, request: Request, num_tokens: int) -> None:
+        """Make the full blocks among the first `num_tokens` tokens findable.
+
+        The tokens are computed, or will be in the step that is being scheduled.
+        """
+        first, end = request.num_cached_blocks, num_tokens // self.block_size
+        if end <= first or not self.enable_caching:
+            return
+        block_ids = request.block_ids[first:end]
+        self.pool.remember(block_ids, self._hashes(request, end)[first:])
+        self._being_computed.update(block_ids)
+        request.num_cached_blocks = end
+
+    def are_computed(self, block_ids: Sequence[int]) -> bool:
+        """False when the step that is being scheduled is what computes some of the blocks."""
+        return self._being_computed.isdisjoint(block_ids)
+
+    def free(self, request: Request) -> None:
+        """Take all blocks back; the end of the sequence is evicted before its beginning."""
+        self.pool.free(reversed(request.block_ids))
+        request.block_ids = []
+        request.num_cached_blocks = 0
+
+    def _hashes(self, request: Request, count: int) -> list[bytes]:
+        """The hashes of the first `count` blocks, each of them computed once."""
+        hashes, size = request.block_hashes, self.block_size
+        first = len(hashes)
+        if first < count:
+            parent = hashes[-1] if hashes else root_hash(request.spec)
+            hashes += block_hashes(parent, request.token_ids[first * size : count * size], size)
+        return hashes[:count]

@@ -1,0 +1,58 @@
+"""A step in the making: which rows run how many tokens, under one budget."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm.messages import IntArray, NewRequest
+from vllm.request import Request
+
+
+@dataclass(slots=True)
+class Plan:
+    """Rows and their tokens, growing while requests are admitted."""
+
+    rows: IntArray
+    take: IntArray
+    """Tokens of each row to run; 0 where the budget did not reach."""
+    budget: int
+    """Tokens left."""
+    block_rows: IntArray
+    """Running rows that get one more block each, and the blocks."""
+    block_ids: list[int]
+    new_requests: list[NewRequest] = field(default_factory=list)
+    first_admitted: list[Request] = field(default_factory=list)
+    """Those of the new ones that were never admitted before."""
+
+    def add_rows(self, rows: list[int], take: list[int]) -> None:
+        """Append rows; their tokens are off the budget already."""
+        self.rows = np.concatenate([self.rows, np.array(rows, np.int32)])
+        self.take = np.concatenate([self.take, np.array(take, np.int32)])
+
+    def decodes_first(self) -> tuple[IntArray, IntArray]:
+        """Rows with something to run and their tokens, single tokens before the others."""
+        rows, take = self.rows, self.take
+        runs = take > 0
+        if not runs.all():
+            rows, take = rows[runs], take[runs]
+        several = take > 1
+        if several.any():
+            order = np.argsort(several, kind="stable")
+            rows, take = rows[order], take[order]
+        return rows, take
+
+
+def share_budget(want: IntArray, budget: int) -> IntArray:
+    """Tokens each row gets of what it wants: decodes first, then the others in their order.
+
+    >>> share_budget(np.array([5, 1, 4, 1], np.int32), 8).tolist()
+    [5, 1, 1, 1]
+    """
+    if want.sum() <= budget:
+        return want
+    order = np.argsort(want > 1, kind="stable")
+    ordered = want[order]
+    before = np.cumsum(ordered) - ordered
+    take = np.empty_like(want)
+    take[order] = np.clip(budget - before, 0, ordered)
+    return take

@@ -1,0 +1,51 @@
+"""Requests that wait for admission, smallest `sort_key` first.
+
+First come first served and priority differ only in the key. A preempted request comes back with
+the key it always had, so it is ahead of everything that arrived after it.
+"""
+
+import heapq
+from collections.abc import Iterator
+
+from vllm.request import Request, RequestStatus
+
+
+class RequestQueue:
+    """A heap in which cancelled requests are passed over when they reach the head."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[float, ...], Request]] = []
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        """The waiting requests, in no order."""
+        return (r for _, r in self._heap if r.status is RequestStatus.WAITING)
+
+    def push(self, request: Request) -> None:
+        """Queue a request whose status is WAITING."""
+        heapq.heappush(self._heap, (request.sort_key, request))
+        self._num_waiting += 1
+
+    def peek(self) -> Request:
+        """The request to admit next; the queue is not empty."""
+        while self._heap[0][1].status is not RequestStatus.WAITING:
+            heapq.heappop(self._heap)
+        return self._heap[0][1]
+
+    def pop(self) -> Request:
+        """Remove and return what `peek` shows."""
+        request = self.peek()
+        heapq.heappop(self._heap)
+        self._num_waiting -= 1
+        return request
+
+    def discard(self, request: Request) -> None:
+        """Forget a waiting request; its status is set to FINISHED."""
+        request.status = RequestStatus.FINISHED
+        self._num_waiting -= 1
+        if len(self._heap) > 2 * self._num_waiting + 64:
+            self._heap = [e for e in self._heap if e[1].status is RequestStatus.WAITING]
+            heapq.heapify(self._heap)

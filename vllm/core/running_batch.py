@@ -1,0 +1,109 @@
+"""The running requests as arrays over rows, so that a step over all of them is a few numpy calls.
+
+A row is given at admission and taken back when its request finishes or is preempted. The runner
+uses the same rows for its own arrays.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from operator import attrgetter
+
+import numpy as np
+
+from vllm.messages import IntArray
+from vllm.request import Request, RequestStatus
+
+NO_TOKEN = -1
+
+_sort_key = attrgetter("sort_key")
+
+
+class RunningBatch:
+    """Rows, their requests, and the numbers that scheduling looks at.
+
+    Attributes:
+        num_tokens: per row, known tokens plus those that a step in flight will sample.
+        num_computed: per row, tokens whose KV is computed by the steps scheduled so far.
+        capacity: per row, tokens that its blocks hold.
+        limit: per row, tokens at which the request ends.
+        eos: per row, the token that ends the request, or NO_TOKEN.
+        has_stop_tokens: per row, whether further tokens end it.
+        num_prompt: per row, tokens of the prompt.
+        num_prompt_logprobs: running requests that want log-probabilities of their prompt.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.num_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_computed = np.zeros(max_num_seqs, np.int32)
+        self.capacity = np.zeros(max_num_seqs, np.int32)
+        self.limit = np.zeros(max_num_seqs, np.int32)
+        self.eos = np.full(max_num_seqs, NO_TOKEN, np.int32)
+        self.has_stop_tokens = np.zeros(max_num_seqs, np.bool_)
+        self.num_prompt = np.zeros(max_num_seqs, np.int32)
+        self.num_prompt_logprobs = 0
+        self._requests: list[Request | None] = [None] * max_num_seqs
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._sorted: list[Request] = []
+        self._order: IntArray | None = None
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    @property
+    def is_full(self) -> bool:
+        """No row is left."""
+        return not self._free_rows
+
+    @property
+    def last(self) -> Request:
+        """The request that has to make room first."""
+        return self._sorted[-1]
+
+    @property
+    def requests(self) -> list[Request]:
+        """The running requests, smallest sort_key first (a copy)."""
+        return self._sorted.copy()
+
+    @property
+    def order(self) -> IntArray:
+        """[n] rows of the running requests, smallest sort_key first.
+
+        The same array until a request enters or leaves; nobody writes to it.
+        """
+        if self._order is None:
+            rows = (request.row for request in self._sorted)
+            self._order = np.fromiter(rows, np.int32, len(self._sorted))
+        return self._order
+
+    def at(self, rows: IntArray) -> list[Request]:
+        """The requests of rows that are in use."""
+        requests = self._requests
+        return [requests[row] for row in rows.tolist()]
+
+    def add(self, request: Request, num_computed: int, capacity: int) -> None:
+        """Give a request a row; there is one left."""
+        row = self._free_rows.pop()
+        request.row = row
+        request.status = RequestStatus.RUNNING
+        self._requests[row] = request
+        spec = request.spec
+        self.num_tokens[row] = len(request.token_ids)
+        self.num_computed[row] = num_computed
+        self.capacity[row] = capacity
+        self.limit[row] = spec.max_total_tokens
+        self.eos[row] = NO_TOKEN if spec.eos_token_id is None else spec.eos_token_id
+        self.has_stop_tokens[row] = bool(spec.stop_token_ids)
+        self.num_prompt[row] = request.num_prompt_tokens
+        self.num_prompt_logprobs += request.wants_prompt_logprobs
+        insort(self._sorted, request, key=_sort_key)
+        self._order = None
+
+    def remove(self, requests: Iterable[Request]) -> None:
+        """Take the rows of requests back. Their status is the caller's business."""
+        for request in requests:
+            del self._sorted[bisect_left(self._sorted, request.sort_key, key=_sort_key)]
+            self._requests[request.row] = None
+            self._free_rows.append(request.row)
+            self.num_prompt_logprobs -= request.wants_prompt_logprobs
+            request.row = -1
+        self._order = None

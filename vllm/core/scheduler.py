@@ -1,0 +1,455 @@
+"""Who runs in the next step, and what becomes of its result.
+
+A request is tokens computed so far out of tokens wanted. Prefill, chunked prefill, prefix hits,
+decode and the return after preemption are all "schedule n more tokens of this request".
+
+A step may be in flight while the next is scheduled: scheduling counts its tokens as computed,
+and the token it will sample as there, before their values are known.
+"""
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from vllm.config import SchedulerConfig
+from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.plan import Plan, share_budget
+from vllm.core.request_queue import RequestQueue
+from vllm.core.running_batch import RunningBatch
+from vllm.core.step import Step
+from vllm.errors import CapacityError, RequestError
+from vllm.logger import init_logger
+from vllm.messages import (
+    EngineOutput,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    IntArray,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+)
+from vllm.request import Request, RequestStatus
+
+logger = init_logger(__name__)
+
+_PREEMPTIONS_PER_WARNING = 50
+_MAX_PASSED_OVER = 16
+"""Long prompts that a step looks behind for shorter ones."""
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix caching, priorities and preemption.
+
+    Running requests go first, so that a started answer is never starved by new prompts. When
+    blocks run out, the running request with the largest sort key gives its blocks back and is
+    computed again later.
+
+    Args:
+        config: limits of a step.
+        cache: blocks of the KV cache, shared with nobody.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+        self.config = config
+        self.cache = cache
+        self.waiting = RequestQueue()
+        self.running = RunningBatch(config.max_num_seqs)
+        self.num_preemptions = 0
+        self._by_priority = config.scheduling_policy == "priority"
+        self._chunk_limit = (
+            config.prefill_chunk_limit
+            if config.enable_chunked_prefill
+            else config.max_num_batched_tokens
+        )
+        # Blocks that admission leaves alone: each running request will want one soon, and
+        # admitting into the last free block means preempting right afterwards.
+        self._reserve = max(1, cache.pool.num_usable_blocks // 100)
+        self._requests: dict[str, Request] = {}
+        self._arrivals = itertools.count()
+        self._step_ids = itertools.count()
+        self._in_flight: deque[Step] = deque()
+        self._freed_rows: list[int] = []
+        self._lacks_room: Request | None = None
+        self._full_batch: tuple[IntArray, list[Request], list[str]] = (self.running.order, [], [])
+
+    # ---- requests come and go -------------------------------------------------------------
+
+    def add_request(self, spec: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: its id is taken, or its length is none that could run.
+            CapacityError: its last token would not fit even an otherwise empty cache.
+        """
+        num_prompt, limit = len(spec.prompt_token_ids), spec.max_total_tokens
+        if spec.request_id in self._requests:
+            raise RequestError(f"request {spec.request_id!r} is already being processed")
+        if not 0 < num_prompt < limit <= self.config.max_model_len:
+            raise RequestError(
+                f"{num_prompt} prompt tokens that may grow to {limit} tokens: the prompt must "
+                f"not be empty, one more token must be allowed, and at most max_model_len "
+                f"({self.config.max_model_len})"
+            )
+        need = self.cache.num_blocks_for(limit)
+        if need > self.cache.pool.num_usable_blocks:
+            raise CapacityError(
+                f"the request may grow to {limit} tokens ({need} blocks); the KV cache has "
+                f"{self.cache.pool.num_usable_blocks} blocks of {self.cache.block_size} tokens"
+            )
+        arrival = next(self._arrivals)
+        key = (spec.priority, spec.arrival_time, arrival) if self._by_priority else (arrival,)
+        request = Request(spec, key)
+        self._requests[spec.request_id] = request
+        self.waiting.push(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Forget requests, waiting or running; ids that are not there are passed over."""
+        running = []
+        for request_id in request_ids:
+            request = self._requests.pop(request_id, None)
+            if request is None:
+                continue
+            if request.status is RequestStatus.WAITING:
+                self.waiting.discard(request)
+            else:
+                running.append(request)
+        if running:
+            self._leave(running, RequestStatus.FINISHED)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests that wait or run."""
+        return len(self._requests)
+
+    # ---- one step -------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan the next step.
+
+        `rows` is empty when nothing can run: nobody waits or runs, or those who run wait for
+        a step in flight. Such a step holds nothing, and is neither executed nor updated.
+        """
+        if self._lacks_room is not None:
+            self._make_room(self._lacks_room)
+            self._lacks_room = None
+        plan = self._plan_running()
+        self.cache.begin_step()
+        self._remember_prefills(plan)
+        if self.waiting and self._has_row_for_next():
+            self._admit(plan)
+        rows, num_scheduled = plan.decodes_first()
+        num_computed = self.running.num_computed[rows]
+        step_id = next(self._step_ids)
+        freed_rows: list[int] = []
+        if len(rows):
+            self._launch(step_id, rows, num_computed, num_scheduled, plan.first_admitted)
+            freed_rows, self._freed_rows = self._freed_rows, []
+        return SchedulerOutput(
+            step_id=step_id,
+            freed_rows=freed_rows,
+            new_requests=plan.new_requests,
+            rows=rows,
+            num_computed_tokens=num_computed,
+            num_scheduled_tokens=num_scheduled,
+            block_rows=plan.block_rows,
+            block_ids=np.array(plan.block_ids, np.int32),
+        )
+
+    def update(self, output: ModelRunnerOutput) -> EngineOutput:
+        """Take in the result of the oldest step in flight."""
+        step = self._in_flight.popleft()
+        assert step.step_id == output.step_id, f"step {output.step_id} is out of order"
+        num_cached_tokens = step.num_cached_tokens()
+        prompt_logprobs = step.unsent_prompt_logprobs(output)
+        finished: dict[str, Finished] = {}
+        token_ids = output.token_ids
+        if step.gone or output.errors:
+            finished = self._finish_failed(step, output.errors)
+            step, kept = step.without(step.gone.union(output.errors))
+            token_ids = token_ids[kept]
+        tokens: list[int] = token_ids.tolist()
+        for request, token_id in zip(step.requests, tokens, strict=True):
+            request.token_ids.append(token_id)
+        finished.update(self._finish_ended(step, token_ids))
+        return EngineOutput(
+            request_ids=step.request_ids.copy(),
+            token_ids=tokens,
+            finished=finished,
+            logprobs=step.logprobs(output),
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=num_cached_tokens,
+        )
+
+    # ---- planning: those who run ----------------------------------------------------------
+
+    def _plan_running(self) -> Plan:
+        """Tokens for the running requests; preempts until their blocks fit."""
+        running, size = self.running, self.cache.block_size
+        while True:
+            rows = running.order
+            num_tokens, computed = running.num_tokens[rows], running.num_computed[rows]
+            want = num_tokens - computed
+            # A request whose last token is in flight has nothing left to run.
+            want[num_tokens >= running.limit[rows]] = 0
+            budget = self.config.max_num_batched_tokens
+            take = share_budget(np.minimum(want, self._chunk_limit), budget)
+            lack = computed + take - running.capacity[rows]
+            short = np.flatnonzero(lack > 0)
+            counts = -(-lack[short] // size)
+            if counts.sum() <= self.cache.pool.num_free:
+                break
+            self._warn_of_preemption(running.last)
+            self._preempt(running.last)
+        running.capacity[rows[short]] += counts * size
+        block_rows = np.repeat(rows[short], counts)
+        block_ids = self.cache.extend(running.at(block_rows))
+        return Plan(rows, take, budget - int(take.sum()), block_rows, block_ids)
+
+    def _remember_prefills(self, plan: Plan) -> None:
+        """Make the blocks that running prompts fill in this step findable."""
+        several = plan.take > 1
+        if not several.any():
+            return
+        rows = plan.rows[several]
+        after = self.running.num_computed[rows] + plan.take[several]
+        for request, num_tokens in zip(self.running.at(rows), after.tolist(), strict=True):
+            self.cache.remember(request, num_tokens)
+
+    # ---- planning: those who wait ---------------------------------------------------------
+
+    def _admit(self, plan: Plan) -> None:
+        """Move waiting requests into the batch while rows, blocks and tokens last."""
+        config = self.config
+        num_partial, num_long = self._count_partial(plan)
+        takes: list[int] = []
+        passed_over: list[Request] = []
+        while self.waiting and plan.budget and self._has_row_for_next():
+            request = self.waiting.peek()
+            if passed_over and self._outranks(passed_over[0], request):
+                break
+            shared = self.cache.find_prefix(request)
+            start = len(shared) * self.cache.block_size
+            want = len(request.token_ids) - start
+            take = min(want, plan.budget, self._chunk_limit)
+            is_partial = take < want
+            is_long = is_partial and len(request.token_ids) > self._chunk_limit
+            if is_partial and not (
+                config.enable_chunked_prefill and num_partial < config.max_num_partial_prefills
+            ):
+                break
+            if is_long and num_long >= config.max_long_partial_prefills:
+                if len(passed_over) == _MAX_PASSED_OVER:
+                    break
+                passed_over.append(self.waiting.pop())  # shorter prompts may go ahead of it
+                continue
+            if take == 1 and not self.cache.are_computed(shared):
+                break  # a single token runs with the decodes, before what it shares is there
+            if self.running.is_full or not self._has_room(request, shared):
+                self._lacks_room = request if self._by_priority else None
+                break  # first come, first served: never pass the head of the queue
+            num_partial += is_partial
+            num_long += is_long
+            plan.budget -= take
+            takes.append(take)
+            self._enter(self.waiting.pop(), shared, take, plan)
+        for request in passed_over:
+            self.waiting.push(request)
+        if takes:
+            plan.add_rows([new.row for new in plan.new_requests], takes)
+
+    def _enter(self, request: Request, shared: list[int], take: int, plan: Plan) -> None:
+        """Give an admitted request its row and its blocks."""
+        start = len(shared) * self.cache.block_size
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = start
+            plan.first_admitted.append(request)
+        self.cache.admit(request, shared)
+        self.running.add(request, start, len(request.block_ids) * self.cache.block_size)
+        # Findable at once: the launch that computes these tokens writes all keys and values
+        # before it reads any, so the next request in the queue can share them already.
+        self.cache.remember(request, start + take)
+        plan.new_requests.append(
+            NewRequest(
+                row=request.row,
+                request=request.spec,
+                output_token_ids=request.output_token_ids,
+                block_ids=request.block_ids.copy(),
+            )
+        )
+
+    def _has_row_for_next(self) -> bool:
+        """A row is free, or held by someone whom the next in the queue may drive out."""
+        running = self.running
+        return not running.is_full or self._outranks(self.waiting.peek(), running.last)
+
+    def _has_room(self, request: Request, shared: list[int]) -> bool:
+        """Blocks for a waiting request; the reserve is kept unless nothing runs."""
+        reserve = self._reserve if len(self.running) else 0
+        return self.cache.num_lacking(request, shared) + reserve <= 0
+
+    def _count_partial(self, plan: Plan) -> tuple[int, int]:
+        """Running prompts that this step leaves unfinished, and the long ones among them."""
+        num_tokens = self.running.num_tokens[plan.rows]
+        rest = num_tokens - self.running.num_computed[plan.rows]
+        is_partial = (rest > 1) & (rest > plan.take)
+        return int(is_partial.sum()), int((is_partial & (num_tokens > self._chunk_limit)).sum())
+
+    def _outranks(self, request: Request, other: Request) -> bool:
+        """Whether a request may take the place of another."""
+        return self._by_priority and request.spec.priority < other.spec.priority
+
+    def _make_room(self, request: Request) -> None:
+        """Preempt for a request that lacked only a row or blocks when it was its turn."""
+        if request.status is RequestStatus.WAITING:
+            for victim in self._victims(request):
+                self._preempt(victim)
+
+    def _victims(self, request: Request) -> list[Request]:
+        """The least important running requests that have to go for a waiting one.
+
+        None when it fits as it is, and none when even all that it outranks would not do.
+        """
+        shared = self.cache.find_prefix(request)
+        lack = self.cache.num_lacking(request, shared) + self._reserve
+        kept = set(shared)
+        taken: Counter[int] = Counter()
+        victims: list[Request] = []
+        for victim in reversed(self.running.requests):
+            if lack <= 0 and (victims or not self.running.is_full):
+                break
+            if not self._outranks(request, victim):
+                return []
+            victims.append(victim)
+            taken.update(victim.block_ids)
+            lack -= sum(
+                taken[block_id] == self.cache.pool.num_refs(block_id) and block_id not in kept
+                for block_id in victim.block_ids
+            )
+        return victims
+
+    # ---- booking --------------------------------------------------------------------------
+
+    def _launch(
+        self,
+        step_id: int,
+        rows: IntArray,
+        num_computed: IntArray,
+        num_scheduled: IntArray,
+        first_admitted: list[Request],
+    ) -> None:
+        """Book a step: its tokens count as computed, the ones it samples as there."""
+        running = self.running
+        prompt_chunks = self._prompt_chunks(rows, num_computed)
+        after = num_computed + num_scheduled
+        running.num_computed[rows] = after
+        samples = after >= running.num_tokens[rows]
+        if not samples.all():
+            rows = rows[samples]
+        running.num_tokens[rows] += 1
+        requests, request_ids = self._requests_of(rows)
+        self._in_flight.append(
+            Step(
+                step_id=step_id,
+                rows=rows,
+                requests=requests,
+                request_ids=request_ids,
+                num_tokens=running.num_tokens[rows],
+                admitted=first_admitted,
+                prompt_chunks=prompt_chunks,
+            )
+        )
+
+    def _prompt_chunks(
+        self, rows: IntArray, num_computed: IntArray
+    ) -> dict[int, tuple[Request, int]]:
+        """row -> request and first position, where a prompt's log-probabilities are wanted."""
+        if not self.running.num_prompt_logprobs:
+            return {}
+        in_prompt = num_computed < self.running.num_prompt[rows]
+        requests = self.running.at(rows[in_prompt])
+        return {
+            request.row: (request, start)
+            for request, start in zip(requests, num_computed[in_prompt].tolist(), strict=True)
+            if request.wants_prompt_logprobs
+        }
+
+    def _requests_of(self, rows: IntArray) -> tuple[list[Request], list[str]]:
+        """Requests and ids of rows; made once for as long as the same whole batch decodes."""
+        known_rows, requests, ids = self._full_batch
+        if rows is not known_rows:
+            requests = self.running.at(rows)
+            ids = [request.request_id for request in requests]
+            if rows is self.running.order:
+                self._full_batch = (rows, requests, ids)
+        return requests, ids
+
+    # ---- results --------------------------------------------------------------------------
+
+    def _finish_failed(self, step: Step, errors: dict[int, str]) -> dict[str, Finished]:
+        """End the requests whose own sampling failed, if they are still there."""
+        rows = [row for row in errors if row not in step.gone]
+        requests = self.running.at(np.array(rows, np.int32))
+        finished = {
+            request.request_id: Finished(FinishReason.ERROR, error=errors[request.row])
+            for request in requests
+        }
+        self.abort_requests(finished)
+        return finished
+
+    def _finish_ended(self, step: Step, token_ids: IntArray) -> dict[str, Finished]:
+        """End the requests whose new token ends them."""
+        running, rows = self.running, step.rows
+        is_eos = token_ids == running.eos[rows]
+        is_limit = step.num_tokens >= running.limit[rows]
+        suspects = np.flatnonzero(is_eos | is_limit | running.has_stop_tokens[rows])
+        finished: dict[str, Finished] = {}
+        for index in suspects.tolist():
+            request, token_id = step.requests[index], int(token_ids[index])
+            if is_eos[index]:
+                finished[request.request_id] = Finished(FinishReason.STOP)
+            elif token_id in request.spec.stop_token_ids:
+                finished[request.request_id] = Finished(FinishReason.STOP, token_id)
+            elif is_limit[index]:
+                finished[request.request_id] = Finished(FinishReason.LENGTH)
+        self.abort_requests(finished)
+        return finished
+
+    # ---- leaving the batch ----------------------------------------------------------------
+
+    def _preempt(self, request: Request) -> None:
+        """Take row and blocks of a running request; it waits to be computed again."""
+        self._leave([request], RequestStatus.WAITING)
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        self.waiting.push(request)
+
+    def _leave(self, requests: list[Request], status: RequestStatus) -> None:
+        """Take rows and blocks of running requests; what is in flight for them is dropped."""
+        rows = [request.row for request in requests]
+        for request, num_computed in zip(
+            requests, self.running.num_computed[rows].tolist(), strict=True
+        ):
+            # Blocks of the output get their hashes here: all at once is several times cheaper
+            # than one by one as decoding fills them.
+            self.cache.remember(request, min(num_computed, len(request.token_ids)))
+        self._freed_rows += rows
+        for step in self._in_flight:
+            step.gone.update(rows)
+        self.running.remove(requests)
+        for request in requests:
+            request.status = status
+            self.cache.free(request)
+
+    def _warn_of_preemption(self, request: Request) -> None:
+        if self.num_preemptions % _PREEMPTIONS_PER_WARNING == 0:
+            logger.warning(
+                "Sequence group %s is preempted by RECOMPUTE mode because there is not enough KV "
+                "cache space. This can affect the end-to-end performance. Increase "
+                "gpu_memory_utilization or tensor_parallel_size to provide more KV cache memory. "
+                "total_num_cumulative_preemption=%d",
+                request.request_id,
+                self.num_preemptions + 1,
+            )

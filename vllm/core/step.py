@@ -1,0 +1,70 @@
+"""What is remembered of a step between its scheduling and its result."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput
+from vllm.request import Request, RequestStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step in flight. The parallel members have one entry per row that samples a token."""
+
+    step_id: int
+    rows: IntArray
+    requests: list[Request]
+    request_ids: list[str]
+    num_tokens: IntArray
+    """Tokens of each request, the sampled one included."""
+    admitted: list[Request]
+    """Requests whose first admission this step is."""
+    prompt_chunks: dict[int, tuple[Request, int]]
+    """row -> request and first position, where a prompt's log-probabilities are wanted."""
+    gone: set[int] = field(default_factory=set)
+    """Rows whose request has left since; a row may belong to another request by now."""
+
+    def without(self, rows: Iterable[int]) -> tuple["Step", list[int]]:
+        """The step less some rows, and the places among its entries of those that stay."""
+        drop = set(rows)
+        keep = [i for i, row in enumerate(self.rows.tolist()) if row not in drop]
+        step = replace(
+            self,
+            rows=self.rows[keep],
+            requests=[self.requests[i] for i in keep],
+            request_ids=[self.request_ids[i] for i in keep],
+            num_tokens=self.num_tokens[keep],
+        )
+        return step, keep
+
+    def num_cached_tokens(self) -> dict[str, int]:
+        """Prefix-cache hits of the requests that came in with this step and are still there."""
+        return {
+            request.request_id: request.num_cached_tokens
+            for request in self.admitted
+            if request.status is not RequestStatus.FINISHED
+        }
+
+    def logprobs(self, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
+        """Log-probabilities of the sampled tokens, by request id."""
+        if not output.logprobs:
+            return {}
+        names = zip(self.rows.tolist(), self.request_ids, strict=True)
+        return {name: output.logprobs[row] for row, name in names if row in output.logprobs}
+
+    def unsent_prompt_logprobs(self, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
+        """Prompt log-probabilities not sent before: a preempted prompt is computed twice."""
+        unsent = {}
+        for row, chunk in output.prompt_logprobs.items():
+            request, start = self.prompt_chunks[row]
+            sent, end = request.num_prompt_logprobs, start + len(chunk.ranks)
+            if row in self.gone or end <= sent:
+                continue
+            new = slice(sent - start, None)
+            request.num_prompt_logprobs = end
+            unsent[request.request_id] = LogprobRows(
+                token_ids=chunk.token_ids[new],
+                logprobs=chunk.logprobs[new],
+                ranks=chunk.ranks[new],
+            )
+        return unsent

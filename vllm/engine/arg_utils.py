@@ -1,0 +1,170 @@
+"""The arguments of an engine: keywords of `LLM()`, flags of the commands, one truth for both.
+
+Every argument is a field of a config class (`vllm.config.fields`); adding a field there adds
+the keyword and the flag. Knows the form of arguments; what they amount to for a given model is
+`vllm.engine.resolve_config`. Importing this imports neither torch nor transformers.
+"""
+
+import argparse
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.config import VllmConfig
+from vllm.config.fields import ConfigField, config_fields, config_sections
+from vllm.engine.compat_args import COMPAT_ARGUMENTS, CompatArgument, accept
+from vllm.errors import ConfigError
+
+_Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
+_Class = TypeVar("_Class", bound=type)
+
+_FIELDS: dict[str, ConfigField] = {
+    f.name: f for section in config_sections(VllmConfig).values() for f in config_fields(section)
+}
+
+_HF_OVERRIDES: dict[str, Callable[[str], object]] = {
+    "rope_scaling": lambda text: _FIELDS["hf_overrides"].convert(text),
+    "rope_theta": float,
+}
+"""Arguments of the fork that are values of config.json: they go into `hf_overrides`."""
+
+
+def _with_config_fields(cls: _Class) -> _Class:
+    cls.__annotations__ = dict.fromkeys(_FIELDS, Any)
+    for name, config_field in _FIELDS.items():
+        default = config_field.default
+        if isinstance(default, Mapping):
+            setattr(cls, name, field(default_factory=dict))
+        else:
+            setattr(cls, name, default)
+    return cls
+
+
+@dataclass(init=False)
+@_with_config_fields
+class EngineArgs:
+    """Everything a user can say about an engine; not checked against a model or device yet.
+
+    Keywords are the fields of the config classes, documented there and in
+    docs/engine_arguments.md. None means "not given" for every one of them. Arguments of the
+    Gaudi fork that are not fields are taken as `vllm.engine.compat_args` says.
+
+    Raises:
+        ConfigError: an argument is not known (names the nearest one), has the wrong type, or
+            asks for a feature that is not available.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        settings["model"] = model
+        # An empty value is the fork's way to say "not given".
+        overrides = {k: v for k in _HF_OVERRIDES if (v := settings.pop(k, None))}
+        if overrides:
+            given: Any = _FIELDS["hf_overrides"].convert(settings.get("hf_overrides"))
+            settings["hf_overrides"] = {**given, **overrides}
+        for name in settings:
+            if name not in _FIELDS and name not in COMPAT_ARGUMENTS:
+                raise ConfigError(_unknown(name))
+        for name, value in settings.items():
+            if name in COMPAT_ARGUMENTS:
+                accept(name, value)
+        for name, config_field in _FIELDS.items():
+            setattr(self, name, config_field.convert(settings.get(name)))
+
+    @staticmethod
+    def add_cli_args(parser: _Parser) -> _Parser:
+        """Add a flag for every argument, grouped by config class, and return the parser."""
+        for section in config_sections(VllmConfig).values():
+            group = parser.add_argument_group(section.__name__, (section.__doc__ or "").strip())
+            for config_field in config_fields(section):
+                _add_flag(group, config_field)
+        for name, read in _HF_OVERRIDES.items():
+            flag, help = f"--{name.replace('_', '-')}", argparse.SUPPRESS
+            parser.add_argument(flag, type=_checked(read), help=help, default=help)
+        for argument in COMPAT_ARGUMENTS.values():
+            _add_compat_flag(parser, argument)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
+        """The arguments among those of a parsed command line; others are left alone."""
+        known = _FIELDS.keys() | _HF_OVERRIDES.keys() | COMPAT_ARGUMENTS.keys()
+        return cls(**{name: value for name, value in vars(args).items() if name in known})
+
+    def create_engine_config(self) -> VllmConfig:
+        """Read the model's config, ask the platform, and settle every value.
+
+        Downloads the model when it is a name on the hub. Changes nothing here.
+
+        Raises:
+            ConfigError: the engine cannot start with these arguments.
+        """
+        from vllm.engine.resolve_config import resolve_config
+
+        return resolve_config({f.name: getattr(self, f.name) for f in fields(self)})
+
+
+def _unknown(name: str) -> str:
+    names = [*_FIELDS, *_HF_OVERRIDES, *COMPAT_ARGUMENTS]
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown engine argument {name!r}{hint}"
+
+
+_METAVARS = {"int": "N", "size": "N[kKmM]", "float": "X", "str": "TEXT", "mapping": "JSON"}
+
+
+def _add_flag(group: argparse._ArgumentGroup, config_field: ConfigField) -> None:
+    options: dict[str, Any] = {"default": config_field.default}
+    if config_field.kind == "bool":
+        options["action"] = argparse.BooleanOptionalAction
+    elif config_field.choices:
+        options["choices"] = config_field.choices
+    elif config_field.kind == "strings":
+        options.update(nargs="+", metavar="TEXT")
+    else:
+        metavar = _METAVARS[config_field.kind]
+        options.update(type=_checked(config_field.convert), metavar=metavar)
+    action = group.add_argument(config_field.flag, *config_field.aliases, **options)
+    # Set afterwards: BooleanOptionalAction adds the default by itself in some versions.
+    action.help = f"{config_field.help} {_describe_default(config_field)}".replace("%", "%%")
+
+
+def _describe_default(config_field: ConfigField) -> str:
+    default = config_field.default
+    if default in (None, "", {}):
+        return ""  # the help says what "Not set" means
+    if isinstance(default, tuple):
+        default = " ".join(default)
+    return f"(default: {default})"
+
+
+def _add_compat_flag(parser: argparse.ArgumentParser, argument: CompatArgument) -> None:
+    """Without a line in `--help`, and absent from the namespace unless given."""
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    off = argument.off
+    if isinstance(off, bool):
+        options["action"] = argparse.BooleanOptionalAction
+    elif isinstance(off, tuple):
+        options["nargs"] = "+"
+    elif isinstance(off, dict):
+        options["type"] = _checked(_FIELDS["hf_overrides"].convert)
+    elif off is not None:
+        options["type"] = type(off)
+    parser.add_argument(argument.flag, *argument.aliases, **options).help = argparse.SUPPRESS
+
+
+def _checked(convert: Callable[[str], object]) -> Callable[[str], object]:
+    """`convert` for argparse, which shows the message of one kind of exception only."""
+
+    def parse(text: str) -> object:
+        try:
+            return convert(text)
+        except (ConfigError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse

@@ -1,0 +1,164 @@
+"""Engine arguments of the vLLM 0.9 Gaudi fork that are not fields of our configs.
+
+Scripts written for it must keep working as far as they honestly can. An argument that tunes
+something this engine does not have, or does by itself, is accepted with a warning that says
+so. An argument that asks for a feature not built yet is an error: running without it would
+give other results, or none, without saying why.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True)
+class CompatArgument:
+    """One argument of the fork."""
+
+    name: str
+    off: Any
+    """Its default there. The type decides the form of the flag."""
+    reason: str
+    """Why it has no effect, or what is missing."""
+    available: bool
+    """True: accepted without effect. False: refused unless set to `off`."""
+    also_off: tuple[Any, ...] = ()
+    """Further values that ask for nothing."""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+def _ignored(name: str, off: Any, reason: str, **more: Any) -> CompatArgument:
+    return CompatArgument(name, off, reason, available=True, **more)
+
+
+def _missing(name: str, off: Any, reason: str, **more: Any) -> CompatArgument:
+    return CompatArgument(name, off, reason, available=False, **more)
+
+
+_V0_ONLY = "it belongs to the V0 scheduler, which does not exist here"
+_NO_CUDA_GRAPHS = "there are no CUDA graphs here"
+_TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
+_LORA_OFF = "it only matters with LoRA, which is not available yet"
+_DP_OFF = "it only matters with data parallelism, which is not available yet"
+_STRUCTURED_OFF = "structured output is not available yet; requests that ask for it are refused"
+_LORA = "LoRA adapters"
+_MULTIMODAL = "multimodal input"
+_OBSERVABILITY = "tracing"
+_PLUGGABLE = "replacing engine classes by name"
+
+_ARGUMENTS = (
+    _ignored("swap_space", 4.0, "a preempted request is recomputed, never swapped to the host"),
+    _ignored("preemption_mode", None, "a preempted request is always recomputed"),
+    _ignored("use_v2_block_manager", True, "there is only one block manager"),
+    _ignored("use_padding_aware_scheduling", False, "the scheduler needs no such switch"),
+    _ignored("max_num_prefill_seqs", None, "prefills are limited by max_num_batched_tokens"),
+    _ignored("num_scheduler_steps", 1, "every step is scheduled; the outputs are the same"),
+    _ignored("scheduler_delay_factor", 0.0, _V0_ONLY),
+    _ignored("num_lookahead_slots", 0, _V0_ONLY),
+    _ignored("multi_step_stream_outputs", True, _V0_ONLY),
+    _ignored("disable_async_output_proc", False, _V0_ONLY),
+    _ignored("disable_hybrid_kv_cache_manager", False, "there is only one KV cache manager"),
+    _ignored("disable_chunked_mm_input", False, "multimodal input is not available yet"),
+    _ignored("disable_mm_preprocessor_cache", False, "multimodal input is not available yet"),
+    _ignored("disable_cascade_attn", False, "there is no cascade attention here"),
+    _ignored("calculate_kv_scales", False, "the KV cache is not quantized"),
+    _ignored("max_seq_len_to_capture", 8192, _NO_CUDA_GRAPHS),
+    _ignored("max_context_len_to_capture", None, _NO_CUDA_GRAPHS),
+    _ignored("cuda_graph_sizes", (512,), _NO_CUDA_GRAPHS),
+    _ignored("disable_custom_all_reduce", False, "there is no custom all-reduce here"),
+    _ignored(
+        "compilation_config", None, "models are not compiled by this version", aliases=("-O",)
+    ),
+    _ignored("additional_config", {}, "no platform reads it"),
+    _ignored("override_neuron_config", {}, "there is no Neuron platform here"),
+    _ignored("worker_use_ray", False, "the engine's own process runs the worker"),
+    _ignored("tokenizer_pool_size", 0, _TOKENIZER_POOL),
+    _ignored("tokenizer_pool_type", "ray", _TOKENIZER_POOL),
+    _ignored("tokenizer_pool_extra_config", {}, _TOKENIZER_POOL),
+    _ignored("disable_log_requests", False, "requests are not logged"),
+    _ignored("disable_log_stats", False, "statistics are not logged yet"),
+    _ignored("show_hidden_metrics_for_version", None, "no metrics are hidden"),
+    _ignored("weights_load_device", None, "weights are read on the host, one tensor at a time"),
+    _ignored("pt_load_map_location", "cpu", "weights are read on the host, one tensor at a time"),
+    _ignored("max_parallel_loading_workers", None, "weights are read one tensor at a time"),
+    _ignored("split_qkv", False, "the model classes decide how projections are laid out"),
+    _ignored("enable_reasoning", None, "a reasoning parser is chosen by its name alone"),
+    _ignored("enable_lora_bias", False, _LORA_OFF),
+    _ignored("max_loras", 1, _LORA_OFF),
+    _ignored("max_lora_rank", 16, _LORA_OFF),
+    _ignored("max_cpu_loras", None, _LORA_OFF),
+    _ignored("fully_sharded_loras", False, _LORA_OFF),
+    _ignored("lora_dtype", "auto", _LORA_OFF),
+    _ignored("lora_extra_vocab_size", 256, _LORA_OFF),
+    _ignored("long_lora_scaling_factors", (), _LORA_OFF),
+    _ignored("max_prompt_adapters", 1, "prompt adapters are not available"),
+    _ignored("max_prompt_adapter_token", 0, "prompt adapters are not available"),
+    _ignored("data_parallel_size_local", None, _DP_OFF),
+    _ignored("data_parallel_address", None, _DP_OFF),
+    _ignored("data_parallel_rpc_port", None, _DP_OFF),
+    _ignored("data_parallel_backend", "mp", _DP_OFF),
+    _ignored("guided_decoding_backend", "auto", _STRUCTURED_OFF),
+    _ignored("guided_decoding_disable_fallback", False, _STRUCTURED_OFF),
+    _ignored("guided_decoding_disable_any_whitespace", False, _STRUCTURED_OFF),
+    _ignored("guided_decoding_disable_additional_properties", False, _STRUCTURED_OFF),
+    _missing("task", "auto", "pooling tasks (accepted: auto, generate)", also_off=("generate",)),
+    _missing("model_impl", "auto", "another model implementation", also_off=("vllm",)),
+    _missing("config_format", "auto", "another config format", also_off=("hf",)),
+    _missing("hf_config_path", None, "a config.json outside the model folder"),
+    _missing("code_revision", None, "another revision for the model's code"),
+    _missing("hf_token", None, "a token argument (set HF_TOKEN instead)"),
+    _missing("model_loader_extra_config", {}, "further loaders"),
+    _missing("quantization", None, "quantization", aliases=("-q",)),
+    _missing("qlora_adapter_name_or_path", None, "QLoRA"),
+    _missing("disable_sliding_window", False, "running a sliding-window model without its window"),
+    _missing("enable_prompt_embeds", False, "embeddings as prompts"),
+    _missing("logits_processor_pattern", None, "logits processors by name"),
+    _missing("override_pooler_config", None, "pooling models"),
+    _missing("cpu_offload_gb", 0.0, "offloading weights to the host"),
+    _missing("speculative_config", None, "speculative decoding"),
+    _missing("enable_lora", False, _LORA),
+    _missing("enable_prompt_adapter", False, "prompt adapters"),
+    _missing("allowed_local_media_path", "", _MULTIMODAL),
+    _missing("limit_mm_per_prompt", {}, _MULTIMODAL),
+    _missing("mm_processor_kwargs", None, _MULTIMODAL),
+    _missing("enable_multimodal_encoder_data_parallel", False, _MULTIMODAL),
+    _missing("data_parallel_size", 1, "data parallelism", aliases=("-dp",)),
+    _missing("enable_expert_parallel", False, "expert parallelism"),
+    _missing("ray_workers_use_nsight", False, "Ray workers"),
+    _missing("kv_transfer_config", None, "disaggregated prefill"),
+    _missing("kv_events_config", None, "KV cache events"),
+    _missing("enable_sleep_mode", False, "sleep mode"),
+    _missing("reasoning_parser", "", "reasoning parsers"),
+    _missing("otlp_traces_endpoint", None, _OBSERVABILITY),
+    _missing("collect_detailed_traces", None, _OBSERVABILITY),
+    _missing("scheduler_cls", "vllm.core.scheduler.Scheduler", _PLUGGABLE),
+    _missing("worker_cls", "auto", _PLUGGABLE),
+    _missing("worker_extension_cls", "", _PLUGGABLE),
+)
+
+COMPAT_ARGUMENTS: Mapping[str, CompatArgument] = {a.name: a for a in _ARGUMENTS}
+"""Name -> argument, in the order of the documentation."""
+
+
+def accept(name: str, value: Any) -> None:
+    """Take an argument of `COMPAT_ARGUMENTS` as far as it can be taken; None is "not given".
+
+    Raises:
+        ConfigError: it asks for a feature that is not available.
+    """
+    argument = COMPAT_ARGUMENTS[name]
+    if value is None:
+        return
+    if argument.available:
+        logger.warning("%s=%s has no effect: %s", name, value, argument.reason)
+    elif value != argument.off and value not in argument.also_off:
+        raise ConfigError(f"{name}={value!r}: {argument.reason}: not available in this version")

@@ -1,0 +1,190 @@
+"""Text from tokens as they come: never half a character, never a character twice."""
+
+import codecs
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING, Protocol, cast
+
+from vllm.transformers_utils.token_bytes import ByteDecoding, TokenBytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_UNKNOWN = "\ufffd"
+_MAX_INCOMPLETE = 3
+"""Marks that an incomplete character may read as: one per byte, and four bytes are complete."""
+_CONTEXT_TOKENS = 8
+"""Tokens that decide how the next one joins, such as with a space."""
+
+
+class Detokenizer(Protocol):
+    """The text of one sample."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that is certain now. Empty while a character is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """What incomplete bytes at the end of the output read as: U+FFFD."""
+        ...
+
+
+class ByteDetokenizer:
+    """For tokenizers that join bytes.
+
+    Equals decoding all tokens at once, but for one thing: where byte tokens of a SentencePiece
+    tokenizer form no valid UTF-8, its decode turns every character of that run of byte tokens
+    into U+FFFD, also those which were complete and may have been shown; here they stay.
+
+    Args:
+        table: bytes of each token.
+        errors: codec error handler.
+        strips_first_space: nothing precedes the text, and its first space is left out.
+    """
+
+    __slots__ = ("_decoder", "_strip", "_table")
+
+    def __init__(self, table: TokenBytes, errors: str, strips_first_space: bool) -> None:
+        self._table = table
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+        self._strip = strips_first_space
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """See `Detokenizer.push`."""
+        table = self._table
+        text = self._decoder.decode(b"".join([table[token_id] for token_id in token_ids]))
+        if self._strip and text:
+            self._strip = False
+            text = text.removeprefix(" ")
+        return text
+
+    def flush(self) -> str:
+        """See `Detokenizer.flush`."""
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any other tokenizer: decodes the last tokens again with each new one.
+
+    Args:
+        decode: token ids -> text; a token's text may depend on a few tokens before it.
+        shown_ids: tokens that have text; the others are passed over.
+        prompt_token_ids: what the output follows.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        shown_ids: Container[int],
+        prompt_token_ids: Sequence[int],
+    ) -> None:
+        self._decode = decode
+        self._shown_ids = shown_ids
+        # Special tokens at the end of a prompt are few: chat markers.
+        end = [token_id for token_id in prompt_token_ids[-64:] if token_id in shown_ids]
+        self._window = end[-_CONTEXT_TOKENS:]
+        self._num_shown = len(decode(self._window))
+        """Characters of the window's text that were shown, or belong to the prompt."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """See `Detokenizer.push`."""
+        return "".join([self._push_one(t) for t in token_ids if t in self._shown_ids])
+
+    def flush(self) -> str:
+        """See `Detokenizer.flush`."""
+        return self._decode(self._window)[self._num_shown :]
+
+    def _push_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        num_held = min(_MAX_INCOMPLETE, len(text) - len(text.rstrip(_UNKNOWN)))
+        end = len(text) - num_held
+        new, self._num_shown = text[self._num_shown : end], max(self._num_shown, end)
+        if len(self._window) > 2 * _CONTEXT_TOKENS:
+            del self._window[:-_CONTEXT_TOKENS]
+            num_dropped = len(text) - len(self._decode(self._window))
+            self._num_shown = max(0, self._num_shown - num_dropped)
+        return new
+
+
+class DetokenizerFactory:
+    """Makes detokenizers for one tokenizer, and keeps what they share."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        self._tables: dict[bool, TokenBytes] = {}
+        self._decoding = ByteDecoding.of(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
+        self._shown_ids: dict[bool, frozenset[int]] = {}
+        if self._decoding is None:
+            # Kept: transformers computes both sets anew, and slowly, each time it is asked.
+            known = frozenset(tokenizer.get_vocab().values())
+            special = frozenset(tokenizer.all_special_ids)
+            self._shown_ids = {False: known, True: known - special}
+
+    def create(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> Detokenizer:
+        """A detokenizer for output that follows a prompt.
+
+        Args:
+            prompt_token_ids: the prompt; its text is not repeated.
+            skip_special_tokens: leave special tokens out of the text.
+            spaces_between_special_tokens: only tokenizers written in Python know it.
+        """
+        if self._decoding is not None:
+            table = self._table(skip_special_tokens)
+            is_start = self._decoding.strips_first_space and not any(
+                table[token_id] for token_id in prompt_token_ids
+            )
+            errors = "replace" if self._decoding.is_byte_level else _PER_BYTE
+            return ByteDetokenizer(table, errors, is_start)
+
+        def decode(token_ids: list[int]) -> str:
+            return self._decode(token_ids, spaces_between_special_tokens)
+
+        return WindowDetokenizer(decode, self._shown_ids[skip_special_tokens], prompt_token_ids)
+
+    def text_of(self, token_id: int) -> str:
+        """The text of one token on its own, special ones too; U+FFFD for part of a character."""
+        text = self._texts.get(token_id)
+        if text is None:
+            if self._decoding is not None:
+                text = self._table(False)[token_id].decode(errors="replace")
+            else:
+                text = self._decode([token_id] if token_id in self._shown_ids[False] else [], True)
+            self._texts[token_id] = text
+        return text
+
+    def _table(self, skip_special_tokens: bool) -> TokenBytes:
+        assert self._decoding is not None
+        if skip_special_tokens not in self._tables:
+            self._tables[skip_special_tokens] = TokenBytes(
+                self._tokenizer.backend_tokenizer,
+                is_byte_level=self._decoding.is_byte_level,
+                skip_special_tokens=skip_special_tokens,
+            )
+        return self._tables[skip_special_tokens]
+
+    def _decode(self, token_ids: list[int], spaces_between_special_tokens: bool) -> str:
+        text = self._tokenizer.decode(
+            token_ids,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return cast(str, text)
+
+
+_PER_BYTE = "vllm.one_mark_per_byte"
+
+
+def _one_mark_per_byte(error: UnicodeError) -> tuple[str, int]:
+    """SentencePiece shows U+FFFD for each bad byte; the codec's own handler one per sequence."""
+    assert isinstance(error, UnicodeDecodeError)
+    return _UNKNOWN * (error.end - error.start), error.end
+
+
+codecs.register_error(_PER_BYTE, _one_mark_per_byte)

@@ -1,0 +1,84 @@
+"""The loop: schedule, execute, update. Knows no text, no HTTP, no device."""
+
+from collections.abc import Iterable
+
+from vllm.config import VllmConfig
+from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.scheduler import Scheduler
+from vllm.errors import EngineDeadError
+from vllm.executor import Executor, UniProcExecutor
+from vllm.logger import init_logger
+from vllm.messages import EngineOutput, EngineRequest
+
+logger = init_logger(__name__)
+
+_IDLE = EngineOutput()
+
+
+class EngineCore:
+    """A scheduler and the workers it drives.
+
+    Args:
+        config: complete and consistent.
+        executor: loaded workers; None makes those that `config` names.
+    """
+
+    def __init__(self, config: VllmConfig, executor: Executor | None = None) -> None:
+        self.config = config
+        self.executor = UniProcExecutor(config) if executor is None else executor
+        num_blocks = self.executor.initialize_cache()
+        cache = KVCacheManager(
+            num_blocks, config.cache.block_size, config.cache.enable_prefix_caching
+        )
+        self.scheduler = Scheduler(config.scheduler, cache)
+        self._failure: BaseException | None = None
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            CapacityError: it can never fit the KV cache.
+            EngineDeadError: an earlier step failed.
+        """
+        self._check_alive()
+        self.scheduler.add_request(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Forget requests; ids that are not there are passed over, and nothing is reported."""
+        self.scheduler.abort_requests(request_ids)
+
+    def has_unfinished_requests(self) -> bool:
+        """Something waits or runs."""
+        return self.scheduler.num_unfinished_requests > 0
+
+    def step(self) -> EngineOutput:
+        """Run one step for everything that can run; empty when nothing waits.
+
+        Raises:
+            EngineDeadError: this step or an earlier one failed. The state of the workers is not
+                known then, so nothing can be served any more.
+        """
+        self._check_alive()
+        if not self.has_unfinished_requests():
+            return _IDLE
+        step = self.scheduler.schedule()
+        assert len(step.rows), "requests wait, none is in flight, and none can be scheduled"
+        try:
+            output = self.executor.execute_model(step).result()
+        except BaseException as failure:
+            self._failure = failure
+            logger.error("step %d failed; the engine stops", step.step_id, exc_info=True)
+            raise EngineDeadError(f"step {step.step_id} failed: {failure!r}") from failure
+        return self.scheduler.update(output)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and no change, while requests run."""
+        return self.scheduler.cache.pool.forget_all()
+
+    def shutdown(self) -> None:
+        """Let the workers go. Calling it again does nothing."""
+        self.executor.shutdown()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._failure!r}")

@@ -1,0 +1,311 @@
+"""From what a user sends to an `EngineRequest`: tokenised, checked against model and limits.
+
+What can be wrong with a request is found here, before the core sees it. Only whether it fits
+the KV cache is for the core to say.
+"""
+
+import copy
+import operator
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm.config import VllmConfig
+from vllm.errors import PromptTooLongError, RequestError
+from vllm.inputs import PromptType
+from vllm.messages import EngineRequest
+from vllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FORMS = "a string, a list of token ids, {'prompt': str} or {'prompt_token_ids': list of int}"
+_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_MEDIA_KEYS = {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt in the form the model takes."""
+
+    token_ids: list[int]
+    text: str | None
+    cache_salt: str | None = None
+
+
+class InputProcessor:
+    """Makes requests for one engine.
+
+    Args:
+        config: complete and consistent.
+        tokenizer: None takes token ids only.
+        generation_defaults: what the model's generation_config.json says; of it, only
+            "eos_token_ids" is used here: end tokens besides the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        generation_defaults: Mapping[str, Any],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size = config.model.resolved_arch.vocab_size
+        self._max_model_len = config.scheduler.max_model_len
+        self._max_logprobs = config.model.max_logprobs
+        self._config_end_tokens = _as_ids(config.model.resolved_arch.hf_config.get("eos_token_id"))
+        self._default_end_tokens = _as_ids(generation_defaults.get("eos_token_ids"))
+        # Requests without a seed draw theirs from here, so that an offline run can be repeated.
+        self._seeds = random.Random(config.model.seed)
+
+    @property
+    def end_tokens(self) -> tuple[int | None, frozenset[int]]:
+        """The token that ends an output silently, and further ones of the model.
+
+        The first is the tokenizer's, or config.json's when there is none. The others come from
+        generation_config.json and are reported as stop reason, like a user's stop tokens.
+        """
+        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        others = self._default_end_tokens
+        if eos is None and self._config_end_tokens:
+            eos, *rest = self._config_end_tokens
+            others = [*others, *rest]
+        return eos, frozenset(others) - {eos}
+
+    def process(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> tuple[str | None, EngineRequest]:
+        """Check and tokenise a request. `params` is shared with the result, and not changed.
+
+        Args:
+            request_id: the user's.
+            prompt: in any form of `PromptType`.
+            params: how to sample; for several samples see `fan_out`.
+            arrival_time: in seconds of `time.time()`; None is now.
+            priority: a smaller one goes first.
+
+        Returns:
+            The prompt's text, None when it is not known, and the request.
+
+        Raises:
+            RequestError: something is wrong with it; names what, and the accepted values.
+        """
+        self._check_params(params)
+        tokenized = self.tokenize(prompt)
+        token_ids = tokenized.token_ids
+        if params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-params.truncate_prompt_tokens :]
+        if len(token_ids) >= self._max_model_len:
+            raise PromptTooLongError(len(token_ids), self._max_model_len)
+        max_total = self._max_model_len
+        if params.max_tokens is not None:
+            max_total = min(max_total, len(token_ids) + params.max_tokens)
+        eos, others = (None, frozenset[int]()) if params.ignore_eos else self.end_tokens
+        return tokenized.text, EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            eos_token_id=eos,
+            stop_token_ids=others.union(params.stop_token_ids or ()),
+            bad_words_token_ids=self._tokenize_bad_words(params.bad_words or ()),
+            max_total_tokens=max_total,
+            arrival_time=time.time() if arrival_time is None else arrival_time,
+            priority=priority,
+            cache_salt=tokenized.cache_salt,
+        )
+
+    def tokenize(self, prompt: PromptType) -> TokenizedPrompt:
+        """Token ids of a prompt in any form, checked to be there and in the vocabulary.
+
+        Raises:
+            RequestError: it has no known form, no tokens, or a token the model does not have.
+        """
+        if isinstance(prompt, str):
+            return TokenizedPrompt(self._encode(prompt), prompt)
+        if isinstance(prompt, Mapping):
+            return self._tokenize_mapping(prompt)
+        return TokenizedPrompt(self._check_prompt_ids(prompt), None)
+
+    # ---- prompts --------------------------------------------------------------------------
+
+    def _tokenize_mapping(self, prompt: Mapping[str, Any]) -> TokenizedPrompt:
+        if media := [key for key in prompt if key in _MEDIA_KEYS and prompt[key]]:
+            raise RequestError(
+                f"not available in this engine yet: multimodal input ({', '.join(media)})",
+                param="prompt",
+            )
+        if unknown := [key for key in prompt if key not in _KEYS | _MEDIA_KEYS]:
+            raise RequestError(
+                f"a prompt has no {', '.join(map(repr, unknown))}: expected {_FORMS}",
+                param="prompt",
+            )
+        text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(
+                f"'prompt' of a prompt must be a string, got {type(text).__name__}", param="prompt"
+            )
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise RequestError(
+                f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt"
+            )
+        if prompt.get("prompt_token_ids") is not None:
+            return TokenizedPrompt(self._check_prompt_ids(prompt["prompt_token_ids"]), text, salt)
+        if text is None:
+            raise RequestError(f"the prompt is empty: expected {_FORMS}", param="prompt")
+        return TokenizedPrompt(self._encode(text), text, salt)
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError(
+                "a text prompt needs a tokenizer, and this engine runs without one "
+                "(skip_tokenizer_init): send token ids",
+                param="prompt",
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt is not valid text: {error.reason} at character {error.start}",
+                param="prompt",
+            ) from error
+        # verbose: the tokenizer would log of prompts longer than *it* thinks the model takes.
+        return self._check_prompt_ids(self.tokenizer(text, verbose=False)["input_ids"])
+
+    def _check_prompt_ids(self, token_ids: Any) -> list[int]:
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
+            raise RequestError(
+                f"a prompt cannot be of type {type(token_ids).__name__}: expected {_FORMS}",
+                param="prompt",
+            )
+        if not token_ids:
+            raise RequestError("the prompt has no tokens; at least one is needed", param="prompt")
+        ids = list(token_ids)
+        if set(map(type, ids)) != {int}:
+            ids = [_as_int(token_id, position) for position, token_id in enumerate(ids)]
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            position = next(i for i, t in enumerate(ids) if not 0 <= t < self._vocab_size)
+            raise RequestError(
+                f"token id {ids[position]} at position {position} of the prompt is not in the "
+                f"vocabulary of {self._vocab_size} tokens (0 to {self._vocab_size - 1})",
+                param="prompt",
+            )
+        return ids
+
+    # ---- sampling parameters --------------------------------------------------------------
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"expected SamplingParams, got {type(params).__name__}", param="sampling_params"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > self._max_logprobs:
+                raise RequestError(
+                    f"{name} must be at most {self._max_logprobs}, got {value}; "
+                    f"the limit is max_logprobs of the engine",
+                    param=name,
+                )
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+        if params.guided_decoding is not None:
+            raise RequestError(
+                "not available in this engine yet: structured output (guided_decoding)",
+                param="guided_decoding",
+            )
+        for name in ("stop", "bad_words"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise RequestError(
+                    f"{name} needs a tokenizer, and this engine runs without one "
+                    f"(skip_tokenizer_init)",
+                    param=name,
+                )
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise RequestError(
+                    f"{name} has token id {token_id}, which is not in the vocabulary of "
+                    f"{self._vocab_size} tokens (0 to {self._vocab_size - 1})",
+                    param=name,
+                )
+
+    def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as it begins a text and as it follows another word."""
+        sequences: list[list[int]] = []
+        for word in words:
+            assert self.tokenizer is not None
+            stem = word.lstrip()
+            for text in (stem, " " + stem) if stem else (word,):
+                token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+                if not token_ids or max(token_ids) >= self._vocab_size:
+                    raise RequestError(
+                        f"bad_words has {word!r}, which the model cannot write", param="bad_words"
+                    )
+                if token_ids not in sequences:
+                    sequences.append(token_ids)
+        return sequences
+
+
+def fan_out(request: EngineRequest) -> list[EngineRequest]:
+    """One request per sample, ordered by index; the request itself when there is one sample.
+
+    Sample i of request r has the id "i_r" and the seed of r plus i.
+    """
+    params = request.sampling_params
+    if params.n == 1:
+        return [request]
+    requests = []
+    for index in range(params.n):
+        own = copy.copy(params)
+        own.n, own.best_of = 1, None
+        seed = _wrap_int64(request.seed + index)
+        if own.seed is not None:
+            own.seed = seed
+        if index:
+            own.prompt_logprobs = None  # the same for every sample, and they need a full prefill
+        requests.append(
+            msgspec.structs.replace(
+                request,
+                request_id=f"{index}_{request.request_id}",
+                sampling_params=own,
+                seed=seed,
+            )
+        )
+    return requests
+
+
+def _wrap_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _as_ids(value: int | Sequence[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _as_int(token_id: Any, position: int) -> int:
+    """An integer of any kind, such as numpy's, as a Python one."""
+    if not isinstance(token_id, bool):
+        try:
+            return operator.index(token_id)
+        except TypeError:
+            pass  # told below, with its position
+    raise RequestError(
+        f"token ids must be integers, got {type(token_id).__name__} {token_id!r} "
+        f"at position {position} of the prompt",
+        param="prompt",
+    )

@@ -1,0 +1,261 @@
+"""The synchronous engine: requests in, `RequestOutput`s out, one step at a time.
+
+Joins the three parts and decides nothing itself: `InputProcessor` checks and tokenises, the
+engine core computes, `OutputProcessor` makes text. Not thread-safe.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.config import VllmConfig
+from vllm.engine.input_processor import InputProcessor, fan_out
+from vllm.engine.output_processor import OutputProcessor
+from vllm.errors import EngineDeadError, RequestError
+from vllm.inputs import PromptType
+from vllm.messages import EngineOutput, EngineRequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from vllm.engine.arg_utils import EngineArgs
+
+
+class Core(Protocol):
+    """What the engine needs of its core; see `vllm.engine.engine_core.EngineCore`."""
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request; `CapacityError` when it can never fit."""
+        ...
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """Forget requests; unknown ids are passed over."""
+        ...
+
+    def step(self) -> EngineOutput:
+        """Compute one step; empty when idle."""
+        ...
+
+    def has_unfinished_requests(self) -> bool:
+        """Something waits or runs."""
+        ...
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False when requests use them."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release the device."""
+        ...
+
+
+class LLMEngine:
+    """Requests, their core and their tokenizer.
+
+    Args:
+        config: complete and consistent.
+        core: does the computing; belongs to the engine from now on.
+        tokenizer: None works with token ids only.
+        generation_defaults: from the model's generation_config.json.
+
+    Attributes:
+        vllm_config, model_config, cache_config, scheduler_config, parallel_config,
+        device_config, load_config: what the engine runs with.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        core: Core,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        generation_defaults: Mapping[str, Any],
+    ) -> None:
+        self.vllm_config = config
+        self.model_config = config.model
+        self.cache_config = config.cache
+        self.scheduler_config = config.scheduler
+        self.parallel_config = config.parallel
+        self.device_config = config.device
+        self.load_config = config.load
+        self.generation_defaults = dict(generation_defaults)
+        self.engine_core = core
+        self.input_processor = InputProcessor(config, tokenizer, generation_defaults)
+        self.output_processor = OutputProcessor(tokenizer)
+        # Runs when the engine is collected or the interpreter exits, whichever comes first.
+        self._release = weakref.finalize(self, core.shutdown)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: "EngineArgs") -> "LLMEngine":
+        """Load what the arguments describe.
+
+        Raises:
+            ConfigError: the engine cannot start with them.
+        """
+        return cls.from_vllm_config(engine_args.create_engine_config())
+
+    @classmethod
+    def from_vllm_config(cls, config: VllmConfig) -> "LLMEngine":
+        """Load model and tokenizer.
+
+        Raises:
+            ConfigError: one of them cannot be loaded.
+        """
+        from vllm.engine.engine_core import EngineCore
+        from vllm.transformers_utils.generation_config import load_generation_defaults
+
+        # The tokenizer first: it is quick to load, so that a missing one is told at once.
+        tokenizer = _load_tokenizer(config)
+        return cls(config, EngineCore(config), tokenizer, load_generation_defaults(config.model))
+
+    # ---- requests -------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: Any = None,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request. One that is refused leaves nothing behind.
+
+        Args:
+            request_id: comes back in the outputs; free again when the request has finished.
+            prompt: in any form of `PromptType`.
+            params: how to sample; may be used again.
+            arrival_time: in seconds of `time.time()`; None is now.
+            lora_request: None; adapters are not available yet.
+            priority: a smaller one goes first, where the scheduling policy is "priority".
+
+        Raises:
+            RequestError: the request is wrong.
+            CapacityError: it can never fit the KV cache.
+            EngineDeadError: the engine was shut down or has failed.
+        """
+        if lora_request is not None:
+            raise RequestError(
+                "not available in this engine yet: LoRA (lora_request)", param="lora_request"
+            )
+        self.submit(
+            *self.input_processor.process(
+                request_id, prompt, params, arrival_time=arrival_time, priority=priority
+            )
+        )
+
+    def submit(self, prompt_text: str | None, request: EngineRequest) -> None:
+        """Queue what `input_processor.process` has made; raises as `add_request`."""
+        self.check_health()
+        core_requests = fan_out(request)
+        core_ids = [core_request.request_id for core_request in core_requests]
+        self.output_processor.add_request(
+            request.request_id, prompt_text, request.sampling_params, core_requests
+        )
+        try:
+            for core_request in core_requests:
+                self.engine_core.add_request(core_request)
+        except BaseException:
+            self.output_processor.abort([request.request_id])
+            self.engine_core.abort_requests(core_ids)
+            raise
+
+    def abort_request(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests with finish reason "abort"; unknown ids are passed over.
+
+        Returns:
+            Their last outputs; `step` will not return them.
+        """
+        request_ids = [request_id] if isinstance(request_id, str) else request_id
+        outputs, core_ids = self.output_processor.abort(request_ids)
+        if core_ids:
+            self.engine_core.abort_requests(core_ids)
+        return outputs
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step for all requests that can run.
+
+        Returns:
+            Requests with news, as their `output_kind` asks for; a request that has ended is
+            among them once, finished. Empty when there is nothing to say.
+
+        Raises:
+            EngineDeadError: the engine was shut down or has failed.
+        """
+        self.check_health()
+        outputs, stopped = self.output_processor.process(self.engine_core.step())
+        if stopped:
+            self.engine_core.abort_requests(stopped)
+        if self.has_unfinished_requests() and not self.engine_core.has_unfinished_requests():
+            # Better told than waited for, without end.
+            lost = ", ".join(self.output_processor.unfinished_request_ids)
+            raise EngineDeadError(f"the engine core is idle, but these have not ended: {lost}")
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Some request has not ended."""
+        return self.output_processor.num_unfinished_requests > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that have not ended; one with several samples counts once."""
+        return self.output_processor.num_unfinished_requests
+
+    # ---- the engine itself ----------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """The tokenizer, or None."""
+        return self.input_processor.tokenizer
+
+    def get_tokenizer(self, lora_request: Any = None) -> "PreTrainedTokenizerBase":
+        """The tokenizer; every adapter has the same one.
+
+        Raises:
+            RequestError: the engine runs without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
+        return self.tokenizer
+
+    def set_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Use another tokenizer for requests that come from now on."""
+        self.input_processor.tokenizer = tokenizer
+        self.output_processor.set_tokenizer(tokenizer)
+
+    def get_vllm_config(self) -> VllmConfig:
+        """What the engine runs with."""
+        return self.vllm_config
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and no change, while requests run."""
+        return self.engine_core.reset_prefix_cache()
+
+    def check_health(self) -> None:
+        """Nothing happens when the engine can serve.
+
+        Raises:
+            EngineDeadError: it was shut down.
+        """
+        if not self._release.alive:
+            raise EngineDeadError("the engine was shut down")
+
+    def shutdown(self) -> None:
+        """End all requests and release the device. Calling it again does nothing."""
+        if self._release.alive:
+            self.abort_request(self.output_processor.unfinished_request_ids)
+        self._release()
+
+
+def _load_tokenizer(config: VllmConfig) -> "PreTrainedTokenizerBase | None":
+    from vllm.transformers_utils.tokenizer import get_tokenizer
+
+    model = config.model
+    if model.skip_tokenizer_init:
+        return None
+    return get_tokenizer(
+        model.tokenizer or model.resolved_path,
+        tokenizer_mode=model.tokenizer_mode,
+        trust_remote_code=model.trust_remote_code,
+    )

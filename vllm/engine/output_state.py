@@ -1,0 +1,220 @@
+"""What has come of a user's request so far: one `SampleState` per sample, one `RequestState`.
+
+Tokens only pile up here until somebody has to see them: text and log-probabilities of a request
+whose user wants the final output are made once, at its end.
+"""
+
+from vllm.engine.logprobs import TextOf, to_dicts
+from vllm.engine.output_text import OutputText
+from vllm.messages import Finished, FinishReason, LogprobRows
+from vllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+
+class SampleState:
+    """One sample, which is one request of the engine core.
+
+    Attributes:
+        core_id: its id in the core.
+        token_ids: output tokens so far; the caller appends.
+        is_watched: has to be read token by token, to stream it or to find a stop string.
+    """
+
+    __slots__ = (
+        "_cumulative_logprob",
+        "_is_end_sent",
+        "_logprobs",
+        "_new_logprobs",
+        "_num_read",
+        "_num_sent_chars",
+        "_num_sent_tokens",
+        "_text",
+        "_text_of",
+        "core_id",
+        "finish_reason",
+        "index",
+        "is_watched",
+        "request",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request: "RequestState",
+        index: int,
+        core_id: str,
+        text: OutputText | None,
+        text_of: TextOf | None,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.core_id = core_id
+        self.token_ids: list[int] = []
+        self.is_watched = request.is_streamed or (text is not None and bool(request.params.stop))
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._text = text
+        self._text_of = text_of
+        self._num_read = 0
+        self._new_logprobs: list[LogprobRows] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._cumulative_logprob = 0.0
+        self._num_sent_tokens = 0
+        self._num_sent_chars = 0
+        self._is_end_sent = False
+
+    @property
+    def has_news(self) -> bool:
+        """Something was not in any output yet."""
+        if self.finish_reason is not None:
+            return not self._is_end_sent
+        return len(self.token_ids) > self._num_sent_tokens
+
+    def add_logprobs(self, rows: LogprobRows) -> None:
+        """Keep the log-probabilities of the next position."""
+        self._new_logprobs.append(rows)
+
+    def read(self, num_tokens: int) -> str | None:
+        """Make text of the first `num_tokens` output tokens; the stop string if it ends there."""
+        if self._text is None:
+            return None
+        new, self._num_read = self.token_ids[self._num_read : num_tokens], num_tokens
+        return self._text.append(new)
+
+    def end(self, finished: Finished) -> None:
+        """The core has ended the sample. A stop string in its last token comes first."""
+        num_tokens = len(self.token_ids)
+        hides_last = finished.reason is FinishReason.STOP and num_tokens > self._num_read
+        if hides_last and not self.request.params.include_stop_str_in_output:
+            num_tokens -= 1  # the text of a stop token is left out, as that of a stop string
+        if (matched := self.read(num_tokens)) is not None:
+            self.end_at_stop_string(matched)
+            return
+        if self._text is not None:
+            self._text.finish()
+        stop_reason = finished.stop_reason if finished.error is None else finished.error
+        self._set_end(finished.reason, stop_reason)
+
+    def end_at_stop_string(self, string: str) -> None:
+        """`read` has found a stop string."""
+        self._set_end(FinishReason.STOP, string)
+
+    def output(self, *, is_delta: bool) -> CompletionOutput:
+        """The whole sample, or what is new since the last output."""
+        self._convert_logprobs()
+        first_token = self._num_sent_tokens if is_delta else 0
+        first_char = self._num_sent_chars if is_delta else 0
+        self._num_sent_tokens = len(self.token_ids)
+        self._is_end_sent = self.finish_reason is not None
+        text = ""
+        if self._text is not None:
+            self._num_sent_chars = self._text.num_shown
+            text = self._text.text[first_char : self._num_sent_chars]
+        wants_logprobs = self.request.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.token_ids[first_token:],
+            cumulative_logprob=self._cumulative_logprob if wants_logprobs else None,
+            logprobs=self._logprobs[first_token:] if wants_logprobs else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _set_end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.finish_reason = str(reason)
+        self.stop_reason = stop_reason
+        self.request.num_running -= 1
+
+    def _convert_logprobs(self) -> None:
+        num_top = self.request.params.logprobs
+        if num_top is None:
+            return
+        for rows in self._new_logprobs:
+            for entries in to_dicts(rows, num_top, self._text_of):
+                self._logprobs.append(entries)
+                self._cumulative_logprob += next(iter(entries.values())).logprob
+        self._new_logprobs.clear()
+
+
+class RequestState:
+    """A user's request: its samples and what they share.
+
+    Args:
+        request_id: the user's.
+        prompt: text of the prompt, or None.
+        prompt_token_ids: tokens of the prompt.
+        params: as the user gave them.
+        arrival_time: in seconds of `time.time()`.
+
+    Attributes:
+        is_streamed: its user sees every step.
+        samples: ordered by index.
+        num_running: samples that have not ended.
+        num_cached_tokens: None until it is known.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        arrival_time: float,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.is_streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
+        self.samples: list[SampleState] = []
+        self.num_running = 0
+        self.metrics = RequestMetrics(arrival_time)
+        self.num_cached_tokens: int | None = None
+        self._is_delta = params.output_kind is RequestOutputKind.DELTA
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]  # nothing predicts the first token
+
+    @property
+    def is_finished(self) -> bool:
+        """Every sample has ended."""
+        return self.num_running == 0
+
+    def add_sample(self, sample: SampleState) -> None:
+        """Expect one more sample."""
+        self.samples.append(sample)
+        self.num_running += 1
+
+    def add_prompt_logprobs(self, rows: LogprobRows, text_of: TextOf | None) -> None:
+        """Append the log-probabilities of the prompt's next positions."""
+        if self.params.prompt_logprobs is not None and self._prompt_logprobs is not None:
+            self._prompt_logprobs += to_dicts(rows, self.params.prompt_logprobs, text_of)
+
+    def output(self) -> RequestOutput:
+        """The request as its user shall see it now; in a delta, only samples with news."""
+        samples, prompt_logprobs = self.samples, self._prompt_logprobs
+        is_finished = self.is_finished
+        if self._is_delta:
+            samples = [sample for sample in samples if sample.has_news]
+            prompt_logprobs = self._whole_prompt_logprobs_once(is_finished)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
+            outputs=[sample.output(is_delta=self._is_delta) for sample in samples],
+            finished=is_finished,
+            metrics=self.metrics,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def _whole_prompt_logprobs_once(
+        self, is_finished: bool
+    ) -> list[dict[int, Logprob] | None] | None:
+        found = self._prompt_logprobs
+        if found is None or (len(found) < len(self._prompt_token_ids) and not is_finished):
+            return None
+        self._prompt_logprobs = None
+        return found

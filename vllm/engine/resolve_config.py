@@ -1,0 +1,172 @@
+"""From arguments to the complete config of an engine: model files, platform and limits.
+
+Every value a user leaves open is settled here, once, before any process starts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from vllm import envs
+from vllm.assets import BUNDLED_MODEL
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    LoadConfig,
+    ModelArch,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.config.fields import config_fields
+from vllm.config.model import ModelDType
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import Platform, resolve_platform
+from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
+from vllm.transformers_utils.hub import resolve_model_folder
+
+logger = init_logger(__name__)
+
+_Config = TypeVar("_Config")
+
+_RUNNABLE_DTYPES = ("float16", "bfloat16", "float32")
+
+
+def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
+    """The config of an engine.
+
+    Args:
+        settings: a value for every field of the config classes that is a user's to give; None
+            where the platform or the model decides.
+
+    Raises:
+        ConfigError: the engine cannot start with these settings.
+    """
+    platform = resolve_platform(settings["device"])
+    parallel = _section(ParallelConfig, settings)
+    cache = _section(
+        CacheConfig,
+        settings,
+        block_size=_given(settings["block_size"], platform.default_block_size),
+        kv_cache_space_bytes=_kv_cache_space_bytes(),
+    )
+    load = _section(LoadConfig, settings)
+    model = _resolve_model(_section(ModelConfig, settings), load)
+    return VllmConfig(
+        model=model,
+        cache=cache,
+        scheduler=_resolve_scheduler(settings, platform, model),
+        parallel=parallel,
+        device=DeviceConfig(device=cast(Any, platform.name)),
+        load=load,
+    )
+
+
+def _section(config_class: type[_Config], settings: Mapping[str, Any], **resolved: Any) -> _Config:
+    given = {f.name: settings[f.name] for f in config_fields(cast(type, config_class))}
+    return config_class(**{**given, **resolved})
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _kv_cache_space_bytes() -> int | None:
+    space_gib = envs.get().VLLM_CPU_KVCACHE_SPACE
+    return int(space_gib * 2**30) if space_gib else None
+
+
+def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
+    name = asked.model or str(BUNDLED_MODEL)
+    folder = resolve_model_folder(
+        name, asked.revision, load.download_dir, load.ignore_patterns, load.load_format
+    )
+    raw = read_hf_config(folder, asked.hf_overrides)
+    _check_architecture(raw, folder)
+    arch = ModelArch.from_hf(
+        complete_hf_config(raw, folder, trust_remote_code=asked.trust_remote_code)
+    )
+    return replace(
+        asked,
+        model=name,
+        served_model_name=asked.served_model_name or (None if asked.model else folder.name),
+        tokenizer=_resolve_tokenizer(asked, load, folder),
+        dtype=_resolve_dtype(asked, arch),
+        max_model_len=_resolve_max_model_len(asked, arch),
+        arch=arch,
+        path=str(folder),
+    )
+
+
+def _check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
+    """Refuse what no model class runs, before transformers is even imported."""
+    names = raw.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ConfigError(f"config.json of '{folder}' names no architecture (key 'architectures')")
+    if names[0] not in ModelRegistry.supported():
+        ModelRegistry.resolve(names[0])  # raises, and lists what is supported
+
+
+def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> str | None:
+    """A local folder, or None when there is to be no tokenizer."""
+    if asked.skip_tokenizer_init:
+        return None
+    if asked.tokenizer is None and asked.tokenizer_revision in (None, asked.revision):
+        return str(folder)
+    name = asked.tokenizer or asked.model or str(BUNDLED_MODEL)
+    # "dummy": everything but weights.
+    return str(resolve_model_folder(name, asked.tokenizer_revision, load.download_dir, (), "dummy"))
+
+
+def _resolve_dtype(asked: ModelConfig, arch: ModelArch) -> ModelDType:
+    name = replace(asked, arch=arch).dtype_name
+    if name not in _RUNNABLE_DTYPES:
+        raise ConfigError(
+            f"the checkpoint's dtype {name} cannot run as it is; choose dtype from "
+            f"{', '.join(_RUNNABLE_DTYPES)}"
+        )
+    if name == "float16" and arch.dtype == "bfloat16":
+        logger.warning("running bfloat16 weights as float16: values above 65504 overflow")
+    elif name != arch.dtype:
+        logger.info("running %s weights as %s", arch.dtype, name)
+    return cast(ModelDType, name)
+
+
+def _resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
+    derived = arch.derived_max_model_len
+    if asked.max_model_len is None:
+        return derived
+    if asked.max_model_len > derived:
+        raise ConfigError(
+            f"max_model_len ({asked.max_model_len}) is more than the {derived} tokens the "
+            f"model's config.json allows; a model that does run longer is told so by hf_overrides="
+            f"'{{\"max_position_embeddings\": {asked.max_model_len}}}'"
+        )
+    return asked.max_model_len
+
+
+def _resolve_scheduler(
+    settings: Mapping[str, Any], platform: Platform, model: ModelConfig
+) -> SchedulerConfig:
+    assert model.max_model_len is not None
+    max_num_seqs = settings["max_num_seqs"]
+    max_num_batched_tokens = settings["max_num_batched_tokens"]
+    if max_num_seqs is None:
+        max_num_seqs = platform.default_max_num_seqs
+        if max_num_batched_tokens is not None:
+            max_num_seqs = max(1, min(max_num_seqs, max_num_batched_tokens))
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = max(platform.default_max_num_batched_tokens, max_num_seqs)
+        if not settings["enable_chunked_prefill"]:
+            max_num_batched_tokens = max(max_num_batched_tokens, model.max_model_len)
+    return _section(
+        SchedulerConfig,
+        settings,
+        max_model_len=model.max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )

@@ -1,0 +1,73 @@
+"""Strings that end an output, found while its text grows. Knows no tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string in a text."""
+
+    string: str
+    start: int
+    """Index of its first character."""
+
+    @property
+    def end(self) -> int:
+        """Index after its last character."""
+        return self.start + len(self.string)
+
+
+class StopStrings:
+    """The stop strings of one request.
+
+    Args:
+        strings: at least one, none empty.
+        is_shown: the stop string stays in the text, so there is nothing to hold back.
+    """
+
+    __slots__ = ("_strings", "is_shown")
+
+    def __init__(self, strings: Sequence[str], *, is_shown: bool = False) -> None:
+        self._strings = tuple(strings)
+        self.is_shown = is_shown
+
+    def find(self, text: str, num_new: int) -> StopMatch | None:
+        """The stop string that was complete first, among those that end in the new characters.
+
+        Of several complete at the same character, the one that starts first. That is what
+        reading character by character finds, so it does not matter how tokens cut the text.
+
+        Args:
+            text: the output so far.
+            num_new: how many characters of it were not searched before.
+        """
+        first: StopMatch | None = None
+        for string in self._strings:
+            start = text.find(string, max(0, len(text) - num_new - len(string) + 1))
+            if start < 0:
+                continue
+            match = StopMatch(string, start)
+            if first is None or (match.end, start) < (first.end, first.start):
+                first = match
+        return first
+
+    def num_held(self, text: str) -> int:
+        """Characters at the end of a text that may yet turn out to begin a stop string.
+
+        >>> StopStrings(["</end>"]).num_held("value</e")
+        3
+        >>> StopStrings(["</end>"]).num_held("value</b")
+        0
+        """
+        if self.is_shown:
+            return 0
+        held = 0
+        for string in self._strings:
+            start = text.find(string[0], max(0, len(text) - len(string) + 1))
+            while start >= 0 and len(text) - start > held:
+                if string.startswith(text[start:]):
+                    held = len(text) - start
+                    break
+                start = text.find(string[0], start + 1)
+        return held

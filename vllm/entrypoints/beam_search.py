@@ -1,0 +1,133 @@
+"""Beam search as a loop of one-token requests; the prefix cache keeps it from recomputing."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+from vllm.inputs import TokensPrompt
+from vllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from vllm.sampling_params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Run = Callable[[list[TokensPrompt], SamplingParams], list[RequestOutput]]
+
+
+@dataclass
+class _Search:
+    """The beams of one prompt."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    live: list[BeamSearchSequence]
+    """All of the same length, the likeliest first."""
+    done: list[BeamSearchSequence] = field(default_factory=list)
+
+
+def search_beams(
+    prompts: Sequence[list[int]],
+    params: BeamSearchParams,
+    run: Run,
+    *,
+    end_tokens: frozenset[int],
+    max_model_len: int,
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> list[BeamSearchOutput]:
+    """Search for every prompt at once.
+
+    A sequence scores its summed log-probability divided by `(output tokens) ** length_penalty`,
+    an end token included, as in transformers. It ends with a token of `end_tokens` (finish
+    reason "stop") or after `max_tokens` or at `max_model_len` ("length").
+
+    Args:
+        prompts: token ids, at least one each.
+        params: width, length and scoring.
+        run: one token for each prompt, with the log-probabilities asked for.
+        end_tokens: empty to ignore them.
+        max_model_len: prompt and output tokens of a sequence at most.
+        tokenizer: makes the text of the sequences; None leaves it None.
+    """
+    step = SamplingParams(
+        max_tokens=1,
+        logprobs=2 * params.beam_width,  # so that end tokens cannot use up all candidates
+        temperature=params.temperature,
+        ignore_eos=params.ignore_eos,
+        detokenize=False,
+    )
+    searches = [
+        _Search(len(ids), min(params.max_tokens, max_model_len - len(ids)), [_start(ids)])
+        for ids in prompts
+    ]
+    active = searches
+    while active:
+        beams = [beam for search in active for beam in search.live]
+        outputs = iter(run([{"prompt_token_ids": beam.tokens} for beam in beams], step))
+        for search in active:
+            _advance(search, [next(outputs) for _ in search.live], params, end_tokens)
+        active = [search for search in active if search.live]
+    return [_result(search, params, tokenizer) for search in searches]
+
+
+def _start(token_ids: list[int]) -> BeamSearchSequence:
+    return BeamSearchSequence(tokens=list(token_ids), logprobs=[])
+
+
+def _advance(
+    search: _Search,
+    outputs: Sequence[RequestOutput],
+    params: BeamSearchParams,
+    end_tokens: frozenset[int],
+) -> None:
+    """Every live beam by one token, and the best of what results."""
+    grown: list[BeamSearchSequence] = []
+    for beam, output in zip(search.live, outputs, strict=True):
+        sample = output.outputs[0]
+        if not sample.logprobs:
+            raise RuntimeError(f"beam search step failed: {sample.stop_reason}")
+        for token_id, logprob in sample.logprobs[0].items():
+            child = BeamSearchSequence(
+                tokens=[*beam.tokens, token_id],
+                logprobs=[*beam.logprobs, sample.logprobs[0]],
+                cum_logprob=beam.cum_logprob + logprob.logprob,
+            )
+            if token_id in end_tokens:
+                child.finish_reason, child.stop_reason = "stop", token_id
+            grown.append(child)
+    grown.sort(key=lambda child: child.cum_logprob, reverse=True)
+    search.done += [child for child in grown if child.finish_reason is not None]
+    search.live = [child for child in grown if child.finish_reason is None][: params.beam_width]
+    num_tokens = len(search.live[0].logprobs) if search.live else 0
+    if num_tokens >= search.max_tokens:
+        for child in search.live:
+            child.finish_reason = "length"
+        search.done += search.live
+        search.live = []
+    elif search.live and _is_decided(search, params, num_tokens):
+        search.live = []
+
+
+def _is_decided(search: _Search, params: BeamSearchParams, num_tokens: int) -> bool:
+    """No live beam can still get among the best: its sum only falls, whatever its length."""
+    if len(search.done) < params.beam_width:
+        return False
+    best_length = search.max_tokens if params.length_penalty > 0 else num_tokens + 1
+    bound = search.live[0].cum_logprob / best_length**params.length_penalty
+    scores = sorted((_score(beam, params) for beam in search.done), reverse=True)
+    return scores[params.beam_width - 1] >= bound
+
+
+def _score(beam: BeamSearchSequence, params: BeamSearchParams) -> float:
+    return beam.cum_logprob / float(len(beam.logprobs)) ** params.length_penalty
+
+
+def _result(
+    search: _Search, params: BeamSearchParams, tokenizer: "PreTrainedTokenizerBase | None"
+) -> BeamSearchOutput:
+    best = sorted(search.done, key=lambda beam: _score(beam, params), reverse=True)
+    for beam in best[: params.beam_width]:
+        if beam.finish_reason == "stop" and not params.include_stop_str_in_output:
+            beam.tokens.pop()
+        if tokenizer is not None:
+            beam.text = cast(str, tokenizer.decode(beam.tokens))
+    return BeamSearchOutput(best[: params.beam_width])

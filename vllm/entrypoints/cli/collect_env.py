@@ -1,0 +1,121 @@
+"""`vllm collect-env`: what a bug report needs to say about a machine."""
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from vllm import envs
+from vllm.errors import ConfigError
+from vllm.utils import FlexibleArgumentParser
+from vllm.version import __version__
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "numpy",
+    "msgspec",
+    "habana-torch-plugin",
+)
+_CPUINFO = Path("/proc/cpuinfo")
+_CPU_FLAGS = (
+    "avx",
+    "avx2",
+    "f16c",
+    "fma",
+    "avx512f",
+    "avx512bw",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "sve",
+    "bf16",
+)
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
+) -> FlexibleArgumentParser:
+    """Declare the subcommand and return its parser."""
+    text = "print versions, machine and settings for a bug report"
+    return subparsers.add_parser("collect-env", help=text, description=text.capitalize() + ".")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the report to stdout, one fact per line."""
+    for name, value in _facts():
+        sys.stdout.write(f"{name + ':':<22} {value}\n")
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "vllm", __version__
+    yield "Python", f"{platform.python_version()} ({sys.executable})"
+    yield "OS", platform.platform()
+    yield from _cpu_facts()
+    yield from _memory_facts()
+    for package in _PACKAGES:
+        yield package, _version(package)
+    yield from _engine_facts()
+    yield from envs.reportable().items()
+
+
+def _cpu_facts() -> Iterator[tuple[str, str]]:
+    keys: dict[str, str] = {}
+    if _CPUINFO.is_file():
+        for line in _CPUINFO.read_text().splitlines():
+            key, _, value = line.partition(":")
+            keys.setdefault(key.strip(), value.strip())
+    flags = set((keys.get("flags") or keys.get("Features") or "").split())
+    yield "CPU", keys.get("model name") or platform.processor() or platform.machine()
+    yield "CPU flags", " ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none that matter"
+    usable = f"{len(os.sched_getaffinity(0))} of " if hasattr(os, "sched_getaffinity") else ""
+    yield "CPU cores", f"{usable}{os.cpu_count()}"
+
+
+def _memory_facts() -> Iterator[tuple[str, str]]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    yield "Memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _engine_facts() -> Iterator[tuple[str, str]]:
+    import torch
+
+    from vllm.platforms import resolve_platform
+
+    threads = f"{torch.get_num_threads()} intra-op, {torch.get_num_interop_threads()} inter-op"
+    yield "torch threads", threads
+    try:
+        yield "Platform", resolve_platform("auto").name
+    except ConfigError as error:
+        yield "Platform", f"none: {error}"
+    yield "CPU kernels", _describe_kernels()
+
+
+def _describe_kernels() -> str:
+    from vllm.ops.cpu_library import LIBRARY_PATH, load_cpu_kernels
+
+    if not envs.get().VLLM_CPU_KERNELS:
+        return "off: VLLM_CPU_KERNELS=0"
+    library = load_cpu_kernels()  # logs why when it fails
+    if library is None:
+        return "not built" if not LIBRARY_PATH.exists() else "built, but they cannot be loaded"
+    return f"loaded, instruction set {library.vllm_cpu_isa().decode()}"

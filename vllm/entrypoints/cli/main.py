@@ -1,0 +1,55 @@
+"""The `vllm` command: one module per subcommand, and the exit codes.
+
+A subcommand is a module with `add_parser(subparsers)` and `run(args)`, listed in `_COMMANDS`.
+It imports torch and the engine inside `run`, so that `--help` and a bad flag answer at once.
+
+Exit codes: 0 done, 1 the engine failed, 2 bad flags, settings or input, 130 interrupted.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from vllm.errors import ConfigError, RequestError, VllmError
+from vllm.utils import FlexibleArgumentParser
+from vllm.version import __version__
+
+_COMMANDS = ("generate", "collect_env")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. Flag errors and `--help` exit from argparse."""
+    try:
+        args = _create_parser().parse_args(argv)
+        args.run(args)
+    except (ConfigError, RequestError) as error:
+        return _fail(error, 2)
+    except VllmError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has left; the interpreter must not try to flush it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _create_parser() -> FlexibleArgumentParser:
+    parser = FlexibleArgumentParser(prog="vllm", description="LLM inference on Gaudi and CPU.")
+    parser.add_argument("-v", "--version", action="version", version=__version__)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in _COMMANDS:
+        command = import_module(f"vllm.entrypoints.cli.{name}")
+        command.add_parser(subparsers).set_defaults(run=command.run)
+    return parser
+
+
+def _fail(error: VllmError, code: int) -> int:
+    sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""Offline generation: prompts in, outputs back, all at once."""
+
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm.engine.llm_engine import LLMEngine
+from vllm.entrypoints.beam_search import search_beams
+from vllm.entrypoints.chat_utils import ChatOptions, ContentFormat, Message, render_chat
+from vllm.entrypoints.progress import GenerationProgress, MakeBar
+from vllm.errors import CapacityError, RequestError
+from vllm.inputs import PromptType, TextPrompt, TokensPrompt
+from vllm.messages import EngineRequest
+from vllm.outputs import BeamSearchOutput, RequestOutput
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompts = PromptType | Sequence[PromptType]
+Params = SamplingParams | Sequence[SamplingParams]
+
+
+class LLM:
+    """A model to generate with. Not thread-safe.
+
+    Released when it is collected, at the end of the program, or by `llm_engine.shutdown()`.
+
+    Args:
+        model: folder or Hugging Face name; None is the small model that comes with the package.
+        engine_args: any field of `EngineArgs`, such as `tokenizer`, `tensor_parallel_size`,
+            `dtype`, `max_model_len`, `seed` or `enforce_eager`.
+
+    Attributes:
+        llm_engine: the engine underneath.
+        request_counter: where request ids come from.
+
+    Raises:
+        ConfigError: the engine cannot start with these arguments.
+    """
+
+    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+
+        self._start(LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args)))
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine) -> "LLM":
+        """Generate with an engine that exists; nobody else may step it meanwhile."""
+        llm = cls.__new__(cls)
+        llm._start(engine)
+        return llm
+
+    def _start(self, engine: LLMEngine) -> None:
+        self.llm_engine = engine
+        self.request_counter: Iterator[int] = itertools.count()
+
+    # ---- generation -----------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompts | None = None,
+        sampling_params: Params | None = None,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        use_tqdm: bool | MakeBar = True,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        guided_options_request: Any = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt.
+
+        All prompts are checked before the first one runs. When the loop is left early, by
+        Ctrl-C or by an error, the remaining requests are dropped and the object can be used
+        again. A request that fails while it runs has finish reason "error" and the message as
+        its stop reason; the others are not affected.
+
+        Args:
+            prompts: one or several, each in any form of `PromptType`; a list of integers is one.
+            sampling_params: one for all or one per prompt; None is what the model recommends.
+            prompt_token_ids: deprecated.
+            use_tqdm: show a progress bar; or what makes one.
+            lora_request, prompt_adapter_request, guided_options_request: only None for now.
+            priority: one per prompt; a smaller one goes first, where the engine's scheduling
+                policy is "priority".
+
+        Returns:
+            One output per prompt, in their order.
+
+        Raises:
+            RequestError: (a ValueError) a prompt or its parameters are wrong; names the prompt.
+            CapacityError: (a ValueError) a prompt can never fit the KV cache.
+        """
+        _refuse(
+            lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
+            guided_options_request=guided_options_request,
+        )
+        if prompt_token_ids is not None:
+            prompts = _with_token_ids(prompts, prompt_token_ids)
+        if prompts is None:
+            raise RequestError("prompts is missing", param="prompts")
+        return self._run(_as_list(prompts), sampling_params, priority, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | None = None,
+        use_tqdm: bool | MakeBar = True,
+        lora_request: Any = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several.
+
+        Args:
+            messages: a conversation, or a list of them.
+            sampling_params, use_tqdm, lora_request: as in `generate`.
+            chat_template ... chat_template_kwargs: see `ChatOptions`.
+            mm_processor_kwargs: only None for now.
+
+        Returns:
+            One output per conversation, in their order.
+
+        Raises:
+            RequestError: (a ValueError) a conversation is wrong, or there is no chat template.
+        """
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        options = ChatOptions(
+            chat_template=chat_template,
+            content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=chat_template_kwargs or {},
+        )
+        prompts = [self._chat_prompt(c, options) for c in _as_conversations(messages)]
+        return self._run(prompts, sampling_params, None, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Sequence[TokensPrompt | TextPrompt | str],
+        params: BeamSearchParams,
+        lora_request: Any = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of every prompt, best first.
+
+        Needs `max_logprobs` of the engine to be at least twice the beam width.
+
+        Raises:
+            RequestError: (a ValueError) a prompt or the parameters are wrong.
+        """
+        _refuse(lora_request=lora_request)
+        processor = self.llm_engine.input_processor
+        tokenized = [processor.tokenize(cast(PromptType, prompt)) for prompt in prompts]
+        eos, others = processor.end_tokens
+        end_tokens = others if eos is None else others | {eos}
+
+        def run(beams: list[TokensPrompt], step: SamplingParams) -> list[RequestOutput]:
+            return self._run(cast(list[PromptType], beams), step, None, False)
+
+        return search_beams(
+            [prompt.token_ids for prompt in tokenized],
+            params,
+            run,
+            end_tokens=frozenset() if params.ignore_eos else end_tokens,
+            max_model_len=self.llm_engine.scheduler_config.max_model_len,
+            tokenizer=self.llm_engine.tokenizer,
+        )
+
+    # ---- the engine -----------------------------------------------------------------------
+
+    def get_tokenizer(self, lora_request: Any = None) -> "PreTrainedTokenizerBase":
+        """The tokenizer; raises RequestError when the engine runs without one."""
+        return self.llm_engine.get_tokenizer(lora_request)
+
+    def set_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Use another tokenizer from now on."""
+        self.llm_engine.set_tokenizer(tokenizer)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends; a new object each time."""
+        defaults = dict(self.llm_engine.generation_defaults)
+        defaults.pop("eos_token_ids", None)
+        return SamplingParams.from_optional(**defaults)
+
+    def reset_prefix_cache(self, device: Any = None) -> bool:
+        """Forget all cached prefixes. False, and no change, while requests run."""
+        return self.llm_engine.reset_prefix_cache()
+
+    # ---- how ------------------------------------------------------------------------------
+
+    def _chat_prompt(self, messages: Sequence[Message], options: ChatOptions) -> TokensPrompt:
+        tokenizer = self.get_tokenizer()
+        text = render_chat(tokenizer, messages, options)
+        token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return {"prompt_token_ids": cast(list[int], token_ids), "prompt": text}
+
+    def _run(
+        self,
+        prompts: Sequence[PromptType],
+        sampling_params: Params | None,
+        priority: Sequence[int] | None,
+        use_tqdm: bool | MakeBar,
+    ) -> list[RequestOutput]:
+        params = self._params_per_prompt(sampling_params, len(prompts))
+        priorities = _per_prompt("priority", priority, len(prompts)) or [0] * len(prompts)
+        requests: list[tuple[str | None, EngineRequest]] = []
+        for index, prompt in enumerate(prompts):
+            with _naming_prompt(index, len(prompts)):
+                requests.append(
+                    self.llm_engine.input_processor.process(
+                        str(next(self.request_counter)),
+                        prompt,
+                        params[index],
+                        priority=priorities[index],
+                    )
+                )
+        pending: dict[str, None] = {}
+        try:
+            for index, (text, request) in enumerate(requests):
+                with _naming_prompt(index, len(prompts)):
+                    self.llm_engine.submit(text, request)
+                pending[request.request_id] = None
+            finished = self._collect(pending, use_tqdm)
+        finally:
+            self.llm_engine.abort_request(pending)
+        return [finished[request.request_id] for _, request in requests]
+
+    def _collect(
+        self, pending: dict[str, None], use_tqdm: bool | MakeBar
+    ) -> dict[str, RequestOutput]:
+        """Step until nothing is pending; what has finished is taken out of it."""
+        finished: dict[str, RequestOutput] = {}
+        with GenerationProgress(len(pending), use_tqdm) as progress:
+            while pending:
+                for output in self.llm_engine.step():
+                    if output.finished and output.request_id in pending:
+                        del pending[output.request_id]
+                        finished[output.request_id] = output
+                        progress.update(output)
+        return finished
+
+    def _params_per_prompt(self, params: Params | None, count: int) -> list[SamplingParams]:
+        """Copies that ask for the final output only; the caller's stay as they are."""
+        if params is None:
+            params = self.get_default_sampling_params()
+        if not isinstance(params, Sequence):
+            return [_final_only(params)] * count
+        return [_final_only(each) for each in _per_prompt("sampling_params", params, count) or []]
+
+
+@contextmanager
+def _naming_prompt(index: int, count: int) -> Iterator[None]:
+    """Put the index of the prompt in front of an error, when there are several."""
+    try:
+        yield
+    except (RequestError, CapacityError) as error:
+        if count > 1:
+            error.args = (f"prompt {index} of {count}: {error}",)
+        raise
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise RequestError(
+            f"sampling_params must be SamplingParams, got {type(params).__name__}",
+            param="sampling_params",
+        )
+    own = params.clone()
+    own.output_kind = RequestOutputKind.FINAL_ONLY
+    return own
+
+
+def _per_prompt(name: str, values: Sequence[Any] | None, count: int) -> list[Any] | None:
+    if values is None:
+        return None
+    if len(values) != count:
+        raise RequestError(
+            f"{name} has {len(values)} entries for {count} prompts: give one per prompt",
+            param=name,
+        )
+    return list(values)
+
+
+def _refuse(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise RequestError(f"not available in this engine yet: {name}", param=name)
+
+
+def _as_list(prompts: Prompts) -> list[PromptType]:
+    if isinstance(prompts, (str, Mapping)):
+        return [cast(PromptType, prompts)]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}",
+            param="prompts",
+        )
+    if prompts and isinstance(prompts[0], int):
+        return [cast(list[int], prompts)]
+    return list(cast(Sequence[PromptType], prompts))
+
+
+def _with_token_ids(
+    prompts: Prompts | None, token_ids: list[int] | list[list[int]]
+) -> list[PromptType]:
+    """The deprecated argument as prompts; texts given besides it are only shown."""
+    warnings.warn(
+        "The argument 'prompt_token_ids' is deprecated: pass "
+        "prompts=[{'prompt_token_ids': [...]}, ...]",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    lists = cast(list[list[int]], _as_list(cast(Prompts, token_ids)))
+    texts = [None] * len(lists) if prompts is None else _as_list(prompts)
+    if len(texts) != len(lists):
+        raise RequestError(
+            f"prompt_token_ids has {len(lists)} entries for {len(texts)} prompts",
+            param="prompt_token_ids",
+        )
+    return [
+        {"prompt_token_ids": ids, "prompt": text}
+        if isinstance(text, str)
+        else {"prompt_token_ids": ids}
+        for text, ids in zip(texts, lists, strict=True)
+    ]
+
+
+def _as_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[Sequence[Message]]:
+    if isinstance(messages, Sequence) and messages and not isinstance(messages[0], (Mapping, str)):
+        return list(cast(Sequence[Sequence[Message]], messages))
+    return [cast(Sequence[Message], messages)]

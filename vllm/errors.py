@@ -1,0 +1,66 @@
+"""Every exception this package raises on purpose.
+
+    VllmError
+    |- ConfigError            a flag, variable or model the engine cannot start with (exit code 2)
+    |  `- WeightLoadError     checkpoint and model do not match
+    |- RequestError           one request is wrong; the engine keeps serving (HTTP 400)
+    |  `- PromptTooLongError  the prompt does not fit max_model_len
+    |- CapacityError          can never fit (400) or cannot fit now (503)
+    `- EngineDeadError        the engine core is gone (500; health fails)
+
+A failed `assert` is a bug in this package. Bad input is never an `assert`.
+"""
+
+
+class VllmError(Exception):
+    """Root of every deliberate error."""
+
+
+class ConfigError(VllmError, ValueError):
+    """The engine cannot start with these settings. The message is one line and names the fix."""
+
+
+class WeightLoadError(ConfigError):
+    """A checkpoint and a model do not match, or a checkpoint file is damaged."""
+
+
+class RequestError(VllmError, ValueError):
+    """One request is wrong; every other request goes on.
+
+    Attributes:
+        status: HTTP status of the response.
+        param: the request field at fault, or None.
+    """
+
+    status = 400
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room for an output token."""
+
+    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"prompt has {num_prompt_tokens} tokens; this model takes at most "
+            f"{max_model_len - 1} (max_model_len={max_model_len}, one is kept for the output)",
+            param="prompt",
+        )
+
+
+class CapacityError(VllmError, ValueError):
+    """A request needs more than the engine has.
+
+    Attributes:
+        status: 400 when it can never fit, 503 when it cannot fit now.
+    """
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class EngineDeadError(VllmError, RuntimeError):
+    """The engine core has failed; no request can be served until a restart."""

@@ -1,0 +1,22 @@
+"""What the engine core asks of whoever runs the workers."""
+
+from abc import ABC, abstractmethod
+
+from vllm.messages import SchedulerOutput
+from vllm.worker.interface import StepHandleLike
+
+
+class Executor(ABC):
+    """Workers, wherever they live."""
+
+    @abstractmethod
+    def initialize_cache(self) -> int:
+        """Allocate KV caches on all workers; the number of blocks they all have."""
+
+    @abstractmethod
+    def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
+        """Start a step on all workers; at most one is in flight."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Let the workers go. Calling it again does nothing."""

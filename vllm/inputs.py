@@ -1,0 +1,27 @@
+"""The forms a prompt may have."""
+
+from typing import Any, TypedDict
+
+from typing_extensions import NotRequired
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, run as they are."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    """Text of the token ids, where it is known; shown in outputs, and not tokenised."""
+    cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt
+"""A string is tokenised with the tokenizer's special tokens (BOS); a list holds token ids."""

@@ -1,0 +1,149 @@
+"""What crosses a layer or a process. Frozen, no torch, no behaviour beyond reading.
+
+    EngineRequest      InputProcessor -> EngineCore      one validated, tokenised request
+    SchedulerOutput    Scheduler -> ModelRunner          who runs, how many tokens, which blocks
+    ModelRunnerOutput  ModelRunner -> Scheduler          the sampled tokens
+    EngineOutput       EngineCore -> OutputProcessor     what is new for each request
+
+A running request has a `row`: its index in every per-request array of the scheduler and of the
+runner, from admission until it finishes or is preempted. Per-step data are arrays over rows, so
+that a steady decode step costs a few numpy calls and not a Python loop.
+"""
+
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vllm.sampling_params import SamplingParams
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+NULL_BLOCK_ID = 0
+"""The block that padding reads and writes; never given to a request."""
+
+
+class FinishReason(IntEnum):
+    """Why a request ended; `str()` gives the word of the API."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, ready to be scheduled."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int
+    """Seed of this request's random stream, never None: drawn for the user when not given."""
+    eos_token_id: int | None
+    """The token that ends the output silently; None when the request ignores it."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Other tokens that end the output, reported as stop reason."""
+    bad_words_token_ids: list[list[int]] = []
+    max_total_tokens: int
+    """Prompt and output tokens at which the request ends with reason "length"."""
+    arrival_time: float
+    priority: int = 0
+    cache_salt: str | None = None
+    """Requests share cached prefixes only when their salts are equal."""
+    cache_extra_keys: tuple[str, ...] = ()
+    """What else decides the content of the KV cache: LoRA name, hashes of media."""
+
+
+class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request entering the batch: first admission, or return after preemption."""
+
+    row: int
+    request: EngineRequest
+    output_token_ids: list[int]
+    """Tokens sampled before a preemption; empty at first admission."""
+    block_ids: list[int]
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. Applied in this order: free rows, place new requests, add blocks, run."""
+
+    step_id: int
+    freed_rows: list[int]
+    """Rows whose request has finished, was cancelled or preempted since the last step."""
+    new_requests: list[NewRequest]
+    rows: IntArray
+    """[n] rows that run, decodes (one token) before prefills."""
+    num_computed_tokens: IntArray
+    """[n] tokens whose KV is in the cache; the first scheduled token has this position."""
+    num_scheduled_tokens: IntArray
+    """[n] tokens to run, at least 1."""
+    block_rows: IntArray
+    """[m] rows that get one more block each, in order of their tables; a row may repeat."""
+    block_ids: IntArray
+    """[m] the blocks."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole step."""
+        return int(self.num_scheduled_tokens.sum())
+
+
+class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of consecutive positions of one request.
+
+    Column 0 is the sampled (or, for prompts, the actual) token; the rest are the likeliest
+    tokens, most likely first.
+    """
+
+    token_ids: IntArray
+    """[positions, 1 + k]"""
+    logprobs: FloatArray
+    """[positions, 1 + k]"""
+    ranks: IntArray
+    """[positions] rank of column 0 in the vocabulary, 1 is the likeliest."""
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of one step."""
+
+    step_id: int
+    rows: IntArray
+    """[m] rows that sampled, in the order of `SchedulerOutput.rows`."""
+    token_ids: IntArray
+    """[m] their next tokens."""
+    logprobs: dict[int, LogprobRows] = {}
+    """row -> one position, for rows that asked."""
+    prompt_logprobs: dict[int, LogprobRows] = {}
+    """row -> the prompt positions of this step's chunk, for rows that asked."""
+    errors: dict[int, str] = {}
+    """row -> why sampling failed for this row alone; its token id is meaningless."""
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """How a request ended."""
+
+    reason: FinishReason
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step brought, for all requests, as parallel lists."""
+
+    request_ids: list[str] = []
+    token_ids: list[int] = []
+    """One token per entry of `request_ids`."""
+    finished: dict[str, Finished] = {}
+    """Requests that ended, with or without a token in this output."""
+    logprobs: dict[str, LogprobRows] = {}
+    prompt_logprobs: dict[str, LogprobRows] = {}
+    num_cached_tokens: dict[str, int] = {}
+    """Prefix-cache hits of requests admitted for the first time."""
+    stats: dict[str, Any] | None = None

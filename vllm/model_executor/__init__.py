@@ -1,0 +1,1 @@
+"""Models, their layers, and how weights get into them."""

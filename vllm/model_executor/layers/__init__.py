@@ -1,0 +1,1 @@
+"""Layers that models are made of; parallel over a group of ranks, one rank being ordinary."""

@@ -1,0 +1,151 @@
+"""Linear layers split over the ranks of a group, and the seam for weight formats.
+
+A layer knows how its features are packed and split. How a weight is stored and multiplied is
+its `LinearMethod`: plain here, and one per quantization format.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm.distributed import TPGroup, divide
+from vllm.model_executor.layers.slice import Slice, SlicedModule
+
+
+class LinearMethod(ABC):
+    """How the weight of a linear layer is stored and applied."""
+
+    @abstractmethod
+    def create_weights(self, layer: "ParallelLinear") -> None:
+        """Register the parameters, uninitialised, and their places in `layer.slices`.
+
+        Called under the model's dtype and, while a model is built, on the meta device.
+        `layer` states what to hold: `input_size` and `output_size` of this rank, and
+        `feature_slices`, whose dim says which of the two is split (0: output, 1: input).
+        """
+
+    @abstractmethod
+    def apply(self, layer: "ParallelLinear", x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., input_size] @ weight.T + bias -> [..., output_size]"""
+
+
+class UnquantizedLinear(LinearMethod):
+    """One dense weight [output_size, input_size] in the model's dtype."""
+
+    def create_weights(self, layer: "ParallelLinear") -> None:
+        weight = torch.empty(layer.output_size, layer.input_size)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.slices["weight"] = dict(layer.feature_slices)
+
+    def apply(self, layer: "ParallelLinear", x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, layer.weight, bias)
+
+
+class ParallelLinear(SlicedModule):
+    """What column- and row-parallel layers share: sizes, the method, the bias."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    method: LinearMethod
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        feature_slices: Mapping[str, Slice],
+        tp: TPGroup,
+    ) -> None:
+        super().__init__()
+        self.input_size = input_size
+        self.output_size = output_size
+        self.feature_slices = feature_slices
+        self.tp = tp
+        self.register_parameter("bias", None)
+        self.use_method(UnquantizedLinear())
+
+    def use_method(self, method: LinearMethod) -> None:
+        """Store and apply the weight in another way. Before weights are loaded only."""
+        for name in [name for name, _ in self.named_parameters() if name != "bias"]:
+            delattr(self, name)
+            self.slices.pop(name, None)
+        self.method = method
+        method.create_weights(self)
+
+    def _create_bias(self) -> None:
+        self.bias = nn.Parameter(torch.empty(self.output_size), requires_grad=False)
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size} -> {self.output_size}, bias={self.bias is not None}"
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """y = x @ W.T + b with the output features split over ranks.
+
+    Args:
+        input_size: features of x, whole on every rank.
+        output_sizes: checkpoint module name -> output features over all ranks. Several names
+            make one packed matmul, such as gate_proj and up_proj; "" is the layer's own name.
+        tp: the ranks that share this layer.
+        num_replicas: name -> ranks that share one shard (KV heads), when not 1.
+        bias: whether every packed part has a bias.
+
+    Shape: [..., input_size] -> [..., sum(split_sizes)]
+
+    Raises:
+        ValueError: a size cannot be split evenly.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Mapping[str, int],
+        tp: TPGroup,
+        num_replicas: Mapping[str, int] | None = None,
+        bias: bool = False,
+    ) -> None:
+        slices: dict[str, Slice] = {}
+        offset = 0
+        for name, total in output_sizes.items():
+            replicas = (num_replicas or {}).get(name, 1)
+            size = divide(total * replicas, tp.size)
+            slices[name] = Slice(0, offset, size, total, replicas)
+            offset += size
+        super().__init__(input_size, offset, slices, tp)
+        self.split_sizes = [part.size for part in slices.values()]
+        """Features of each packed part on this rank, in order."""
+        if bias:
+            self._create_bias()
+            self.slices["bias"] = slices
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.apply(self, x, self.bias)
+
+
+class RowParallelLinear(ParallelLinear):
+    """y = x @ W.T + b with the input features split over ranks; sums the partial results.
+
+    Args:
+        input_size: features of x over all ranks.
+        output_size: features of y, whole on every rank.
+        tp: the ranks that share this layer.
+        bias: whether the layer has a bias; it is added once.
+
+    Shape: [..., input_size / tp.size] -> [..., output_size]
+
+    Raises:
+        ValueError: input_size cannot be split evenly.
+    """
+
+    def __init__(self, input_size: int, output_size: int, tp: TPGroup, bias: bool = False) -> None:
+        local_size = divide(input_size, tp.size)
+        super().__init__(local_size, output_size, {"": Slice(1, 0, local_size, input_size)}, tp)
+        if bias:
+            self._create_bias()
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The sum over ranks must contain the bias once: rank 0 brings it.
+        bias = self.bias if self.tp.rank == 0 else None
+        return self.tp.all_reduce(self.method.apply(self, x, bias))

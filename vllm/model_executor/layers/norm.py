@@ -1,0 +1,38 @@
+"""Root-mean-square norm with the residual addition fused in."""
+
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+
+from vllm.ops import get_ops
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019, arXiv 1910.07467).
+
+    Args:
+        size: of the last dimension: the hidden size, or the head size for a head norm.
+        eps: added to the mean of squares.
+
+    Shape: [..., size] -> [..., size]. With a residual [T, size] the sum of both is normed, and
+    the result is (normed, sum); x and residual may be overwritten.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
+
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is None:
+            return get_ops().rms_norm(x, self.weight, self.eps)
+        return get_ops().fused_add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,0 +1,156 @@
+"""Rotary position embedding: tables of cosines and sines for every position a model allows.
+
+Su et al. 2021 (arXiv 2104.09864). The types differ only in the frequencies of the pairs of
+elements, and how they are stretched to contexts longer than the model was trained on. All
+arithmetic is float32 in the order of operations of Hugging Face models: at position 100,000 an
+error in the last bit of a frequency is an angle that can be seen in the output.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from vllm.config import RopeConfig
+from vllm.errors import ConfigError
+from vllm.ops import get_ops
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates query and key by their positions; one instance serves all layers of a model.
+
+    Args:
+        rope: type and parameters.
+        max_positions: rows of the table, P.
+
+    Shape: positions [T], query [T, H, D], key [T, G, D] -> (query, key), which may share memory
+    with what was given
+
+    Raises:
+        ConfigError: the type is unknown, or a parameter of it is missing.
+    """
+
+    cos_sin_cache: Tensor
+    """[P, rotary_dim] float32: the cosines, then the sines."""
+
+    def __init__(self, rope: RopeConfig, max_positions: int) -> None:
+        super().__init__()
+        if rope.rope_type not in _FREQUENCIES:
+            raise ConfigError(
+                f"rope type {rope.rope_type!r} is not supported; "
+                f"supported are {', '.join(_FREQUENCIES)}"
+            )
+        # Real memory even while a model is built on the meta device: no checkpoint fills it.
+        with torch.device("cpu"):
+            inv_freq, attention_factor = _FREQUENCIES[rope.rope_type](rope, max_positions)
+            angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
+            table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
+        self.register_buffer("cos_sin_cache", table, persistent=False)
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return get_ops().rotary_embedding(positions, query, key, self.cos_sin_cache, is_neox=True)
+
+
+def _parameter(rope: RopeConfig, name: str) -> float:
+    value = rope.scaling.get(name)
+    if value is None:
+        raise ConfigError(f"rope type {rope.rope_type!r} needs the parameter {name!r}")
+    return float(value)
+
+
+def _powers(theta: float, rotary_dim: int) -> Tensor:
+    """theta^(2 i / rotary_dim) for every pair i: [rotary_dim / 2]"""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return theta**exponents
+
+
+def _default(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
+    return 1.0 / _powers(rope.theta, rope.rotary_dim), 1.0
+
+
+def _linear(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
+    """Positions are divided by the factor (Chen et al. 2023, arXiv 2306.15595)."""
+    return 1.0 / _powers(rope.theta, rope.rotary_dim) / _parameter(rope, "factor"), 1.0
+
+
+def _dynamic(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
+    """The base grows with the longest sequence ("NTK-aware", in appendix A of arXiv 2309.00071).
+
+    The longest sequence is `max_positions`, so a token's angles do not depend on what else is
+    in the batch, and a key in the cache stays right when its request grows.
+    """
+    factor, dim = _parameter(rope, "factor"), rope.rotary_dim
+    original = _parameter(rope, "original_max_position_embeddings")
+    longest = max(max_positions, original)
+    stretch = factor * longest / original - (factor - 1)
+    return 1.0 / _powers(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
+
+
+def _llama3(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
+    """Low frequencies are divided by the factor, high ones kept, with a ramp between.
+
+    Llama 3.1 (Grattafiori et al. 2024, arXiv 2407.21783). A frequency is low when its period
+    fits less than `low_freq_factor` times into the original context.
+    """
+    factor = _parameter(rope, "factor")
+    low, high = _parameter(rope, "low_freq_factor"), _parameter(rope, "high_freq_factor")
+    original = _parameter(rope, "original_max_position_embeddings")
+    inv_freq = 1.0 / _powers(rope.theta, rope.rotary_dim)
+    period = 2 * math.pi / inv_freq
+    keep = (original / period - low) / (high - low)
+    between = (1 - keep) * inv_freq / factor + keep * inv_freq
+    scaled = torch.where(period > original / low, inv_freq / factor, between)
+    return torch.where(period < original / high, inv_freq, scaled), 1.0
+
+
+def _yarn(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
+    """Fast pairs are kept, slow ones divided by the factor, with a ramp over the pairs between.
+
+    YaRN (Peng et al. 2023, arXiv 2309.00071); pairs are told apart by how often they rotate
+    within the original context: `beta_fast` times and more is kept, up to `beta_slow` divided.
+    """
+    scaling, dim = rope.scaling, rope.rotary_dim
+    original = _parameter(rope, "original_max_position_embeddings")
+    factor = float(scaling.get("factor") or max_positions / original)
+
+    def pair_with(num_rotations: float) -> float:
+        return dim * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first = pair_with(float(scaling.get("beta_fast") or 32.0))
+    last = pair_with(float(scaling.get("beta_slow") or 1.0))
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001  # a step instead of a ramp
+    pairs = torch.arange(dim // 2, dtype=torch.float32)
+    keep = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
+    powers = _powers(rope.theta, dim)
+    inv_freq = 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
+    return inv_freq, _yarn_attention_factor(rope, factor)
+
+
+def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
+    """What query and key are multiplied by, so that attention stays as sharp as it was."""
+    given = rope.scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def sharpness(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    mscale, mscale_all_dim = rope.scaling.get("mscale"), rope.scaling.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return sharpness(float(mscale)) / sharpness(float(mscale_all_dim))
+    return sharpness(1.0)
+
+
+_FREQUENCIES: dict[str, Callable[[RopeConfig, int], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+"""Type -> inverse frequencies [rotary_dim / 2] and the factor on both tables."""

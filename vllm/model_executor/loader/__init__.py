@@ -1,0 +1,5 @@
+"""From a folder of checkpoint files to a model that is ready to run."""
+
+from vllm.model_executor.loader.model_loader import load_model
+
+__all__ = ["load_model"]

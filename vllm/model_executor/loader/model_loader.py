@@ -1,0 +1,120 @@
+"""Build a model and load its weights: meta device, formats, memory, files.
+
+The order keeps the peak at one copy of the model: nothing is allocated before the format of
+every weight is known, and a checkpoint tensor is read straight into its parameter.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vllm.config import ModelArch, VllmConfig
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.loader.checkpoint import find_files, iterate_tensors
+from vllm.model_executor.loader.dummy import fill_with_dummy_weights
+from vllm.model_executor.loader.weights import load_weights
+from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.quantization import quantization_of
+
+logger = init_logger(__name__)
+
+
+def load_model(config: VllmConfig, tp: TPGroup, device: torch.device) -> CausalLM:
+    """The model of `config` with its weights on `device`, ready to run.
+
+    Args:
+        config: `model.resolved_arch` and, unless the format is dummy, `model.resolved_path`
+            are set.
+        tp: the ranks that share the model; only this rank's part is read.
+        device: where the parameters go.
+
+    Raises:
+        ConfigError: the architecture or format is not supported, or cannot be split over tp.
+        WeightLoadError: the checkpoint is missing, damaged or does not fit the model.
+    """
+    started = time.perf_counter()
+    arch = config.model.resolved_arch
+    model = build_model(arch, tp, getattr(torch, config.model.dtype_name))
+    materialize(model, device)
+    if config.load.load_format == "dummy":
+        fill_with_dummy_weights(model, config.model.seed)
+    else:
+        files = find_files(Path(config.model.resolved_path), config.load.load_format)
+        with closing(iterate_tensors(files, config.load.use_tqdm_on_load)) as tensors:
+            load_weights(model, tensors, tp)
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    logger.info(
+        "Loading model weights took %.4f GiB and %.2f s",
+        num_bytes / 2**30,
+        time.perf_counter() - started,
+    )
+    return model
+
+
+def build_model(arch: ModelArch, tp: TPGroup, dtype: torch.dtype) -> CausalLM:
+    """The model in eval mode with parameters on the meta device: shapes without memory.
+
+    Raises:
+        ConfigError: the architecture or format is not supported, or cannot be split over tp.
+    """
+    model_class = ModelRegistry.resolve(arch.architecture)
+    if not issubclass(model_class, CausalLM):
+        raise ConfigError(f"{model_class.__qualname__} is not a subclass of CausalLM")
+    _check_split(arch, tp)
+    quantization = quantization_of(arch)
+    with torch.device("meta"), _default_dtype(dtype):
+        model: CausalLM = model_class(arch, tp)
+        if quantization is not None:
+            for name, layer in model.named_modules():
+                if isinstance(layer, ParallelLinear):
+                    method = quantization.linear_method(name, layer)
+                    if method is not None:
+                        layer.use_method(method)
+    return model.eval()
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give every meta parameter uninitialised memory on `device`; move the buffers there.
+
+    Tied parameters stay one. Buffers are tables that no checkpoint fills, so they are real
+    from the start.
+    """
+    created: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            new = created.get(id(param))
+            if new is None:
+                new = nn.Parameter(torch.empty_like(param, device=device), requires_grad=False)
+                created[id(param)] = new
+            setattr(module, name, new)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            assert not buffer.is_meta, f"buffer {name} has no memory"
+            setattr(module, name, buffer.to(device))
+
+
+def _check_split(arch: ModelArch, tp: TPGroup) -> None:
+    fits_kv = arch.num_kv_heads % tp.size == 0 or tp.size % arch.num_kv_heads == 0
+    if arch.num_heads % tp.size or arch.intermediate_size % tp.size or not fits_kv:
+        raise ConfigError(
+            f"tensor_parallel_size ({tp.size}) must divide the model's {arch.num_heads} heads, "
+            f"{arch.intermediate_size} intermediate features and {arch.num_kv_heads} kv heads "
+            f"(or be a multiple of the last)"
+        )
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

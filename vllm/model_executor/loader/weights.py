@@ -1,0 +1,113 @@
+"""The only loader: fill every parameter of a model from checkpoint tensors, exactly once.
+
+Where a tensor belongs is data: module names, the layers' slices, and the renames of the model
+class. Knows no files.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vllm.distributed import TPGroup
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.slice import Slice, SlicedModule, Source
+from vllm.model_executor.loader.checkpoint import name_some
+from vllm.model_executor.models.interface import CausalLM
+
+
+@dataclass(frozen=True)
+class _Target:
+    param: Tensor
+    slice: Slice | None
+    """None: the whole parameter."""
+
+    def fill(self, name: str, source: Source, tp: TPGroup) -> None:
+        expected = self.slice.checkpoint_shape(self.param) if self.slice else self.param.shape
+        if source.shape != expected:
+            raise WeightLoadError(
+                f"tensor {name} has shape {list(source.shape)} in the checkpoint, "
+                f"the model needs {list(expected)}"
+            )
+        if self.slice is None:
+            self.param.copy_(source.read(()))
+        else:
+            self.slice.copy(self.param, source, tp)
+
+
+@dataclass
+class _Targets:
+    """What a checkpoint has to bring."""
+
+    by_name: dict[str, _Target] = field(default_factory=dict)
+    aliases: set[str] = field(default_factory=set)
+    """Other names of tied parameters: a checkpoint may hold them, and they are not read."""
+
+
+@torch.no_grad()
+def load_weights(model: CausalLM, tensors: Iterable[tuple[str, Source]], tp: TPGroup) -> None:
+    """Fill every parameter of `model`, converting to its dtype.
+
+    Raises:
+        WeightLoadError: a tensor has the wrong shape, comes twice or has no place, or a
+            parameter stays empty. Names the tensors.
+    """
+    targets = _find_targets(model)
+    todo = dict(targets.by_name)
+    unexpected = []
+    for checkpoint_name, source in tensors:
+        if checkpoint_name.endswith(model.ignored_tensors):
+            continue
+        name = _rename(checkpoint_name, model)
+        if name in targets.aliases:
+            continue
+        target = todo.pop(name, None)
+        if target is None:
+            unexpected.append(checkpoint_name)
+        else:
+            target.fill(checkpoint_name, source, tp)
+    problems = [
+        f"{len(names)} {what}: {name_some(sorted(names))}"
+        for names, what in (
+            (list(todo), "tensors missing from the checkpoint"),
+            (unexpected, "tensors unknown to the model or given twice"),
+        )
+        if names
+    ]
+    if problems:
+        raise WeightLoadError(
+            f"checkpoint and {type(model).__name__} do not match: {'; '.join(problems)}"
+        )
+
+
+def _rename(name: str, model: CausalLM) -> str:
+    for prefix, replacement in model.checkpoint_prefixes.items():
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
+
+
+def _find_targets(model: CausalLM) -> _Targets:
+    targets = _Targets()
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        slices = module.slices if isinstance(module, SlicedModule) else {}
+        for param_name, param in module.named_parameters(recurse=False):
+            is_alias = id(param) in seen
+            seen.add(id(param))
+            for part_name, slice_ in slices.get(param_name, {"": None}).items():
+                name = _checkpoint_name(path, part_name, param_name)
+                if is_alias:
+                    targets.aliases.add(name)
+                else:
+                    targets.by_name[name] = _Target(param, slice_)
+    return targets
+
+
+def _checkpoint_name(path: str, part_name: str, param_name: str) -> str:
+    """Packed parts are siblings: qkv_proj of a.b packs a.b.q_proj, a.b.k_proj, a.b.v_proj."""
+    if part_name:
+        parent = path.rpartition(".")[0]
+        path = f"{parent}.{part_name}" if parent else part_name
+    return f"{path}.{param_name}" if path else param_name

@@ -1,0 +1,35 @@
+"""What a runner and the loader need of a model. Knows no family."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+
+
+class CausalLM(nn.Module):
+    """A decoder over flattened tokens, T of one launch.
+
+    Module names are those of the checkpoint, so most families need none of the renames below.
+    """
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
+    """Beginning of a checkpoint name -> what it is here; the first that fits is replaced."""
+
+    ignored_tensors: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+    """Ends of checkpoint names that are not weights."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__()
+        self.arch = arch
+        self.tp = tp
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Token ids and positions, both [T] int64 -> hidden states [T, hidden] after the norm."""
+        raise NotImplementedError
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Rows of the result of `forward`, [N, hidden] -> [N, vocab_size] on every rank."""
+        raise NotImplementedError

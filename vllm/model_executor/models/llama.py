@@ -1,0 +1,18 @@
+"""Llama 1 to 3.3, CodeLlama, and the many models of the same form (Granite 3B Code, ...)."""
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
+
+
+class LlamaForCausalLM(DecoderForCausalLM):
+    """Touvron et al. 2023 (arXiv 2302.13971); Grattafiori et al. 2024 (arXiv 2407.21783)."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        has_attention_bias = bool(arch.hf_config.get("attention_bias", False))
+        options = DecoderOptions(
+            qkv_bias=has_attention_bias,
+            output_bias=has_attention_bias,
+            mlp_bias=bool(arch.hf_config.get("mlp_bias", False)),
+        )
+        super().__init__(arch, tp, options)

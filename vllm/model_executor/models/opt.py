@@ -1,0 +1,143 @@
+"""OPT: learned positions, layer norms with biases and a plain MLP."""
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from vllm.attention import Attention
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup, divide
+from vllm.model_executor.layers.activation import get_activation
+from vllm.model_executor.layers.embedding import (
+    LearnedPositionalEmbedding,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.models.interface import CausalLM
+
+_POSITION_OFFSET = 2
+"""The first two rows of the position table belong to padding."""
+
+
+class OPTAttention(nn.Module):
+    """Multi-head attention; positions are already in the hidden states.
+
+    Shape: [T, hidden] -> [T, hidden]
+    """
+
+    def __init__(self, arch: ModelArch, has_bias: bool, tp: TPGroup) -> None:
+        super().__init__()
+        size = arch.hidden_size
+        self.head_size = arch.head_size
+        self.qkv_proj = ColumnParallelLinear(
+            size, {"q_proj": size, "k_proj": size, "v_proj": size}, tp, bias=has_bias
+        )
+        self.out_proj = RowParallelLinear(size, size, tp, bias=has_bias)
+        num_heads = divide(arch.num_heads, tp.size)
+        self.attn = Attention(num_heads, arch.head_size, num_heads)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        packed = self.qkv_proj(hidden_states).split(self.qkv_proj.split_sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in packed)
+        return self.out_proj(self.attn(q, k, v).flatten(1))
+
+
+class OPTDecoderLayer(nn.Module):
+    """Attention and MLP, each with a norm before it or (only OPT-350m) after its addition."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__()
+        config, size = arch.hf_config, arch.hidden_size
+        has_bias = bool(config.get("enable_bias", True))
+        self.is_pre_norm = bool(config.get("do_layer_norm_before", True))
+        self.self_attn = OPTAttention(arch, has_bias, tp)
+        self.self_attn_layer_norm = _layer_norm(arch)
+        self.fc1 = ColumnParallelLinear(size, {"": arch.intermediate_size}, tp, bias=has_bias)
+        self.act = get_activation(arch.hidden_act)
+        self.fc2 = RowParallelLinear(arch.intermediate_size, size, tp, bias=has_bias)
+        self.final_layer_norm = _layer_norm(arch)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_pre_norm:
+            x = x + self.self_attn(self.self_attn_layer_norm(x))
+            return x + self._mlp(self.final_layer_norm(x))
+        x = self.self_attn_layer_norm(x + self.self_attn(x))
+        return self.final_layer_norm(x + self._mlp(x))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class OPTDecoder(nn.Module):
+    """Embeddings, layers and, in pre-norm models, the final norm.
+
+    Token rows have `word_embed_proj_dim` features; where that is not the hidden size, project_in
+    and project_out lead in and out.
+
+    Shape: input_ids and positions [T] -> [T, hidden]
+    """
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__()
+        config, size = arch.hf_config, arch.hidden_size
+        self.embed_size = int(config.get("word_embed_proj_dim") or size)
+        self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, self.embed_size, tp)
+        self.embed_positions = LearnedPositionalEmbedding(
+            arch.max_position_embeddings, size, _POSITION_OFFSET
+        )
+        self.project_in: nn.Linear | None = None
+        self.project_out: nn.Linear | None = None
+        if self.embed_size != size:
+            self.project_in = nn.Linear(self.embed_size, size, bias=False)
+            self.project_out = nn.Linear(size, self.embed_size, bias=False)
+        self.layers = nn.ModuleList(OPTDecoderLayer(arch, tp) for _ in range(arch.num_layers))
+        has_final_norm = config.get("do_layer_norm_before", True) and not config.get(
+            "_remove_final_layer_norm", False
+        )
+        self.final_layer_norm = _layer_norm(arch) if has_final_norm else None
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        if self.project_in is not None:
+            x = self.project_in(x)
+        x = x + self.embed_positions(positions)
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.final_layer_norm is None else self.final_layer_norm(x)
+
+
+class OPTModel(nn.Module):
+    """The level `model` of the checkpoint's names."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__()
+        self.decoder = OPTDecoder(arch, tp)
+
+
+class OPTForCausalLM(CausalLM):
+    """Zhang et al. 2022 (arXiv 2205.01068)."""
+
+    # The checkpoints of 2022 were saved without the level `model`.
+    checkpoint_prefixes: ClassVar[dict[str, str]] = {"decoder.": "model.decoder."}
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp)
+        self.model = OPTModel(arch, tp)
+        self.lm_head = ParallelLMHead(arch.vocab_size, self.model.decoder.embed_size, tp)
+        if arch.tie_word_embeddings:
+            self.lm_head.tie(self.model.decoder.embed_tokens)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        return self.model.decoder(input_ids, positions)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        # Only the rows that need logits are projected, so this is not part of forward.
+        if self.model.decoder.project_out is not None:
+            hidden_states = self.model.decoder.project_out(hidden_states)
+        return self.lm_head(hidden_states)
+
+
+def _layer_norm(arch: ModelArch) -> nn.LayerNorm:
+    has_weight = bool(arch.hf_config.get("layer_norm_elementwise_affine", True))
+    return nn.LayerNorm(arch.hidden_size, elementwise_affine=has_weight)

@@ -1,0 +1,12 @@
+"""Qwen 1.5, 2 and 2.5: Llama with a bias on query, key and value."""
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
+
+
+class Qwen2ForCausalLM(DecoderForCausalLM):
+    """Yang et al. 2024 (arXiv 2407.10671). Later layers may have a sliding window."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, DecoderOptions(qkv_bias=True))

@@ -1,0 +1,74 @@
+"""Which class runs which architecture. Importing this imports no model and no torch."""
+
+import difflib
+from importlib import import_module
+from typing import Any
+
+from vllm.errors import ConfigError
+
+_PACKAGE = "vllm.model_executor.models"
+
+_BUILT_IN = {
+    "LlamaForCausalLM": f"{_PACKAGE}.llama:LlamaForCausalLM",
+    "MistralForCausalLM": f"{_PACKAGE}.mistral:MistralForCausalLM",
+    "OPTForCausalLM": f"{_PACKAGE}.opt:OPTForCausalLM",
+    "Qwen2ForCausalLM": f"{_PACKAGE}.qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": f"{_PACKAGE}.qwen3:Qwen3ForCausalLM",
+}
+
+
+class _ModelRegistry:
+    """Architecture (as in `architectures` of config.json) -> model class."""
+
+    def __init__(self, models: dict[str, str | type[Any]]) -> None:
+        self._models = models
+
+    def register_model(self, arch_name: str, model: str | type[Any]) -> None:
+        """Add an architecture, or replace a built-in one.
+
+        Args:
+            arch_name: name in config.json.
+            model: a subclass of `models.interface.CausalLM`, or "module:Class", which is
+                imported when a model of this name is loaded.
+
+        Raises:
+            ConfigError: a string that is not of the form "module:Class".
+        """
+        if isinstance(model, str) and not all(model.partition(":")):
+            raise ConfigError(f"model {arch_name!r}: expected 'module:Class', got {model!r}")
+        self._models[arch_name] = model
+
+    def supported(self) -> list[str]:
+        """Names of all architectures, sorted."""
+        return sorted(self._models)
+
+    def resolve(self, arch_name: str) -> type[Any]:
+        """The class of an architecture.
+
+        Raises:
+            ConfigError: unknown name, or a plug-in that cannot be imported.
+        """
+        model = self._models.get(arch_name)
+        if model is None:
+            raise ConfigError(self._unsupported(arch_name))
+        if not isinstance(model, str):
+            return model
+        module, _, name = model.partition(":")
+        try:
+            found: type[Any] = getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"model {arch_name!r}: cannot import {model!r}: {error}") from error
+        return found
+
+    def _unsupported(self, arch_name: str) -> str:
+        names = self.supported()
+        near = difflib.get_close_matches(arch_name, names, n=3)
+        ordered = near + [name for name in names if name not in near]
+        return (
+            f"model architecture {arch_name!r} is not supported; "
+            f"supported architectures: {', '.join(ordered)}"
+        )
+
+
+ModelRegistry = _ModelRegistry(dict(_BUILT_IN))
+"""The registry of this process; plug-ins add to it."""

@@ -1,0 +1,27 @@
+"""One table of device-dependent operators, and the one that is in use.
+
+Layers call `get_ops().rms_norm(...)`. The platform installs its implementation once, before the
+model is built; until then the torch reference answers, so a layer can be tested alone.
+"""
+
+from vllm.ops.interface import Ops
+
+__all__ = ["Ops", "get_ops", "set_ops"]
+
+_ops: Ops | None = None
+
+
+def get_ops() -> Ops:
+    """The installed operators; `NativeOps` when none were installed."""
+    global _ops
+    if _ops is None:
+        from vllm.ops.native import NativeOps
+
+        _ops = NativeOps()
+    return _ops
+
+
+def set_ops(ops: Ops) -> None:
+    """Install the operators that every layer of this process uses from now on."""
+    global _ops
+    _ops = ops

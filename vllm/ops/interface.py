@@ -1,0 +1,205 @@
+"""The contract of every device-dependent operator, written once for all implementations.
+
+Knows tensors. Knows no model, no request, no scheduler, and no device: `native` (torch), `cpu`
+(csrc) and `hpu` (bridge) each implement this class, and the platform picks one at start.
+
+Letters used in shapes: T tokens of one launch, B requests, H query heads, G key/value heads
+(H is a multiple of G), D head size, N blocks of the cache, S block size, W sliding window.
+Float tensors of one call have one dtype unless a line says otherwise. Rows may be strided (a
+slice of a packed QKV tensor): only the dimensions after the first have to be dense.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+
+class Ops(ABC):
+    """One implementation of every operator.
+
+    Stateless: the same object serves every layer and every launch. Operators run under
+    `torch.inference_mode()`; none of them supports autograd.
+    """
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Scale every row to unit root mean square, then multiply by the weight.
+
+        The order of roundings is that of the Llama models: the mean and the division are done
+        in float32, the normalized row is rounded to the dtype of x, then multiplied.
+
+        Args:
+            x: [..., hidden]. A head norm passes [T, H, D]. Not changed.
+            weight: [hidden].
+            eps: added to the mean of squares.
+
+        Returns:
+            A new dense tensor, shape and dtype of x.
+
+        Raises:
+            ValueError: weight does not have the size of the last dimension of x.
+        """
+
+    @abstractmethod
+    def fused_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`new_residual = x + residual`, and `rms_norm` of it, in one pass.
+
+        May write both results over x and residual: the caller owns both, and uses only what is
+        returned from then on.
+
+        Args:
+            x: [T, hidden], the output of the previous layer.
+            residual: [T, hidden].
+            weight: [hidden].
+            eps: added to the mean of squares.
+
+        Returns:
+            (normed, new_residual), both [T, hidden]. The sum is rounded to the dtype of x
+            before it is normalized, as an unfused model does.
+
+        Raises:
+            ValueError: the shapes or dtypes do not fit each other.
+        """
+
+    @abstractmethod
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """`silu(x[..., :I]) * x[..., I:]`, the middle of a gated MLP.
+
+        Args:
+            x: [..., 2 * I]: gate, then up. Not changed.
+
+        Returns:
+            [..., I], new and dense.
+
+        Raises:
+            ValueError: the last dimension is odd.
+        """
+
+    @abstractmethod
+    def rotary_embedding(
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate the first rot_dim elements of every head by its token's position.
+
+        May write over query and key (they are usually slices of a packed QKV tensor that
+        nobody reads again); the caller uses only what is returned.
+
+        Args:
+            positions: [T], int64, each below P.
+            query: [T, H, D].
+            key: [T, G, D].
+            cos_sin_cache: [P, rot_dim], float32: rot_dim / 2 cosines, then as many sines. They
+                are rounded to the dtype of query before use, as Hugging Face models do.
+            is_neox: True pairs element i with i + rot_dim / 2 (Llama, NeoX); False pairs
+                2 i with 2 i + 1 (GPT-J).
+
+        Returns:
+            (query, key), shapes and dtypes as given. Elements from rot_dim on pass through.
+
+        Raises:
+            ValueError: rot_dim is odd or above D, or the numbers of tokens differ.
+        """
+
+    @abstractmethod
+    def reshape_and_cache(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Store the keys and values of new tokens in the cache, in place.
+
+        Args:
+            key: [T, G, D].
+            value: [T, G, D].
+            key_cache: [N, S, G, D], dense. Written.
+            value_cache: [N, S, G, D], dense. Written.
+            slot_mapping: [T], int64: block id * S + offset. A negative slot is not written
+                (padding). No slot may occur twice.
+
+        Raises:
+            ValueError: the shapes or dtypes do not fit each other.
+        """
+
+    @abstractmethod
+    def paged_attention_decode(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """Attention of one new token per request over everything its request has cached.
+
+        The key and value of the new token are already in the cache; its position is
+        seq_len - 1, and it sees itself. No step depends on values of a device tensor on the
+        host, so this can be captured in a graph.
+
+        Args:
+            query: [B, H, D].
+            key_cache: [N, S, G, D], dense.
+            value_cache: [N, S, G, D], dense.
+            block_tables: [B, max_blocks], int32. Entries after the last block of a request are
+                never used as content but must be valid block ids (NULL_BLOCK_ID).
+            seq_lens: [B], int32, the new token included. 0 marks a padding row.
+            scale: multiplies query @ key, usually 1 / sqrt(D).
+            sliding_window: None sees all keys; W sees the W most recent ones, itself included.
+
+        Returns:
+            [B, H, D], new and dense. Padding rows are zero. What the unused part of a block
+            holds (even NaN) has no effect.
+
+        Raises:
+            ValueError: H is not a multiple of G, or shapes, dtypes or the window are wrong.
+        """
+
+    @abstractmethod
+    def paged_attention_prefill(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Sequence[int] | np.ndarray,
+        seq_lens: Sequence[int] | np.ndarray,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """Causal attention of several new tokens per request, ragged.
+
+        Request b owns rows query_start_loc[b] to query_start_loc[b + 1] of query. They are the
+        LAST tokens of its seq_lens[b] tokens; the ones before them (an earlier chunk, a prefix
+        hit) are only in the cache. Keys and values of the new tokens are already there too.
+
+        Args:
+            query: [T, H, D].
+            key_cache: [N, S, G, D], dense.
+            value_cache: [N, S, G, D], dense.
+            block_tables: [B, max_blocks], int32.
+            query_start_loc: [B + 1], on the host: 0, then the running sum of query lengths.
+            seq_lens: [B], on the host: context and new tokens.
+            scale: multiplies query @ key, usually 1 / sqrt(D).
+            sliding_window: None sees all earlier keys; W sees the W most recent ones of each
+                query token, itself included.
+
+        Returns:
+            [T, H, D], new and dense. Rows from query_start_loc[B] on (padding) are zero.
+
+        Raises:
+            ValueError: H is not a multiple of G, a request has more new tokens than tokens, or
+                a table is too short.
+        """

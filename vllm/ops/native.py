@@ -1,0 +1,219 @@
+"""The reference that defines every operator: plain torch, any device, obviously right.
+
+Never optimised. Norms and softmax are computed in float32 whatever the dtype of the data. A
+device implementation derives from this class and replaces what it does better.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.ops.interface import Ops
+
+
+class NativeOps(Ops):
+    """Every operator in torch. Writes over no argument but the caches."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.shape != x.shape[-1:]:
+            raise ValueError(f"weight is {list(weight.shape)}, x is {list(x.shape)}")
+        x_float = x.float()
+        normed = x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * normed.to(x.dtype)
+
+    def fused_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if x.shape != residual.shape or x.dtype != residual.dtype:
+            raise ValueError(
+                f"x is {x.dtype} {list(x.shape)}, residual is {residual.dtype} "
+                f"{list(residual.shape)}"
+            )
+        new_residual = x + residual
+        return self.rms_norm(new_residual, weight, eps), new_residual
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        if x.shape[-1] % 2:
+            raise ValueError(f"the last dimension of x is {x.shape[-1]}, not gate and up")
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rotary_embedding(
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+    ) -> tuple[Tensor, Tensor]:
+        rot_dim, head_size = cos_sin_cache.shape[1], query.shape[2]
+        if rot_dim % 2 or rot_dim > head_size:
+            raise ValueError(f"rot_dim is {rot_dim}: not even, or above head size {head_size}")
+        num_tokens = positions.shape[0]
+        if query.shape[0] != num_tokens or key.shape[0] != num_tokens:
+            raise ValueError(
+                f"{num_tokens} positions for {query.shape[0]} queries and {key.shape[0]} keys"
+            )
+        # [T, 1, rot_dim / 2] each: one row of angles per token, the same for every head
+        cos, sin = cos_sin_cache[positions].to(query.dtype)[:, None].chunk(2, dim=-1)
+        return _rotate(query, cos, sin, is_neox), _rotate(key, cos, sin, is_neox)
+
+    def reshape_and_cache(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        for new, cache in ((key, key_cache), (value, value_cache)):
+            if new.shape[1:] != cache.shape[2:] or new.shape[0] != slot_mapping.shape[0]:
+                raise ValueError(
+                    f"new tokens are {list(new.shape)}, the cache is {list(cache.shape)}, "
+                    f"slot_mapping is {list(slot_mapping.shape)}"
+                )
+        if slot_mapping.shape[0] == 0:
+            return
+        # A boolean mask would read its size back to the host. Instead, padding tokens repeat
+        # the first real token (the same row to the same slot), or, when no token is real,
+        # write back what slot 0 holds.
+        is_real = slot_mapping >= 0
+        first_real = is_real.int().argmax(dim=0, keepdim=True)
+        source = torch.where(is_real, torch.arange(len(key), device=key.device), first_real)
+        slots = slot_mapping[source].clamp(min=0)
+        for new, cache in ((key, key_cache), (value, value_cache)):
+            flat = cache.flatten(0, 1)
+            flat[slots] = torch.where(is_real.any(), new[source], flat[slots])
+
+    def paged_attention_decode(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        check_attention(query, key_cache, value_cache, sliding_window)
+        num_kv_heads = key_cache.shape[2]
+        grouped = query.float().unflatten(1, (num_kv_heads, -1))  # [B, G, H / G, D]
+        # [B, max_blocks, S, G, D] -> [B, K, G, D], K = keys a table can hold
+        keys = key_cache[block_tables].flatten(1, 2).float()
+        values = value_cache[block_tables].flatten(1, 2).float()
+        position = torch.arange(keys.shape[1], device=query.device)
+        is_hidden = position >= seq_lens[:, None]  # [B, K]
+        if sliding_window is not None:
+            is_hidden |= position < seq_lens[:, None] - sliding_window
+        # What a block holds past the end may be NaN, and 0 * NaN is NaN: clear it.
+        values = values.masked_fill(is_hidden[:, :, None, None], 0.0)
+        scores = torch.einsum("bgrd,bkgd->bgrk", grouped, keys) * scale
+        scores = scores.masked_fill(is_hidden[:, None, None], float("-inf"))
+        weights = scores.softmax(-1).masked_fill((seq_lens == 0)[:, None, None, None], 0.0)
+        return torch.einsum("bgrk,bkgd->bgrd", weights, values).flatten(1, 2).to(query.dtype)
+
+    def paged_attention_prefill(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Sequence[int] | np.ndarray,
+        seq_lens: Sequence[int] | np.ndarray,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        check_attention(query, key_cache, value_cache, sliding_window)
+        block_size, num_kv_heads = key_cache.shape[1:3]
+        out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        for b, seq_len in enumerate(map(int, seq_lens)):
+            start, end = int(query_start_loc[b]), int(query_start_loc[b + 1])
+            num_blocks = -(-seq_len // block_size)
+            if end - start > seq_len or num_blocks > block_tables.shape[1]:
+                raise ValueError(
+                    f"request {b} has {end - start} new tokens of {seq_len} in all, and a table "
+                    f"of {block_tables.shape[1]} blocks of {block_size}"
+                )
+            if end == start:
+                continue
+            block_ids = block_tables[b, :num_blocks]
+            # [1, heads, tokens, D], as scaled_dot_product_attention wants them
+            q = query[start:end].transpose(0, 1)[None]
+            k, v = (
+                cache[block_ids].flatten(0, 1)[:seq_len].transpose(0, 1)[None]
+                for cache in (key_cache, value_cache)
+            )
+            mask, is_causal = _prefill_mask(end - start, seq_len, sliding_window, query.device)
+            attended = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=query.shape[1] != num_kv_heads,
+            )
+            out[start:end] = attended[0].transpose(0, 1)
+        return out
+
+
+def check_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, sliding_window: int | None
+) -> None:
+    """The part of the attention contract that does not depend on the phase.
+
+    Raises:
+        ValueError: heads, head sizes, dtypes or the window do not fit.
+    """
+    if key_cache.shape != value_cache.shape or query.shape[2] != key_cache.shape[3]:
+        raise ValueError(
+            f"query is {list(query.shape)}, key_cache is {list(key_cache.shape)}, "
+            f"value_cache is {list(value_cache.shape)}"
+        )
+    if query.shape[1] % key_cache.shape[2]:
+        raise ValueError(
+            f"{query.shape[1]} query heads is not a multiple of {key_cache.shape[2]} kv heads"
+        )
+    if query.dtype != key_cache.dtype or query.dtype != value_cache.dtype:
+        raise ValueError(
+            f"query is {query.dtype}, the caches are {key_cache.dtype} and {value_cache.dtype}"
+        )
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window is {sliding_window}; it must be at least 1, or None")
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
+    """Rotate pairs of the first 2 * cos.shape[-1] elements of every head of x [T, H, D]."""
+    rot_dim = 2 * cos.shape[-1]
+    rotated, rest = x[..., :rot_dim], x[..., rot_dim:]
+    if is_neox:
+        first, second = rotated.chunk(2, dim=-1)
+    else:
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+    # Written as (x * cos) + (rotate_half(x) * sin) so that bf16 rounds as Hugging Face does.
+    new_first = first * cos + -second * sin
+    new_second = second * cos + first * sin
+    if is_neox:
+        return torch.cat((new_first, new_second, rest), dim=-1)
+    return torch.cat((torch.stack((new_first, new_second), dim=-1).flatten(-2), rest), dim=-1)
+
+
+def _prefill_mask(
+    query_len: int, seq_len: int, sliding_window: int | None, device: torch.device
+) -> tuple[Tensor | None, bool]:
+    """(attn_mask, is_causal) of one request; the mask is bool [query_len, seq_len]."""
+    has_window = sliding_window is not None and sliding_window < seq_len
+    if query_len == seq_len and not has_window:
+        return None, True
+    if query_len == 1 and not has_window:
+        return None, False
+    # Bottom right: the last query sees the last key.
+    query_pos = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
+    key_pos = torch.arange(seq_len, device=device)
+    mask = key_pos <= query_pos
+    if sliding_window is not None:
+        mask &= key_pos > query_pos - sliding_window
+    return mask, False

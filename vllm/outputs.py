@@ -1,0 +1,129 @@
+"""What a user gets back: one `RequestOutput` per request, one `CompletionOutput` per sample."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Log-probability of one token at one position.
+
+    Attributes:
+        logprob: natural logarithm, of the raw distribution of the model.
+        rank: 1 for the likeliest token of the vocabulary.
+        decoded_token: its text, or None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One sampled continuation.
+
+    Attributes:
+        index: 0 to n - 1.
+        text: detokenised output.
+        token_ids: output tokens, the end token included.
+        cumulative_logprob: sum over the sampled tokens, or None when not asked for.
+        logprobs: per position, token id -> Logprob, the sampled token first.
+        finish_reason: "stop", "length", "abort", "error", or None while running.
+        stop_reason: the stop string or stop token id that ended it; None for the model's
+            own end token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: Any = None
+
+    def finished(self) -> bool:
+        """True when there is a finish reason."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestMetrics:
+    """Times of one request, in seconds of `time.time()` (arrival) or durations."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+class RequestOutput:
+    """The state of one request as its user sees it.
+
+    Attributes:
+        request_id: the id the request was added with.
+        prompt: the prompt text, or None when token ids were given.
+        prompt_token_ids: tokens of the prompt as it was run.
+        prompt_logprobs: per prompt position, None for the first, or None when not asked for.
+        outputs: one per sample, ordered by index.
+        finished: every sample has ended.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int] | None,
+        prompt_logprobs: list[dict[int, Logprob] | None] | None,
+        outputs: list[CompletionOutput],
+        finished: bool,
+        metrics: RequestMetrics | None = None,
+        lora_request: Any = None,
+        encoder_prompt: str | None = None,
+        encoder_prompt_token_ids: list[int] | None = None,
+        num_cached_tokens: int | None = None,
+        *,
+        multi_modal_placeholders: dict[str, Any] | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
+        **_future: Any,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.prompt_logprobs = prompt_logprobs
+        self.outputs = outputs
+        self.finished = finished
+        self.metrics = metrics
+        self.lora_request = lora_request
+        self.encoder_prompt = encoder_prompt
+        self.encoder_prompt_token_ids = encoder_prompt_token_ids
+        self.num_cached_tokens = num_cached_tokens
+        self.multi_modal_placeholders = multi_modal_placeholders or {}
+        self.kv_transfer_params = kv_transfer_params
+
+    def __repr__(self) -> str:
+        return (
+            f"RequestOutput(request_id={self.request_id!r}, prompt={self.prompt!r}, "
+            f"prompt_token_ids={self.prompt_token_ids}, outputs={self.outputs}, "
+            f"finished={self.finished}, num_cached_tokens={self.num_cached_tokens})"
+        )
+
+
+@dataclass
+class BeamSearchSequence:
+    """One beam: prompt and output tokens, and the sum of the output's log-probabilities."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The best beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence] = field(default_factory=list)

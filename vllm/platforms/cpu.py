@@ -1,0 +1,56 @@
+"""The CPU: the embedded default, with ragged launches and the kernels of `csrc/`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+
+from vllm import envs
+from vllm.platforms.interface import Platform
+
+if TYPE_CHECKING:
+    import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class CPUPlatform(Platform):
+    """The machine's own processor and memory."""
+
+    name = "cpu"
+    device_type = "cpu"
+    default_block_size = 16
+    default_max_num_seqs = 256
+    default_max_num_batched_tokens = 4096
+    worker_class = "vllm.worker.cpu_worker:CPUWorker"
+
+    @property
+    def ops_class(self) -> str:
+        """The compiled kernels, or plain torch when they are switched off."""
+        return "vllm.ops.cpu:CPUOps" if envs.get().VLLM_CPU_KERNELS else "vllm.ops.native:NativeOps"
+
+    def free_memory_bytes(self) -> int:
+        """What the machine has available, or the container if that is less."""
+        available = int(psutil.virtual_memory().available)
+        limit = _read_number(_CGROUP / "memory.max")
+        used = _read_number(_CGROUP / "memory.current")
+        if limit is not None and used is not None:
+            available = min(available, limit - used)
+        return max(0, available)
+
+    def allocate_cache(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
+        """Zeroed memory that the system commits page by page, as it is first written."""
+        import torch
+
+        # torch.zeros would touch every page at once; numpy leaves zeroing to the system.
+        raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+def _read_number(path: Path) -> int | None:
+    """The number in a cgroup file; None without the file or when it says "max"."""
+    if not path.is_file():
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdigit() else None

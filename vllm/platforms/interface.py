@@ -1,0 +1,42 @@
+"""What differs between devices, and nothing else.
+
+A platform answers questions and names the classes that serve it. Code above it never asks which
+platform it runs on: there is no `is_hpu()`.
+"""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Platform(ABC):
+    """One kind of device. Making one loads neither torch nor a driver."""
+
+    name: ClassVar[str]
+    """As in `--device`."""
+    device_type: ClassVar[str]
+    """Of `torch.device`."""
+    default_block_size: ClassVar[int]
+    default_max_num_seqs: ClassVar[int]
+    default_max_num_batched_tokens: ClassVar[int]
+    worker_class: ClassVar[str]
+    """module:Class of the worker that drives this device."""
+
+    @property
+    @abstractmethod
+    def ops_class(self) -> str:
+        """module:Class of the operator table."""
+
+    @abstractmethod
+    def free_memory_bytes(self) -> int:
+        """Device memory that this process can still take."""
+
+    @abstractmethod
+    def allocate_cache(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
+        """A zeroed tensor on the device for the KV cache.
+
+        Raises:
+            MemoryError: the device has not that much left.
+        """

@@ -1,0 +1,76 @@
+"""The state of one generation inside the engine core. Knows no text and no device."""
+
+from enum import IntEnum
+
+from vllm.messages import EngineRequest
+
+
+class RequestStatus(IntEnum):
+    """Where a request is; a preempted one waits again."""
+
+    WAITING = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+class Request:
+    """Tokens wanted, and what the KV cache holds of them.
+
+    Attributes:
+        spec: what the user asked, unchanging.
+        token_ids: prompt and the output known so far.
+        num_prompt_tokens: how many of them are the prompt.
+        status: where the request is.
+        row: index in the per-request arrays while running, else -1.
+        block_ids: its block table while running.
+        block_hashes: content hash of each full block of known tokens, as far as computed.
+        num_cached_blocks: leading blocks that the prefix cache knows.
+        num_cached_tokens: prompt tokens found cached at first admission; -1 before it.
+        num_prompt_logprobs: prompt positions whose log-probabilities were sent.
+        num_preemptions: times it lost its blocks.
+        sort_key: requests with smaller keys go first.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "block_ids",
+        "num_cached_blocks",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "request_id",
+        "row",
+        "sort_key",
+        "spec",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(self, spec: EngineRequest, sort_key: tuple[float, ...]) -> None:
+        self.spec = spec
+        self.request_id = spec.request_id
+        self.token_ids = list(spec.prompt_token_ids)
+        self.num_prompt_tokens = len(spec.prompt_token_ids)
+        self.status = RequestStatus.WAITING
+        self.row = -1
+        self.block_ids: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.num_cached_blocks = 0
+        self.num_cached_tokens = -1
+        self.num_preemptions = 0
+        self.num_prompt_logprobs = 0
+        self.sort_key = sort_key
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Every token of the prompt has to be computed, cached or not."""
+        return self.spec.sampling_params.prompt_logprobs is not None
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens sampled so far (a copy)."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {self.status.name}, {len(self.token_ids)} tokens)"

@@ -1,0 +1,136 @@
+"""min_p, top_k and top_p as thresholds: a row keeps the tokens whose logit is at least its floor.
+
+Applied in this order, each to the distribution that the one before left. A threshold cannot tell
+equal logits apart, so tokens that tie at the edge are all kept (and top_p counts just k of them).
+
+None sorts the vocabulary. top_k takes the k-th value. top_p after top_k looks at those k values.
+top_p alone bisects for the threshold of the wanted mass: a fixed number of passes over the weights,
+the same for every input.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from vllm.sample.blocks import split_blocks, top_values
+from vllm.sample.metadata import SamplingMetadata
+
+_NUM_BISECTIONS = 18
+"""Halvings of an interval of logarithms of about 25: 1e-4 is left."""
+
+
+def logit_floor(
+    logits: Tensor, maxima: Tensor, top: Tensor, metadata: SamplingMetadata
+) -> Tensor | None:
+    """The least logit that each row keeps after min_p, top_k, and top_p in rows with a top_k.
+
+    Args:
+        logits: [n, P] float32 before temperature, P a multiple of the block size.
+        maxima: [n, B] of `block_max(logits)`.
+        top: [n, 1] largest logit.
+        metadata: of the launch.
+
+    Returns:
+        [n, 1], -inf for rows that keep all; None when no row drops a token here.
+    """
+    floor = None
+    if metadata.min_p is not None:
+        # p(t) >= min_p * p(top), as logits before temperature; log(0) = -inf keeps all.
+        floor = top + _column(metadata.temperature, 1.0) * metadata.min_p[:, None].log()
+    if metadata.top_k is not None:
+        limited = _top_k_floor(logits, maxima, top, floor, metadata)
+        floor = limited if floor is None else torch.maximum(floor, limited)
+    return floor
+
+
+def _top_k_floor(
+    logits: Tensor,
+    maxima: Tensor,
+    top: Tensor,
+    floor: Tensor | None,
+    metadata: SamplingMetadata,
+) -> Tensor:
+    """[n, 1] floor of top_k, and of top_p among the k; -inf for rows without top_k."""
+    assert metadata.top_k is not None and metadata.max_top_k is not None
+    width = min(metadata.max_top_k, logits.shape[-1])
+    values, _ = top_values(logits, maxima, width)
+    top_k = metadata.top_k[:, None]
+    last = (top_k - 1).clamp(0, width - 1)
+    if metadata.top_p is not None:
+        position = torch.arange(width, device=logits.device)
+        kept = position < top_k
+        if floor is not None:
+            kept &= values >= floor
+        weights = likelihoods(values, top, metadata.temperature).masked_fill(~kept, 0.0)
+        sums = weights.cumsum(-1)
+        # Token j stays when the likelier ones do not yet have the mass; the likeliest always does.
+        short = (sums < metadata.top_p[:, None] * sums[:, -1:]).sum(-1, keepdim=True)
+        nucleus = torch.where(metadata.top_p[:, None] < 1, short, last)
+        last = torch.minimum(last, nucleus)
+    return torch.where(top_k > 0, values.gather(-1, last), float("-inf"))
+
+
+def nucleus_floor(weights: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
+    """The least weight in the smallest set of tokens with share top_p of the mass.
+
+    The threshold of nucleus sampling (Holtzman et al., arXiv:1904.09751) without a sort: the mass
+    of the tokens above a threshold falls with the threshold, so it is found by bisection, on the
+    logarithm. Tokens within a part in 10,000 of the last one's probability count as ties.
+
+    Args:
+        weights: [n, P] float32 likelihoods relative to the likeliest token, which has 1.
+        top_p: [n] in (0, 1]; 1 keeps all.
+        vocab_size: at most this many weights are not 0.
+
+    Returns:
+        [n, 1], at most 1; 0 where top_p is 1.
+    """
+    total = _mass(weights)
+    target = top_p[:, None] * total
+    # All tokens below this one together weigh less than what may be dropped.
+    spare = (1 - top_p[:, None]) * total / (2 * vocab_size)
+    low = spare.clamp_min(torch.finfo(torch.float32).tiny).log2()
+    step = -low
+    scratch = torch.empty_like(weights)
+    for _ in range(_NUM_BISECTIONS):
+        step = step / 2
+        middle = low + step
+        enough = _mass(keep_from(weights, middle.exp2(), scratch).mul_(weights)) >= target
+        low = torch.where(enough, middle, low)
+    return torch.where(top_p[:, None] < 1, low.exp2(), 0.0)
+
+
+def likelihoods(logits: Tensor, top: Tensor, temperature: Tensor | None) -> Tensor:
+    """exp((logits - top) / temperature): [n, m] float32 in new memory, the likeliest has 1.
+
+    Args:
+        logits: [n, m] float32.
+        top: [n, 1] largest logit of each row.
+        temperature: [n], or None for 1.
+    """
+    # Subtract first: the difference of near values is exact. exp2 is a third of exp's time on CPU.
+    scale = math.log2(math.e) / _column(temperature, 1.0)
+    return (logits - top).mul_(scale).exp2_()
+
+
+def keep_from(values: Tensor, floor: Tensor, out: Tensor | None = None) -> Tensor:
+    """1.0 where values [n, m] >= floor [n, 1], else 0.0.
+
+    A float mask, because torch vectorises that and a multiplication by it on CPU, and not a
+    boolean one: ten times faster.
+    """
+    return torch.ge(values, floor, out=torch.empty_like(values) if out is None else out)
+
+
+def _mass(weights: Tensor) -> Tensor:
+    """[n, P] -> [n, 1] sum, in an order that neither n nor padding changes.
+
+    A plain sum of a single row is split over threads, and where a vectorised one breaks off
+    depends on its length.
+    """
+    return split_blocks(weights).sum(-1).cumsum(-1)[:, -1:]
+
+
+def _column(values: Tensor | None, default: float) -> Tensor | float:
+    return default if values is None else values[:, None]

@@ -1,0 +1,93 @@
+"""Log-probabilities of the model's own distribution, before any sampling parameter."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm.messages import IntArray, LogprobRows
+from vllm.sample.blocks import as_whole_blocks, block_max, split_blocks, top_values
+from vllm.sample.filters import likelihoods
+from vllm.sample.metadata import LogprobPlan
+
+_PASS_ELEMENTS = 2**20
+"""Logits in one pass: temporaries that stay in the cache of a CPU."""
+
+
+class LogprobTensors(NamedTuple):
+    """Log-probabilities of n rows, on the device of the logits; see `LogprobRows`."""
+
+    token_ids: Tensor
+    """[n, 1 + k] int32: the given token, then the likeliest ones, most likely first."""
+    logprobs: Tensor
+    """[n, 1 + k] float32"""
+    ranks: Tensor
+    """[n] int32: rank of the given token; 1 is the likeliest."""
+
+
+def gather_logprobs(
+    logits: Tensor,
+    token_ids: Tensor,
+    num_logprobs: int,
+    *,
+    pass_elements: int | None = _PASS_ELEMENTS,
+) -> LogprobTensors:
+    """Log-probabilities of given tokens and of the likeliest ones.
+
+    Args:
+        logits: [n, V] any float dtype, as the model made them.
+        token_ids: [n] int32 or int64.
+        num_logprobs: k, at most V are given.
+        pass_elements: logits to work on at a time; None is all, for a device with static shapes.
+
+    Returns:
+        Tensors of n rows. The rank is 1 + the number of tokens with a larger logit, so tokens
+        that tie have the same.
+    """
+    num_rows, vocab_size = logits.shape
+    size = num_rows if pass_elements is None else max(1, pass_elements // vocab_size)
+    if num_rows <= size:
+        return _gather(logits, token_ids, num_logprobs)
+    parts = [
+        _gather(logits[i : i + size], token_ids[i : i + size], num_logprobs)
+        for i in range(0, num_rows, size)
+    ]
+    return LogprobTensors(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _gather(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> LogprobTensors:
+    vocab_size = logits.shape[-1]
+    x = as_whole_blocks(logits)
+    maxima = block_max(x)
+    top = maxima.amax(-1, keepdim=True)
+    weights = split_blocks(likelihoods(x, top, None))
+    # log(sum(exp(x))) = top + log(sum(exp(x - top)))
+    log_total = top + weights.sum(-1).sum(-1, keepdim=True).log()
+    given = token_ids[:, None].long()
+    given_logits = x.gather(-1, given)
+    is_above = torch.gt(x, given_logits, out=torch.empty_like(x))
+    ranks = split_blocks(is_above).sum(-1).sum(-1).int() + 1
+    if num_logprobs:
+        values, indices = top_values(x, maxima, min(num_logprobs, vocab_size))
+        given, given_logits = torch.cat([given, indices], -1), torch.cat([given_logits, values], -1)
+    return LogprobTensors(given.int(), given_logits - log_total, ranks)
+
+
+def split_rows(found: LogprobTensors, rows: IntArray, plan: LogprobPlan) -> dict[int, LogprobRows]:
+    """One `LogprobRows` of one position for each row that asked.
+
+    Args:
+        found: of the rows of `plan`, in that order. Waits for the device.
+        rows: [n] rows of the launch.
+        plan: of the launch.
+    """
+    token_ids, logprobs, ranks = (values.cpu().numpy() for values in found)
+    wanted = zip(plan.indices.tolist(), plan.num_logprobs.tolist(), strict=True)
+    return {
+        int(rows[index]): LogprobRows(
+            token_ids=token_ids[i : i + 1, : 1 + k],
+            logprobs=logprobs[i : i + 1, : 1 + k],
+            ranks=ranks[i : i + 1],
+        )
+        for i, (index, k) in enumerate(wanted)
+    }

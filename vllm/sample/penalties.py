@@ -1,0 +1,134 @@
+"""Presence, frequency and repetition penalties over the tokens a request has seen.
+
+Only tokens that occur in the prompt or the output change, so a row keeps a list of its distinct
+tokens with their counts: a few thousand numbers, where a count per token of the vocabulary would be
+a pass over all of it for every row and step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.messages import FloatArray, IntArray
+
+_MIN_WIDTH = 64
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Penalties of one launch of n rows. T is the most distinct tokens in a row."""
+
+    token_ids: Tensor
+    """[n, T] int32 distinct tokens; padding is the vocabulary size."""
+    counts: Tensor
+    """[n, T] float32 times each token was generated; 0 when it is in the prompt only."""
+    presence: Tensor
+    """[n] float32, 0 is off."""
+    frequency: Tensor
+    """[n] float32, 0 is off."""
+    repetition: Tensor
+    """[n] float32, 1 is off."""
+
+    def __getitem__(self, rows: Tensor) -> "Penalties":
+        """Of some rows only; [m] int64."""
+        return Penalties(
+            self.token_ids[rows],
+            self.counts[rows],
+            self.presence[rows],
+            self.frequency[rows],
+            self.repetition[rows],
+        )
+
+    def apply(self, logits: Tensor) -> None:
+        """Change logits [n, P] float32 in place.
+
+        Repetition divides positive and multiplies negative logits of tokens in the prompt or the
+        output (CTRL, arXiv:1909.05858). Then frequency is subtracted for each time a token was
+        generated, and presence once if it was.
+
+        P is above the vocabulary size and that column is -inf, so that padding changes nothing.
+        """
+        token_ids = self.token_ids.long()
+        values = logits.gather(-1, token_ids)
+        repetition = self.repetition[:, None]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        values -= self.counts * self.frequency[:, None]
+        values -= (self.counts > 0) * self.presence[:, None]
+        logits.scatter_(-1, token_ids, values)
+
+
+class TokenCounts:
+    """Distinct tokens of each penalised row and how often each was generated. On the host.
+
+    Args:
+        max_num_seqs: rows.
+        vocab_size: also the id of padding.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._token_ids: IntArray = np.empty((max_num_seqs, 0), np.int32)
+        self._counts: FloatArray = np.empty((max_num_seqs, 0), np.float32)
+        self._columns: dict[int, dict[int, int]] = {}
+        """row -> token id -> its column; the arrays are padding from len(that) on."""
+
+    def add(
+        self, row: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        """Start to count for a row.
+
+        Args:
+            row: not counted yet.
+            prompt_token_ids: known with count 0.
+            output_token_ids: counted.
+        """
+        assert row not in self._columns
+        output = dict(zip(*_distinct(output_token_ids), strict=True))
+        known = [t for t in _distinct(prompt_token_ids)[0] if t not in output]
+        self._columns[row] = {t: column for column, t in enumerate([*output, *known])}
+        self._reserve(len(self._columns[row]))
+        self._token_ids[row, : len(output) + len(known)] = [*output, *known]
+        self._counts[row, : len(output)] = list(output.values())
+
+    def remove(self, row: int) -> None:
+        """Stop to count for a row."""
+        width = len(self._columns.pop(row))
+        self._token_ids[row, :width] = self._vocab_size
+        self._counts[row, :width] = 0
+
+    def record(self, row: int, token_id: int) -> None:
+        """A token was generated in a row that is counted."""
+        columns = self._columns[row]
+        column = columns.get(token_id)
+        if column is None:
+            column = columns[token_id] = len(columns)
+            self._reserve(len(columns))
+            self._token_ids[row, column] = token_id
+        self._counts[row, column] += 1
+
+    def max_distinct(self, rows: Sequence[int]) -> int:
+        """The most distinct tokens in any of the rows; rows that are not counted have none."""
+        return max((len(self._columns[row]) for row in rows if row in self._columns), default=0)
+
+    def gather(self, rows: IntArray, width: int) -> tuple[IntArray, FloatArray]:
+        """[n, width] token ids and counts; rows that are not counted are padding."""
+        self._reserve(width)
+        return self._token_ids[rows, :width], self._counts[rows, :width]
+
+    def _reserve(self, width: int) -> None:
+        """Make room for this many distinct tokens."""
+        num_rows, have = self._token_ids.shape
+        if width <= have:
+            return
+        more = max(_MIN_WIDTH, width, 2 * have) - have
+        padding = np.full((num_rows, more), self._vocab_size, np.int32)
+        self._token_ids = np.concatenate([self._token_ids, padding], 1)
+        self._counts = np.concatenate([self._counts, np.zeros((num_rows, more), np.float32)], 1)
+
+
+def _distinct(token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    values, counts = np.unique(np.asarray(token_ids, np.int32), return_counts=True)
+    return values.tolist(), counts.tolist()

@@ -1,0 +1,72 @@
+"""Random numbers that depend on a request's seed and a position, and on nothing else.
+
+A generator with state gives a request other numbers when its neighbours change. Here number p of a
+seed is a function of the seed and p, so a request samples the same tokens alone, in a crowd, and
+after a preemption. Pure numpy.
+
+The function is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom
+Number Generators", OOPSLA 2014), applied twice to the seed and once to the position.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+KeyArray = npt.NDArray[np.uint64]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+def stream_keys(seeds: npt.NDArray[Any], stream: int = 0) -> KeyArray:
+    """What of a random number depends on the seed alone, to be computed once per request.
+
+    Args:
+        seeds: [n] int64 or uint64; a negative seed is its two's complement.
+        stream: numbers of different streams are independent of each other.
+
+    Returns:
+        [n] for `uniforms_at`.
+    """
+    # Twice, so that neither adding to the seed nor changing the stream shifts along one sequence.
+    keys = _mix(seeds.astype(np.uint64) + np.uint64(_GOLDEN))
+    return _mix(keys + np.uint64((stream + 1) * _GOLDEN & _MASK))
+
+
+def uniforms_at(keys: KeyArray, positions: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """The number at each position of each key's stream.
+
+    Args:
+        keys: [n] from `stream_keys`.
+        positions: [n] integers, at least 0.
+
+    Returns:
+        [n] float32 in (0, 1): odd multiples of 2**-24, so that neither end can be reached.
+    """
+    bits = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
+    # 23 random bits and a half need 24 bits, the mantissa of a float32: nothing is rounded.
+    fractions = (bits >> np.uint64(41)).astype(np.float32)
+    fractions += np.float32(0.5)
+    fractions *= np.float32(2.0**-23)
+    return fractions
+
+
+def uniforms(
+    seeds: npt.NDArray[Any], positions: npt.NDArray[Any], stream: int = 0
+) -> npt.NDArray[np.float32]:
+    """[n] float32 in (0, 1): number `positions[i]` of stream `stream` of seed `seeds[i]`.
+
+    Args:
+        seeds: [n] int64 or uint64.
+        positions: [n] integers, at least 0.
+        stream: for further independent draws at the same positions.
+    """
+    return uniforms_at(stream_keys(seeds, stream), positions)
+
+
+def _mix(z: KeyArray) -> KeyArray:
+    """The finaliser: a bijection of 64-bit numbers in which each bit depends on all."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -1,0 +1,182 @@
+"""Logits to tokens.
+
+For each row, in this order:
+
+    processors, logit_bias, allowed_token_ids, bad_words, min_tokens     change logits, or forbid
+    repetition, frequency and presence penalty
+    argmax, if the row is greedy; else
+    temperature -> min_p -> top_k -> top_p                               each on what is left
+    one draw by the row's uniform number                                 inverse of the CDF
+
+Log-probabilities are of the logits as they came. Nothing here waits for the device or has a shape
+that depends on values, and a row's token does not depend on the rows around it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.sample.blocks import argmax, as_whole_blocks, block_max, draw, padded_copy, split_blocks
+from vllm.sample.filters import keep_from, likelihoods, logit_floor, nucleus_floor
+from vllm.sample.logprobs import LogprobTensors, gather_logprobs
+from vllm.sample.metadata import Feature, FeatureArray, IndexArray, LogprobPlan, SamplingMetadata
+from vllm.sample.processors import LogitsProcessorError
+
+_PASS_ELEMENTS = 2**20
+"""Logits in one pass: temporaries that stay in the cache of a CPU."""
+
+_SPLIT_ELEMENTS = 2**16
+"""Fewer logits than this are not worth more than one pass."""
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """Tokens of n rows. Tensors are on the device, nothing has been waited for."""
+
+    token_ids: Tensor
+    """[n] int32, always in the vocabulary; meaningless where `invalid` or in `errors`."""
+    invalid: Tensor
+    """[n] bool: the row's logits hold NaN or +inf, or no token is allowed."""
+    logprobs: LogprobTensors | None = None
+    """Of the rows of `logprob_plan`, in its order."""
+    logprob_plan: LogprobPlan | None = None
+    errors: dict[int, str] = field(default_factory=dict)
+    """Host: row of the launch -> what a logits processor of the user did wrong."""
+
+
+class Sampler:
+    """Samples one token for each row. Has no state.
+
+    Args:
+        pass_elements: on a CPU, rows are sampled in passes of about this many logits, so that
+            temporaries stay in the cache and rows pay for no feature of other rows. None is one
+            pass over all rows, for a device with static shapes. The tokens are the same.
+    """
+
+    def __init__(self, pass_elements: int | None = _PASS_ELEMENTS) -> None:
+        self._pass_elements = pass_elements
+
+    @torch.inference_mode()
+    def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+        """Sample.
+
+        Args:
+            logits: [n, V] float32, bfloat16 or float16; only read.
+            metadata: of the same n rows.
+        """
+        errors: dict[int, str] = {}
+        if metadata.features is None or not self._is_split(logits):
+            token_ids, top = _sample(logits, metadata, errors)
+        else:
+            token_ids, top = self._sample_in_passes(logits, metadata, metadata.features, errors)
+        token_ids, plan = token_ids.int(), metadata.logprobs
+        return SamplerOutput(
+            token_ids=token_ids,
+            invalid=(top - top) != 0,  # NaN if top is not finite
+            logprobs=None if plan is None else self._logprobs(logits, token_ids, plan),
+            logprob_plan=plan,
+            errors=errors,
+        )
+
+    def _is_split(self, logits: Tensor) -> bool:
+        return self._pass_elements is not None and logits.numel() > _SPLIT_ELEMENTS
+
+    def _sample_in_passes(
+        self,
+        logits: Tensor,
+        metadata: SamplingMetadata,
+        features: FeatureArray,
+        errors: dict[int, str],
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, vocab_size = logits.shape
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        top = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+        assert self._pass_elements is not None
+        for indices in _passes(features, max(1, self._pass_elements // vocab_size)):
+            rows = torch.from_numpy(indices).to(logits.device)
+            first, last = int(indices[0]), int(indices[-1])
+            is_slice = last - first == len(indices) - 1  # a view costs nothing, a copy a pass
+            part = logits[first : last + 1] if is_slice else logits[rows]
+            part_errors: dict[int, str] = {}
+            part_token_ids, part_top = _sample(part, metadata.select(indices, rows), part_errors)
+            token_ids[rows] = part_token_ids
+            top[rows] = part_top.float()
+            errors.update({int(indices[i]): error for i, error in part_errors.items()})
+        return token_ids, top
+
+    def _logprobs(self, logits: Tensor, token_ids: Tensor, plan: LogprobPlan) -> LogprobTensors:
+        if plan.rows is not None:
+            logits, token_ids = logits[plan.rows], token_ids[plan.rows]
+        return gather_logprobs(logits, token_ids, plan.width, pass_elements=self._pass_elements)
+
+
+def _passes(features: FeatureArray, size: int) -> Iterator[IndexArray]:
+    """Rows of like cost and features together, at most `size` at a time, each row once."""
+    is_random = (features & Feature.RANDOM) > 0
+    bits = Feature.TOP_P | Feature.TOP_K
+    is_dear = ((features & bits) == Feature.TOP_P) | ((features & Feature.LARGE_TOP_K) > 0)
+    cost = is_random.astype(np.int32) + (is_random & is_dear)
+    order = np.lexsort((features, cost))
+    ends = np.flatnonzero(np.diff(cost[order])) + 1
+    for group in np.split(order, ends):
+        for start in range(0, len(group), size):
+            yield np.sort(group[start : start + size])
+
+
+def _sample(
+    logits: Tensor, metadata: SamplingMetadata, errors: dict[int, str]
+) -> tuple[Tensor, Tensor]:
+    """[n] int64 token ids and [n] largest processed logits, which are not finite in a bad row."""
+    vocab_size = logits.shape[-1]
+    if metadata.changes_logits:
+        x = padded_copy(logits)
+        _change_logits(x, vocab_size, metadata, errors)
+    elif metadata.all_greedy:
+        x = logits
+    else:
+        x = as_whole_blocks(logits)
+    maxima = block_max(x)
+    top = maxima.amax(-1)
+    if metadata.all_greedy:
+        token_ids = argmax(x, maxima)
+    else:
+        token_ids = _sample_random(x, maxima, top[:, None], vocab_size, metadata)
+        if metadata.greedy_mask is not None:
+            token_ids = torch.where(metadata.greedy_mask, argmax(x, maxima), token_ids)
+    # Only a row of NaN can point at padding.
+    return token_ids.clamp_max(vocab_size - 1), top
+
+
+def _change_logits(
+    x: Tensor, vocab_size: int, metadata: SamplingMetadata, errors: dict[int, str]
+) -> None:
+    for row, processors in metadata.processors:
+        try:
+            processors.apply(x[row, :vocab_size])
+        except LogitsProcessorError as error:
+            errors[row] = str(error)
+    if metadata.edits is not None:
+        metadata.edits.apply(x)
+    if metadata.masks is not None:
+        metadata.masks.apply(x)
+    if metadata.penalties is not None:
+        metadata.penalties.apply(x)
+
+
+def _sample_random(
+    x: Tensor, maxima: Tensor, top: Tensor, vocab_size: int, metadata: SamplingMetadata
+) -> Tensor:
+    assert metadata.uniforms is not None
+    weights = likelihoods(x, top, metadata.temperature)
+    floor = logit_floor(x, maxima, top, metadata)
+    if floor is not None:
+        weights.mul_(keep_from(x, floor))
+    if metadata.unbounded_top_p and metadata.top_p is not None:
+        top_p = metadata.top_p
+        if metadata.top_k is not None:  # those rows have had their top_p
+            top_p = torch.where(metadata.top_k > 0, 1.0, top_p)
+        weights.mul_(keep_from(weights, nucleus_floor(weights, top_p, vocab_size)))
+    return draw(split_blocks(weights), metadata.uniforms)

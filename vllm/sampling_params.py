@@ -1,0 +1,312 @@
+"""What a user asks of the sampler, checked when it is made. Knows no torch and no engine."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from numbers import Integral, Real
+from typing import Any
+
+import msgspec
+
+from vllm.errors import RequestError
+
+_SAMPLING_EPS = 1e-5
+_MIN_TEMPERATURE = 0.01
+
+
+class RequestOutputKind(IntEnum):
+    """What each intermediate output of a request holds."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What is new since the last output."""
+    FINAL_ONLY = 2
+    """Nothing until the request has finished."""
+
+
+class SamplingType(IntEnum):
+    """How the next token is chosen."""
+
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
+
+
+class GuidedDecodingParams(msgspec.Struct, kw_only=True):
+    """Constraints on the form of the output; at most one kind may be set."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    backend: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    disable_fallback: bool = False
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+        given = [kind for kind in kinds if getattr(self, kind) not in (None, False)]
+        if len(given) > 1:
+            raise RequestError(
+                f"guided decoding takes one kind of constraint, got {', '.join(given)}",
+                param="guided_decoding",
+            )
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
+    """How to sample one request.
+
+    Args:
+        n: outputs per prompt.
+        best_of: accepted when equal to `n`.
+        presence_penalty: subtracted from logits of tokens in the output so far; [-2, 2].
+        frequency_penalty: the same, times the number of occurrences; [-2, 2].
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the
+            prompt or output; above 0, 1 is off (CTRL, arXiv:1909.05858).
+        temperature: divides the logits; 0 is greedy.
+        top_p: keep the smallest set of tokens with this probability; (0, 1] (arXiv:1904.09751).
+        top_k: keep the k most likely tokens; 0 or -1 is off.
+        min_p: drop tokens less likely than this share of the likeliest; [0, 1] (arXiv:2407.01082).
+        seed: makes the request reproducible whatever it is batched with; -1 is None.
+        stop: strings that end the output; left out of the text unless
+            `include_stop_str_in_output`.
+        stop_token_ids: token ids that end the output, beside the model's end tokens.
+        bad_words: words that may not be generated.
+        ignore_eos: go on after an end-of-sequence token.
+        max_tokens: output tokens at most; None is up to `max_model_len`.
+        min_tokens: no end token before this many output tokens.
+        logprobs: log-probabilities of this many likeliest tokens per position, besides the
+            sampled one; 0 is the sampled one only, None is off.
+        prompt_logprobs: the same for prompt tokens.
+        detokenize: produce text.
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: put spaces between special tokens in the text.
+        logits_processors: callables `f(output_ids, logits)` or
+            `f(prompt_ids, output_ids, logits)`, logits [vocab_size] float32 -> the same.
+        truncate_prompt_tokens: keep the last k prompt tokens.
+        output_kind: what intermediate outputs hold.
+        logit_bias: token id -> value added to its logit.
+        allowed_token_ids: only these may be generated.
+        extra_args: passed on to plug-ins.
+
+    Raises:
+        RequestError: (a ValueError) a value is out of range; names the field.
+        TypeError: `top_k` or `n` is not an integer.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logits_processors: list[Callable[..., Any]] | None = None
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    guided_decoding: GuidedDecodingParams | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._normalize()
+        self._check_numbers()
+        self._check_lists()
+        if self.temperature < _SAMPLING_EPS:
+            if self.n > 1:
+                raise RequestError(
+                    f"n must be 1 when using greedy sampling (temperature 0), got {self.n}",
+                    param="n",
+                )
+            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+        elif self.temperature < _MIN_TEMPERATURE:
+            warnings.warn(
+                f"temperature {self.temperature} is raised to {_MIN_TEMPERATURE}: "
+                "smaller values overflow",
+                stacklevel=2,
+            )
+            self.temperature = _MIN_TEMPERATURE
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> "SamplingParams":
+        """Build from fields of which any may be None, which means the default."""
+        if (bias := values.get("logit_bias")) is not None:
+            try:
+                values["logit_bias"] = {
+                    int(t): min(100.0, max(-100.0, float(b))) for t, b in bias.items()
+                }
+            except (TypeError, ValueError, AttributeError):
+                raise RequestError(
+                    f"logit_bias must map token ids to numbers, got {bias!r}", param="logit_bias"
+                ) from None
+        keep_none = {"max_tokens"}
+        return cls(**{k: v for k, v in values.items() if v is not None or k in keep_none})
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        """Greedy, random, or random with a seed of its own."""
+        if self.temperature < _SAMPLING_EPS:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    def clone(self) -> "SamplingParams":
+        """A copy whose lists can be changed; logits processors are shared, not copied."""
+        memo = {id(p): p for p in self.logits_processors or ()}
+        return copy.deepcopy(self, memo)
+
+    def _normalize(self) -> None:
+        if self.seed == -1:
+            self.seed = None
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.stop = list(self.stop) if self.stop is not None else []
+        self.stop_token_ids = list(self.stop_token_ids) if self.stop_token_ids else []
+        self.bad_words = list(self.bad_words) if self.bad_words else []
+        if self.logprobs is True:
+            self.logprobs = 1
+        if self.prompt_logprobs is True:
+            self.prompt_logprobs = 1
+
+    def _check_numbers(self) -> None:
+        for name in ("n", "top_k"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+        _check_range("n", self.n, at_least=1)
+        _check_range("presence_penalty", self.presence_penalty, at_least=-2, at_most=2)
+        _check_range("frequency_penalty", self.frequency_penalty, at_least=-2, at_most=2)
+        _check_range("repetition_penalty", self.repetition_penalty, above=0)
+        _check_range("temperature", self.temperature, at_least=0)
+        _check_range("top_p", self.top_p, above=0, at_most=1)
+        _check_range("top_k", self.top_k, at_least=-1)
+        _check_range("min_p", self.min_p, at_least=0, at_most=1)
+        for name in ("max_tokens", "truncate_prompt_tokens"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), at_least=1)
+        _check_integer("min_tokens", self.min_tokens, at_least=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), at_least=0)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, at_least=-(2**63), at_most=2**63 - 1)
+        if self.best_of is not None and self.best_of != self.n:
+            raise RequestError(
+                f"best_of ({self.best_of}) other than n ({self.n}) is not supported: "
+                "ask for n outputs and rank them by cumulative_logprob",
+                param="best_of",
+            )
+
+    def _check_lists(self) -> None:
+        _check_strings("stop", self.stop)
+        _check_strings("bad_words", self.bad_words)
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True", param="stop")
+        _check_token_ids("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
+            _check_token_ids("allowed_token_ids", self.allowed_token_ids)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise RequestError(
+                    f"logit_bias must map token ids to numbers, got {self.logit_bias!r}",
+                    param="logit_bias",
+                )
+            _check_token_ids("logit_bias", list(self.logit_bias))
+            for token_id, bias in self.logit_bias.items():
+                _check_range(f"logit_bias[{token_id}]", bias, at_least=-math.inf, at_most=math.inf)
+        for processor in self.logits_processors or ():
+            if not callable(processor):
+                raise RequestError(
+                    f"logits_processors must be callables, got {processor!r}",
+                    param="logits_processors",
+                )
+
+
+class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How to search for the likeliest continuations of a prompt."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _check_integer("beam_width", self.beam_width, at_least=1)
+        _check_integer("max_tokens", self.max_tokens, at_least=1)
+        _check_range("temperature", self.temperature, at_least=0)
+
+
+def _check_range(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> None:
+    """Refuse what is not a number in the range; NaN is in no range."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise RequestError(f"{name} must be a number, got {value!r}", param=name)
+    number = float(value)
+    tests = [
+        (above is None or number > above, f"above {above}"),
+        (at_least is None or number >= at_least, f"at least {at_least}"),
+        (at_most is None or number <= at_most, f"at most {at_most}"),
+    ]
+    is_endless = math.isinf(number) and at_most is None
+    if math.isnan(number) or is_endless or not all(good for good, _ in tests):
+        bounds = " and ".join(text for _, text in tests if not text.endswith("None"))
+        raise RequestError(f"{name} must be a finite number {bounds}, got {value}", param=name)
+
+
+def _check_integer(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
+    if int(value) < at_least or (at_most is not None and int(value) > at_most):
+        upper = f" and at most {at_most}" if at_most is not None else ""
+        raise RequestError(f"{name} must be at least {at_least}{upper}, got {value}", param=name)
+
+
+def _check_strings(name: str, values: Sequence[Any] | None) -> None:
+    for value in values or ():
+        if not isinstance(value, str) or not value:
+            raise RequestError(f"{name} must hold non-empty strings, got {value!r}", param=name)
+
+
+def _check_token_ids(name: str, values: Sequence[Any] | None) -> None:
+    for value in values or ():
+        if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 0:
+            raise RequestError(
+                f"{name} must hold token ids (integers >= 0), got {value!r}", param=name
+            )

@@ -1,0 +1,95 @@
+"""Sampling defaults and end tokens that a model brings in generation_config.json."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vllm.config import ModelConfig
+from vllm.errors import ConfigError, RequestError
+from vllm.logger import init_logger
+from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.json_file import read_json_object
+
+logger = init_logger(__name__)
+
+_FILE_NAME = "generation_config.json"
+
+# Name in the file -> name in SamplingParams.
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+# `do_sample` is not honoured: a request that wants greedy decoding says temperature 0.
+_ALSO_IN_OVERRIDES = {"max_tokens", "eos_token_id", "bos_token_id", "pad_token_id", "do_sample"}
+
+
+def load_generation_defaults(model_config: ModelConfig) -> dict[str, Any]:
+    """Defaults for requests that leave a sampling parameter open.
+
+    Returns:
+        Some of the SamplingParams fields temperature, top_p, top_k, min_p, repetition_penalty
+        and max_tokens, and always `eos_token_ids`: list of int, the tokens that end an output.
+        The end tokens are a property of the model: they are read even when
+        `generation_config` is "vllm" and its sampling defaults are not.
+
+    Raises:
+        ConfigError: a file or an override is damaged, or a value is out of range.
+    """
+    source = model_config.generation_config
+    overrides = model_config.override_generation_config
+    _check_override_names(overrides)
+    of_model = _read_file(Path(model_config.resolved_path))
+    if source in ("auto", "vllm"):
+        chosen = of_model if source == "auto" else {}
+    elif (Path(source).expanduser() / _FILE_NAME).is_file():
+        chosen = _read_file(Path(source).expanduser())
+    else:
+        raise ConfigError(f"generation_config={source!r}: that folder has no {_FILE_NAME}")
+    sampling = _read_sampling({**chosen, **overrides})
+    if sampling:
+        _log_once(", ".join(f"{name}={value}" for name, value in sampling.items()))
+    return {**sampling, "eos_token_ids": _read_eos_token_ids({**of_model, **chosen, **overrides})}
+
+
+def _read_file(folder: Path) -> dict[str, Any]:
+    path = folder / _FILE_NAME
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _check_override_names(overrides: Mapping[str, Any]) -> None:
+    known = _SAMPLING.keys() | _ALSO_IN_OVERRIDES
+    for name in overrides:
+        if name not in known:
+            raise ConfigError(
+                f"override_generation_config: {name!r} is not one of {', '.join(sorted(known))}"
+            )
+
+
+def _read_sampling(content: Mapping[str, Any]) -> dict[str, Any]:
+    names = {**_SAMPLING, "max_tokens": "max_tokens"}
+    found = {new: content[old] for old, new in names.items() if content.get(old) is not None}
+    try:
+        SamplingParams(**found)
+    except (RequestError, TypeError) as error:
+        raise ConfigError(f"{_FILE_NAME} or override_generation_config: {error}") from None
+    return found
+
+
+def _read_eos_token_ids(content: Mapping[str, Any]) -> list[int]:
+    value = content.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ConfigError(f"{_FILE_NAME}: eos_token_id must be token ids, got {value!r}")
+    return list(ids)
+
+
+@cache
+def _log_once(defaults: str) -> None:
+    logger.info(
+        "sampling defaults of the model: %s (generation_config='vllm' drops them)", defaults
+    )

@@ -1,0 +1,68 @@
+"""The config.json of a model, completed by transformers with the defaults of its model type."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm.errors import ConfigError
+from vllm.transformers_utils.json_file import read_json_object
+
+
+def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says, with `overrides` in place; imports no transformers.
+
+    Raises:
+        ConfigError: no config.json, or broken JSON.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"model folder '{folder}' has no config.json")
+    return _with_overrides(read_json_object(path), overrides)
+
+
+def complete_hf_config(
+    raw: Mapping[str, Any], folder: Path, *, trust_remote_code: bool
+) -> dict[str, Any]:
+    """`raw`, from `read_hf_config`, with the defaults of its model type; plain data.
+
+    Args:
+        trust_remote_code: run the config class in `folder` when the model brings its own.
+
+    Raises:
+        ConfigError: a model type nobody here knows, or values that transformers refuses.
+    """
+    from transformers import AutoConfig, __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = raw.get("model_type")
+    has_own_code = "AutoConfig" in (raw.get("auto_map") or {})
+    # What transformers and a model's own code raise about a bad value has no common type.
+    try:
+        if has_own_code and trust_remote_code:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+            return {**config.to_dict(), **raw}
+        if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+            return dict(CONFIG_MAPPING[model_type].from_dict(dict(raw)).to_dict())
+    except Exception as error:
+        raise ConfigError(f"config.json of '{folder}': {' '.join(str(error).split())}") from error
+    fix = (
+        "it brings its own code, which runs with trust_remote_code"
+        if has_own_code
+        else f"transformers {__version__} does not know it; a newer one may"
+    )
+    raise ConfigError(f"model_type {model_type!r} of '{folder}': {fix}")
+
+
+def _with_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace values; one in the spelling of transformers 4 also reaches `rope_parameters`."""
+    merged = {**raw, **overrides}
+    rope = raw.get("rope_parameters")
+    if isinstance(rope, Mapping) and "rope_parameters" not in overrides:
+        if isinstance(overrides.get("rope_scaling"), Mapping):
+            # Moved, not copied: transformers would let it win, without the theta.
+            scaling = merged.pop("rope_scaling")
+            rope = {"rope_theta": rope.get("rope_theta"), **scaling}
+        if "rope_theta" in overrides:
+            rope = {**rope, "rope_theta": overrides["rope_theta"]}
+        merged["rope_parameters"] = dict(rope)
+    return merged

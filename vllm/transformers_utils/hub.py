@@ -1,0 +1,94 @@
+"""From the name of a model to a local folder, downloading when it is a name on the hub."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm.config.load import LoadFormat
+from vllm.errors import ConfigError
+
+_METADATA = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
+_SAFETENSORS = ("*.safetensors",)
+_PICKLES = ("*.bin", "*.pt")
+
+
+def resolve_model_folder(
+    name: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    ignore_patterns: Sequence[str] = (),
+    load_format: LoadFormat = "auto",
+) -> Path:
+    """The folder of a model: `name` itself when it is one, else a download from the hub.
+
+    Weights are downloaded in one form only, safetensors before pickles; none for "dummy".
+    `HF_HUB_OFFLINE`, `HF_TOKEN` and the other variables of huggingface_hub apply.
+
+    Raises:
+        ConfigError: no such folder or repository, or the download failed.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"model {name!r} is a file; name the folder that holds its config.json")
+    if _looks_like_path(name):
+        raise ConfigError(f"model folder {name!r} does not exist")
+
+    def download(*patterns: str) -> Path:
+        return _download(name, revision, download_dir, patterns, ignore_patterns)
+
+    if load_format == "dummy":
+        return download(*_METADATA)
+    if load_format == "pt":
+        return download(*_METADATA, *_PICKLES)
+    folder = download(*_METADATA, *_SAFETENSORS)
+    if load_format == "auto" and not any(folder.glob("*.safetensors")):
+        return download(*_METADATA, *_PICKLES)
+    return folder
+
+
+def _looks_like_path(name: str) -> bool:
+    """True for what cannot be a hub name, which is `name` or `organisation/name`."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name
+
+
+def _download(
+    name: str,
+    revision: str | None,
+    download_dir: str | None,
+    allow_patterns: Sequence[str],
+    ignore_patterns: Sequence[str],
+) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=list(allow_patterns),
+            ignore_patterns=list(ignore_patterns),
+        )
+    # The network, the proxy, the disk and the hub's answers all fail with types of their own.
+    except Exception as error:
+        raise ConfigError(f"cannot get model {name!r}: {_explain(error, revision)}") from error
+    return Path(folder)
+
+
+def _explain(error: Exception, revision: str | None) -> str:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "it is gated; accept its terms on huggingface.co and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            "there is no such folder here and no such repository on the hub, or it needs HF_TOKEN"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"it has no revision {revision!r}"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        if constants.HF_HUB_OFFLINE:
+            return "it is not a folder here and not in the cache, and HF_HUB_OFFLINE is set"
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        return f"it is not a folder here and not in the cache, and the hub is not reached{cause}"
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,28 @@
+"""Reading the JSON files of a model folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm.errors import ConfigError
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not JSON, or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object")
+    return value

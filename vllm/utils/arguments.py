@@ -1,0 +1,72 @@
+"""An argument parser that takes flags with dashes or underscores and helps with typing errors."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """`--max_model_len` is `--max-model-len`; an unknown flag is answered with the nearest one.
+
+    An error is two lines, without the usage: with dozens of flags that would hide the error.
+    Flags cannot be abbreviated, because a new flag would make an old command line ambiguous.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As in argparse, after underscores of flags became dashes."""
+        return super().parse_known_args(
+            _with_dashes(sys.argv[1:] if args is None else args), namespace
+        )
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
+        """As in argparse; exits with code 2 when something is left over."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown, parsed)
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error and where the flags are listed; exit with code 2."""
+        self.exit(2, f"error: {message}\n(see '{self.prog} --help')\n")
+
+    def _refuse(self, unknown: list[str], parsed: argparse.Namespace) -> NoReturn:
+        parser = self._chosen(parsed)
+        known = [f for f in parser._option_string_actions if f.startswith("--")]
+        flags = [token.partition("=")[0] for token in unknown if token.startswith("-")]
+        hints = []
+        for flag in flags or unknown:
+            near = difflib.get_close_matches(flag, known, n=1)
+            hints.append(f"{flag} (did you mean {near[0]}?)" if near else flag)
+        plural = "s" if len(hints) > 1 else ""
+        parser.error(f"unrecognized argument{plural}: {', '.join(hints)}")
+
+    def _chosen(self, parsed: argparse.Namespace) -> "FlexibleArgumentParser":
+        """The parser of the subcommand that was given; needs subparsers with a `dest`."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                chosen = action.choices.get(getattr(parsed, action.dest, None) or "")
+                if isinstance(chosen, FlexibleArgumentParser):
+                    return chosen._chosen(parsed)
+        return self
+
+
+def _with_dashes(tokens: Iterable[str]) -> list[str]:
+    """Underscores to dashes in flag names; not in values, and not after a bare `--`."""
+    result: list[str] = []
+    verbatim = False
+    for token in tokens:
+        verbatim = verbatim or token == "--"
+        if token.startswith("--") and not verbatim:
+            flag, equals, value = token.partition("=")
+            token = flag.replace("_", "-") + equals + value
+        result.append(token)
+    return result

@@ -1,0 +1,49 @@
+"""The worker of the CPU."""
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.distributed import TPGroup
+from vllm.messages import SchedulerOutput
+from vllm.model_executor.loader import load_model
+from vllm.ops import set_ops
+from vllm.platforms import resolve_platform
+from vllm.utils.imports import load_class
+from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block, count_blocks
+from vllm.worker.model_runner import ModelRunner, StepHandle
+
+
+class CPUWorker:
+    """Runs the model in this process, on torch's threads.
+
+    Args:
+        config: of the engine.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self.config = config
+        self.device = torch.device("cpu")
+        self.platform = resolve_platform("cpu")
+        set_ops(load_class(self.platform.ops_class)())
+
+    def load_model(self) -> None:
+        """Build the model and read its weights."""
+        model = load_model(self.config, TPGroup(), self.device)
+        self.runner = ModelRunner(self.config, model, self.device)
+
+    def initialize_cache(self) -> int:
+        """Size and allocate the KV cache; the number of blocks, the null block included."""
+        layers = self.runner.attention_layers
+        dtype = getattr(torch, self.config.model.dtype_name)
+        block_size = self.config.cache.block_size
+        num_blocks = count_blocks(
+            self.config,
+            bytes_per_block(layers, block_size, dtype),
+            self.platform.free_memory_bytes(),
+        )
+        bind_kv_caches(layers, self.platform, num_blocks, block_size, dtype)
+        return num_blocks
+
+    def execute_model(self, step: SchedulerOutput) -> StepHandle:
+        """Start a step; at most one is in flight."""
+        return self.runner.execute(step)

@@ -1,0 +1,37 @@
+"""How one scheduler step becomes forward passes."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm.messages import IntArray, SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One forward pass over n rows, decodes (one token) before prefills.
+
+    Launches of a step run in order: a later one may read what an earlier one has cached.
+    """
+
+    rows: IntArray
+    """[n]"""
+    num_computed_tokens: IntArray
+    """[n] position of each row's first token in this pass."""
+    num_scheduled_tokens: IntArray
+    """[n] tokens of each row in this pass."""
+
+
+class LaunchPlanner(Protocol):
+    """Splits a step into launches that the device can run."""
+
+    def plan(self, step: SchedulerOutput) -> list[Launch]:
+        """The launches of a step, in the order they run; together they cover all its rows."""
+        ...
+
+
+class RaggedPlanner:
+    """Everything in one launch, nothing padded: for devices that take any shape."""
+
+    def plan(self, step: SchedulerOutput) -> list[Launch]:
+        """One launch with all rows."""
+        return [Launch(step.rows, step.num_computed_tokens, step.num_scheduled_tokens)]

@@ -1,0 +1,70 @@
+"""From a launch to the tensors of a forward pass."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.attention import AttentionMetadata
+from vllm.messages import IntArray
+from vllm.worker.input_batch import InputBatch
+from vllm.worker.launch import Launch
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """A ragged launch, ready to run: T tokens of n rows."""
+
+    input_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64."""
+    metadata: AttentionMetadata
+    sampled: IntArray
+    """Indices into the launch's rows of those that sample a token."""
+    logits_indices: Tensor | None
+    """[len(sampled)] int64: the token whose logits each of them samples from; None: all T."""
+
+
+def build_ragged_input(
+    batch: InputBatch, launch: Launch, block_size: int, device: torch.device
+) -> ModelInput:
+    """Flatten the scheduled tokens of the rows, in order of the rows."""
+    rows, start, count = launch.rows, launch.num_computed_tokens, launch.num_scheduled_tokens
+    seq_lens = start + count
+    num_decodes = int((count == 1).sum())
+    only_decodes = num_decodes == len(rows)
+    if only_decodes:
+        token_rows, positions = rows, start
+        query_start_loc = np.arange(len(rows) + 1, dtype=np.int32)
+    else:
+        query_start_loc = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(count, out=query_start_loc[1:])
+        token_rows = np.repeat(rows, count)
+        within = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1], count)
+        positions = np.repeat(start, count) + within
+    blocks = batch.block_table[token_rows, positions // block_size].astype(np.int64)
+    slots = blocks * block_size + positions % block_size
+
+    max_blocks = -(-int(seq_lens.max()) // block_size)
+    metadata = AttentionMetadata(
+        num_decodes=num_decodes,
+        slot_mapping=torch.from_numpy(slots).to(device),
+        block_tables=torch.from_numpy(batch.block_table[rows, :max_blocks]).to(device),
+        seq_lens=torch.from_numpy(seq_lens).to(device),
+        query_start_loc=query_start_loc,
+        host_seq_lens=seq_lens,
+    )
+    sampled = np.flatnonzero(seq_lens >= batch.num_tokens[rows]).astype(np.int32)
+    all_tokens = only_decodes and len(sampled) == len(rows)
+    last = query_start_loc[1:][sampled].astype(np.int64) - 1
+    return ModelInput(
+        input_ids=torch.from_numpy(batch.token_ids[token_rows, positions].astype(np.int64)).to(
+            device
+        ),
+        positions=torch.from_numpy(positions.astype(np.int64)).to(device),
+        metadata=metadata,
+        sampled=sampled,
+        logits_indices=None if all_tokens else torch.from_numpy(last).to(device),
+    )
