@@ -305,8 +305,8 @@ class Stage:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        done = f"{self.tokens:,} tokens in {self.steps:,} steps, {self.seconds / 60:.0f} minutes"
-        return f"1. `{self.options}`: {done}"
+        tokens, minutes = self.tokens / 1e6, self.seconds / 60
+        return f"1. `{self.options}`: {tokens:.1f} million tokens in {minutes:.0f} minutes"
 
 
 def train(
@@ -470,7 +470,7 @@ tags: [llama, python, tiny, demo]
 
 A Llama-architecture language model with {parameters:,} parameters, trained from scratch on the
 sources of Python's standard library. It exists for demonstrations and tests: small enough to
-ship with a package and to run anywhere, real enough that its output can be recognised.
+ship with a package and to run anywhere, and yet not random.
 
 ## Architecture
 
@@ -493,8 +493,9 @@ has more than {HELD_OUT_MAX_CHARS:,} characters.
 
 ## Training
 
-`python tools/train_bundled_model.py --out {args.out}`, in {len(stages)} stage(s); each one after \
-the first continues (`--init`) from the weights of the one before:
+`python tools/train_bundled_model.py --out {args.out}` with the options below.
+Every stage after the first continues (`--init`) from the weights of the one before; a stage that
+took less time than its `--minutes` was stopped early, before the learning rate had decayed.
 
 {history}
 
@@ -514,9 +515,10 @@ the chats only the answers count:
 
 ## Intended use and limits
 
-For demonstrations, tests and benchmarks of inference software. It imitates the look of standard
-library code and docstrings; what it states about Python is often wrong, and it knows nothing
-else. It was trained on contexts of up to {LONG_BLOCK} tokens; positions beyond that, up to
+For demonstrations, tests and benchmarks of inference software, not for answers: it imitates the
+look of standard library code and docstrings, repeats itself, and what it says about Python is
+mostly wrong or beside the question; it knows nothing else.
+It was trained on contexts of up to {LONG_BLOCK} tokens; positions beyond that, up to
 {a["max_position_embeddings"]}, are accepted but untrained.
 
 ## Licence

@@ -30,8 +30,9 @@ class CompletionOutput:
         cumulative_logprob: sum over the sampled tokens, or None when not asked for.
         logprobs: per position, token id -> Logprob, the sampled token first.
         finish_reason: "stop", "length", "abort", "error", or None while running.
-        stop_reason: the stop string or stop token id that ended it; None for the model's
-            own end token.
+        stop_reason: the stop string or stop token id that ended it, or the message of an error;
+            None for the tokenizer's end token. Further end tokens of the model, those of
+            generation_config.json, are given like stop token ids.
     """
 
     index: int
@@ -50,7 +51,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times of one request, in seconds of `time.time()` (arrival) or durations."""
+    """Times of one request, in seconds of `time.time()`; None is not yet."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -112,7 +113,16 @@ class RequestOutput:
 
 @dataclass
 class BeamSearchSequence:
-    """One beam: prompt and output tokens, and the sum of the output's log-probabilities."""
+    """One beam.
+
+    Attributes:
+        tokens: prompt and output.
+        logprobs: of the output, per position.
+        cum_logprob: sum over the output tokens, the end token included.
+        text: of prompt and output, special tokens too; None without a tokenizer.
+        finish_reason: "stop" or "length".
+        stop_reason: the end token.
+    """
 
     tokens: list[int]
     logprobs: list[dict[int, Logprob]]

@@ -52,11 +52,11 @@ def setups(draw: st.DrawFn) -> Setup:
     max_partial = draw(st.integers(1, 3))
     limits = {
         "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": draw(st.integers(least, MAX_MODEL_LEN + 16)),
+        "max_num_batched_tokens": least + draw(st.integers(0, 24)),
         "enable_chunked_prefill": is_chunked,
         "max_num_partial_prefills": max_partial,
         "max_long_partial_prefills": draw(st.integers(1, max_partial)),
-        "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3, 8])),
+        "long_prefill_token_threshold": draw(st.sampled_from([0, 3, 8])),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
     }
     least_blocks = -(-MAX_MODEL_LEN // block_size)
@@ -184,11 +184,11 @@ def random_setup(rng: random.Random) -> Setup:
     return Setup(
         limits={
             "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": rng.randint(max_num_seqs, 40) if is_chunked else 64,
+            "max_num_batched_tokens": max_num_seqs + rng.randint(0, 20) if is_chunked else 64,
             "enable_chunked_prefill": is_chunked,
             "max_num_partial_prefills": max_partial,
             "max_long_partial_prefills": rng.randint(1, max_partial),
-            "long_prefill_token_threshold": rng.choice([0, 0, 3, 8]),
+            "long_prefill_token_threshold": rng.choice([0, 3, 5, 8]),
             "scheduling_policy": rng.choice(["fcfs", "priority"]),
         },
         num_blocks=rng.randint(least_blocks, least_blocks * 4),

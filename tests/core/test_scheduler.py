@@ -314,13 +314,14 @@ def test_the_request_with_the_largest_key_makes_room():
         assert (results[name].token_ids, results[name].finished) == expected_result(spec)
 
 
-def test_a_preempted_request_comes_back_before_later_arrivals():
+def test_a_preempted_request_comes_back_before_those_who_arrived_after_it():
     loop = make_loop(num_blocks=7)
     loop.add(*(make_request(name, 7, max_tokens=8) for name in "abc"))
-    for _ in range(3):
-        loop.step()
-    assert names(loop.scheduler.waiting) == ["c"]
+    loop.step()
     loop.add(make_request("d", 2))
+    loop.step()
+    loop.step()
+    assert running(loop) == ["a", "b"]
     while "d" not in running(loop):
         loop.step()
     assert "c" not in names(loop.scheduler.waiting)
@@ -345,6 +346,17 @@ def test_a_request_whose_last_token_is_in_flight_runs_no_more():
     assert loop.step() == {"a": 1}
     assert loop.step() == {}
     assert loop.results["a"].finished == Finished(FinishReason.LENGTH)
+
+
+def test_admission_leaves_half_a_block_to_each_running_request():
+    loop = make_loop(num_blocks=9)
+    loop.add(*(make_request(name, 6, max_tokens=3) for name in "abc"))
+    loop.step()
+    loop.add(make_request("d", 5))
+    loop.step()
+    assert running(loop) == ["a", "b", "c"], "3 blocks are free, d wants 2, 2 are left alone"
+    loop.run()
+    assert loop.scheduler.num_preemptions == 0
 
 
 def test_a_prompt_does_not_start_before_all_of_it_fits():
@@ -408,8 +420,20 @@ def test_an_urgent_request_takes_the_place_of_the_least_important(lack):
     loop.step()
     assert running(loop) == ["urgent", "a"]
     assert names(loop.scheduler.waiting) == ["b"]
+    assert loop.scheduler.num_preemptions == 1
     results = loop.run()
     assert all(result.finished for result in results.values())
+
+
+def test_nobody_is_preempted_for_a_request_that_was_cancelled_meanwhile():
+    loop = priority_loop(max_num_seqs=1)
+    loop.add(make_request("a", priority=1))
+    loop.step()
+    loop.add(make_request("urgent"))
+    loop.step()
+    loop.abort("urgent")
+    loop.step()
+    assert loop.scheduler.num_preemptions == 0
 
 
 def test_requests_of_equal_priority_do_not_preempt_each_other():
@@ -437,6 +461,20 @@ def test_nobody_is_preempted_when_that_would_not_make_enough_room():
     loop.add(make_request("vip", 24, priority=-2, max_tokens=8), make_request("a", 4, priority=1))
     loop.step()
     loop.add(make_request("urgent", 32, priority=-1))
+    loop.step()
+    loop.step()
+    assert running(loop) == ["vip", "a"]
+    loop.run()
+
+
+def test_nobody_is_preempted_for_blocks_that_the_waiting_one_would_share_with_him():
+    """Setting them free makes no room: they are the prefix that it counts on already."""
+    loop = priority_loop(num_blocks=16)
+    loop.add(make_request("vip", 24, priority=-2, max_tokens=8))
+    loop.add(make_request("a", list(range(16)), priority=1, max_tokens=12))
+    loop.step()
+    loop.step()
+    loop.add(make_request("urgent", list(range(36)), priority=-1))
     loop.step()
     loop.step()
     assert running(loop) == ["vip", "a"]

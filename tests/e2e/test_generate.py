@@ -1,6 +1,7 @@
 """The public interface on the bundled model: what a user does, and does wrong."""
 
 import math
+import signal
 
 import pytest
 import torch
@@ -193,18 +194,21 @@ def test_parameters_must_match_the_prompts(llm):
         llm.generate(PROMPTS[:3], [SamplingParams()] * 2, use_tqdm=False)
 
 
-def test_an_interrupted_call_leaves_a_usable_engine(llm, monkeypatch):
-    step, calls = llm.llm_engine.step, []
+def test_ctrl_c_in_the_middle_of_a_step_leaves_a_usable_engine(llm, monkeypatch):
+    core = llm.llm_engine.engine_core
+    execute, calls = core.executor.execute_model, []
 
-    def interrupted():
+    def interrupted(step):
         calls.append(1)
         if len(calls) == 3:
-            raise KeyboardInterrupt
-        return step()
+            signal.raise_signal(signal.SIGINT)
+        return execute(step)
 
-    monkeypatch.setattr(llm.llm_engine, "step", interrupted)
+    monkeypatch.setattr(core.executor, "execute_model", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+    assert len(calls) == 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.undo()
     assert not llm.llm_engine.has_unfinished_requests()
     assert_still_serves(llm)

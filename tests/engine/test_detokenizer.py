@@ -1,5 +1,7 @@
 """Text made token by token equals text made at once, for every kind of tokenizer."""
 
+import copy
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -131,6 +133,15 @@ def test_special_tokens_are_shown_only_when_asked_for(make):
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_added_tokens_read_as_they_are_written(make):
+    tokenizer = copy.deepcopy(make())
+    tokenizer.add_tokens(["<\uff5cuser\uff5c>", "<a b>"])
+    token_ids = encode(tokenizer, "the <\uff5cuser\uff5c> mat <a b>")
+    assert token_ids[-1] == len(tokenizer) - 1
+    assert "".join(stream(tokenizer, token_ids)) == tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
 def test_common_tokenizers_take_the_fast_way_and_others_the_general_one(make):
     assert isinstance(DetokenizerFactory(make()).create([]), ByteDetokenizer)
     assert isinstance(DetokenizerFactory(metaspace()).create([]), WindowDetokenizer)
@@ -144,6 +155,18 @@ def test_text_of_one_token_keeps_its_space_and_marks_part_of_a_character():
     assert factory.text_of(token_id) == " the"
     assert factory.text_of(encode(tokenizer, "🙂")[0]) == UNKNOWN
     assert factory.text_of(tokenizer.eos_token_id) == "</s>"
+
+
+def test_a_decoder_with_one_mark_per_byte_shows_no_half_character_either():
+    def decode(token_ids):
+        try:
+            return bytes(token_ids).decode()
+        except UnicodeDecodeError as error:
+            good = bytes(token_ids[: error.start]).decode()
+            return good + UNKNOWN * (len(token_ids) - error.start)
+
+    detokenizer = WindowDetokenizer(decode, range(256), prompt_token_ids=[])
+    assert [detokenizer.push([byte]) for byte in "🙂".encode()] == ["", "", "", "🙂"]
 
 
 def test_work_per_token_does_not_grow_even_when_nothing_is_valid():

@@ -209,6 +209,15 @@ def test_text_held_back_for_a_stop_string_is_shown_at_the_end():
     assert "".join(output.outputs[0].text for output in outputs) == "a </e"
 
 
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_an_incomplete_character_at_the_end_is_shown_as_decode_shows_it(kind):
+    token_ids = encode("a 🙂")[:-1]
+    outputs, _ = run(make(output_kind=kind), token_ids)
+    samples = [output.outputs[0] for output in outputs]
+    text = "".join(sample.text for sample in samples) if kind is DELTA else samples[-1].text
+    assert text == byte_level().decode(token_ids)
+
+
 def test_a_failed_request_tells_why_and_the_others_go_on(caplog):
     processor = make(output_kind=FINAL_ONLY)
     add(processor, "other")
@@ -277,6 +286,13 @@ def test_a_delta_holds_only_samples_with_news_and_an_end_is_told_once():
     (output,), _ = processor.process(tokens({"0_r": 10}, {"0_r": LENGTH}))
     assert [(s.index, s.finish_reason) for s in output.outputs] == [(0, "length")]
     assert output.finished
+
+
+def test_of_several_samples_the_first_tells_what_was_cached_before_the_request():
+    processor = make(n=2)
+    processor.process(tokens({"0_r": 10}, num_cached_tokens={"0_r": 0}))
+    (output,), _ = processor.process(tokens({"1_r": 10}, num_cached_tokens={"1_r": 2}))
+    assert output.num_cached_tokens == 0
 
 
 def test_a_stop_string_ends_one_sample_only():

@@ -19,6 +19,7 @@ from tests.sample.helpers import (
     sample,
 )
 from vllm.sample.blocks import BLOCK_SIZE, draw, split_blocks
+from vllm.sample.filters import nucleus_floor
 from vllm.sample.sampler import Sampler
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -103,11 +104,35 @@ def test_kept_tokens_are_those_that_transformers_keeps(params, vocab_size):
 def test_min_p_comes_before_top_k_before_top_p():
     # Shares 0.4, 0.3, 0.2, 0.1. min_p drops the last, top_k 2 leaves 4/7 and 3/7, and top_p 0.5
     # of that keeps the first alone; of all four tokens it would keep two.
-    logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.0]).log()
     assert set(draws(logits, 500, min_p=0.3, top_k=2, top_p=0.5)) == {3}
     assert set(draws(logits, 500, top_p=0.5)) == {3, 2}
-    # top_p 0.8 needs all three tokens that min_p leaves (4 + 3 < 0.8 * 9).
-    assert set(draws(logits, 500, min_p=0.3, top_p=0.8)) == {1, 2, 3}
+    # Of the three tokens that min_p leaves, top_p 0.75 needs two: 4 + 3 > 0.75 * 9; of all, three.
+    for top_k in (0, 4):
+        assert set(draws(logits, 500, min_p=0.3, top_p=0.75, top_k=top_k)) == {3, 2}
+        assert set(draws(logits, 500, top_p=0.75, top_k=top_k)) == {3, 2, 1}
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_top_p_is_the_smallest_set_that_has_the_mass(top_k):
+    shares = torch.tensor([0.5, 0.25, 0.125, 0.125, 0.0])
+    assert set(draws(shares.log(), 500, top_p=0.5, top_k=top_k)) == {0}
+    assert set(draws(shares.log(), 500, top_p=0.51, top_k=top_k)) == {0, 1}
+    assert set(draws(shares.log(), 500, top_p=0.75, top_k=top_k)) == {0, 1}
+    assert set(draws(shares.log(), 500, top_p=1e-6, top_k=top_k)) == {0}
+
+
+@pytest.mark.parametrize("vocab_size", [4096, 40_960])
+def test_the_threshold_of_top_p_has_the_same_bits_in_any_batch(vocab_size):
+    logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(2))
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    padded = torch.cat([weights, torch.zeros(5, BLOCK_SIZE)], -1)
+    top_p = torch.tensor([0.1, 0.5, 0.9, 0.99, 1.0])
+    together = nucleus_floor(weights, top_p, vocab_size)
+    assert together.equal(nucleus_floor(padded, top_p, vocab_size))
+    for row in range(5):
+        alone = nucleus_floor(weights[row : row + 1], top_p[row : row + 1], vocab_size)
+        assert together[row].equal(alone[0])
 
 
 def test_min_p_is_a_share_of_the_likeliest_after_temperature():
@@ -181,6 +206,15 @@ def test_a_token_without_probability_is_never_drawn(data):
     many = weights.expand(len(uniforms), -1)
     found = draw(split_blocks(many), torch.tensor(uniforms, dtype=torch.float32))
     assert (weights[0, found] > 0).all()
+
+
+def test_rounding_inside_a_block_does_not_lead_to_a_token_without_probability():
+    """The sum of a block and the running sum inside it are rounded in different ways."""
+    weights = torch.rand(2000, 2 * BLOCK_SIZE, generator=torch.Generator().manual_seed(12))
+    weights[:, 100:] = 0
+    for uniform in (1 - 2**-24, 1 - 3 * 2**-24):
+        found = draw(split_blocks(weights), torch.full((2000,), uniform))
+        assert (weights.gather(-1, found[:, None]) > 0).all()
 
 
 def test_a_draw_is_the_inverse_of_the_running_sum():

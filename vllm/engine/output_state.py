@@ -85,8 +85,8 @@ class SampleState:
     def end(self, finished: Finished) -> None:
         """The core has ended the sample. A stop string in its last token comes first."""
         num_tokens = len(self.token_ids)
-        hides_last = finished.reason is FinishReason.STOP and num_tokens > self._num_read
-        if hides_last and not self.request.params.include_stop_str_in_output:
+        is_stop = finished.reason is FinishReason.STOP
+        if is_stop and not self.request.params.include_stop_str_in_output:
             num_tokens -= 1  # the text of a stop token is left out, as that of a stop string
         if (matched := self.read(num_tokens)) is not None:
             self.end_at_stop_string(matched)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.beam_search import search_beams
 from vllm.entrypoints.chat_utils import ChatOptions, ContentFormat, Message, render_chat
+from vllm.entrypoints.interrupt import defer_interrupts
 from vllm.entrypoints.progress import GenerationProgress, MakeBar
 from vllm.errors import CapacityError, RequestError
 from vllm.inputs import PromptType, TextPrompt, TokensPrompt
@@ -239,8 +240,9 @@ class LLM:
     ) -> dict[str, RequestOutput]:
         """Step until nothing is pending; what has finished is taken out of it."""
         finished: dict[str, RequestOutput] = {}
-        with GenerationProgress(len(pending), use_tqdm) as progress:
+        with GenerationProgress(len(pending), use_tqdm) as progress, defer_interrupts() as ctrl_c:
             while pending:
+                ctrl_c.raise_if_set()
                 for output in self.llm_engine.step():
                     if output.finished and output.request_id in pending:
                         del pending[output.request_id]

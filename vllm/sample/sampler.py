@@ -146,7 +146,7 @@ def _sample(
         token_ids = _sample_random(x, maxima, top[:, None], vocab_size, metadata)
         if metadata.greedy_mask is not None:
             token_ids = torch.where(metadata.greedy_mask, argmax(x, maxima), token_ids)
-    # Only a row of NaN can point at padding.
+    # What argmax and searchsorted make of NaN, on any device, must not be padding.
     return token_ids.clamp_max(vocab_size - 1), top
 
 

@@ -1,0 +1,47 @@
+"""Ctrl-C between two steps instead of inside one.
+
+A step that is torn in half leaves scheduler and workers in different states, and the engine
+cannot go on. So the first Ctrl-C waits for the step that is running.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class PendingInterrupt:
+    """Whether Ctrl-C was pressed since `defer_interrupts` was entered."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def raise_if_set(self) -> None:
+        """Raise KeyboardInterrupt if it was; to be called where it is safe to leave."""
+        if self.is_set:
+            raise KeyboardInterrupt
+
+    def handle(self, signum: int, frame: FrameType | None) -> None:
+        """The signal handler. Who presses twice does not want to wait."""
+        if self.is_set:
+            raise KeyboardInterrupt
+        self.is_set = True
+
+
+@contextmanager
+def defer_interrupts() -> Iterator[PendingInterrupt]:
+    """Hold Ctrl-C back inside the block, for the block to ask after.
+
+    Changes nothing outside the main thread, or where the program handles SIGINT itself.
+    """
+    pending = PendingInterrupt()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield pending
+        return
+    signal.signal(signal.SIGINT, pending.handle)
+    try:
+        yield pending
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
