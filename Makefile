@@ -24,8 +24,10 @@ lint: $(VENV)/.installed-dev ## format, lint, types, architecture
 	$(BIN)/mypy vllm
 	$(BIN)/lint-imports
 
+# One thread per process: two test processes already use two cores, and OpenMP threads that find
+# no core to run on wait for each other.
 unit: $(VENV)/.installed-dev ## the tests
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 format: $(VENV)/.installed-dev ## rewrite the sources in the house format
 	$(BIN)/ruff format .
@@ -43,7 +45,7 @@ bench: $(VENV)/.installed ## the figures of docs/performance.md
 clean: ## remove everything that was built
 	rm -rf $(VENV) build dist *.egg-info vllm/ops/*.so
 
-SOURCES := setup.py pyproject.toml requirements-cpu.txt $(wildcard csrc/*/*)
+SOURCES := setup.py pyproject.toml requirements-common.txt requirements-cpu.txt $(wildcard csrc/*/*)
 
 $(VENV)/.installed: $(SOURCES)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)

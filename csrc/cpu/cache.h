@@ -21,8 +21,7 @@ int64_t reshape_and_cache(const T* key, const T* value, T* key_cache, T* value_c
     const int64_t slot = slot_mapping[t];
     if (slot < 0) return;
     __builtin_memcpy(key_cache + slot * row_size, key + t * key_stride, row_size * sizeof(T));
-    __builtin_memcpy(value_cache + slot * row_size, value + t * value_stride,
-                     row_size * sizeof(T));
+    __builtin_memcpy(value_cache + slot * row_size, value + t * value_stride, row_size * sizeof(T));
   });
   return -1;
 }

@@ -9,9 +9,9 @@ namespace vllm_cpu {
 // Arguments of paged decode attention.
 template <typename T>
 struct DecodeArgs {
-  const T* query;        // [num_requests, num_heads, head_size], requests query_stride apart
-  const T* key_cache;    // [num_blocks, block_size, num_kv_heads, head_size], dense
-  const T* value_cache;  // the same
+  const T* query;               // [num_requests, num_heads, head_size], requests query_stride apart
+  const T* key_cache;           // [num_blocks, block_size, num_kv_heads, head_size], dense
+  const T* value_cache;         // the same
   const int32_t* block_tables;  // [num_requests, max_blocks], requests table_stride apart
   const int32_t* seq_lens;      // [num_requests]
   T* out;                       // [num_requests, num_heads, head_size], dense
@@ -23,8 +23,8 @@ struct DecodeArgs {
 
 template <typename T>
 struct Kernels {
-  void (*rms_norm)(const T* x, const T* weight, T* out, int64_t rows, int64_t heads,
-                   int64_t hidden, int64_t x_stride, float eps, int num_threads);
+  void (*rms_norm)(const T* x, const T* weight, T* out, int64_t rows, int64_t heads, int64_t hidden,
+                   int64_t x_stride, float eps, int num_threads);
   void (*fused_add_rms_norm)(T* x, T* residual, const T* weight, int64_t rows, int64_t hidden,
                              float eps, int num_threads);
   void (*silu_and_mul)(const T* x, T* out, int64_t rows, int64_t size, int64_t x_stride,
@@ -32,8 +32,7 @@ struct Kernels {
   int64_t (*rotary_embedding)(const int64_t* positions, T* query, T* key, const float* cos_sin,
                               int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
                               int64_t head_size, int64_t query_stride, int64_t key_stride,
-                              int64_t rot_dim, int64_t max_positions, int is_neox,
-                              int num_threads);
+                              int64_t rot_dim, int64_t max_positions, int is_neox, int num_threads);
   int64_t (*reshape_and_cache)(const T* key, const T* value, T* key_cache, T* value_cache,
                                const int64_t* slot_mapping, int64_t num_tokens, int64_t row_size,
                                int64_t key_stride, int64_t value_stride, int64_t num_slots,

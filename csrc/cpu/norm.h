@@ -37,16 +37,16 @@ void rms_norm(const T* x, const T* weight, T* out, int64_t rows, int64_t heads, 
               int64_t x_stride, float eps, int num_threads) {
   parallel_rows(rows, heads * hidden, num_threads, [&](int64_t row) {
     for (int64_t head = 0; head < heads; ++head) {
-      rms_norm_row(x + row * x_stride + head * hidden, weight,
-                   out + (row * heads + head) * hidden, hidden, eps);
+      rms_norm_row(x + row * x_stride + head * hidden, weight, out + (row * heads + head) * hidden,
+                   hidden, eps);
     }
   });
 }
 
 // residual = x + residual; x = rms_norm(residual). Both [rows, hidden], dense, in place.
 template <typename T>
-void fused_add_rms_norm(T* x, T* residual, const T* weight, int64_t rows, int64_t hidden,
-                        float eps, int num_threads) {
+void fused_add_rms_norm(T* x, T* residual, const T* weight, int64_t rows, int64_t hidden, float eps,
+                        int num_threads) {
   parallel_rows(rows, 2 * hidden, num_threads, [&](int64_t row) {
     T* const x_row = x + row * hidden;
     T* const residual_row = residual + row * hidden;

@@ -39,13 +39,11 @@ VLLM_INLINE Vec splat(float x) { return x - Vec{}; }
 // (-ffp-contract=off), so that rotary embedding rounds as torch does.
 VLLM_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<Vec>(_mm512_fmadd_ps(reinterpret_cast<__m512>(a),
-                                               reinterpret_cast<__m512>(b),
-                                               reinterpret_cast<__m512>(c)));
+  return reinterpret_cast<Vec>(_mm512_fmadd_ps(
+      reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
 #elif defined(__AVX2__)
-  return reinterpret_cast<Vec>(_mm256_fmadd_ps(reinterpret_cast<__m256>(a),
-                                               reinterpret_cast<__m256>(b),
-                                               reinterpret_cast<__m256>(c)));
+  return reinterpret_cast<Vec>(_mm256_fmadd_ps(
+      reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
 #elif defined(__aarch64__)
   return reinterpret_cast<Vec>(vfmaq_f32(reinterpret_cast<float32x4_t>(c),
                                          reinterpret_cast<float32x4_t>(a),
@@ -162,15 +160,26 @@ VLLM_INLINE Vec sum_each(Vec (&rows)[kLanes]) {
   return rows[0];
 }
 
+// By halves: one lane after the other would wait for each addition.
 VLLM_INLINE float sum_lanes(Vec x) {
-  float sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += x[i];
-  return sum;
+  float lanes[kLanes];
+  store(lanes, x);
+#pragma GCC unroll 16
+  for (int n = kLanes / 2; n > 0; n /= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) lanes[i] += lanes[i + n];
+  }
+  return lanes[0];
 }
 VLLM_INLINE float max_lanes(Vec x) {
-  float largest = x[0];
-  for (int i = 1; i < kLanes; ++i) largest = x[i] > largest ? x[i] : largest;
-  return largest;
+  float lanes[kLanes];
+  store(lanes, x);
+#pragma GCC unroll 16
+  for (int n = kLanes / 2; n > 0; n /= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) lanes[i] = lanes[i] > lanes[i + n] ? lanes[i] : lanes[i + n];
+  }
+  return lanes[0];
 }
 
 // ---- functions ----------------------------------------------------------------------------

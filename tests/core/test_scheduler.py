@@ -2,6 +2,7 @@ import pytest
 
 from tests.core.helpers import (
     FAILED,
+    FakeRunner,
     Loop,
     check_scheduler,
     expected_result,
@@ -254,6 +255,16 @@ def test_a_prompt_in_chunks_is_findable_though_nobody_waited_for_it():
     loop.run()
     loop.add(make_request("b", list(range(100)), max_tokens=2))
     assert loop.run()["b"].num_cached_tokens == [96]
+
+
+def test_chunks_of_a_prompt_are_shared_while_it_still_runs():
+    loop = make_loop(block_size=16, max_num_batched_tokens=40)
+    loop.add(make_request("a", list(range(100)), max_tokens=20))
+    for _ in range(3):
+        loop.step()
+    loop.add(make_request("b", list(range(100)), max_tokens=2))
+    assert loop.step() == {"a": 1, "b": 4}
+    loop.run()
 
 
 def test_output_is_found_by_a_follow_up_request():
@@ -578,6 +589,22 @@ def test_nothing_of_a_cancelled_request_arrives_later():
     loop.run()
     assert len(loop.results["a"].num_cached_tokens) == 1
     assert len(loop.results["a"].prompt_logprobs) == 7
+
+
+def test_an_output_belongs_to_whoever_receives_it():
+    scheduler = make_scheduler()
+    specs = [make_request(name, 6) for name in "ab"]
+    runner, received = FakeRunner(scheduler.cache.block_size), []
+    for spec in specs:
+        scheduler.add_request(spec)
+    while scheduler.num_unfinished_requests:
+        output = scheduler.update(runner.execute(scheduler.schedule()))
+        received += list(zip(output.request_ids, output.token_ids, strict=True))
+        output.request_ids.clear()
+        output.token_ids.clear()
+    for spec in specs:
+        tokens = [token_id for name, token_id in received if name == spec.request_id]
+        assert tokens == expected_result(spec)[0]
 
 
 def test_results_for_an_earlier_stay_in_the_same_row_are_dropped():

@@ -138,6 +138,21 @@ def test_a_processor_may_return_another_dtype():
     assert output.token_ids.item() == 6 and not output.errors
 
 
+def test_logits_that_a_processor_keeps_are_its_own():
+    kept = []
+
+    def processor(output_ids, logits):
+        kept.append(logits)
+        return logits
+
+    request = make_request(logits_processors=[processor])
+    state = make_state([request], VOCAB_SIZE)
+    sampler = Sampler()
+    for value in (1.0, 2.0):
+        sampler(torch.full((1, VOCAB_SIZE), value), state.metadata(rows(0), rows(0)))
+    assert [logits[0].item() for logits in kept] == [1.0, 2.0]
+
+
 def test_a_processor_that_changes_its_lists_harms_no_other_request():
     def greedy_hand(prompt_ids, output_ids, logits):
         prompt_ids.clear()

@@ -8,6 +8,7 @@ import torch
 
 from tests.sample.helpers import make_request, make_state, rows, sample
 from vllm.sample.blocks import padded_copy
+from vllm.sample.buffers import Buffers
 from vllm.sample.penalties import TokenCounts
 
 VOCAB_SIZE = 60
@@ -17,7 +18,7 @@ def penalised(state, logits: torch.Tensor, num_done: int = 0) -> torch.Tensor:
     """Logits [n, V] of rows 0..n-1 after penalties alone."""
     n = len(logits)
     metadata = state.metadata(np.arange(n, dtype=np.int32), np.full(n, num_done, np.int32))
-    copy = padded_copy(logits)
+    copy = padded_copy(logits, Buffers())
     metadata.penalties.apply(copy)
     assert (copy[:, VOCAB_SIZE:] == -torch.inf).all(), "padding stays no token"
     return copy[:, :VOCAB_SIZE]

@@ -183,6 +183,17 @@ def test_logits_of_the_caller_are_never_written(vocab_size):
         assert logits.equal(before)
 
 
+def test_an_output_stays_as_it_is_when_the_sampler_is_used_again():
+    sampler = Sampler()
+    state = make_state([make_request(seed=i, top_p=0.9, logprobs=5) for i in range(40)], 3000)
+    metadata = state.metadata(np.arange(40, dtype=np.int32), np.zeros(40, np.int32))
+    first = sampler(random_logits(40, 3000, seed=1), metadata)
+    tensors = [first.token_ids, first.invalid, *first.logprobs]
+    before = [tensor.clone() for tensor in tensors]
+    sampler(random_logits(40, 3000, seed=2), metadata)
+    assert all(a.equal(b) for a, b in zip(before, tensors, strict=True))
+
+
 def test_logits_may_be_a_view_with_gaps():
     wide = random_logits(20, 3000)
     view = wide[::2, 500:2500]

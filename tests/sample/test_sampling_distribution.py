@@ -19,6 +19,7 @@ from tests.sample.helpers import (
     sample,
 )
 from vllm.sample.blocks import BLOCK_SIZE, draw, split_blocks
+from vllm.sample.buffers import Buffers
 from vllm.sample.filters import nucleus_floor
 from vllm.sample.sampler import Sampler
 
@@ -128,10 +129,10 @@ def test_the_threshold_of_top_p_has_the_same_bits_in_any_batch(vocab_size):
     weights = (logits - logits.amax(-1, keepdim=True)).exp()
     padded = torch.cat([weights, torch.zeros(5, BLOCK_SIZE)], -1)
     top_p = torch.tensor([0.1, 0.5, 0.9, 0.99, 1.0])
-    together = nucleus_floor(weights, top_p, vocab_size)
-    assert together.equal(nucleus_floor(padded, top_p, vocab_size))
+    together = nucleus_floor(weights, top_p, vocab_size, Buffers())
+    assert together.equal(nucleus_floor(padded, top_p, vocab_size, Buffers()))
     for row in range(5):
-        alone = nucleus_floor(weights[row : row + 1], top_p[row : row + 1], vocab_size)
+        alone = nucleus_floor(weights[row : row + 1], top_p[row : row + 1], vocab_size, Buffers())
         assert together[row].equal(alone[0])
 
 

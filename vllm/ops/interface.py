@@ -7,6 +7,9 @@ Letters used in shapes: T tokens of one launch, B requests, H query heads, G key
 (H is a multiple of G), D head size, N blocks of the cache, S block size, W sliding window.
 Float tensors of one call have one dtype unless a line says otherwise. Rows may be strided (a
 slice of a packed QKV tensor): only the dimensions after the first have to be dense.
+
+A position, slot, length or block id out of range raises IndexError where the host can see it (on
+the CPU); on a device its effect is undefined.
 """
 
 from abc import ABC, abstractmethod

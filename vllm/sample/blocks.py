@@ -15,34 +15,36 @@ bits in any batch.
 import torch
 from torch import Tensor
 
+from vllm.sample.buffers import Buffers
+
 BLOCK_SIZE = 128
 
 _BLOCKS_PER_CANDIDATE = 6
 """Searching k blocks pays off while the vocabulary has this many times more."""
 
 
-def padded_copy(logits: Tensor) -> Tensor:
-    """[n, V] of any float dtype -> [n, P] float32 of its own memory.
+def padded_copy(logits: Tensor, buffers: Buffers) -> Tensor:
+    """[n, V] of any float dtype -> [n, P] float32 in the buffer "logits".
 
     P is a multiple of the block size and above V, so that there is a column that is no token.
     Columns from V on are -inf.
     """
     num_rows, vocab_size = logits.shape
     width = (vocab_size // BLOCK_SIZE + 1) * BLOCK_SIZE
-    copy = torch.empty(num_rows, width, dtype=torch.float32, device=logits.device)
+    copy = buffers.take("logits", (num_rows, width), logits.device)
     copy[:, :vocab_size] = logits
     copy[:, vocab_size:] = float("-inf")
     return copy
 
 
-def as_whole_blocks(logits: Tensor) -> Tensor:
+def as_whole_blocks(logits: Tensor, buffers: Buffers) -> Tensor:
     """[n, V] of any float dtype -> [n, P] float32, P a multiple of the block size.
 
-    May be the memory of `logits`, so it is only to be read. Columns from V on are -inf.
+    May be `logits` itself, so it is only to be read. Columns from V on are -inf.
     """
     if logits.dtype == torch.float32 and logits.shape[-1] % BLOCK_SIZE == 0:
         return logits
-    return padded_copy(logits)
+    return padded_copy(logits, buffers)
 
 
 def split_blocks(values: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm.sample.blocks import split_blocks, top_values
+from vllm.sample.buffers import Buffers
 from vllm.sample.metadata import SamplingMetadata
 
 _NUM_BISECTIONS = 18
@@ -71,7 +72,7 @@ def _top_k_floor(
     return torch.where(top_k > 0, values.gather(-1, last), float("-inf"))
 
 
-def nucleus_floor(weights: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
+def nucleus_floor(weights: Tensor, top_p: Tensor, vocab_size: int, buffers: Buffers) -> Tensor:
     """The least weight in the smallest set of tokens with share top_p of the mass.
 
     The threshold of nucleus sampling (Holtzman et al., arXiv:1904.09751) without a sort: the mass
@@ -82,6 +83,7 @@ def nucleus_floor(weights: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
         weights: [n, P] float32 likelihoods relative to the likeliest token, which has 1.
         top_p: [n] in (0, 1]; 1 keeps all.
         vocab_size: at most this many weights are not 0.
+        buffers: "mask" is overwritten.
 
     Returns:
         [n, 1], at most 1; 0 where top_p is 1.
@@ -92,35 +94,37 @@ def nucleus_floor(weights: Tensor, top_p: Tensor, vocab_size: int) -> Tensor:
     spare = (1 - top_p[:, None]) * total / (2 * vocab_size)
     low = spare.clamp_min(torch.finfo(torch.float32).tiny).log2()
     step = -low
-    scratch = torch.empty_like(weights)
     for _ in range(_NUM_BISECTIONS):
         step = step / 2
         middle = low + step
-        enough = _mass(keep_from(weights, middle.exp2(), scratch).mul_(weights)) >= target
+        enough = _mass(keep_from(weights, middle.exp2(), buffers).mul_(weights)) >= target
         low = torch.where(enough, middle, low)
     return torch.where(top_p[:, None] < 1, low.exp2(), 0.0)
 
 
-def likelihoods(logits: Tensor, top: Tensor, temperature: Tensor | None) -> Tensor:
-    """exp((logits - top) / temperature): [n, m] float32 in new memory, the likeliest has 1.
+def likelihoods(
+    logits: Tensor, top: Tensor, temperature: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """exp((logits - top) / temperature): [n, m] float32, the likeliest has 1.
 
     Args:
         logits: [n, m] float32.
         top: [n, 1] largest logit of each row.
         temperature: [n], or None for 1.
+        out: [n, m] to write to, or None for new memory.
     """
     # Subtract first: the difference of near values is exact. exp2 is a third of exp's time on CPU.
     scale = math.log2(math.e) / _column(temperature, 1.0)
-    return (logits - top).mul_(scale).exp2_()
+    return torch.sub(logits, top, out=out).mul_(scale).exp2_()
 
 
-def keep_from(values: Tensor, floor: Tensor, out: Tensor | None = None) -> Tensor:
-    """1.0 where values [n, m] >= floor [n, 1], else 0.0.
+def keep_from(values: Tensor, floor: Tensor, buffers: Buffers) -> Tensor:
+    """1.0 where values [n, m] >= floor [n, 1], else 0.0, in the buffer "mask".
 
     A float mask, because torch vectorises that and a multiplication by it on CPU, and not a
     boolean one: ten times faster.
     """
-    return torch.ge(values, floor, out=torch.empty_like(values) if out is None else out)
+    return torch.ge(values, floor, out=buffers.take_like("mask", values))
 
 
 def _mass(weights: Tensor) -> Tensor:

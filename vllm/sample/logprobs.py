@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vllm.messages import IntArray, LogprobRows
 from vllm.sample.blocks import as_whole_blocks, block_max, split_blocks, top_values
+from vllm.sample.buffers import Buffers
 from vllm.sample.filters import likelihoods
 from vllm.sample.metadata import LogprobPlan
 
@@ -31,6 +32,7 @@ def gather_logprobs(
     num_logprobs: int,
     *,
     pass_elements: int | None = _PASS_ELEMENTS,
+    buffers: Buffers | None = None,
 ) -> LogprobTensors:
     """Log-probabilities of given tokens and of the likeliest ones.
 
@@ -39,6 +41,7 @@ def gather_logprobs(
         token_ids: [n] int32 or int64.
         num_logprobs: k, at most V are given.
         pass_elements: logits to work on at a time; None is all, for a device with static shapes.
+        buffers: for temporaries; None is new ones.
 
     Returns:
         Tensors of n rows. The rank is 1 + the number of tokens with a larger logit, so tokens
@@ -46,26 +49,29 @@ def gather_logprobs(
     """
     num_rows, vocab_size = logits.shape
     size = num_rows if pass_elements is None else max(1, pass_elements // vocab_size)
+    buffers = buffers or Buffers()
     if num_rows <= size:
-        return _gather(logits, token_ids, num_logprobs)
+        return _gather(logits, token_ids, num_logprobs, buffers)
     parts = [
-        _gather(logits[i : i + size], token_ids[i : i + size], num_logprobs)
+        _gather(logits[i : i + size], token_ids[i : i + size], num_logprobs, buffers)
         for i in range(0, num_rows, size)
     ]
     return LogprobTensors(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _gather(logits: Tensor, token_ids: Tensor, num_logprobs: int) -> LogprobTensors:
+def _gather(
+    logits: Tensor, token_ids: Tensor, num_logprobs: int, buffers: Buffers
+) -> LogprobTensors:
     vocab_size = logits.shape[-1]
-    x = as_whole_blocks(logits)
+    x = as_whole_blocks(logits, buffers)
     maxima = block_max(x)
     top = maxima.amax(-1, keepdim=True)
-    weights = split_blocks(likelihoods(x, top, None))
+    scratch = likelihoods(x, top, None, out=buffers.take_like("weights", x))
     # log(sum(exp(x))) = top + log(sum(exp(x - top)))
-    log_total = top + weights.sum(-1).sum(-1, keepdim=True).log()
+    log_total = top + split_blocks(scratch).sum(-1).sum(-1, keepdim=True).log()
     given = token_ids[:, None].long()
     given_logits = x.gather(-1, given)
-    is_above = torch.gt(x, given_logits, out=torch.empty_like(x))
+    is_above = torch.gt(x, given_logits, out=scratch)
     ranks = split_blocks(is_above).sum(-1).sum(-1).int() + 1
     if num_logprobs:
         values, indices = top_values(x, maxima, min(num_logprobs, vocab_size))

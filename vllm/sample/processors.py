@@ -37,13 +37,13 @@ class RowProcessors:
         """Run all processors in their order and put the result in place.
 
         Args:
-            logits: [vocab_size] float32; processors may change it in place.
+            logits: [vocab_size] float32. Processors get a copy of their own, to keep or to change.
 
         Raises:
             LogitsProcessorError: a processor raised, or did not return logits of that shape.
-                The logits are then partly processed.
+                The logits are then as before.
         """
-        result = logits
+        result = logits.clone()
         for processor, num_arguments in self._processors:
             result = self._run(processor, num_arguments, result)
             if not isinstance(result, Tensor) or result.shape != logits.shape:
@@ -51,8 +51,7 @@ class RowProcessors:
                     f"logits processor {_name(processor)} must return a tensor of shape "
                     f"{tuple(logits.shape)}, got {_describe(result)}"
                 )
-        if result is not logits:
-            logits.copy_(result)
+        logits.copy_(result)
 
     def _run(self, processor: Callable[..., Any], num_arguments: int, logits: Tensor) -> Any:
         prompt = (self._prompt_token_ids,) if num_arguments == 3 else ()

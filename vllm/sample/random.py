@@ -15,8 +15,11 @@ import numpy.typing as npt
 
 KeyArray = npt.NDArray[np.uint64]
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
+# Made once: making a numpy number takes as long as a small array operation.
+_1, _27, _30, _31, _41 = (np.uint64(n) for n in (1, 27, 30, 31, 41))
 
 
 def stream_keys(seeds: npt.NDArray[Any], stream: int = 0) -> KeyArray:
@@ -30,8 +33,8 @@ def stream_keys(seeds: npt.NDArray[Any], stream: int = 0) -> KeyArray:
         [n] for `uniforms_at`.
     """
     # Twice, so that neither adding to the seed nor changing the stream shifts along one sequence.
-    keys = _mix(seeds.astype(np.uint64) + np.uint64(_GOLDEN))
-    return _mix(keys + np.uint64((stream + 1) * _GOLDEN & _MASK))
+    keys = _mix(seeds.astype(np.uint64) + _GOLDEN)
+    return _mix(keys + np.array([stream + 1], np.uint64) * _GOLDEN)
 
 
 def uniforms_at(keys: KeyArray, positions: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -44,9 +47,9 @@ def uniforms_at(keys: KeyArray, positions: npt.NDArray[Any]) -> npt.NDArray[np.f
     Returns:
         [n] float32 in (0, 1): odd multiples of 2**-24, so that neither end can be reached.
     """
-    bits = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN))
+    bits = _mix(keys + (positions.astype(np.uint64) + _1) * _GOLDEN)
     # 23 random bits and a half need 24 bits, the mantissa of a float32: nothing is rounded.
-    fractions = (bits >> np.uint64(41)).astype(np.float32)
+    fractions = (bits >> _41).astype(np.float32)
     fractions += np.float32(0.5)
     fractions *= np.float32(2.0**-23)
     return fractions
@@ -67,6 +70,6 @@ def uniforms(
 
 def _mix(z: KeyArray) -> KeyArray:
     """The finaliser: a bijection of 64-bit numbers in which each bit depends on all."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    z = (z ^ (z >> _30)) * _FIRST_FACTOR
+    z = (z ^ (z >> _27)) * _SECOND_FACTOR
+    return z ^ (z >> _31)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vllm.sample.blocks import argmax, as_whole_blocks, block_max, draw, padded_copy, split_blocks
+from vllm.sample.buffers import Buffers
 from vllm.sample.filters import keep_from, likelihoods, logit_floor, nucleus_floor
 from vllm.sample.logprobs import LogprobTensors, gather_logprobs
 from vllm.sample.metadata import Feature, FeatureArray, IndexArray, LogprobPlan, SamplingMetadata
@@ -48,7 +49,7 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Samples one token for each row. Has no state.
+    """Samples one token for each row. Keeps nothing from one call to the next but memory.
 
     Args:
         pass_elements: on a CPU, rows are sampled in passes of about this many logits, so that
@@ -58,6 +59,7 @@ class Sampler:
 
     def __init__(self, pass_elements: int | None = _PASS_ELEMENTS) -> None:
         self._pass_elements = pass_elements
+        self._kept_buffers = Buffers()
 
     @torch.inference_mode()
     def __call__(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
@@ -68,15 +70,19 @@ class Sampler:
             metadata: of the same n rows.
         """
         errors: dict[int, str] = {}
+        # Passes share a little memory; that of a whole launch is left to the device's allocator.
+        buffers = Buffers() if self._pass_elements is None else self._kept_buffers
         if metadata.features is None or not self._is_split(logits):
-            token_ids, top = _sample(logits, metadata, errors)
+            token_ids, top = _sample(logits, metadata, errors, buffers)
         else:
-            token_ids, top = self._sample_in_passes(logits, metadata, metadata.features, errors)
+            token_ids, top = self._sample_in_passes(
+                logits, metadata, metadata.features, errors, buffers
+            )
         token_ids, plan = token_ids.int(), metadata.logprobs
         return SamplerOutput(
             token_ids=token_ids,
             invalid=(top - top) != 0,  # NaN if top is not finite
-            logprobs=None if plan is None else self._logprobs(logits, token_ids, plan),
+            logprobs=None if plan is None else self._logprobs(logits, token_ids, plan, buffers),
             logprob_plan=plan,
             errors=errors,
         )
@@ -90,6 +96,7 @@ class Sampler:
         metadata: SamplingMetadata,
         features: FeatureArray,
         errors: dict[int, str],
+        buffers: Buffers,
     ) -> tuple[Tensor, Tensor]:
         num_rows, vocab_size = logits.shape
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -101,16 +108,21 @@ class Sampler:
             is_slice = last - first == len(indices) - 1  # a view costs nothing, a copy a pass
             part = logits[first : last + 1] if is_slice else logits[rows]
             part_errors: dict[int, str] = {}
-            part_token_ids, part_top = _sample(part, metadata.select(indices, rows), part_errors)
+            part_metadata = metadata.select(indices, rows)
+            part_token_ids, part_top = _sample(part, part_metadata, part_errors, buffers)
             token_ids[rows] = part_token_ids
             top[rows] = part_top.float()
             errors.update({int(indices[i]): error for i, error in part_errors.items()})
         return token_ids, top
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, plan: LogprobPlan) -> LogprobTensors:
+    def _logprobs(
+        self, logits: Tensor, token_ids: Tensor, plan: LogprobPlan, buffers: Buffers
+    ) -> LogprobTensors:
         if plan.rows is not None:
             logits, token_ids = logits[plan.rows], token_ids[plan.rows]
-        return gather_logprobs(logits, token_ids, plan.width, pass_elements=self._pass_elements)
+        return gather_logprobs(
+            logits, token_ids, plan.width, pass_elements=self._pass_elements, buffers=buffers
+        )
 
 
 def _passes(features: FeatureArray, size: int) -> Iterator[IndexArray]:
@@ -127,23 +139,23 @@ def _passes(features: FeatureArray, size: int) -> Iterator[IndexArray]:
 
 
 def _sample(
-    logits: Tensor, metadata: SamplingMetadata, errors: dict[int, str]
+    logits: Tensor, metadata: SamplingMetadata, errors: dict[int, str], buffers: Buffers
 ) -> tuple[Tensor, Tensor]:
     """[n] int64 token ids and [n] largest processed logits, which are not finite in a bad row."""
     vocab_size = logits.shape[-1]
     if metadata.changes_logits:
-        x = padded_copy(logits)
+        x = padded_copy(logits, buffers)
         _change_logits(x, vocab_size, metadata, errors)
     elif metadata.all_greedy:
         x = logits
     else:
-        x = as_whole_blocks(logits)
+        x = as_whole_blocks(logits, buffers)
     maxima = block_max(x)
     top = maxima.amax(-1)
     if metadata.all_greedy:
         token_ids = argmax(x, maxima)
     else:
-        token_ids = _sample_random(x, maxima, top[:, None], vocab_size, metadata)
+        token_ids = _sample_random(x, maxima, vocab_size, metadata, buffers)
         if metadata.greedy_mask is not None:
             token_ids = torch.where(metadata.greedy_mask, argmax(x, maxima), token_ids)
     # What argmax and searchsorted make of NaN, on any device, must not be padding.
@@ -167,16 +179,18 @@ def _change_logits(
 
 
 def _sample_random(
-    x: Tensor, maxima: Tensor, top: Tensor, vocab_size: int, metadata: SamplingMetadata
+    x: Tensor, maxima: Tensor, vocab_size: int, metadata: SamplingMetadata, buffers: Buffers
 ) -> Tensor:
     assert metadata.uniforms is not None
-    weights = likelihoods(x, top, metadata.temperature)
+    top = maxima.amax(-1, keepdim=True)
+    weights = likelihoods(x, top, metadata.temperature, out=buffers.take_like("weights", x))
     floor = logit_floor(x, maxima, top, metadata)
     if floor is not None:
-        weights.mul_(keep_from(x, floor))
+        weights.mul_(keep_from(x, floor, buffers))
     if metadata.unbounded_top_p and metadata.top_p is not None:
         top_p = metadata.top_p
         if metadata.top_k is not None:  # those rows have had their top_p
             top_p = torch.where(metadata.top_k > 0, 1.0, top_p)
-        weights.mul_(keep_from(weights, nucleus_floor(weights, top_p, vocab_size)))
+        least = nucleus_floor(weights, top_p, vocab_size, buffers)
+        weights.mul_(keep_from(weights, least, buffers))
     return draw(split_blocks(weights), metadata.uniforms)

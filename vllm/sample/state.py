@@ -239,7 +239,8 @@ class SamplingState:
     ) -> torch.Tensor:
         """[9, n] float32 on the device: all numbers of the launch in one copy."""
         packed = np.empty((_UNIFORM + 1, len(rows)), np.float32)
-        packed[:_UNIFORM] = self._params[:, rows]
+        # Rows are in range; with mode="raise" numpy goes through a temporary.
+        np.take(self._params, rows, axis=1, out=packed[:_UNIFORM], mode="clip")
         if active & Feature.RANDOM:
             packed[_UNIFORM] = uniforms_at(self._keys[rows], num_output_tokens)
         return torch.from_numpy(packed).to(self._device)

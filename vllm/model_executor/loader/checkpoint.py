@@ -72,7 +72,7 @@ def iterate_tensors(
     Raises:
         WeightLoadError: a file is damaged or is not what its name says.
     """
-    for path in tqdm(files, desc="Loading checkpoint files", disable=None if show_progress else True):
+    for path in tqdm(files, desc="Loading checkpoint files", disable=not show_progress):
         yield from _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
 
 

@@ -1,0 +1,52 @@
+"""Builders shared by the bucketing tests, and the seeds' own buckets."""
+
+from typing import Any
+
+from vllm.bucketing.bucket import Bucket, decode, prefill
+from vllm.bucketing.settings import BucketRange, BucketSettings
+from vllm.bucketing.step_limits import StepLimits
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+SEED_PROMPTS = [prefill(batch, seq) for batch in (1, 2, 4) for seq in range(128, 1025, 128)]
+# The seeds of that time count the length of one sequence where we count blocks of the batch.
+SEED_DECODES = [decode(batch, seq) for batch in (1, 2, 4) for seq in range(128, 2049, 128)]
+
+
+def make_limits(**changes: Any) -> StepLimits:
+    """The seeds' example: four sequences, plain prompts."""
+    defaults: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 8192,
+        "block_size": 128,
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+    }
+    return StepLimits(**{**defaults, **changes})
+
+
+def make_settings(
+    prompt_bs: tuple[int, int, int] = (1, 32, 4),
+    prompt_seq: tuple[int, int, int] = (128, 128, 1024),
+    decode_bs: tuple[int, int, int] = (1, 128, 4),
+    decode_block: tuple[int, int, int] = (128, 128, 2048),
+) -> BucketSettings:
+    """The ranges of the seeds' log."""
+    return BucketSettings(
+        prompt_bs=BucketRange(*prompt_bs),
+        prompt_seq=BucketRange(*prompt_seq),
+        decode_bs=BucketRange(*decode_bs),
+        decode_block=BucketRange(*decode_block),
+    )
+
+
+def triples(buckets: Any) -> list[tuple[int, int, int]]:
+    """(batch, query_len, blocks) of each bucket."""
+    return [(b.batch, b.query_len, b.blocks) for b in buckets]
+
+
+def pairs(buckets: list[Bucket]) -> list[tuple[int, int]]:
+    """(batch, blocks) of decode buckets."""
+    return [(b.batch, b.blocks) for b in buckets]

@@ -1,0 +1,93 @@
+import pytest
+
+from tests.bucketing.helpers import make_limits, make_settings
+from vllm.bucketing.settings import BucketRange, BucketSettings, merge_prompts
+from vllm.errors import ConfigError
+
+
+def ranges(settings: BucketSettings) -> list[str]:
+    found = (settings.prompt_bs, settings.prompt_seq, settings.decode_bs, settings.decode_block)
+    return [str(r) for r in found]
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "block_size", "expected"),
+    [
+        (4, 128, ["[1, 4, 4]", "[128, 128, 1024]", "[1, 4, 4]", "[128, 128, 128]"]),
+        (48, 128, ["[1, 32, 48]", "[128, 128, 1024]", "[1, 32, 48]", "[128, 128, 768]"]),
+        (256, 128, ["[1, 32, 64]", "[128, 128, 1024]", "[1, 32, 256]", "[128, 128, 4096]"]),
+        (256, 16, ["[1, 32, 64]", "[16, 16, 1024]", "[1, 32, 256]", "[16, 16, 32768]"]),
+    ],
+)
+def test_defaults_are_the_documented_formulas(max_num_seqs, block_size, expected):
+    limits = make_limits(max_num_seqs=max_num_seqs, block_size=block_size)
+    assert ranges(BucketSettings.resolve(limits)) == expected
+
+
+def test_a_set_variable_replaces_its_default():
+    given = {
+        "VLLM_PROMPT_BS_BUCKET_STEP": 16,
+        "VLLM_PROMPT_SEQ_BUCKET_MIN": 24576,
+        "VLLM_PROMPT_SEQ_BUCKET_STEP": 2048,
+        "VLLM_PROMPT_SEQ_BUCKET_MAX": 32768,
+        "VLLM_DECODE_BLOCK_BUCKET_MAX": 33792,
+        "VLLM_DECODE_BS_BUCKET_MIN": None,
+    }
+    settings = BucketSettings.resolve(make_limits(max_num_seqs=128), given)
+    assert ranges(settings) == [
+        "[1, 16, 64]",
+        "[24576, 2048, 32768]",
+        "[1, 32, 128]",
+        "[128, 128, 33792]",
+    ]
+    assert settings.is_given("VLLM_DECODE_BLOCK_BUCKET_MAX")
+    assert not settings.is_given("VLLM_DECODE_BS_BUCKET_MIN")
+
+
+def test_a_default_gives_way_to_what_was_set():
+    limits = make_limits(max_num_seqs=128)
+    low_max = BucketSettings.resolve(limits, {"VLLM_PROMPT_SEQ_BUCKET_MAX": 64})
+    assert low_max.prompt_seq == BucketRange(64, 128, 64)
+    high_min = BucketSettings.resolve(limits, {"VLLM_PROMPT_SEQ_BUCKET_MIN": 2048})
+    assert high_min.prompt_seq == BucketRange(2048, 128, 2048)
+
+
+def test_prompts_are_not_prepared_beyond_the_longest():
+    settings = BucketSettings.resolve(make_limits(max_model_len=300))
+    assert settings.prompt_seq == BucketRange(128, 128, 384)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"VLLM_PROMPT_BS_BUCKET_MIN": 0}, "VLLM_PROMPT_BS_BUCKET_MIN=0 must be"),
+        ({"VLLM_PROMPT_BLOCK_BUCKET_MIN": 1}, "VLLM_PROMPT_BLOCK_BUCKET_MIN is not a bucket"),
+        (
+            {"VLLM_DECODE_BS_BUCKET_MIN": 8, "VLLM_DECODE_BS_BUCKET_MAX": 4},
+            "VLLM_DECODE_BS_BUCKET_MIN=8 is greater than VLLM_DECODE_BS_BUCKET_MAX=4",
+        ),
+    ],
+)
+def test_a_bad_variable_is_named_with_its_value(given, message):
+    with pytest.raises(ConfigError, match=message):
+        BucketSettings.resolve(make_limits(), given)
+
+
+def test_each_variable_has_a_log_line():
+    settings = BucketSettings.resolve(make_limits(), {"VLLM_PROMPT_BS_BUCKET_MAX": 2})
+    lines = settings.lines()
+    assert len(lines) == 12
+    assert lines[2] == "VLLM_PROMPT_BS_BUCKET_MAX=2 (default:4)"
+    assert lines[9] == "VLLM_DECODE_BLOCK_BUCKET_MIN=128 (default:128)"
+
+
+def test_merged_prompts_are_one_long_row():
+    settings, lines = merge_prompts(make_settings(prompt_bs=(1, 32, 16)), make_limits())
+    assert settings.prompt_bs == BucketRange(1, 1, 1)
+    assert settings.prompt_seq == BucketRange(128, 128, 8192)
+    assert lines == (
+        "Merged prefill is enabled!",
+        "Overriding prompt bucketing settings!",
+        "prompt bs cfg: [1, 32, 16] -> [1, 1, 1]",
+        "prompt seq cfg: [128, 128, 1024] -> [128, 128, 8192]",
+    )

@@ -1,0 +1,40 @@
+"""Which shapes the device may see, and what fits into its memory. Pure logic.
+
+    settings, linear,      which buckets there are: the twelve variables, three strategies,
+    exponential, sparse,   a file; `generate` puts them together
+    bucket_file, generate
+    catalog                the finite set of buckets, and the cheapest that holds a launch
+    step_limits, closure   what a scheduler step can emit, and the proof that each has a bucket
+    ledger, capture_plan   bytes per class, and which graphs are captured within them
+    log_lines              the texts of all this
+
+Knows no torch, no device, no environment variable and no request.
+"""
+
+from vllm.bucketing.bucket import Bucket, Phase
+from vllm.bucketing.catalog import Catalog, CatalogLimits
+from vllm.bucketing.closure import ClosureReport, close, missing_buckets, prove
+from vllm.bucketing.generate import GeneratedBuckets, Strategy, generate_buckets
+from vllm.bucketing.ledger import MemoryClass, MemoryLedger, format_bytes
+from vllm.bucketing.settings import BucketRange, BucketSettings
+from vllm.bucketing.step_limits import StepLimits
+
+__all__ = [
+    "Bucket",
+    "BucketRange",
+    "BucketSettings",
+    "Catalog",
+    "CatalogLimits",
+    "ClosureReport",
+    "GeneratedBuckets",
+    "MemoryClass",
+    "MemoryLedger",
+    "Phase",
+    "StepLimits",
+    "Strategy",
+    "close",
+    "format_bytes",
+    "generate_buckets",
+    "missing_buckets",
+    "prove",
+]

@@ -1,0 +1,63 @@
+"""One shape the device has been prepared for.
+
+prefill  [batch, query_len] tokens; each row attends to up to `blocks` blocks of context that
+         were computed before this launch
+decode   [batch, 1] tokens; `blocks` counts the block references of the whole batch, so a
+         block that two sequences share counts twice
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Phase(IntEnum):
+    """Kind of launch; `str()` gives the word."""
+
+    PREFILL = 0
+    DECODE = 1
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Bucket:
+    """A shape, ordered as (phase, batch, query_len, blocks).
+
+    Also names the exact shape of a launch where one is spoken of, as in an uncovered shape.
+    """
+
+    phase: Phase
+    batch: int
+    query_len: int
+    blocks: int
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.query_len < 1 or self.blocks < 0:
+            raise ValueError(f"not a shape: {self}")
+        if self.phase is Phase.DECODE and self.query_len != 1:
+            raise ValueError(f"a decode has one token per sequence: {self}")
+
+    @property
+    def num_tokens(self) -> int:
+        """Padded tokens of one launch."""
+        return self.batch * self.query_len
+
+    def covers(self, shape: "Bucket") -> bool:
+        """Whether a launch of that shape can be padded up to this bucket."""
+        return (
+            self.phase is shape.phase
+            and self.batch >= shape.batch
+            and self.query_len >= shape.query_len
+            and self.blocks >= shape.blocks
+        )
+
+
+def prefill(batch: int, query_len: int, blocks: int = 0) -> Bucket:
+    """A prefill bucket."""
+    return Bucket(Phase.PREFILL, batch, query_len, blocks)
+
+
+def decode(batch: int, blocks: int) -> Bucket:
+    """A decode bucket."""
+    return Bucket(Phase.DECODE, batch, 1, blocks)

@@ -1,0 +1,208 @@
+"""Which HPU graphs are captured, in which order, within the memory there is.
+
+First pass: prompt graphs within their share of the graph memory, then decode graphs within
+theirs. Second pass: when one phase is complete and the other is not, the other goes on with all
+the graph memory that is left.
+
+    min_tokens  ascending by tokens of a launch: prompts mostly run in small batches
+    max_bs      largest batch first, then ascending by size: decodes mostly run in the largest
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm.bucketing.bucket import Bucket, Phase
+from vllm.bucketing.ledger import MemoryClass, MemoryLedger, format_bytes
+from vllm.errors import ConfigError
+
+CaptureOrder = Literal["min_tokens", "max_bs"]
+
+_CLASSES = {Phase.PREFILL: MemoryClass.PREFILL_GRAPHS, Phase.DECODE: MemoryClass.DECODE_GRAPHS}
+
+_NO_WEIGHT = 0.001
+"""Stands for the work captured before the first graph, whose estimate is therefore 0 bytes."""
+
+
+@dataclass(frozen=True)
+class CaptureStep:
+    """One graph that is about to be captured."""
+
+    phase: Phase
+    index: int
+    """Position in the order of its phase, from 1."""
+    total: int
+    """Buckets of its phase."""
+    bucket: Bucket
+    estimated_bytes: int
+
+
+@dataclass(frozen=True)
+class OmittedGraph:
+    """A bucket that runs without a graph, and why."""
+
+    bucket: Bucket
+    needed_bytes: int
+    """Estimated, or measured when it was captured and thrown away."""
+    left_bytes: int
+    was_captured: bool
+
+    def __str__(self) -> str:
+        verb = "took" if self.was_captured else "would take about"
+        shape = (self.bucket.batch, self.bucket.query_len, self.bucket.blocks)
+        return (
+            f"no graph for {self.bucket.phase!s} {shape}: it {verb} "
+            f"{format_bytes(self.needed_bytes)}, {format_bytes(self.left_bytes)} are left"
+        )
+
+
+@dataclass(frozen=True)
+class PhaseGraphs:
+    """Outcome for one phase."""
+
+    captured: tuple[Bucket, ...]
+    """In the order of capture."""
+    omitted: tuple[OmittedGraph, ...]
+    used_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Buckets of the phase."""
+        return len(self.captured) + len(self.omitted)
+
+
+@dataclass(frozen=True)
+class CaptureCallbacks:
+    """What is done with a graph. In a plan without a device these are a cost model."""
+
+    capture: Callable[[CaptureStep], int]
+    """Captures the graph and returns the bytes it took."""
+    release: Callable[[Bucket], None]
+    """Throws away a graph that took more than there was."""
+    estimate: Callable[[Bucket], int] | None = None
+    """Bytes a graph will take. None: as the graphs of its phase have taken so far, in proportion
+    to tokens (prompts) or sequences (decodes)."""
+
+
+def capture_order(buckets: Sequence[Bucket], order: CaptureOrder) -> list[Bucket]:
+    """Buckets of one phase in the order their graphs are captured.
+
+    Raises:
+        ConfigError: there is no such order.
+    """
+    if order == "min_tokens":
+        return sorted(buckets, key=lambda b: (b.batch * _size(b), _size(b), b.batch, b.blocks))
+    if order == "max_bs":
+        return sorted(buckets, key=lambda b: (-b.batch, _size(b), b.blocks))
+    raise ConfigError(
+        f"Unsupported graph allocation strategy: {order}; there are min_tokens and max_bs"
+    )
+
+
+def capture_graphs(
+    prefill: Sequence[Bucket],
+    decode: Sequence[Bucket],
+    ledger: MemoryLedger,
+    callbacks: CaptureCallbacks,
+    *,
+    prefill_order: CaptureOrder = "min_tokens",
+    decode_order: CaptureOrder = "max_bs",
+) -> dict[Phase, PhaseGraphs]:
+    """Capture graphs until their memory is used up.
+
+    Every byte is booked. A graph that turns out larger than what is left is released, so the
+    budgets of the ledger hold afterwards, whatever the estimates were worth.
+
+    Args:
+        prefill: prompt buckets.
+        decode: decode buckets.
+        ledger: has the budgets of both classes of graphs; the second pass moves what is left.
+        callbacks: how a graph is captured, measured and thrown away.
+        prefill_order: order of prompts.
+        decode_order: order of decodes.
+    """
+    queues = [
+        _Queue(Phase.PREFILL, capture_order(prefill, prefill_order), ledger, callbacks),
+        _Queue(Phase.DECODE, capture_order(decode, decode_order), ledger, callbacks),
+    ]
+    for queue in queues:
+        queue.run()
+    incomplete = [queue for queue in queues if not queue.is_complete]
+    if len(incomplete) == 1:
+        (done,) = (queue for queue in queues if queue.is_complete)
+        left = ledger.left(done.memory_class)
+        if left:
+            ledger.move(done.memory_class, incomplete[0].memory_class, left)
+            incomplete[0].run()
+    return {queue.phase: queue.result() for queue in queues}
+
+
+class _Queue:
+    """The graphs of one phase, and what capturing them has taught about their size."""
+
+    def __init__(
+        self, phase: Phase, order: list[Bucket], ledger: MemoryLedger, callbacks: CaptureCallbacks
+    ) -> None:
+        self.phase = phase
+        self.memory_class = _CLASSES[phase]
+        self._order = order
+        self._ledger = ledger
+        self._callbacks = callbacks
+        self._captured: dict[Bucket, int] = {}
+        self._omitted: dict[Bucket, OmittedGraph] = {}
+        self._seen_bytes = 0
+        self._seen_weight = _NO_WEIGHT
+
+    @property
+    def is_complete(self) -> bool:
+        """Every bucket has its graph."""
+        return len(self._captured) == len(self._order)
+
+    def run(self) -> None:
+        """Try every bucket without a graph, in order."""
+        for index, bucket in enumerate(self._order, start=1):
+            if bucket not in self._captured:
+                self._try(index, bucket)
+
+    def result(self) -> PhaseGraphs:
+        """What has become of the buckets."""
+        return PhaseGraphs(
+            captured=tuple(self._captured),
+            omitted=tuple(self._omitted[b] for b in self._order if b not in self._captured),
+            used_bytes=sum(self._captured.values()),
+        )
+
+    def _try(self, index: int, bucket: Bucket) -> None:
+        left = self._ledger.left(self.memory_class)
+        needed, is_measured = self._expect(bucket)
+        # An estimate that uses up everything has no room for being wrong; a size that is known has.
+        is_known = is_measured or self._callbacks.estimate is not None
+        if needed > left or (needed == left and not is_known):
+            self._omitted[bucket] = OmittedGraph(bucket, needed, left, is_measured)
+            return
+        step = CaptureStep(self.phase, index, len(self._order), bucket, needed)
+        used = self._callbacks.capture(step)
+        self._seen_bytes += used
+        self._seen_weight += _weight(bucket)
+        if self._ledger.book(self.memory_class, used):
+            self._captured[bucket] = used
+        else:
+            self._callbacks.release(bucket)
+            self._omitted[bucket] = OmittedGraph(bucket, used, left, was_captured=True)
+
+    def _expect(self, bucket: Bucket) -> tuple[int, bool]:
+        """Bytes the graph will take, and whether that was measured."""
+        before = self._omitted.get(bucket)
+        if before is not None and before.was_captured:
+            return before.needed_bytes, True
+        if self._callbacks.estimate is not None:
+            return self._callbacks.estimate(bucket), False
+        return int(_weight(bucket) / self._seen_weight * self._seen_bytes), False
+
+
+def _size(bucket: Bucket) -> int:
+    return bucket.blocks if bucket.phase is Phase.DECODE else bucket.query_len
+
+
+def _weight(bucket: Bucket) -> int:
+    return bucket.batch if bucket.phase is Phase.DECODE else bucket.num_tokens

@@ -1,0 +1,170 @@
+"""From strategy and limits to buckets, with what is worth telling about them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm.bucketing.bucket import Bucket, Phase
+from vllm.bucketing.bucket_file import parse_buckets
+from vllm.bucketing.exponential import (
+    ExponentialSettings,
+    exponential_decode_buckets,
+    exponential_prefill_buckets,
+)
+from vllm.bucketing.linear import linear_decode_buckets, linear_prefill_buckets
+from vllm.bucketing.log_lines import bucket_config_line, omitted_line
+from vllm.bucketing.settings import BucketSettings, merge_prompts
+from vllm.bucketing.sparse import SparseSettings, sparse_decode_buckets, sparse_prefill_buckets
+from vllm.bucketing.step_limits import StepLimits
+from vllm.bucketing.token_budget import split_by_token_budget
+
+Strategy = Literal["linear", "exponential", "sparse"]
+
+DEFAULT_MAX_PREFILL_BATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedBuckets:
+    """What a strategy or a file gives. Not yet closed: see `vllm.bucketing.closure`."""
+
+    prefill: tuple[Bucket, ...]
+    decode: tuple[Bucket, ...]
+    """Both ascending."""
+    omitted: tuple[Bucket, ...] = ()
+    """Prefill buckets above the token budget."""
+    info: tuple[str, ...] = ()
+    """Log lines: the configured ranges, and how many buckets were omitted."""
+    warnings: tuple[str, ...] = ()
+
+
+def generate_buckets(
+    strategy: Strategy,
+    limits: StepLimits,
+    settings: BucketSettings,
+    *,
+    merged_prefill: bool = False,
+    max_prefill_batch: int | None = None,
+    trim_decode: bool = False,
+) -> GeneratedBuckets:
+    """The buckets of a strategy.
+
+    Args:
+        strategy: `linear` follows the twelve variables, the others only the limits.
+        limits: what a step can ask for.
+        settings: the twelve variables.
+        merged_prefill: prompts are laid end to end in one row (linear only).
+        max_prefill_batch: prompts in one launch (exponential only). None: 64, or the sequences of
+            a step when these are fewer.
+        trim_decode: no decode bucket has more blocks than its sequences can have (linear only).
+
+    Raises:
+        ConfigError: the variables leave no bucket.
+    """
+    if strategy == "linear":
+        return _linear(limits, settings, merged_prefill, trim_decode)
+    name = strategy.capitalize()
+    warnings = [
+        f"Using {name} Strategy - Your configuration {variable}={value} will be overwritten!"
+        for variable, value in settings.given
+    ]
+    notes = []
+    if merged_prefill:
+        notes.append(f"Merged prefill warmup is not implemented for {strategy} bucketing yet")
+    if strategy == "exponential":
+        batch = min(limits.max_num_seqs, max_prefill_batch or DEFAULT_MAX_PREFILL_BATCH)
+        ranges = ExponentialSettings.derive(limits, batch)
+        prefill = exponential_prefill_buckets(ranges, limits)
+        decode = exponential_decode_buckets(ranges, limits)
+        info = _config_lines(ranges)
+        config = f"bs:{ranges.prompt_bs}, seq:{ranges.prompt_seq}"
+    else:
+        sparse = SparseSettings.derive(limits)
+        prefill = sparse_prefill_buckets(sparse, limits)
+        decode = sparse_decode_buckets(sparse, limits)
+        info = _config_lines(sparse)
+        config = f"bs:{sparse.prompt_bs}, seq:{sparse.prompt_seq}"
+    return _within_budget(prefill, decode, limits, config, [*notes, *info], warnings)
+
+
+def buckets_from_file(text: str, source: str, limits: StepLimits) -> GeneratedBuckets:
+    """The buckets of a file, as far as the token budget allows; the others are warned of.
+
+    Raises:
+        ConfigError: some lines are not buckets; see `parse_buckets`.
+    """
+    buckets = parse_buckets(text, source)
+    prefill = [bucket for bucket in buckets if bucket.phase is Phase.PREFILL]
+    decode = [bucket for bucket in buckets if bucket.phase is Phase.DECODE]
+    kept, omitted, warning = split_by_token_budget(prefill, limits, source)
+    warnings = [] if warning is None else [warning]
+    if omitted:
+        shapes = [(bucket.batch, bucket.query_len, bucket.blocks) for bucket in omitted]
+        warnings.append(
+            f"The following prompt buckets from custom bucketing file {source} exceed "
+            f"max_num_batched_tokens ({limits.max_num_batched_tokens}) and were omitted: {shapes}"
+        )
+    return GeneratedBuckets(
+        prefill=tuple(sorted(kept)),
+        decode=tuple(sorted(decode)),
+        omitted=tuple(omitted),
+        warnings=tuple(warnings),
+    )
+
+
+def _linear(
+    limits: StepLimits, settings: BucketSettings, merged_prefill: bool, trim_decode: bool
+) -> GeneratedBuckets:
+    notes: Sequence[str] = ()
+    if merged_prefill:
+        settings, notes = merge_prompts(settings, limits)
+    prefill = linear_prefill_buckets(settings, limits)
+    is_max_given = settings.is_given("VLLM_DECODE_BLOCK_BUCKET_MAX")
+    # A contiguous batch asks for the highest block id, whatever its sequences have.
+    is_trimmed = trim_decode and not limits.contiguous_pa
+    decode = linear_decode_buckets(
+        settings,
+        max_blocks=None if limits.num_blocks is None else limits.max_blocks,
+        max_blocks_per_seq=limits.max_blocks_per_seq if is_trimmed else None,
+        append_max=limits.contiguous_pa and not is_max_given,
+    )
+    info = [
+        bucket_config_line(Phase.PREFILL, settings.prompt_bs, settings.prompt_seq),
+        bucket_config_line(Phase.DECODE, settings.decode_bs, settings.decode_block),
+    ]
+    config = f"bs:{settings.prompt_bs}, seq:{settings.prompt_seq}"
+    return _within_budget(prefill, decode, limits, config, [*notes, *info], [])
+
+
+def _config_lines(ranges: ExponentialSettings | SparseSettings) -> list[str]:
+    return [
+        bucket_config_line(Phase.PREFILL, ranges.prompt_bs, ranges.prompt_seq, has_limit=True),
+        bucket_config_line(
+            Phase.DECODE,
+            ranges.decode_bs,
+            ranges.decode_block,
+            size_label="block",
+            has_limit=True,
+        ),
+    ]
+
+
+def _within_budget(
+    prefill: Sequence[Bucket],
+    decode: Sequence[Bucket],
+    limits: StepLimits,
+    config: str,
+    info: list[str],
+    warnings: list[str],
+) -> GeneratedBuckets:
+    kept, omitted, warning = split_by_token_budget(prefill, limits, config)
+    if omitted:
+        info.append(omitted_line(omitted, limits.max_num_batched_tokens))
+    if warning is not None:
+        warnings.append(warning)
+    return GeneratedBuckets(
+        prefill=tuple(sorted(set(kept))),
+        decode=tuple(sorted(set(decode))),
+        omitted=tuple(omitted),
+        info=tuple(info),
+        warnings=tuple(warnings),
+    )

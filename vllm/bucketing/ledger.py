@@ -1,0 +1,229 @@
+"""Bytes of device memory per class, and the refusal to use more than a class has.
+
+    total = weights + workspace + margin + graphs + KV cache + what no class has
+
+    free     what is left after loading the model and the profiling run
+    usable   free * gpu_memory_utilization; the rest is the margin
+    graphs   usable * VLLM_GRAPH_RESERVED_MEM, of it VLLM_GRAPH_PROMPT_RATIO for prompts
+    KV       the rest of usable, in whole blocks
+
+Measures nothing itself: the numbers come from whoever asks the device.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+GIB = 1 << 30
+
+
+class MemoryClass(Enum):
+    """What memory is used for."""
+
+    WEIGHTS = "weights"
+    WORKSPACE = "workspace"
+    PREFILL_GRAPHS = "prompt graphs"
+    DECODE_GRAPHS = "decode graphs"
+    KV_CACHE = "KV cache"
+    MARGIN = "margin"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Four significant digits in the largest unit of which there is more than one.
+
+    >>> [format_bytes(n) for n in (0, 1024, 1025, 65536, -258048)]
+    ['0 B', '1024 B', '1.001 KiB', '64 KiB', '-252 KiB']
+    """
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) <= 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+@dataclass(frozen=True)
+class MemorySplit:
+    """Division of the free memory. The parts add up: usable + margin, graphs + KV."""
+
+    free_bytes: int
+    usable_bytes: int
+    margin_bytes: int
+    graph_bytes: int
+    kv_bytes: int
+
+    def num_blocks(self, block_bytes: int) -> int:
+        """Whole KV blocks."""
+        return max(0, self.kv_bytes // block_bytes)
+
+
+def split_memory(free_bytes: int, utilization: float, graph_reserved: float) -> MemorySplit:
+    """Divide what is free after the profiling run.
+
+    Args:
+        free_bytes: free device memory.
+        utilization: share of it to use, 0 to 1.
+        graph_reserved: share of the usable part for graphs; 0 when none are captured.
+    """
+    if not (0 <= utilization <= 1 and 0 <= graph_reserved <= 1):
+        raise ValueError(f"shares must be 0 to 1, got {utilization} and {graph_reserved}")
+    usable = int(free_bytes * utilization)
+    graphs = int(usable * graph_reserved)
+    return MemorySplit(
+        free_bytes=free_bytes,
+        usable_bytes=usable,
+        margin_bytes=free_bytes - usable,
+        graph_bytes=graphs,
+        kv_bytes=usable - graphs,
+    )
+
+
+def split_graph_memory(graph_bytes: int, prompt_ratio: float) -> tuple[int, int]:
+    """Bytes for prompt graphs and for decode graphs."""
+    if not 0 <= prompt_ratio <= 1:
+        raise ValueError(f"prompt_ratio must be 0 to 1, got {prompt_ratio}")
+    prompt = int(graph_bytes * prompt_ratio)
+    return prompt, graph_bytes - prompt
+
+
+def kv_block_bytes(
+    *, num_layers: int, block_size: int, num_kv_heads: int, head_size: int, dtype_bytes: int
+) -> int:
+    """Bytes of one KV block over all layers of this rank; keys and values."""
+    return 2 * num_layers * block_size * num_kv_heads * head_size * dtype_bytes
+
+
+class MemoryLedger:
+    """Budgets per class and what is booked against them.
+
+    At all times 0 <= booked <= budget for every class, and the budgets add up to the total at
+    most. Single-threaded.
+
+    Args:
+        total_bytes: memory of the device.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = _checked(total_bytes)
+        self._budget = dict.fromkeys(MemoryClass, 0)
+        self._booked = dict.fromkeys(MemoryClass, 0)
+
+    @property
+    def unassigned_bytes(self) -> int:
+        """What no class has."""
+        return self.total_bytes - sum(self._budget.values())
+
+    @property
+    def booked_bytes(self) -> int:
+        """What is in use, over all classes."""
+        return sum(self._booked.values())
+
+    def budget(self, cls: MemoryClass) -> int:
+        """Bytes the class may use."""
+        return self._budget[cls]
+
+    def booked(self, cls: MemoryClass) -> int:
+        """Bytes the class uses."""
+        return self._booked[cls]
+
+    def left(self, cls: MemoryClass) -> int:
+        """Bytes the class may still use."""
+        return self._budget[cls] - self._booked[cls]
+
+    def assign(self, cls: MemoryClass, budget_bytes: int) -> None:
+        """Set the budget of a class.
+
+        Raises:
+            ValueError: less than is booked, or more than other classes leave; the message has
+                both numbers.
+        """
+        most = self.unassigned_bytes + self._budget[cls]
+        if not self._booked[cls] <= _checked(budget_bytes) <= most:
+            raise ValueError(
+                f"budget of {format_bytes(budget_bytes)} for {cls}: at least "
+                f"{format_bytes(self._booked[cls])} is booked, at most {format_bytes(most)} of "
+                f"{format_bytes(self.total_bytes)} is not assigned to others"
+            )
+        self._budget[cls] = budget_bytes
+
+    def move(self, source: MemoryClass, target: MemoryClass, num_bytes: int) -> None:
+        """Give budget that one class has left to another.
+
+        Raises:
+            ValueError: the class has less than that left.
+        """
+        if _checked(num_bytes) > self.left(source):
+            raise ValueError(
+                f"{format_bytes(num_bytes)} from {source}, which has "
+                f"{format_bytes(self.left(source))} left"
+            )
+        self._budget[source] -= num_bytes
+        self._budget[target] += num_bytes
+
+    def book(self, cls: MemoryClass, num_bytes: int) -> bool:
+        """Use bytes of a class. False, and nothing booked, when it has less left."""
+        if _checked(num_bytes) > self.left(cls):
+            return False
+        self._booked[cls] += num_bytes
+        return True
+
+    def release(self, cls: MemoryClass, num_bytes: int) -> None:
+        """Give booked bytes back to their class.
+
+        Raises:
+            ValueError: less than that is booked.
+        """
+        if _checked(num_bytes) > self._booked[cls]:
+            raise ValueError(
+                f"{format_bytes(num_bytes)} released from {cls}, where "
+                f"{format_bytes(self._booked[cls])} is booked"
+            )
+        self._booked[cls] -= num_bytes
+
+    def lines(self) -> list[str]:
+        """One line per class: booked, and budget where it differs."""
+        return [
+            f"{cls}: {format_bytes(self._booked[cls])} of {format_bytes(self._budget[cls])}"
+            for cls in MemoryClass
+        ]
+
+
+def open_ledger(
+    *,
+    total_bytes: int,
+    weight_bytes: int,
+    workspace_bytes: int,
+    split: MemorySplit,
+    prompt_ratio: float,
+    block_bytes: int,
+) -> MemoryLedger:
+    """A ledger as it is before the KV cache is allocated and the first graph captured.
+
+    Weights, workspace and margin are booked: they are facts. The KV budget is whole blocks; what
+    is left of the last one belongs to no class.
+
+    Raises:
+        ValueError: the parts are more than the device has.
+    """
+    prompt, decode = split_graph_memory(split.graph_bytes, prompt_ratio)
+    ledger = MemoryLedger(total_bytes)
+    for cls, num_bytes, is_fact in (
+        (MemoryClass.WEIGHTS, weight_bytes, True),
+        (MemoryClass.WORKSPACE, workspace_bytes, True),
+        (MemoryClass.MARGIN, split.margin_bytes, True),
+        (MemoryClass.PREFILL_GRAPHS, prompt, False),
+        (MemoryClass.DECODE_GRAPHS, decode, False),
+        (MemoryClass.KV_CACHE, split.num_blocks(block_bytes) * block_bytes, False),
+    ):
+        ledger.assign(cls, num_bytes)
+        if is_fact:
+            ledger.book(cls, num_bytes)
+    return ledger
+
+
+def _checked(num_bytes: int) -> int:
+    if num_bytes < 0:
+        raise ValueError(f"bytes must not be negative, got {num_bytes}")
+    return num_bytes

@@ -1,0 +1,119 @@
+"""The texts that users of the Gaudi stack grep for: buckets, memory, warm-up, graph capture.
+
+Only texts: when they are logged is the runner's business.
+"""
+
+from collections.abc import Sequence
+
+from vllm.bucketing.bucket import Bucket, Phase
+from vllm.bucketing.ledger import MemorySplit, format_bytes
+
+_PHASE_NAMES = {Phase.PREFILL: "prompt", Phase.DECODE: "decode"}
+
+
+def bucket_config_line(
+    phase: Phase, batch: object, size: object, *, size_label: str = "seq", has_limit: bool = False
+) -> str:
+    """`Prompt bucket config (min, step, max_warmup) bs:[1, 32, 4], seq:[128, 128, 1024]`
+
+    Args:
+        phase: whose ranges they are.
+        batch: the range of batch sizes; `str()` gives it in brackets.
+        size: the range of lengths, or of blocks.
+        size_label: what the second range is called.
+        has_limit: a fourth number says how many sizes there are (exponential).
+    """
+    parts = "(min, step, max_warmup, limit)" if has_limit else "(min, step, max_warmup)"
+    name = _PHASE_NAMES[phase].capitalize()
+    return f"{name} bucket config {parts} bs:{batch}, {size_label}:{size}"
+
+
+def generated_line(phase: Phase, buckets: Sequence[Bucket]) -> str:
+    """`Generated 24 prompt buckets: [(1, 128), ...]`, in ascending order.
+
+    Pairs are (batch, length) and (batch, total blocks). Once a prompt has context, its buckets
+    are triples and the line says of what.
+    """
+    name = _PHASE_NAMES[phase]
+    legend = " [bs, query, num_blocks]" if _has_context(phase, buckets) else ""
+    return f"Generated {len(buckets)} {name} buckets{legend}: {_listed(phase, buckets)}"
+
+
+def omitted_line(buckets: Sequence[Bucket], max_num_batched_tokens: int) -> str:
+    """`Omitted 7 prompt buckets due to exceeded token budget (max_num_batched_tokens=2048)`"""
+    return (
+        f"Omitted {len(buckets)} prompt buckets due to exceeded token budget "
+        f"(max_num_batched_tokens={max_num_batched_tokens})"
+    )
+
+
+def warmup_line(
+    phase: Phase, index: int, total: int, bucket: Bucket, free_bytes: int, *, graph: bool = False
+) -> str:
+    """`[Warmup][Prompt][1/24] batch_size:4 seq_len:1024 free_mem:79.16 GiB`
+
+    `index` counts from 1. The size of a decode is its number of blocks.
+    """
+    stage = ("Graph/" if graph else "") + _PHASE_NAMES[phase].capitalize()
+    shape = f"batch_size:{bucket.batch} seq_len:{_size(bucket)}"
+    if phase is Phase.PREFILL and bucket.blocks:
+        shape += f" num_blocks:{bucket.blocks}"
+    return f"[Warmup][{stage}][{index}/{total}] {shape} free_mem:{format_bytes(free_bytes)}"
+
+
+def captured_line(phase: Phase, captured: Sequence[Bucket], total: int, used_bytes: int) -> str:
+    """`Graph/Decode captured:1 (100.0%) used_mem:64 KiB buckets:[(4, 128)]`"""
+    percent = 100 * len(captured) / total if total else 100.0
+    return (
+        f"Graph/{_PHASE_NAMES[phase].capitalize()} captured:{len(captured)} ({percent:.1f}%) "
+        f"used_mem:{format_bytes(used_bytes)} buckets:{_listed(phase, captured)}"
+    )
+
+
+def graph_memory_line(
+    graph_bytes: int, free_bytes: int, prompt_bytes: int, decode_bytes: int, prompt_ratio: float
+) -> str:
+    """What phase 2 of the warm-up may use, before it starts."""
+    return (
+        f"Using {format_bytes(graph_bytes)}/{format_bytes(free_bytes)} of free device memory for "
+        f"HPUGraphs, {format_bytes(prompt_bytes)} for prompt and {format_bytes(decode_bytes)} for "
+        f"decode (VLLM_GRAPH_PROMPT_RATIO={prompt_ratio})"
+    )
+
+
+def memory_split_line(split: MemorySplit, utilization: float, graph_reserved: float) -> str:
+    """How the memory that is left after the profiling run is divided."""
+    return (
+        f"Free device memory: {format_bytes(split.free_bytes)}, "
+        f"{format_bytes(split.usable_bytes)} usable (gpu_memory_utilization={utilization}), "
+        f"{format_bytes(split.graph_bytes)} reserved for HPUGraphs "
+        f"(VLLM_GRAPH_RESERVED_MEM={graph_reserved}), "
+        f"{format_bytes(split.kv_bytes)} reserved for KV cache"
+    )
+
+
+def num_blocks_line(num_device_blocks: int, num_cpu_blocks: int) -> str:
+    """`# HPU blocks: 4107, # CPU blocks: 256`"""
+    return f"# HPU blocks: {num_device_blocks}, # CPU blocks: {num_cpu_blocks}"
+
+
+def warmup_finished_line(seconds: float, allocated_bytes: int) -> str:
+    """`Warmup finished in 32 secs, allocated 92.77 MiB of device memory`"""
+    return (
+        f"Warmup finished in {seconds:.0f} secs, "
+        f"allocated {format_bytes(allocated_bytes)} of device memory"
+    )
+
+
+def _listed(phase: Phase, buckets: Sequence[Bucket]) -> str:
+    if _has_context(phase, buckets):
+        return str([(b.batch, b.query_len, b.blocks) for b in sorted(buckets)])
+    return str([(b.batch, _size(b)) for b in sorted(buckets)])
+
+
+def _has_context(phase: Phase, buckets: Sequence[Bucket]) -> bool:
+    return phase is Phase.PREFILL and any(bucket.blocks for bucket in buckets)
+
+
+def _size(bucket: Bucket) -> int:
+    return bucket.blocks if bucket.phase is Phase.DECODE else bucket.query_len

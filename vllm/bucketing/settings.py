@@ -1,0 +1,142 @@
+"""The twelve variables VLLM_{PROMPT|DECODE}_{BS|SEQ|BLOCK}_BUCKET_{MIN|STEP|MAX}.
+
+Their values come in as arguments; who has read them is not known here.
+
+    VLLM_PROMPT_BS_BUCKET_*      prompts in one launch        1, min(seqs, 32), min(seqs, 64)
+    VLLM_PROMPT_SEQ_BUCKET_*     tokens of the longest        block_size, block_size, 1024
+    VLLM_DECODE_BS_BUCKET_*      sequences in one launch      1, min(seqs, 32), seqs
+    VLLM_DECODE_BLOCK_BUCKET_*   their blocks together        block_size, block_size,
+                                                              max(128, seqs * 2048 / block_size)
+
+Beyond these defaults, the largest prompt size is no larger than max_model_len, and a default
+gives way to a value that was set: a lower maximum lowers the minimum, and the other way round.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from vllm.bucketing.step_limits import StepLimits, round_up
+from vllm.errors import ConfigError
+
+_SKIP_HINT = "To run without warm-up, set VLLM_SKIP_WARMUP=true."
+
+
+@dataclass(frozen=True)
+class BucketRange:
+    """Sizes of one dimension: doubling from `min` up to `step`, then in steps up to `max`."""
+
+    min: int
+    step: int
+    max: int
+
+    def __str__(self) -> str:
+        return f"[{self.min}, {self.step}, {self.max}]"
+
+    def as_tuple(self) -> tuple[int, int, int]:
+        """(min, step, max)"""
+        return (self.min, self.step, self.max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketSettings:
+    """The four ranges of linear bucketing."""
+
+    prompt_bs: BucketRange
+    prompt_seq: BucketRange
+    decode_bs: BucketRange
+    decode_block: BucketRange
+    given: tuple[tuple[str, int], ...] = ()
+    """The variables that were set, and their values."""
+    defaults: tuple[tuple[str, int], ...] = ()
+    """Each variable and what it is when nobody sets it."""
+
+    @classmethod
+    def resolve(
+        cls, limits: StepLimits, given: Mapping[str, int | None] | None = None
+    ) -> "BucketSettings":
+        """Settings from the variables that are set, by name (None: not set), and defaults.
+
+        Raises:
+            ConfigError: a name is not one of the twelve, a value is below 1, or a minimum that
+                was set is above a maximum that was set.
+        """
+        values = {name: value for name, value in (given or {}).items() if value is not None}
+        defaults = _default_ranges(limits)
+        names = [_name(key, part) for key in defaults for part in ("MIN", "STEP", "MAX")]
+        for name, value in values.items():
+            if name not in names:
+                raise ConfigError(f"{name} is not a bucket variable; those are {', '.join(names)}")
+            if value < 1:
+                raise ConfigError(f"{name}={value} must be an integer of at least 1")
+        ranges = {key: _resolve_range(key, default, values) for key, default in defaults.items()}
+        flat = [value for default in defaults.values() for value in default.as_tuple()]
+        return cls(
+            prompt_bs=ranges["PROMPT_BS"],
+            prompt_seq=ranges["PROMPT_SEQ"],
+            decode_bs=ranges["DECODE_BS"],
+            decode_block=ranges["DECODE_BLOCK"],
+            given=tuple(values.items()),
+            defaults=tuple(zip(names, flat, strict=True)),
+        )
+
+    def is_given(self, name: str) -> bool:
+        """Whether the variable was set."""
+        return any(name == given for given, _ in self.given)
+
+    def lines(self) -> list[str]:
+        """One log line per variable: what it is, and what it would be when nobody set it."""
+        ranges = (self.prompt_bs, self.prompt_seq, self.decode_bs, self.decode_block)
+        values = [value for r in ranges for value in r.as_tuple()]
+        return [
+            f"{name}={value} (default:{default})"
+            for value, (name, default) in zip(values, self.defaults, strict=False)
+        ]
+
+
+def merge_prompts(
+    settings: BucketSettings, limits: StepLimits
+) -> tuple[BucketSettings, tuple[str, ...]]:
+    """Settings for merged prefill, and the log lines that say so.
+
+    All prompts of a launch are laid end to end in one row, so only the length varies.
+    """
+    old_bs, old_seq = settings.prompt_bs, settings.prompt_seq
+    longest = min(old_bs.max * old_seq.max, limits.max_num_batched_tokens)
+    bs, seq = BucketRange(1, 1, 1), BucketRange(min(old_seq.min, longest), old_seq.step, longest)
+    return replace(settings, prompt_bs=bs, prompt_seq=seq), (
+        "Merged prefill is enabled!",
+        "Overriding prompt bucketing settings!",
+        f"prompt bs cfg: {old_bs} -> {bs}",
+        f"prompt seq cfg: {old_seq} -> {seq}",
+    )
+
+
+def _default_ranges(limits: StepLimits) -> dict[str, BucketRange]:
+    seqs, block = limits.max_num_seqs, limits.block_size
+    step = min(seqs, 32)
+    longest = min(1024, round_up(limits.max_model_len, block))
+    return {
+        "PROMPT_BS": BucketRange(1, step, min(seqs, 64)),
+        "PROMPT_SEQ": BucketRange(min(block, longest), block, longest),
+        "DECODE_BS": BucketRange(1, step, seqs),
+        "DECODE_BLOCK": BucketRange(block, block, max(128, seqs * 2048 // block)),
+    }
+
+
+def _name(key: str, part: str) -> str:
+    return f"VLLM_{key}_BUCKET_{part}"
+
+
+def _resolve_range(key: str, default: BucketRange, values: Mapping[str, int]) -> BucketRange:
+    low_name, step_name, high_name = (_name(key, part) for part in ("MIN", "STEP", "MAX"))
+    low, high = values.get(low_name), values.get(high_name)
+    if low is not None and high is not None and low > high:
+        raise ConfigError(
+            f"{low_name}={low} is greater than {high_name}={high}. Lower the first or raise the "
+            f"second. {_SKIP_HINT}"
+        )
+    if high is None:
+        high = max(default.max, low or 0)
+    if low is None:
+        low = min(default.min, high)
+    return BucketRange(low, values.get(step_name, default.step), high)

@@ -1,0 +1,166 @@
+"""What bounds a scheduler step, and from it the largest shapes a launch can have.
+
+The bounds hold for every order of arrival, cancellation, preemption and prefix hit, because they
+are taken from configuration alone:
+
+    L  longest sequence     min(max_model_len, tokens that all usable blocks hold)
+    C  its blocks           ceil(L / block_size)
+    U  usable blocks        num_blocks - 1: block 0 is padding and belongs to nobody
+
+Decode of n sequences. Sequence i references ceil(len_i / block_size) blocks, C at most. Without
+prefix caching every reference is a block of its own: n*C references, and never more than U. With
+it, sequences share the beginning of their tables, but the block a sequence writes in this step is
+its own: nobody can have found it yet. n sequences hold n such blocks, which leaves U - n to be
+shared, so no table is longer than U - n + 1. One prompt shared by all attains it:
+
+    most references of n sequences = n * min(C, U - n + 1)
+
+Prefill of q tokens after t computed ones: t + q <= L, hence ceil((L - q) / block_size) blocks of
+context. Without chunked prefill t is a prefix hit, whole blocks; without prefix caching as well
+there is no context.
+"""
+
+from dataclasses import dataclass
+
+from vllm.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """Facts of the configuration that limit what one step can ask of the device."""
+
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int | None = None
+    """KV blocks, the null block included. None: not known yet, no limit."""
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    contiguous_pa: bool = False
+    """Decode reads the cache as one slice up to the highest block id of the batch."""
+    max_chunk_tokens: int | None = None
+    """Tokens of one prompt in one step, where the scheduler is told less than the budget."""
+    max_block_refs: int | None = None
+    """Block references of one decode launch, where larger batches are launched in parts."""
+    max_prefill_batch: int = 1
+    """Prompts in one launch that are certain to have a bucket, as long as together they are
+    within the token budget when padded to the longest. 1: a group of prompts without a bucket is
+    launched in smaller groups, the smallest of which is one prompt."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_num_seqs",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "block_size",
+            "max_prefill_batch",
+        ):
+            _check_at_least(name, getattr(self, name), 1)
+        _check_at_least("num_blocks", self.num_blocks, 2)
+        _check_at_least("max_chunk_tokens", self.max_chunk_tokens, 1)
+        if self.max_block_refs is not None and self.max_block_refs < self.max_blocks_per_seq:
+            raise ConfigError(
+                f"max_block_refs ({self.max_block_refs}) is less than the "
+                f"{self.max_blocks_per_seq} blocks of one sequence of {self.max_seq_len} tokens, "
+                f"which cannot be launched in parts. Raise the first or lower max_model_len."
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than "
+                f"max_model_len ({self.max_model_len}) and chunked prefill is off: a long prompt "
+                f"could never run. Raise the first, lower the second, or enable chunked prefill."
+            )
+
+    @property
+    def usable_blocks(self) -> int:
+        """U. When the number of blocks is not known, as many as could ever be wanted."""
+        if self.num_blocks is None:
+            return self.max_num_seqs * ceil_div(self.max_model_len, self.block_size)
+        return self.num_blocks - 1
+
+    @property
+    def max_seq_len(self) -> int:
+        """L: tokens of the longest sequence that can run."""
+        return min(self.max_model_len, self.usable_blocks * self.block_size)
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """C"""
+        return ceil_div(self.max_seq_len, self.block_size)
+
+    @property
+    def has_context(self) -> bool:
+        """Whether a prefill can follow tokens that are computed already."""
+        return self.enable_chunked_prefill or self.enable_prefix_caching
+
+    @property
+    def max_query_len(self) -> int:
+        """Tokens of one prompt in one step."""
+        longest = min(self.max_seq_len, self.max_num_batched_tokens)
+        if self.enable_chunked_prefill and self.max_chunk_tokens is not None:
+            return min(longest, self.max_chunk_tokens)
+        return longest
+
+    def max_context_blocks(self, query_len: int) -> int:
+        """Blocks of context before a chunk of `query_len` tokens."""
+        if not self.has_context or query_len >= self.max_seq_len:
+            return 0
+        rest = self.max_seq_len - query_len
+        if self.enable_chunked_prefill:
+            return ceil_div(rest, self.block_size)
+        return rest // self.block_size
+
+    @property
+    def max_decode_batch(self) -> int:
+        """Sequences that can decode together: each has a block of its own."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens, self.usable_blocks)
+
+    def max_decode_blocks(self, batch: int) -> int:
+        """What a decode of `batch` sequences, `max_decode_batch` at most, can ask for."""
+        shared = self.usable_blocks - batch
+        if self.enable_prefix_caching:
+            refs = batch * min(self.max_blocks_per_seq, shared + 1)
+        else:
+            refs = min(batch * self.max_blocks_per_seq, self.usable_blocks)
+        if self.max_block_refs is not None:
+            refs = min(refs, self.max_block_refs)
+        # The highest block id may be in use whatever the batch; ids count the null block.
+        return max(refs, self.usable_blocks + 1) if self.contiguous_pa else refs
+
+    def min_decode_blocks(self, batch: int) -> int:
+        """What a decode of `batch` sequences asks for at least: a block of its own for each."""
+        return batch + 1 if self.contiguous_pa else batch
+
+    @property
+    def max_blocks(self) -> int:
+        """What a decode of any batch can ask for."""
+        return max(self.max_decode_blocks(n) for n in range(1, self.max_decode_batch + 1))
+
+    @property
+    def max_prefill_rows(self) -> int:
+        """Prompts in one launch that have to have a bucket."""
+        return min(self.max_prefill_batch, self.max_decode_batch)
+
+    def max_prefill_query(self, batch: int) -> int:
+        """Longest query of a launch of `batch` prompts that has to have a bucket."""
+        return min(self.max_query_len, self.max_num_batched_tokens // batch)
+
+    def max_prefill_context(self, batch: int, query_len: int) -> int:
+        """Most context of such a launch; in a batch another row than the longest may have it."""
+        return self.max_context_blocks(query_len if batch == 1 else 1)
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    """Quotient of two positive integers, rounded up."""
+    return -(-value // divisor)
+
+
+def round_up(value: int, step: int) -> int:
+    """The next multiple of `step`."""
+    return ceil_div(value, step) * step
+
+
+def _check_at_least(name: str, value: int | None, smallest: int) -> None:
+    if value is not None and value < smallest:
+        raise ConfigError(f"{name} must be at least {smallest}, got {value}")
