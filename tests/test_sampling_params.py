@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from vllm.errors import RequestError
@@ -291,3 +292,45 @@ def test_beam_search_needs_a_width_and_a_length():
     for values in ({"beam_width": 0}, {"max_tokens": 0}, {"temperature": -1.0}):
         with pytest.raises(RequestError):
             BeamSearchParams(**{"beam_width": 2, "max_tokens": 5, **values})
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logits_processors"])
+def test_a_single_value_where_a_list_belongs_is_refused(name):
+    with pytest.raises(RequestError, match=f"{name} must be a list"):
+        SamplingParams(**{name: 5})
+
+
+def test_one_bad_word_is_not_taken_for_a_list_of_letters():
+    with pytest.raises(RequestError, match="bad_words must be a list"):
+        SamplingParams(bad_words="foo")
+
+
+@pytest.mark.parametrize("bias", [{1: math.nan}, {1.7: 1.0}, {"x": 1.0}, [1], {1: "much"}])
+def test_a_bad_logit_bias_is_refused(bias):
+    with pytest.raises(RequestError, match="logit_bias"):
+        SamplingParams.from_optional(logit_bias=bias)
+
+
+def test_a_logit_bias_of_json_is_read_and_clamped():
+    params = SamplingParams.from_optional(logit_bias={"7": 1000, "8": -0.5})
+    assert params.logit_bias == {7: 100.0, 8: -0.5}
+
+
+def test_numbers_of_numpy_become_plain_ones():
+    params = SamplingParams(n=np.int64(2), top_p=np.float32(0.5), stop_token_ids=[np.int32(3)])
+    assert type(params.n) is int and type(params.top_p) is float
+    assert type(params.stop_token_ids[0]) is int
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+def test_an_unknown_output_kind_is_refused():
+    with pytest.raises(RequestError, match="output_kind"):
+        SamplingParams(output_kind=7)
+
+
+def test_a_clone_keeps_attributes_that_were_added():
+    params = SamplingParams(stop=["x"])
+    params.note = "mine"
+    own = params.clone()
+    own.stop.append("y")
+    assert own.note == "mine" and params.stop == ["x"]

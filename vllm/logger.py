@@ -7,7 +7,6 @@ logger by then keeps them, its level and its propagation.
 import logging
 import sys
 from functools import cache
-from typing import TextIO
 
 from vllm import envs
 
@@ -15,15 +14,16 @@ _FORMAT = "%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s"
 _DATE_FORMAT = "%m-%d %H:%M:%S"
 
 
-class _CurrentStderr(logging.StreamHandler[TextIO]):
+class _CurrentStderr(logging.Handler):
     """Writes to whatever `sys.stderr` is at the time, so that redirection works."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:  # type: ignore[override]
-        return sys.stderr
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record; a broken stream is reported as logging does, never raised."""
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
 
 
 def init_logger(name: str) -> logging.Logger:

@@ -2,8 +2,9 @@
 
 import copy
 import math
+import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from numbers import Integral, Real
 from typing import Any
@@ -14,6 +15,15 @@ from vllm.errors import RequestError
 
 _SAMPLING_EPS = 1e-5
 _MIN_TEMPERATURE = 0.01
+_MAX_BIAS = 100.0
+_INTEGER_FIELDS = (
+    *("n", "best_of", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
+    "truncate_prompt_tokens",
+)
+_FLOAT_FIELDS = (
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("temperature", "top_p", "min_p"),
+)
 
 
 class RequestOutputKind(IntEnum):
@@ -97,8 +107,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         extra_args: passed on to plug-ins.
 
     Raises:
-        RequestError: (a ValueError) a value is out of range; names the field.
-        TypeError: `top_k` or `n` is not an integer.
+        RequestError: (a ValueError) a value is out of range or of the wrong type; names the field.
+        TypeError: `top_k` is not an integer.
     """
 
     n: int = 1
@@ -152,16 +162,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     @classmethod
     def from_optional(cls, **values: Any) -> "SamplingParams":
-        """Build from fields of which any may be None, which means the default."""
+        """Build from fields of which any may be None, which means the default.
+
+        `logit_bias` may have its token ids as strings, as JSON has them; values are clamped to
+        [-100, 100].
+        """
         if (bias := values.get("logit_bias")) is not None:
-            try:
-                values["logit_bias"] = {
-                    int(t): min(100.0, max(-100.0, float(b))) for t, b in bias.items()
-                }
-            except (TypeError, ValueError, AttributeError):
-                raise RequestError(
-                    f"logit_bias must map token ids to numbers, got {bias!r}", param="logit_bias"
-                ) from None
+            values["logit_bias"] = _read_logit_bias(bias)
         keep_none = {"max_tokens"}
         return cls(**{k: v for k, v in values.items() if v is not None or k in keep_none})
 
@@ -172,30 +179,44 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             return SamplingType.GREEDY
         return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
 
+    @property
+    def all_stop_token_ids(self) -> set[int]:
+        """The token ids that end the output, beside the model's own."""
+        return set(self.stop_token_ids or ())
+
     def clone(self) -> "SamplingParams":
         """A copy whose lists can be changed; logits processors are shared, not copied."""
         memo = {id(p): p for p in self.logits_processors or ()}
-        return copy.deepcopy(self, memo)
+        own = copy.deepcopy(self, memo)
+        own.__dict__.update(self.__dict__)
+        return own
 
     def _normalize(self) -> None:
         if self.seed == -1:
             self.seed = None
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        self.stop = list(self.stop) if self.stop is not None else []
-        self.stop_token_ids = list(self.stop_token_ids) if self.stop_token_ids else []
-        self.bad_words = list(self.bad_words) if self.bad_words else []
+        self.stop = _as_list("stop", self.stop) or []
+        self.stop_token_ids = _as_list("stop_token_ids", self.stop_token_ids) or []
+        self.bad_words = _as_list("bad_words", self.bad_words) or []
+        self.allowed_token_ids = _as_list("allowed_token_ids", self.allowed_token_ids)
+        self.logits_processors = _as_list("logits_processors", self.logits_processors)
         if self.logprobs is True:
             self.logprobs = 1
         if self.prompt_logprobs is True:
             self.prompt_logprobs = 1
+        try:
+            self.output_kind = RequestOutputKind(self.output_kind)
+        except ValueError:
+            raise RequestError(
+                f"output_kind must be a RequestOutputKind, got {self.output_kind!r}",
+                param="output_kind",
+            ) from None
 
     def _check_numbers(self) -> None:
-        for name in ("n", "top_k"):
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-        _check_range("n", self.n, at_least=1)
+        if not isinstance(self.top_k, Integral) or isinstance(self.top_k, bool):
+            raise TypeError(f"top_k must be an integer, got {self.top_k!r}")
+        _check_integer("n", self.n, at_least=1)
         _check_range("presence_penalty", self.presence_penalty, at_least=-2, at_most=2)
         _check_range("frequency_penalty", self.frequency_penalty, at_least=-2, at_most=2)
         _check_range("repetition_penalty", self.repetition_penalty, above=0)
@@ -217,6 +238,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 _check_integer(name, getattr(self, name), at_least=0)
         if self.seed is not None:
             _check_integer("seed", self.seed, at_least=-(2**63), at_most=2**63 - 1)
+        # Numbers of numpy pass the checks, but only Python's own can be sent to another process.
+        for name in _INTEGER_FIELDS:
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, int(value))
+        for name in _FLOAT_FIELDS:
+            setattr(self, name, float(getattr(self, name)))
         if self.best_of is not None and self.best_of != self.n:
             raise RequestError(
                 f"best_of ({self.best_of}) other than n ({self.n}) is not supported: "
@@ -230,10 +257,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
         _check_token_ids("stop_token_ids", self.stop_token_ids)
+        self.stop_token_ids = [int(token_id) for token_id in self.stop_token_ids or ()]
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
             _check_token_ids("allowed_token_ids", self.allowed_token_ids)
+            self.allowed_token_ids = [int(token_id) for token_id in self.allowed_token_ids]
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 raise RequestError(
@@ -296,6 +325,33 @@ def _check_integer(name: str, value: Any, *, at_least: int, at_most: int | None 
     if int(value) < at_least or (at_most is not None and int(value) > at_most):
         upper = f" and at most {at_most}" if at_most is not None else ""
         raise RequestError(f"{name} must be at least {at_least}{upper}, got {value}", param=name)
+
+
+def _as_list(name: str, values: Any) -> list[Any] | None:
+    """A list of its own; None stays None."""
+    if values is None:
+        return None
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} must be a list, got {values!r}", param=name)
+    return list(values)
+
+
+def _read_logit_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise RequestError(
+            f"logit_bias must map token ids to numbers, got {bias!r}", param="logit_bias"
+        )
+    read = {}
+    for token_id, value in bias.items():
+        try:
+            key = int(token_id) if isinstance(token_id, str) else operator.index(token_id)
+        except (TypeError, ValueError):
+            raise RequestError(
+                f"logit_bias must have token ids as keys, got {token_id!r}", param="logit_bias"
+            ) from None
+        _check_range(f"logit_bias[{key}]", value, at_least=-math.inf, at_most=math.inf)
+        read[key] = min(_MAX_BIAS, max(-_MAX_BIAS, float(value)))
+    return read
 
 
 def _check_strings(name: str, values: Sequence[Any] | None) -> None:

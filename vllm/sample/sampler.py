@@ -12,7 +12,6 @@ Log-probabilities are of the logits as they came. Nothing here waits for the dev
 that depends on values, and a row's token does not depend on the rows around it.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,12 +71,11 @@ class Sampler:
         errors: dict[int, str] = {}
         # Passes share a little memory; that of a whole launch is left to the device's allocator.
         buffers = Buffers() if self._pass_elements is None else self._kept_buffers
-        if metadata.features is None or not self._is_split(logits):
-            token_ids, top = _sample(logits, metadata, errors, buffers)
+        passes = self._passes(logits, metadata.features)
+        if len(passes) > 1:
+            token_ids, top = _sample_in_passes(logits, metadata, passes, errors, buffers)
         else:
-            token_ids, top = self._sample_in_passes(
-                logits, metadata, metadata.features, errors, buffers
-            )
+            token_ids, top = _sample(logits, metadata, errors, buffers)
         token_ids, plan = token_ids.int(), metadata.logprobs
         return SamplerOutput(
             token_ids=token_ids,
@@ -87,33 +85,14 @@ class Sampler:
             errors=errors,
         )
 
-    def _is_split(self, logits: Tensor) -> bool:
-        return self._pass_elements is not None and logits.numel() > _SPLIT_ELEMENTS
-
-    def _sample_in_passes(
-        self,
-        logits: Tensor,
-        metadata: SamplingMetadata,
-        features: FeatureArray,
-        errors: dict[int, str],
-        buffers: Buffers,
-    ) -> tuple[Tensor, Tensor]:
+    def _passes(self, logits: Tensor, features: FeatureArray | None) -> list[IndexArray]:
+        """The rows of each pass; none or one means all rows at once."""
         num_rows, vocab_size = logits.shape
-        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        top = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-        assert self._pass_elements is not None
-        for indices in _passes(features, max(1, self._pass_elements // vocab_size)):
-            rows = torch.from_numpy(indices).to(logits.device)
-            first, last = int(indices[0]), int(indices[-1])
-            is_slice = last - first == len(indices) - 1  # a view costs nothing, a copy a pass
-            part = logits[first : last + 1] if is_slice else logits[rows]
-            part_errors: dict[int, str] = {}
-            part_metadata = metadata.select(indices, rows)
-            part_token_ids, part_top = _sample(part, part_metadata, part_errors, buffers)
-            token_ids[rows] = part_token_ids
-            top[rows] = part_top.float()
-            errors.update({int(indices[i]): error for i, error in part_errors.items()})
-        return token_ids, top
+        if self._pass_elements is None or features is None or num_rows == 1:
+            return []
+        if num_rows * vocab_size <= _SPLIT_ELEMENTS:
+            return []
+        return _split_rows(features, max(1, self._pass_elements // vocab_size))
 
     def _logprobs(
         self, logits: Tensor, token_ids: Tensor, plan: LogprobPlan, buffers: Buffers
@@ -125,7 +104,7 @@ class Sampler:
         )
 
 
-def _passes(features: FeatureArray, size: int) -> Iterator[IndexArray]:
+def _split_rows(features: FeatureArray, size: int) -> list[IndexArray]:
     """Rows of like cost and features together, at most `size` at a time, each row once."""
     is_random = (features & Feature.RANDOM) > 0
     bits = Feature.TOP_P | Feature.TOP_K
@@ -133,9 +112,36 @@ def _passes(features: FeatureArray, size: int) -> Iterator[IndexArray]:
     cost = is_random.astype(np.int32) + (is_random & is_dear)
     order = np.lexsort((features, cost))
     ends = np.flatnonzero(np.diff(cost[order])) + 1
-    for group in np.split(order, ends):
-        for start in range(0, len(group), size):
-            yield np.sort(group[start : start + size])
+    return [
+        np.sort(group[start : start + size])
+        for group in np.split(order, ends)
+        for start in range(0, len(group), size)
+    ]
+
+
+def _sample_in_passes(
+    logits: Tensor,
+    metadata: SamplingMetadata,
+    passes: list[IndexArray],
+    errors: dict[int, str],
+    buffers: Buffers,
+) -> tuple[Tensor, Tensor]:
+    """As `_sample`, a part of the rows after the other."""
+    num_rows = logits.shape[0]
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    top = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    for indices in passes:
+        rows = torch.from_numpy(indices).to(logits.device)
+        first, last = int(indices[0]), int(indices[-1])
+        is_slice = last - first == len(indices) - 1  # a view costs nothing, a copy a pass
+        part = logits[first : last + 1] if is_slice else logits[rows]
+        part_errors: dict[int, str] = {}
+        part_metadata = metadata.select(indices, rows)
+        part_token_ids, part_top = _sample(part, part_metadata, part_errors, buffers)
+        token_ids[rows] = part_token_ids
+        top[rows] = part_top.float()
+        errors.update({int(indices[i]): error for i, error in part_errors.items()})
+    return token_ids, top
 
 
 def _sample(

@@ -111,11 +111,10 @@ def _read_sampling(args: argparse.Namespace) -> dict[str, Any]:
 def _generate(
     llm: "LLM", prompts: list[str], sampling_params: "SamplingParams", *, chat: bool
 ) -> "list[RequestOutput]":
-    use_tqdm = sys.stderr.isatty()
     if not chat:
-        return llm.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return llm.generate(prompts, sampling_params)
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    return llm.chat(conversations, sampling_params, use_tqdm=use_tqdm)
+    return llm.chat(conversations, sampling_params)
 
 
 def _as_json(prompt: str, output: "RequestOutput") -> str:
