@@ -84,8 +84,10 @@ def test_a_bad_prompt_is_refused_with_what_is_wrong(prompt, message):
     assert "\n" not in str(failure.value)
 
 
-def test_an_empty_text_runs_when_the_tokenizer_adds_a_token_to_it():
-    assert process("")[1].prompt_token_ids == [BOS]
+def test_an_empty_text_is_refused_with_the_token_that_begins_one():
+    with pytest.raises(RequestError, match=rf"the prompt is empty; .*\[{BOS}\]"):
+        process("")
+    assert process([BOS])[1].prompt_token_ids == [BOS]
 
 
 def test_a_prompt_must_leave_room_for_one_output_token():

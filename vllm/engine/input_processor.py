@@ -172,6 +172,10 @@ class InputProcessor:
                 "(skip_tokenizer_init): send token ids",
                 param="prompt",
             )
+        if not text:
+            bos = self.tokenizer.bos_token_id
+            hint = "" if bos is None else f"; to begin with nothing, send the token ids [{bos}]"
+            raise RequestError(f"the prompt is empty{hint}", param="prompt")
         try:
             text.encode()
         except UnicodeEncodeError as error:
