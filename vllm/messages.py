@@ -72,7 +72,12 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. Applied in this order: free rows, place new requests, add blocks, run."""
+    """One step. Applied in this order: free rows, place new requests, add blocks, run.
+
+    A runner that splits a step into launches runs decodes first and keeps prefills in the order
+    of `rows`: a later one may read blocks that an earlier one, or its own launch, writes. A step
+    without rows is neither executed nor updated. Arrays may be the scheduler's own: only read.
+    """
 
     step_id: int
     freed_rows: list[int]
@@ -121,7 +126,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: dict[int, LogprobRows] = {}
     """row -> one position, for rows that asked."""
     prompt_logprobs: dict[int, LogprobRows] = {}
-    """row -> the prompt positions of this step's chunk, for rows that asked."""
+    """row -> one entry per position p of this step's chunk, for prompt token p + 1; rows that
+    asked."""
     errors: dict[int, str] = {}
     """row -> why sampling failed for this row alone; its token id is meaningless."""
 
