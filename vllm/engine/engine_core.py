@@ -1,5 +1,6 @@
 """The loop: schedule, execute, update. Knows no text, no HTTP, no device."""
 
+import time
 from collections.abc import Iterable
 
 from vllm.config import VllmConfig
@@ -24,6 +25,7 @@ class EngineCore:
     """
 
     def __init__(self, config: VllmConfig, executor: Executor | None = None) -> None:
+        started = time.perf_counter()
         self.config = config
         self.executor = UniProcExecutor(config) if executor is None else executor
         num_blocks = self.executor.initialize_cache()
@@ -32,6 +34,14 @@ class EngineCore:
         )
         self.scheduler = Scheduler(config.scheduler, cache)
         self._failure: BaseException | None = None
+        logger.info(
+            "ready in %.1f s: %s, max_model_len %d, at most %d requests and %d tokens per step",
+            time.perf_counter() - started,
+            config.model.served_model_name or config.model.model,
+            config.scheduler.max_model_len,
+            config.scheduler.max_num_seqs,
+            config.scheduler.max_num_batched_tokens,
+        )
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
