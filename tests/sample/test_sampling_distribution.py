@@ -18,9 +18,10 @@ from tests.sample.helpers import (
     rows,
     sample,
 )
-from vllm.sample.blocks import BLOCK_SIZE, draw, split_blocks
+from vllm.sample.blocks import BLOCK_SIZE, draw, num_draws, split_blocks
 from vllm.sample.buffers import Buffers
 from vllm.sample.filters import nucleus_floor
+from vllm.sample.random import exponentials_at, stream_keys
 from vllm.sample.sampler import Sampler
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -75,6 +76,15 @@ def test_seeds_at_one_position_follow_the_distribution_too():
     assert chisquare(np.bincount(tokens, minlength=50), expected).pvalue > 1e-3
 
 
+def races_for_each(num_tokens: int) -> torch.Tensor:
+    """[num_tokens, K] random numbers with which row i takes token i, unless it has no weight."""
+    token = torch.arange(num_tokens)
+    races = torch.ones(num_tokens, num_draws(num_tokens))
+    races[token, token // BLOCK_SIZE] = 1e-20
+    races[token, races.shape[1] - BLOCK_SIZE + token % BLOCK_SIZE] = 1e-20
+    return races
+
+
 @pytest.mark.parametrize("vocab_size", [50, 700])
 @pytest.mark.parametrize(
     "params", [p for p in PARAMS if p.keys() & {"top_k", "top_p", "min_p"}], ids=str
@@ -92,13 +102,12 @@ def test_kept_tokens_are_those_that_transformers_keeps(params, vocab_size):
         scores = hf.TopPLogitsWarper(params["top_p"])(None, scores)
     probs = scores[0].softmax(-1).double()
 
-    # Uniform numbers on a grid hit every token whose share is wider than its mesh.
-    num_points = int(2 / probs[probs > 0].min()) + 1
+    # One row per token, whose random numbers let that token win if it has any probability.
     state = make_state([make_request(**params)], vocab_size)
-    metadata = state.metadata(np.zeros(num_points, np.int32), np.zeros(num_points, np.int32))
-    grid = (torch.arange(num_points) + 0.5) / num_points
-    metadata.uniforms.copy_(grid)
-    tokens = Sampler()(logits.expand(num_points, -1), metadata).token_ids
+    first_row = np.zeros(vocab_size, np.int32)
+    metadata = state.metadata(first_row, first_row)
+    metadata.exponentials.copy_(races_for_each(vocab_size))
+    tokens = Sampler()(logits.expand(vocab_size, -1), metadata).token_ids
     assert set(tokens.tolist()) == set(probs.nonzero().flatten().tolist())
 
 
@@ -190,43 +199,44 @@ def test_the_lowest_temperature_does_not_overflow():
 @repeatable
 @given(st.data())
 def test_a_token_without_probability_is_never_drawn(data):
-    """Whatever the weights, also where the uniform number rounds up to the total."""
+    """Whatever the weights, also where quotients underflow or all but one are zero."""
     width = data.draw(st.integers(1, 3)) * BLOCK_SIZE
     positive = data.draw(st.lists(st.integers(0, width - 1), min_size=1, max_size=20))
     values = data.draw(
-        st.lists(
-            st.floats(2**-99, 1, width=32),
-            min_size=len(positive),
-            max_size=len(positive),
-        )
+        st.lists(st.floats(2**-126, 1, width=32), min_size=len(positive), max_size=len(positive))
     )
     weights = torch.zeros(1, width)
     weights[0, positive] = torch.tensor(values)
-    extremes = [2**-24, 3 * 2**-24, 0.5, 1 - 3 * 2**-24, 1 - 2**-24]
-    uniforms = [*extremes, data.draw(st.floats(2**-24, 1 - 2**-24, width=32))]
-    many = weights.expand(len(uniforms), -1)
-    found = draw(split_blocks(many), torch.tensor(uniforms, dtype=torch.float32))
+    races = races_for_each(width)
+    found = draw(split_blocks(weights.expand(len(races), -1)), races)
     assert (weights[0, found] > 0).all()
+    slow = torch.full((1, num_draws(width)), 16.6)
+    assert weights[0, draw(split_blocks(weights), slow)] > 0
 
 
-def test_rounding_inside_a_block_does_not_lead_to_a_token_without_probability():
-    """The sum of a block and the running sum inside it are rounded in different ways."""
-    weights = torch.rand(2000, 2 * BLOCK_SIZE, generator=torch.Generator().manual_seed(12))
-    weights[:, 100:] = 0
-    for uniform in (1 - 2**-24, 1 - 3 * 2**-24):
-        found = draw(split_blocks(weights), torch.full((2000,), uniform))
-        assert (weights.gather(-1, found[:, None]) > 0).all()
+def test_a_draw_follows_the_weights_over_several_blocks():
+    weights = torch.rand(1, 3 * BLOCK_SIZE, generator=torch.Generator().manual_seed(8)) + 0.05
+    num_rows = 60_000
+    keys = stream_keys(np.arange(num_rows))
+    exponentials = exponentials_at(keys, np.zeros(num_rows), num_draws(weights.shape[-1]))
+    found = draw(split_blocks(weights.expand(num_rows, -1)), torch.from_numpy(exponentials))
+    expected = (weights[0] / weights.sum()).double().numpy() * num_rows
+    observed = np.bincount(found.numpy(), minlength=len(expected))
+    assert chisquare(observed, expected / expected.sum() * num_rows).pvalue > 1e-3
 
 
-def test_a_draw_is_the_inverse_of_the_running_sum():
-    weights = torch.rand(1, 4 * BLOCK_SIZE, generator=torch.Generator().manual_seed(8))
-    uniforms = (torch.arange(5_000) + 0.5) / 5_000
-    found = draw(split_blocks(weights.expand(5_000, -1)), uniforms)
-    sums = weights[0].double().cumsum(0)
-    wanted = torch.searchsorted(sums, uniforms.double() * sums[-1], right=True)
-    distance = (sums[found] - sums[wanted]).abs().max() / sums[-1]
-    assert distance < 1e-6 or (found == wanted).all()
-    assert (found == wanted).float().mean() > 0.999
+def test_rounding_errors_of_the_logits_rarely_change_the_draw():
+    """What a batch of another size does to logits must not give a seeded request other tokens."""
+    generator = torch.Generator().manual_seed(4)
+    num_rows, width = 2000, 32 * BLOCK_SIZE
+    logits = torch.randn(num_rows, width, generator=generator)
+    noise = 1 + 1e-6 * torch.randn(num_rows, width, generator=generator)
+    keys = stream_keys(np.arange(num_rows))
+    races = torch.from_numpy(exponentials_at(keys, np.zeros(num_rows), num_draws(width)))
+    exact, noisy = (
+        draw(split_blocks(values), races) for values in (logits.exp(), logits.exp() * noise)
+    )
+    assert (exact != noisy).sum() <= 1
 
 
 def test_forbidden_tokens_of_the_model_are_never_sampled():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from tests.sample.helpers import repeatable
-from vllm.sample.random import stream_keys, uniforms, uniforms_at
+from vllm.sample.random import exponentials_at, stream_keys, uniforms, uniforms_at
 
 NUM_BINS = 64
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -102,3 +102,17 @@ def test_seeds_keep_their_meaning_between_releases():
     values = uniforms(np.array([0, 0, 1, 42, -7], np.int64), np.array([0, 1, 0, 7, 100]))
     odd = (values.astype(np.float64) * 2**24).astype(int)
     assert odd.tolist() == [2327157, 16292389, 11635203, 5344463, 556983]
+
+
+def test_exponential_numbers_follow_their_distribution():
+    values = exponentials_at(stream_keys(np.arange(300)), np.arange(300), 300)
+    assert values.dtype == np.float32 and values.min() > 0 and values.max() < 17
+    assert_uniform(np.exp(-values.astype(np.float64)).ravel())
+
+
+def test_more_exponential_numbers_leave_the_first_ones_alone():
+    keys, positions = stream_keys(np.arange(5)), np.arange(5)
+    many = exponentials_at(keys, positions, 200)
+    assert (exponentials_at(keys, positions, 70) == many[:, :70]).all()
+    alone = [exponentials_at(keys[i : i + 1], positions[i : i + 1], 70)[0] for i in range(5)]
+    assert (np.array(alone) == many[:, :70]).all()

@@ -72,17 +72,17 @@ def test_metadata_is_of_the_rows_in_their_order():
     assert not metadata.all_greedy and not metadata.all_random
 
 
-def test_uniform_numbers_follow_seed_and_position():
+def test_random_numbers_follow_seed_and_position():
     state = make_state([make_request(seed=5), make_request(seed=5)], VOCAB_SIZE)
-    first = state.metadata(rows(0, 1), rows(3, 4)).uniforms.tolist()
-    assert first == state.metadata(rows(1, 0), rows(3, 4)).uniforms.tolist()
+    first = state.metadata(rows(0, 1), rows(3, 4)).exponentials.tolist()
+    assert first == state.metadata(rows(1, 0), rows(3, 4)).exponentials.tolist()
     assert first[0] != first[1]
 
 
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1, 2**64 - 1])
 def test_any_seed_of_64_bits_will_do(seed):
     metadata = make_state([make_request(seed=seed)], VOCAB_SIZE).metadata(rows(0), rows(0))
-    assert 0 < metadata.uniforms.item() < 1
+    assert (metadata.exponentials > 0).all()
 
 
 def generate(state, row, logits, first_step, num_steps):
@@ -144,7 +144,15 @@ def test_selected_rows_keep_what_they_need_and_no_more():
         alone = replace(alone, logprobs=None)
         for name in ("all_greedy", "all_random", "unbounded_top_p", "changes_logits"):
             assert getattr(one, name) == getattr(alone, name), (name, MIXED[index])
-        for name in ("temperature", "top_k", "top_p", "min_p", "uniforms", "penalties", "edits"):
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "exponentials",
+            "penalties",
+            "edits",
+        ):
             a, b = getattr(one, name), getattr(alone, name)
             assert (a is None) == (b is None), (name, MIXED[index])
             if isinstance(a, torch.Tensor):

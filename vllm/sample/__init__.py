@@ -6,5 +6,5 @@
 
 The rest are the parts of the sampler, one file each: `constraints`, `penalties` and `processors`
 change logits; `filters` cuts off the tail; `blocks` reduces over the vocabulary; `random` has the
-uniform numbers; `logprobs` the log-probabilities.
+random numbers; `logprobs` the log-probabilities.
 """

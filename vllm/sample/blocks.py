@@ -105,38 +105,40 @@ def top_values(logits: Tensor, maxima: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, candidates.gather(-1, inside)
 
 
-def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+def num_draws(vocab_size: int) -> int:
+    """Random numbers that `draw` needs for each row: one per block, and one per token of one."""
+    return vocab_size // BLOCK_SIZE + 1 + BLOCK_SIZE
+
+
+def draw(weights: Tensor, exponentials: Tensor) -> Tensor:
     """One index per row, with probability proportional to its weight.
 
-    The inverse of the cumulative distribution in the order of the indices: the first index at
-    which the running sum exceeds u times the total, found by block and then inside the block.
+    An exponential race (the Gumbel-max trick in other words, Maddison et al., arXiv:1411.0030):
+    of waiting times e / w, with e exponentially distributed, the first is that of index i with
+    probability w_i / sum(w). First among the blocks, then among the tokens of the winner.
+
+    The inverse of the cumulative distribution would need one number instead of these few hundred.
+    But each of its thousands of boundaries moves with every rounding error before it, so a token
+    would depend on the batch a thousand times more often than here, where an error matters only
+    if it changes who comes first.
 
     Args:
         weights: [n, B, 128] float32, at least 0, with a positive one in each row.
-        uniforms: [n] float32 in (0, 1).
+        exponentials: [n, K] float32 above 0, K at least B + 128: for block b number b, for the
+            tokens inside a block the last 128.
 
     Returns:
         [n] int64 in [0, B * 128). Never an index of weight 0.
     """
-    sums = weights.sum(-1)
-    block, rest = _invert(sums, uniforms[:, None], scale_by_total=True)
+    block = _race(weights.sum(-1), exponentials[:, : weights.shape[1]])
     chosen = weights.gather(1, block[:, :, None].expand(-1, -1, BLOCK_SIZE)).squeeze(1)
-    inside, _ = _invert(chosen, rest, scale_by_total=False)
+    inside = _race(chosen, exponentials[:, -BLOCK_SIZE:])
     return (block * BLOCK_SIZE + inside).squeeze(-1)
 
 
-def _invert(weights: Tensor, target: Tensor, *, scale_by_total: bool) -> tuple[Tensor, Tensor]:
-    """First index [n, 1] of weights [n, m] whose running sum exceeds target [n, 1].
-
-    Also returns by how much the target exceeds the running sum before that index, at least 0.
-    """
-    sums = weights.cumsum(-1)
-    if scale_by_total:
-        target = target * sums[:, -1:]
-    index = torch.searchsorted(sums, target, right=True).clamp_max(weights.shape[-1] - 1)
-    # Rounding can lift the target to the total, and a parallel cumsum need not be monotone: then
-    # the index may have no weight, and the row takes its likeliest one.
+def _race(weights: Tensor, exponentials: Tensor) -> Tensor:
+    """Index [n, 1] of weights [n, m] that is first."""
+    index = (weights / exponentials).argmax(-1, keepdim=True)
+    # All quotients may underflow to 0: then the row takes its likeliest index.
     has_weight = weights.gather(-1, index) > 0
-    index = torch.where(has_weight, index, weights.argmax(-1, keepdim=True))
-    before = sums.gather(-1, index) - weights.gather(-1, index)
-    return index, (target - before).clamp_min(0)
+    return torch.where(has_weight, index, weights.argmax(-1, keepdim=True))

@@ -72,8 +72,9 @@ class SamplingMetadata:
     """Host: every row is random."""
     greedy_mask: Tensor | None = None
     """[n] bool; None when all rows are of one kind."""
-    uniforms: Tensor | None = None
-    """[n] float32 in (0, 1): the random number of each row; None when all are greedy."""
+    exponentials: Tensor | None = None
+    """[n, K] float32 above 0, K of `blocks.num_draws`: the random numbers of each row; None when
+    all are greedy."""
     temperature: Tensor | None = None
     """[n] float32, 1 for greedy rows; None when all are 1."""
     min_p: Tensor | None = None
@@ -127,7 +128,7 @@ class SamplingMetadata:
             all_greedy=not active & Feature.RANDOM,
             all_random=all_random,
             greedy_mask=None if all_random else take(self.greedy_mask, Feature.RANDOM),
-            uniforms=take(self.uniforms, Feature.RANDOM),
+            exponentials=take(self.exponentials, Feature.RANDOM),
             temperature=take(self.temperature, Feature.TEMPERATURE),
             min_p=take(self.min_p, Feature.MIN_P),
             top_k=take(self.top_k, Feature.TOP_K),

@@ -47,12 +47,26 @@ def uniforms_at(keys: KeyArray, positions: npt.NDArray[Any]) -> npt.NDArray[np.f
     Returns:
         [n] float32 in (0, 1): odd multiples of 2**-24, so that neither end can be reached.
     """
-    bits = _mix(keys + (positions.astype(np.uint64) + _1) * _GOLDEN)
-    # 23 random bits and a half need 24 bits, the mantissa of a float32: nothing is rounded.
-    fractions = (bits >> _41).astype(np.float32)
-    fractions += np.float32(0.5)
-    fractions *= np.float32(2.0**-23)
-    return fractions
+    return _fractions(_bits_at(keys, positions))
+
+
+def exponentials_at(
+    keys: KeyArray, positions: npt.NDArray[Any], count: int
+) -> npt.NDArray[np.float32]:
+    """Several exponentially distributed numbers at each position of each key's stream.
+
+    Args:
+        keys: [n] from `stream_keys`.
+        positions: [n] integers, at least 0.
+        count: numbers per position; asking for more does not change the first ones.
+
+    Returns:
+        [n, count] float32 in [2**-24, 17), mean 1.
+    """
+    steps = np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
+    values = _fractions(_mix(_bits_at(keys, positions)[:, None] + steps))
+    np.log(values, out=values)
+    return np.negative(values, out=values)
 
 
 def uniforms(
@@ -66,6 +80,19 @@ def uniforms(
         stream: for further independent draws at the same positions.
     """
     return uniforms_at(stream_keys(seeds, stream), positions)
+
+
+def _bits_at(keys: KeyArray, positions: npt.NDArray[Any]) -> KeyArray:
+    return _mix(keys + (positions.astype(np.uint64) + _1) * _GOLDEN)
+
+
+def _fractions(bits: KeyArray) -> npt.NDArray[np.float32]:
+    """Odd multiples of 2**-24 in (0, 1)."""
+    # 23 random bits and a half need 24 bits, the mantissa of a float32: nothing is rounded.
+    fractions = (bits >> _41).astype(np.float32)
+    fractions += np.float32(0.5)
+    fractions *= np.float32(2.0**-23)
+    return fractions
 
 
 def _mix(z: KeyArray) -> KeyArray:

@@ -6,7 +6,7 @@ For each row, in this order:
     repetition, frequency and presence penalty
     argmax, if the row is greedy; else
     temperature -> min_p -> top_k -> top_p                               each on what is left
-    one draw by the row's uniform number                                 inverse of the CDF
+    one draw by the row's random numbers                                 an exponential race
 
 Log-probabilities are of the logits as they came. Nothing here waits for the device or has a shape
 that depends on values, and a row's token does not depend on the rows around it.
@@ -187,7 +187,7 @@ def _change_logits(
 def _sample_random(
     x: Tensor, maxima: Tensor, vocab_size: int, metadata: SamplingMetadata, buffers: Buffers
 ) -> Tensor:
-    assert metadata.uniforms is not None
+    assert metadata.exponentials is not None
     top = maxima.amax(-1, keepdim=True)
     weights = likelihoods(x, top, metadata.temperature, out=buffers.take_like("weights", x))
     floor = logit_floor(x, maxima, top, metadata)
@@ -199,4 +199,4 @@ def _sample_random(
             top_p = torch.where(metadata.top_k > 0, 1.0, top_p)
         least = nucleus_floor(weights, top_p, vocab_size, buffers)
         weights.mul_(keep_from(weights, least, buffers))
-    return draw(split_blocks(weights), metadata.uniforms)
+    return draw(split_blocks(weights), metadata.exponentials)

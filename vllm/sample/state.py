@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from vllm.messages import EngineRequest, FloatArray, IntArray, LogprobRows
+from vllm.sample.blocks import num_draws
 from vllm.sample.constraints import LogitEdits, RowConstraints, TokenMasks, forbidden_mask
 from vllm.sample.logprobs import split_rows
 from vllm.sample.metadata import (
@@ -23,13 +24,13 @@ from vllm.sample.metadata import (
 )
 from vllm.sample.penalties import Penalties, TokenCounts
 from vllm.sample.processors import RowProcessors
-from vllm.sample.random import stream_keys, uniforms_at
+from vllm.sample.random import exponentials_at, stream_keys
 from vllm.sample.sampler import SamplerOutput
 from vllm.sampling_params import SamplingParams
 
 # Rows of `SamplingState._params`.
 _TEMPERATURE, _MIN_P, _TOP_K, _TOP_P, _PRESENCE, _FREQUENCY, _REPETITION, _IS_GREEDY = range(8)
-_UNIFORM = 8
+_NUM_PARAMS = 8
 _DEFAULTS = np.array([1, 0, 0, 1, 0, 0, 1, 1], np.float32)
 
 _EXTREME = 1e30
@@ -188,14 +189,14 @@ class SamplingState:
     ) -> SamplingMetadata:
         is_random = bool(active & Feature.RANDOM)
         all_random = is_random and bool(np.bitwise_and.reduce(features) & Feature.RANDOM)
-        params = self._device_params(rows, num_output_tokens, active)
+        params = self._device_params(rows)
         has_top_k = bool(active & Feature.TOP_K)
         return SamplingMetadata(
             features=features,
             all_greedy=not is_random,
             all_random=all_random,
             greedy_mask=params[_IS_GREEDY] > 0 if is_random and not all_random else None,
-            uniforms=params[_UNIFORM] if is_random else None,
+            exponentials=self._exponentials(rows, num_output_tokens) if is_random else None,
             temperature=params[_TEMPERATURE] if active & Feature.TEMPERATURE else None,
             min_p=params[_MIN_P] if active & Feature.MIN_P else None,
             top_k=params[_TOP_K].long() if has_top_k else None,
@@ -234,16 +235,18 @@ class SamplingState:
         errors.update({int(rows[i]): error for i, error in sampled.errors.items()})
         return errors
 
-    def _device_params(
-        self, rows: IntArray, num_output_tokens: IntArray, active: int
-    ) -> torch.Tensor:
-        """[9, n] float32 on the device: all numbers of the launch in one copy."""
-        packed = np.empty((_UNIFORM + 1, len(rows)), np.float32)
+    def _device_params(self, rows: IntArray) -> torch.Tensor:
+        """[8, n] float32 on the device: all parameters of the launch in one copy."""
+        packed = np.empty((_NUM_PARAMS, len(rows)), np.float32)
         # Rows are in range; with mode="raise" numpy goes through a temporary.
-        np.take(self._params, rows, axis=1, out=packed[:_UNIFORM], mode="clip")
-        if active & Feature.RANDOM:
-            packed[_UNIFORM] = uniforms_at(self._keys[rows], num_output_tokens)
+        np.take(self._params, rows, axis=1, out=packed, mode="clip")
         return torch.from_numpy(packed).to(self._device)
+
+    def _exponentials(self, rows: IntArray, num_output_tokens: IntArray) -> torch.Tensor:
+        """[n, K] float32 on the device: the random numbers of each row's next token."""
+        count = num_draws(self._vocab_size)
+        values = exponentials_at(self._keys[rows], num_output_tokens, count)
+        return torch.from_numpy(values).to(self._device)
 
     def _row_processors(
         self, rows: IntArray, features: FeatureArray
