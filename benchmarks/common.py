@@ -13,6 +13,7 @@ import torch
 
 from vllm import LLM, LLMEngine, SamplingParams, __version__
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -30,8 +31,14 @@ def make_llm(args: argparse.Namespace) -> LLM:
 
 
 def fixed_length(num_tokens: int) -> SamplingParams:
-    """Greedy, and exactly this many tokens."""
-    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    """Greedy, exactly this many tokens, and nothing to see before the last."""
+    return SamplingParams(
+        temperature=0,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def random_prompts(

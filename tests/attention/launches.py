@@ -1,0 +1,70 @@
+"""Padded launches over a random cache, for the tests of this folder."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NAN = float("nan")
+
+
+@dataclass
+class Cache:
+    """Keys and values of some requests in shuffled blocks. All that belongs to no token is NaN,
+    the null block too, so that reading it shows."""
+
+    keys: Tensor
+    values: Tensor
+    tables: np.ndarray
+    seq_lens: np.ndarray
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[1]
+
+
+def random_cache(
+    seq_lens: list[int],
+    num_kv_heads: int = 2,
+    head_size: int = 16,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    shared_blocks: int = 0,
+) -> Cache:
+    """A cache; the first `shared_blocks` blocks of every request are those of the longest."""
+    lengths = np.array(seq_lens, np.int32)
+    max_blocks = max(1, -(-int(lengths.max()) // block_size))
+    num_blocks = len(seq_lens) * max_blocks + 3
+    ids = torch.randperm(num_blocks - 1)[: len(seq_lens) * max_blocks] + 1
+    tables = ids.view(len(seq_lens), max_blocks).numpy().astype(np.int32)
+    tables[:, :shared_blocks] = tables[lengths.argmax(), :shared_blocks]
+    shape = (num_blocks, block_size, num_kv_heads, head_size)
+    keys, values = torch.full(shape, NAN, dtype=dtype), torch.full(shape, NAN, dtype=dtype)
+    written = set()
+    for row in np.argsort(-lengths, kind="stable"):
+        for index in range(-(-int(lengths[row]) // block_size)):
+            block = int(tables[row, index])
+            if block not in written:  # a shared block is complete with the longest request
+                count = min(block_size, int(lengths[row]) - index * block_size)
+                keys[block, :count] = torch.randn(count, *shape[2:]).to(dtype)
+                values[block, :count] = torch.randn(count, *shape[2:]).to(dtype)
+                written.add(block)
+    return Cache(keys, values, tables, lengths)
+
+
+class StaticOnly(TorchDispatchMode):
+    """Fails on all that reads a tensor on the host, or has a shape that depends on content."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        bad = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+        assert not bad & set(func.tags), f"{func} is not static"
+        if "index" in func.name():
+            for tensor in torch.utils._pytree.tree_leaves(args[1:]):
+                is_mask = isinstance(tensor, Tensor) and tensor.dtype in (torch.bool, torch.uint8)
+                assert not is_mask, f"{func} with a mask"
+        return func(*args, **(kwargs or {}))

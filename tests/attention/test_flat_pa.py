@@ -1,0 +1,313 @@
+"""Flat paged attention against the torch reference of the operators."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.attention.launches import NAN, Cache, StaticOnly, random_cache
+from vllm.attention.backends.flat_pa import derive_decode_blocks, flat_paged_attention
+from vllm.attention.backends.hpu_attn import decode_attention
+from vllm.attention.backends.hpu_metadata import (
+    HPUDecodeMetadata,
+    build_decode_metadata,
+    count_decode_blocks,
+)
+from vllm.ops.native import NativeOps
+
+HEAD_SIZE = 16
+SCALE = HEAD_SIZE**-0.5
+# Scores, weights and partial results are rounded to bf16; the reference rounds only at the end.
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-6},
+}
+LENGTHS = {
+    "one": [1],
+    "one long": [1000],
+    "mixed": [5, 128, 129, 17, 300],
+    "with padded rows": [33, 0, 16, 0, 0],
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def decode_launch(
+    cache: Cache, is_contiguous: bool, listed_window: int | None = None, spare: int = 3
+) -> HPUDecodeMetadata:
+    """All requests of a cache, with padded rows and padded blocks after them."""
+    counts = count_decode_blocks(cache.tables, cache.seq_lens, cache.block_size, listed_window)
+    num_blocks = min(counts.span + spare, len(cache.keys)) if is_contiguous else None
+    return build_decode_metadata(
+        cache.tables,
+        cache.seq_lens,
+        len(cache.seq_lens) + spare,
+        num_blocks or counts.references + spare,
+        cache.block_size,
+        padded_shared=counts.shared + spare if is_contiguous else None,
+        sliding_window=listed_window,
+    ).to("cpu")
+
+
+def flat(
+    query: Tensor,
+    cache: Cache,
+    launch: HPUDecodeMetadata,
+    window: int | None = None,
+    slopes: Tensor | None = None,
+    is_pipelined: bool = True,
+    scale: float = SCALE,
+) -> Tensor:
+    """Flat attention of the query and of random padded rows after it."""
+    num_padded = launch.slot_mapping.shape[0] - len(query)
+    padded = torch.cat((query, torch.randn(num_padded, *query.shape[1:]).to(query.dtype)))
+    blocks = derive_decode_blocks(launch, cache.block_size, query.dtype, window)
+    out = flat_paged_attention(
+        padded,
+        cache.keys,
+        cache.values,
+        blocks,
+        scale,
+        alibi_slopes=slopes,
+        is_pipelined=is_pipelined,
+    )
+    assert out.dtype == query.dtype
+    assert (out[len(query) :] == 0).all(), "padded rows are zero"
+    return out[: len(query)]
+
+
+def reference(
+    query: Tensor, cache: Cache, window: int | None = None, scale: float = SCALE
+) -> Tensor:
+    return NativeOps().paged_attention_decode(
+        query,
+        cache.keys,
+        cache.values,
+        torch.from_numpy(cache.tables),
+        torch.from_numpy(cache.seq_lens),
+        scale,
+        window,
+    )
+
+
+def random_query(cache: Cache, num_heads: int) -> Tensor:
+    return torch.randn(len(cache.seq_lens), num_heads, HEAD_SIZE).to(cache.keys.dtype)
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False], ids=["pipelined", "plain"])
+@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (8, 1)])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_agrees_with_reference(
+    lengths, num_heads, num_kv_heads, block_size, dtype, is_contiguous, is_pipelined
+):
+    cache = random_cache(LENGTHS[lengths], num_kv_heads, HEAD_SIZE, block_size, dtype)
+    query = random_query(cache, num_heads)
+    launch = decode_launch(cache, is_contiguous)
+    got = flat(query, cache, launch, is_pipelined=is_pipelined)
+    torch.testing.assert_close(got, reference(query, cache), **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False], ids=["pipelined", "plain"])
+@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
+@pytest.mark.parametrize("is_list_cut", [True, False])
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 100, 5000])
+def test_sliding_window(window, is_list_cut, is_contiguous, is_pipelined):
+    """The window holds to the token, whether or not the list has the blocks before it."""
+    cache = random_cache([1, 15, 16, 17, 31, 64, 250])
+    query = random_query(cache, 4)
+    launch = decode_launch(cache, is_contiguous, window if is_list_cut else None)
+    got = flat(query, cache, launch, window, is_pipelined=is_pipelined)
+    torch.testing.assert_close(got, reference(query, cache, window), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_blocks_shared_by_several_rows(window, is_contiguous):
+    cache = random_cache([70, 64, 300, 65, 200], shared_blocks=4)
+    counts = count_decode_blocks(cache.tables, cache.seq_lens, 16)
+    assert counts.shared == 16
+    query = random_query(cache, 4)
+    got = flat(query, cache, decode_launch(cache, is_contiguous), window)
+    torch.testing.assert_close(got, reference(query, cache, window), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
+@pytest.mark.parametrize("is_pipelined", [True, False], ids=["pipelined", "plain"])
+@pytest.mark.parametrize("factor", [1.0, 30.0, 1e4, 1e30])
+def test_blocks_and_rows_with_very_different_scores(factor, is_pipelined, is_contiguous):
+    """One row's scores are all far below those of another, and blocks of one row far apart."""
+    cache = random_cache([400, 390, 30, 20])
+    sign = torch.tensor([1.0, -1.0])
+    for row in range(4):
+        for index, block in enumerate(cache.tables[row]):
+            cache.keys[block] = sign[index % 2] * (index + 1) * torch.ones(16, 2, HEAD_SIZE)
+    cache.keys += torch.randn_like(cache.keys) * 1e-3
+    query = torch.ones(4, 4, HEAD_SIZE)
+    query[1] *= factor
+    query[2] *= -factor
+    got = flat(query, cache, decode_launch(cache, is_contiguous), is_pipelined=is_pipelined)
+    assert got.isfinite().all()
+    # A sum over the head in another order moves a score by 1e-7 of itself: compare where the
+    # score of one key does not move by more than a weight can tell.
+    exact = slice(None) if factor < 100 else slice(0, None, 3)
+    want = reference(query, cache)
+    torch.testing.assert_close(got[exact], want[exact], rtol=1e-3, atol=1e-3)
+
+
+def test_block_far_below_the_maximum_adds_nothing():
+    """The only block of row 1 would underflow under the maximum of row 0."""
+    cache = random_cache([16, 16], num_kv_heads=1)
+    first, second = cache.tables[0, 0], cache.tables[1, 0]
+    cache.keys[first], cache.keys[second] = 100.0, -100.0
+    query = torch.ones(2, 1, HEAD_SIZE)
+    for is_pipelined in (True, False):
+        got = flat(query, cache, decode_launch(cache, False), is_pipelined=is_pipelined)
+        want = cache.values[[first, second]].mean(1)
+        torch.testing.assert_close(got, want)
+
+
+def test_worked_example_with_two_rows():
+    """q 1 and 2; the numbers of the specification."""
+    keys = torch.tensor([[NAN, NAN], [1, 2], [3, 9.9], [0.5, 7]]).view(4, 2, 1, 1)
+    values = torch.tensor([[NAN, NAN], [10, 20], [30, 99], [5, 77]]).view(4, 2, 1, 1)
+    cache = Cache(keys, values, np.array([[1, 2], [3, 0]]), np.array([3, 1]))
+    query = torch.tensor([1.0, 2.0]).view(2, 1, 1)
+    for is_contiguous in (True, False):
+        launch = decode_launch(cache, is_contiguous)
+        for is_pipelined in (True, False):
+            got = flat(query, cache, launch, is_pipelined=is_pipelined, scale=1.0)
+            want = [25.752102, 5.0]
+            assert got.flatten().tolist() == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
+def test_alibi(is_contiguous):
+    cache = random_cache([1, 40, 130])
+    query = random_query(cache, 4)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    got = flat(query, cache, decode_launch(cache, is_contiguous), slopes=slopes)
+    for row, length in enumerate(cache.seq_lens.tolist()):
+        slots = cache.tables[row].repeat(16)[:length] * 16 + np.arange(length) % 16
+        keys, values = (
+            x.flatten(0, 1)[slots].repeat_interleave(2, 1) for x in (cache.keys, cache.values)
+        )
+        scores = torch.einsum("hd,khd->hk", query[row], keys) * SCALE
+        scores += slopes[:, None] * (torch.arange(length) - (length - 1))
+        want = torch.einsum("hk,khd->hd", scores.softmax(-1), values)
+        torch.testing.assert_close(got[row], want, rtol=1e-5, atol=1e-5)
+
+
+def test_slice_beyond_the_cache_is_refused():
+    cache = random_cache([5])
+    launch = build_decode_metadata(
+        cache.tables, cache.seq_lens, 1, len(cache.keys) + 1, 16, padded_shared=0
+    ).to("cpu")
+    with pytest.raises(ValueError, match=r"reads blocks 0 to 4 of a cache of 4"):
+        flat(random_query(cache, 2), cache, launch)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
+def test_new_tokens_are_stored_and_seen(is_contiguous, dtype):
+    """Steps of a decode through the entry of the layer; padding goes to the null block."""
+    cache = random_cache([15, 16, 0, 40], dtype=dtype)
+    mirror = Cache(cache.keys.clone(), cache.values.clone(), cache.tables, cache.seq_lens)
+    before = cache.keys.clone()
+    launch = decode_launch(cache, is_contiguous)
+    num_rows = launch.slot_mapping.shape[0]
+    query = torch.randn(num_rows, 4, HEAD_SIZE).to(dtype)
+    new = torch.randn(2, num_rows, 2, HEAD_SIZE).to(dtype)
+    for row, length in enumerate(cache.seq_lens.tolist()):
+        if length:
+            slot = (cache.tables[row, (length - 1) // 16], (length - 1) % 16)
+            mirror.keys[slot], mirror.values[slot] = new[0, row], new[1, row]
+    blocks = derive_decode_blocks(launch, 16, dtype)
+    got = decode_attention(query, *new, cache.keys, cache.values, launch, blocks, SCALE)
+    want = reference(query[:4], mirror)
+    torch.testing.assert_close(got[:4], want, **TOLERANCES[dtype])
+    torch.testing.assert_close(cache.keys[1:], mirror.keys[1:], equal_nan=True)
+    torch.testing.assert_close(cache.values[1:], mirror.values[1:], equal_nan=True)
+    assert not torch.equal(before[0].isnan(), cache.keys[0].isnan()), "padding is in block 0"
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.masked_select(x > 0),
+        lambda x: x.clone().index_put_((x > 0,), torch.zeros(())),
+        lambda x: x.unique(),
+    ],
+)
+def test_the_guard_of_the_next_test_sees_what_it_should(act):
+    with pytest.raises(AssertionError), StaticOnly():
+        act(torch.randn(9))
+
+
+def test_nothing_happens_on_the_host_and_shapes_are_static():
+    cache = random_cache([15, 16, 0, 40], shared_blocks=1)
+    slopes = torch.ones(4)
+    for is_contiguous in (True, False):
+        launch = decode_launch(cache, is_contiguous)
+        query, new = torch.randn(7, 4, HEAD_SIZE), torch.randn(7, 2, HEAD_SIZE)
+        for is_pipelined in (True, False):
+            with StaticOnly():
+                blocks = derive_decode_blocks(launch, 16, query.dtype, 20)
+                decode_attention(
+                    query,
+                    new,
+                    new,
+                    cache.keys,
+                    cache.values,
+                    launch,
+                    blocks,
+                    SCALE,
+                    alibi_slopes=slopes,
+                    is_pipelined=is_pipelined,
+                )
+
+
+def test_runs_without_content():
+    """On the meta device: nothing depends on what a tensor holds."""
+    cache = random_cache([15, 40], shared_blocks=1)
+    for is_contiguous in (True, False):
+        on_cpu = decode_launch(cache, is_contiguous)
+        launch = HPUDecodeMetadata(**{k: v.to("meta") for k, v in vars(on_cpu).items()})
+        query = torch.empty(5, 4, HEAD_SIZE, device="meta", dtype=torch.bfloat16)
+        new = torch.empty(5, 2, HEAD_SIZE, device="meta", dtype=torch.bfloat16)
+        caches = (torch.empty(9, 16, 2, HEAD_SIZE, device="meta", dtype=new.dtype),) * 2
+        for is_pipelined in (True, False):
+            blocks = derive_decode_blocks(launch, 16, query.dtype, 20)
+            out = decode_attention(
+                query, new, new, *caches, launch, blocks, SCALE, is_pipelined=is_pipelined
+            )
+            assert (out.shape, out.dtype) == (query.shape, query.dtype)
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False], ids=["pipelined", "plain"])
+def test_one_graph_of_a_bucket_serves_every_step(is_pipelined):
+    """Recorded with one step and replayed with others: nothing of a step is in the graph."""
+
+    def forward(query: Tensor, keys: Tensor, values: Tensor, *fields: Tensor) -> Tensor:
+        blocks = derive_decode_blocks(HPUDecodeMetadata(*fields), 16, query.dtype)
+        return flat_paged_attention(query, keys, values, blocks, SCALE, is_pipelined=is_pipelined)
+
+    query = torch.randn(4, 4, HEAD_SIZE)
+    graph = None
+    for lengths in ([15, 40, 7], [33, 1, 20], [5, 0, 48]):
+        cache = random_cache(lengths)
+        launch = build_decode_metadata(cache.tables, cache.seq_lens, 4, 8, 16).to("cpu")
+        inputs = (query, cache.keys, cache.values, *vars(launch).values())
+        graph = graph or make_fx(forward)(*inputs)
+        want = reference(query[:3], cache)
+        torch.testing.assert_close(graph(*inputs)[:3], want, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,270 @@
+"""Padded prefills against the torch reference of the operators, with each kernel."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.attention.launches import NAN, Cache, StaticOnly, random_cache
+from vllm.attention.backends.hpu_attn import (
+    SDPAKernel,
+    merged_prefill_mask,
+    naive_sdpa,
+    prefill_attention,
+    prefill_mask,
+    prompt_attention,
+    torch_sdpa,
+    write_kv_cache,
+)
+from vllm.attention.backends.hpu_metadata import HPUPrefillMetadata, build_prefill_metadata
+from vllm.ops.native import NativeOps
+
+HEAD_SIZE = 16
+SCALE = HEAD_SIZE**-0.5
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-6},
+}
+# (tokens in the cache, new tokens) of each row
+ROWS = {
+    "prompts": [(0, 1), (0, 16), (0, 37), (0, 0)],
+    "prefix hits": [(16, 5), (32, 30), (48, 1)],
+    "chunks": [(0, 20), (7, 20), (33, 20), (100, 3), (0, 0)],
+}
+KERNELS = {"torch": torch_sdpa, "naive": naive_sdpa}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Prefill:
+    """A padded prefill. In its cache the new tokens are not written yet; in the one of the
+    reference they are."""
+
+    def __init__(
+        self,
+        rows: list[tuple[int, int]],
+        num_heads: int = 4,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        spare: int = 2,
+    ) -> None:
+        contexts, queries = np.array(rows).T
+        self.full = random_cache((contexts + queries).tolist(), block_size=block_size, dtype=dtype)
+        num_context = max(-(-contexts // block_size))
+        launch = build_prefill_metadata(
+            self.full.tables,
+            contexts,
+            queries,
+            len(rows) + spare,
+            max(queries) + spare,
+            num_context + (spare if num_context else 0),
+            block_size,
+        )
+        self.metadata = launch.to("cpu")
+        self.query_lens = queries
+        self.cache = Cache(
+            self.full.keys.clone(), self.full.values.clone(), self.full.tables, self.full.seq_lens
+        )
+        batch, query_len = launch.slot_mapping.shape
+        self.query = torch.randn(batch, query_len, num_heads, HEAD_SIZE).to(dtype)
+        new = torch.randn(2, batch, query_len, 2, HEAD_SIZE).to(dtype)
+        is_new = torch.arange(query_len) < self.metadata.query_lens[:, None]
+        slots = self.metadata.slot_mapping[is_new].long()
+        for tensor, cache, full in (
+            (new[0], self.cache.keys, self.full.keys),
+            (new[1], self.cache.values, self.full.values),
+        ):
+            tensor[is_new] = full.flatten(0, 1)[slots]
+            cache.flatten(0, 1)[slots] = NAN
+        self.key, self.value = new
+
+    def run(self, mask: Tensor | None, kernel: SDPAKernel = torch_sdpa) -> Tensor:
+        out = prefill_attention(
+            self.query,
+            self.key,
+            self.value,
+            self.cache.keys,
+            self.cache.values,
+            self.metadata,
+            mask,
+            SCALE,
+            kernel,
+        )
+        assert (out.shape, out.dtype) == (self.query.shape, self.query.dtype)
+        assert out.isfinite().all(), "padding is finite"
+        return self.ragged(out)
+
+    def ragged(self, padded: Tensor) -> Tensor:
+        return torch.cat([row[:n] for row, n in zip(padded, self.query_lens, strict=False)])
+
+    def reference(self, window: int | None = None) -> Tensor:
+        return NativeOps().paged_attention_prefill(
+            self.ragged(self.query),
+            self.full.keys,
+            self.full.values,
+            torch.from_numpy(self.full.tables),
+            np.cumsum([0, *self.query_lens]),
+            self.full.seq_lens,
+            SCALE,
+            window,
+        )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("num_heads", [2, 8])
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("window", [None, 1, 10, 50, 1000])
+@pytest.mark.parametrize("rows", ROWS)
+def test_prefill_agrees_with_reference(rows, window, block_size, num_heads, dtype, kernel):
+    prefill = Prefill(ROWS[rows], num_heads, block_size, dtype)
+    mask = prefill_mask(prefill.metadata, block_size, window)
+    assert (mask is None) == (rows == "prompts" and window is None)
+    got = prefill.run(mask, KERNELS[kernel])
+    torch.testing.assert_close(got, prefill.reference(window), **TOLERANCES[dtype])
+    torch.testing.assert_close(prefill.cache.keys[1:], prefill.full.keys[1:], equal_nan=True)
+    torch.testing.assert_close(prefill.cache.values[1:], prefill.full.values[1:], equal_nan=True)
+
+
+def test_context_that_another_row_of_the_launch_writes():
+    """Two prompts with one prefix: the second has it from the cache as the first computes it."""
+    tables = np.array([[1, 2], [1, 3]])
+    launch = build_prefill_metadata(tables, [0, 16], [20, 4], 2, 20, 1, 16).to("cpu")
+    new = torch.randn(2, 2, 20, 2, HEAD_SIZE)
+    caches = torch.full((2, 4, 16, 2, HEAD_SIZE), NAN)
+    query = torch.randn(2, 20, 4, HEAD_SIZE)
+    out = prefill_attention(query, *new, *caches, launch, prefill_mask(launch, 16), SCALE)
+    want = NativeOps().paged_attention_prefill(
+        torch.cat((query[0], query[1, :4])),
+        *caches,
+        torch.from_numpy(tables),
+        [0, 20, 24],
+        [20, 20],
+        SCALE,
+        None,
+    )
+    torch.testing.assert_close(torch.cat((out[0], out[1, :4])), want, rtol=1e-5, atol=1e-5)
+
+
+def test_lengths_reach_the_kernel_only_without_a_mask():
+    calls: list[tuple[bool, bool]] = []
+
+    def kernel(query: Tensor, *args: Any) -> Tensor:
+        calls.append((args[2] is not None, args[4] is not None))
+        return torch_sdpa(query, *args)
+
+    for rows in ("prompts", "chunks"):
+        prefill = Prefill(ROWS[rows])
+        prefill.run(prefill_mask(prefill.metadata, 16), kernel)
+    assert calls == [(False, True), (True, False)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize("rows", ROWS)
+def test_alibi(rows, window, kernel):
+    prefill = Prefill(ROWS[rows])
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    got = prefill.run(prefill_mask(prefill.metadata, 16, window, slopes), KERNELS[kernel])
+    wants = []
+    for row, (context, count) in enumerate(ROWS[rows]):
+        length = context + count
+        slots = prefill.full.tables[row].repeat(16)[:length] * 16 + np.arange(length) % 16
+        keys, values = (
+            x.flatten(0, 1)[slots].repeat_interleave(2, 1)
+            for x in (prefill.full.keys, prefill.full.values)
+        )
+        scores = torch.einsum("qhd,khd->hqk", prefill.query[row, :count], keys) * SCALE
+        age = torch.arange(context, length)[:, None] - torch.arange(length)
+        scores -= slopes[:, None, None] * age
+        scores[:, (age < 0) | (age >= (window or length + 1))] = float("-inf")
+        wants.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+    torch.testing.assert_close(got, torch.cat(wants), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 4])
+def test_merged_prompts_do_not_see_each_other(window, kernel):
+    lengths = [5, 1, 9]
+    query, key, value = (torch.randn(1, 20, heads, HEAD_SIZE) for heads in (4, 2, 2))
+    ids = torch.tensor([*np.repeat([0, 1, 2], lengths), *[-1] * 5])
+    positions = torch.tensor([*range(5), *range(1), *range(9), *[-1] * 5])
+    mask = merged_prefill_mask(ids, positions, window)
+    got = prompt_attention(query, key, value, mask, SCALE, kernel=KERNELS[kernel])
+    assert got.isfinite().all()
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        alone = merged_prefill_mask(torch.zeros(length), torch.arange(length), window)
+        want = prompt_attention(query[:, part], key[:, part], value[:, part], alone, SCALE)
+        torch.testing.assert_close(got[:, part], want, rtol=1e-5, atol=1e-5)
+        start += length
+
+
+def test_padding_is_stored_in_the_null_block():
+    """Also with more padding than the block has slots, so that slots repeat."""
+    launch = build_prefill_metadata([[2, 1]], [3], [4], 3, 9, 1, 4).to("cpu")
+    caches = torch.zeros(2, 4, 4, 2, HEAD_SIZE)
+    new = torch.randn(2, 3, 9, 2, HEAD_SIZE)
+    write_kv_cache(*new, *caches, launch.slot_mapping)
+    assert (caches[:, 2, :3] == 0).all()
+    torch.testing.assert_close(caches[:, 2, 3], new[:, 0, 0])
+    torch.testing.assert_close(caches[:, 1, :3], new[:, 0, 1:4])
+    assert (caches[:, 1, 3] == 0).all()
+    assert (caches[:, 3] == 0).all()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_nothing_happens_on_the_host_and_shapes_are_static(rows):
+    prefill = Prefill(ROWS[rows])
+    arguments = (prefill.query, prefill.key, prefill.value, *vars(prefill.cache).values())
+    for kernel in KERNELS.values():
+        for window, slopes in [(None, None), (10, None), (10, torch.ones(4))]:
+            with StaticOnly():
+                mask = prefill_mask(prefill.metadata, 16, window, slopes)
+                prefill_attention(*arguments[:5], prefill.metadata, mask, SCALE, kernel)
+    with StaticOnly():
+        merged_prefill_mask(torch.zeros(9), torch.arange(9), 4)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_runs_without_content(rows):
+    """On the meta device: nothing depends on what a tensor holds."""
+    prefill = Prefill(ROWS[rows], dtype=torch.bfloat16)
+    tensors = vars(prefill.metadata).items()
+    metadata = HPUPrefillMetadata(**{name: x.to("meta") for name, x in tensors})
+    query, key, value = (x.to("meta") for x in (prefill.query, prefill.key, prefill.value))
+    caches = [x.to("meta") for x in (prefill.cache.keys, prefill.cache.values)]
+    for kernel in KERNELS.values():
+        for slopes in (None, torch.ones(4, device="meta")):
+            mask = prefill_mask(metadata, 16, 10, slopes, query.dtype)
+            out = prefill_attention(query, key, value, *caches, metadata, mask, SCALE, kernel)
+            assert (out.shape, out.dtype) == (query.shape, query.dtype)
+
+
+def test_one_graph_of_a_bucket_serves_every_step():
+    """Recorded with one step and replayed with others: nothing of a step is in the graph."""
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
+        metadata = HPUPrefillMetadata(*rest[2:])
+        mask = prefill_mask(metadata, 16, sliding_window=25)
+        return prefill_attention(query, key, value, *rest[:2], metadata, mask, SCALE)
+
+    graph = None
+    for rows in ([(7, 20), (33, 4)], [(48, 1), (0, 20)], [(33, 15), (20, 20)]):
+        prefill = Prefill(rows)
+        caches = [
+            torch.cat((x, torch.full((12 - len(x), *x.shape[1:]), NAN)))
+            for x in (prefill.cache.keys, prefill.cache.values)
+        ]
+        inputs = (prefill.query, prefill.key, prefill.value, *caches)
+        inputs += tuple(vars(prefill.metadata).values())
+        graph = graph or make_fx(forward)(*inputs)
+        got = prefill.ragged(graph(*inputs))
+        torch.testing.assert_close(got, prefill.reference(25), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,307 @@
+"""What a padded launch on HPU looks like to its attention layers, and how it is built.
+
+Knows block tables and lengths. Knows no bucket (padded sizes are given) and no attention maths.
+
+A decode is a flat list of blocks, one entry for every block that a row sees:
+
+    rows     len 6, table [3, 1]     len 4, table [2]          (block size 4)
+    entries  block 3  block 1        block 2        padding ...
+    groups   0        0              1              -1
+    usage    4        2              4              1
+
+Everything a launch needs on the device is a tensor whose shape depends on the bucket alone: a
+Python number that changes from step to step would be a new graph. The builders run on the host,
+in numpy; a real row costs no Python loop.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vllm.messages import NULL_BLOCK_ID, IntArray
+
+PADDING_GROUP = -1
+"""Group of an entry that belongs to no row."""
+
+
+@dataclass(frozen=True)
+class HPUDecodeMetadata:
+    """One new token for each of B padded rows, over N entries of the flat block list.
+
+    The first N - len(block_list) entries are blocks 0, 1, 2, ... of the cache, in place: a slice
+    of the cache and no gather. `block_list` has the others. A plain launch gathers all, so that
+    its block_list has N; in a contiguous one it has only the repeats of shared blocks.
+    All int32.
+    """
+
+    block_list: Tensor
+    """[N - sliced] the blocks to gather; NULL_BLOCK_ID for padding."""
+    block_groups: Tensor
+    """[N] the row that each entry belongs to; PADDING_GROUP for none."""
+    block_usage: Tensor
+    """[N] tokens in the block, of its row; 1 for padding."""
+    block_age: Tensor
+    """[N] how many tokens the first slot of the block is older than the newest token of the row;
+    0 for padding. Slot t is hidden by a window W when age - t >= W."""
+    slot_mapping: Tensor
+    """[B] where the new key and value go, block id * S + offset. Slots of padded rows are in
+    the null block, and differ from each other as far as its size allows."""
+
+
+@dataclass(frozen=True)
+class DecodeArrays:
+    """`HPUDecodeMetadata` on the host, all int32."""
+
+    block_list: IntArray
+    block_groups: IntArray
+    block_usage: IntArray
+    block_age: IntArray
+    slot_mapping: IntArray
+
+    def to(self, device: torch.device | str) -> HPUDecodeMetadata:
+        """A copy on the device."""
+        return HPUDecodeMetadata(
+            **{f.name: torch.from_numpy(getattr(self, f.name)).to(device) for f in fields(self)}
+        )
+
+
+@dataclass(frozen=True)
+class HPUPrefillMetadata:
+    """B padded rows of Q padded new tokens each, after up to C blocks of cached context.
+
+    New tokens are padded on the right. All int32.
+    """
+
+    query_lens: Tensor
+    """[B] new tokens of each row; 0 for a padded row."""
+    context_lens: Tensor
+    """[B] tokens before them: an earlier chunk, a prefix hit. Need not fill a block."""
+    context_blocks: Tensor
+    """[B, C] where they are; NULL_BLOCK_ID for padding. C is 0 in a launch without context."""
+    slot_mapping: Tensor
+    """[B, Q] where new keys and values go; slots of padding are in the null block."""
+
+
+@dataclass(frozen=True)
+class PrefillArrays:
+    """`HPUPrefillMetadata` on the host, all int32."""
+
+    query_lens: IntArray
+    context_lens: IntArray
+    context_blocks: IntArray
+    slot_mapping: IntArray
+
+    def to(self, device: torch.device | str) -> HPUPrefillMetadata:
+        """A copy on the device."""
+        return HPUPrefillMetadata(
+            **{f.name: torch.from_numpy(getattr(self, f.name)).to(device) for f in fields(self)}
+        )
+
+
+@dataclass(frozen=True)
+class DecodeBlockCounts:
+    """What a decode asks of a bucket."""
+
+    references: int
+    """Entries of a plain launch."""
+    span: int
+    """Highest block id + 1: the slice that a contiguous launch reads."""
+    shared: int
+    """References to a block beyond its first: what a contiguous launch gathers besides."""
+
+
+def count_decode_blocks(
+    block_tables: npt.ArrayLike,
+    seq_lens: npt.ArrayLike,
+    block_size: int,
+    sliding_window: int | None = None,
+) -> DecodeBlockCounts:
+    """The padded sizes that `build_decode_metadata` needs at least; arguments as there."""
+    block_list = _flatten(block_tables, seq_lens, block_size, sliding_window).block_list
+    return DecodeBlockCounts(
+        references=len(block_list),
+        span=int(block_list.max(initial=-1)) + 1,
+        shared=len(block_list) - len(np.unique(block_list)),
+    )
+
+
+def build_decode_metadata(
+    block_tables: npt.ArrayLike,
+    seq_lens: npt.ArrayLike,
+    padded_batch: int,
+    padded_blocks: int,
+    block_size: int,
+    *,
+    padded_shared: int | None = None,
+    sliding_window: int | None = None,
+) -> DecodeArrays:
+    """Flatten the block tables of a decode.
+
+    A contiguous launch has a place for every block of the slice, at the index of its id. With
+    prefix caching two rows can see one block, and one place serves one row: the first reference
+    takes it, and each further one becomes an entry that is gathered, of which the launch has
+    `padded_shared`. Where they do not suffice the launch is refused, never wrong; the caller then
+    builds a plain one, which takes any sharing.
+
+    Args:
+        block_tables: [n, max_blocks]; what is after the last block of a row is not read.
+        seq_lens: [n] tokens of each row, the new one included. 0 is a padded row.
+        padded_batch: rows of the launch, B >= n.
+        padded_blocks: entries of a plain launch; size of the slice of a contiguous one, which
+            must not be above the blocks of the cache.
+        block_size: S.
+        padded_shared: None for a plain launch; for a contiguous one the gathered entries.
+        sliding_window: lists only blocks with one of the W most recent tokens. For layers that
+            all have this window: an unlisted block is seen by none.
+
+    Raises:
+        ValueError: the rows do not fit the padded sizes or their tables.
+    """
+    flat = _flatten(block_tables, seq_lens, block_size, sliding_window)
+    num_rows = len(flat.seq_lens)
+    if num_rows > padded_batch:
+        raise ValueError(f"{num_rows} rows in a launch of {padded_batch}")
+    if padded_shared is None:
+        num_entries = num_listed = padded_blocks
+        places = np.arange(len(flat.block_list))
+        if len(places) > padded_blocks:
+            raise ValueError(f"{len(places)} block references in a launch of {padded_blocks}")
+        block_list = _padded(num_listed, NULL_BLOCK_ID, places, flat.block_list)
+    else:
+        num_entries, num_listed = padded_blocks + padded_shared, padded_shared
+        is_repeat = np.ones(len(flat.block_list), bool)
+        is_repeat[np.unique(flat.block_list, return_index=True)[1]] = False
+        repeats = flat.block_list[is_repeat]
+        span = int(flat.block_list.max(initial=-1)) + 1
+        if span > padded_blocks or len(repeats) > padded_shared:
+            raise ValueError(
+                f"blocks up to id {span - 1} and {len(repeats)} repeats of shared blocks in a "
+                f"contiguous launch of {padded_blocks} blocks and {padded_shared} repeats"
+            )
+        places = flat.block_list.astype(np.int64)
+        places[is_repeat] = padded_blocks + np.arange(len(repeats))
+        block_list = _padded(num_listed, NULL_BLOCK_ID, np.arange(len(repeats)), repeats)
+    slots = _padding_slots(padded_batch, block_size)
+    real = np.flatnonzero(flat.seq_lens)
+    position = flat.seq_lens[real] - 1
+    slots[real] = flat.tables[real, position // block_size] * block_size + position % block_size
+    return DecodeArrays(
+        block_list=block_list,
+        block_groups=_padded(num_entries, PADDING_GROUP, places, flat.groups),
+        block_usage=_padded(num_entries, 1, places, np.minimum(flat.ages + 1, block_size)),
+        block_age=_padded(num_entries, 0, places, flat.ages),
+        slot_mapping=slots,
+    )
+
+
+def build_prefill_metadata(
+    block_tables: npt.ArrayLike,
+    context_lens: npt.ArrayLike,
+    query_lens: npt.ArrayLike,
+    padded_batch: int,
+    padded_query_len: int,
+    padded_context_blocks: int,
+    block_size: int,
+) -> PrefillArrays:
+    """Pad the rows of a prefill.
+
+    Args:
+        block_tables: [n, max_blocks]; what is after the last block of a row is not read.
+        context_lens: [n] tokens of each row that are in the cache.
+        query_lens: [n] new tokens after them.
+        padded_batch: B >= n.
+        padded_query_len: Q.
+        padded_context_blocks: C; 0 for a launch in which no row has context.
+        block_size: S.
+
+    Raises:
+        ValueError: the rows do not fit the padded sizes or their tables.
+    """
+    tables, contexts, queries = (
+        np.asarray(x, np.int32) for x in (block_tables, context_lens, query_lens)
+    )
+    num_rows = len(queries)
+    needed = -(-contexts // block_size)
+    longest, most = int(queries.max(initial=0)), int(needed.max(initial=0))
+    if num_rows > padded_batch or longest > padded_query_len or most > padded_context_blocks:
+        raise ValueError(
+            f"{num_rows} rows of up to {longest} new tokens and {most} context blocks in a launch "
+            f"of {padded_batch} x {padded_query_len} and {padded_context_blocks} context blocks"
+        )
+    _check_tables(tables, contexts + queries, block_size)
+
+    context_blocks = np.full((padded_batch, padded_context_blocks), NULL_BLOCK_ID, np.int32)
+    column = np.arange(most)
+    context_blocks[:num_rows, :most] = np.where(
+        column < needed[:, None], tables[:, :most], NULL_BLOCK_ID
+    )
+    slots = _padding_slots(padded_batch * padded_query_len, block_size)
+    slots = slots.reshape(padded_batch, padded_query_len)
+    row, token = np.nonzero(np.arange(padded_query_len) < queries[:, None])
+    position = contexts[row] + token
+    slots[row, token] = tables[row, position // block_size] * block_size + position % block_size
+    return PrefillArrays(
+        query_lens=_padded(padded_batch, 0, np.arange(num_rows), queries),
+        context_lens=_padded(padded_batch, 0, np.arange(num_rows), contexts),
+        context_blocks=context_blocks,
+        slot_mapping=slots,
+    )
+
+
+@dataclass(frozen=True)
+class _FlatBlocks:
+    """The entries of a decode, unpadded, in order of the rows."""
+
+    tables: IntArray
+    seq_lens: IntArray
+    block_list: IntArray
+    groups: IntArray
+    ages: IntArray
+
+
+def _flatten(
+    block_tables: npt.ArrayLike,
+    seq_lens: npt.ArrayLike,
+    block_size: int,
+    sliding_window: int | None,
+) -> _FlatBlocks:
+    tables, lengths = np.asarray(block_tables, np.int32), np.asarray(seq_lens, np.int32)
+    _check_tables(tables, lengths, block_size)
+    first = np.zeros_like(lengths)
+    if sliding_window is not None:
+        first = np.maximum(lengths - sliding_window, 0) // block_size
+    count = -(-lengths // block_size) - first
+    groups = np.repeat(np.arange(len(lengths), dtype=np.int32), count)
+    within = np.arange(len(groups), dtype=np.int32) - np.repeat(np.cumsum(count) - count, count)
+    index = (first[groups] + within).astype(np.int32)
+    return _FlatBlocks(
+        tables=tables,
+        seq_lens=lengths,
+        block_list=tables[groups, index],
+        groups=groups,
+        ages=lengths[groups] - 1 - index * np.int32(block_size),
+    )
+
+
+def _check_tables(tables: IntArray, seq_lens: IntArray, block_size: int) -> None:
+    needed = -(-int(seq_lens.max(initial=0)) // block_size)
+    if tables.ndim != 2 or len(tables) != len(seq_lens) or tables.shape[1] < needed:
+        raise ValueError(
+            f"block tables are {list(tables.shape)} for {len(seq_lens)} rows of up to {needed} "
+            f"blocks of {block_size}"
+        )
+
+
+def _padded(size: int, fill: int, places: npt.NDArray[np.int64], values: IntArray) -> IntArray:
+    out = np.full(size, fill, np.int32)
+    out[places] = values
+    return out
+
+
+def _padding_slots(count: int, block_size: int) -> IntArray:
+    """Slots of the null block, round and round."""
+    cycle = np.arange(count, dtype=np.int32) % np.int32(block_size)
+    return cycle + np.int32(NULL_BLOCK_ID * block_size)
