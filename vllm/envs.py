@@ -47,6 +47,20 @@ class Envs:
         at_least=0,
     )
     VLLM_CPU_KERNELS: bool = env(True, "Use the compiled kernels on the CPU; 0 runs plain torch.")
+    VLLM_HPU_SIM: str | None = env(
+        None,
+        "Simulate this card: a device `hpu` that computes on the CPU and counts what a card pays.",
+        ("gaudi2", "gaudi3"),
+    )
+    VLLM_USE_FAKE_HPU: bool = env(False, "The same as VLLM_HPU_SIM=gaudi2.")
+    VLLM_HPU_SIM_STRICT: bool = env(
+        False, "Simulated card: a compilation, host sync or dynamic shape in a warmed step fails."
+    )
+    PT_HPU_LAZY_MODE: bool | None = env(
+        None,
+        "Read by the Habana bridge: 1 is lazy (HPU graphs), 0 is eager (torch.compile). "
+        "Not set: the default of the bridge; of a simulated card 0.",
+    )
     VLLM_USE_V1: bool = env(True, "Accepted for compatibility: there is one engine.")
 
     @classmethod
@@ -103,7 +117,8 @@ def get() -> Envs:
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
     """`VLLM_*` names that are set but not declared -> the nearest declared name, if one is near."""
     environ = os.environ if environ is None else environ
-    known = [f.name.removeprefix(_PREFIX) for f in fields(Envs)]
+    declared = [f.name for f in fields(Envs) if f.name.startswith(_PREFIX)]
+    known = [name.removeprefix(_PREFIX) for name in declared]
     nearest: dict[str, str | None] = {}
     for name in sorted(k.removeprefix(_PREFIX) for k in environ if k.startswith(_PREFIX)):
         if name not in known:
@@ -116,10 +131,11 @@ _SECRET_ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def reportable(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Every `VLLM_*` variable that is set, for a bug report: secrets are masked."""
+    """Every `VLLM_*` or declared variable that is set, for a bug report: secrets are masked."""
     environ = os.environ if environ is None else environ
+    declared = {f.name for f in fields(Envs)}
     return {
         name: "***" if name.endswith(_SECRET_ENDINGS) else environ[name]
         for name in sorted(environ)
-        if name.startswith(_PREFIX)
+        if name.startswith(_PREFIX) or name in declared
     }

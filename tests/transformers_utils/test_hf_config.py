@@ -30,7 +30,8 @@ def test_defaults_of_the_model_type_are_filled_in(tmp_path):
 
 
 def test_the_result_is_plain_data(tmp_path):
-    json.dumps(load(write(tmp_path, CONFIG)))
+    text = json.dumps(load(write(tmp_path, CONFIG)))
+    assert json.loads(text)["vocab_size"] == CONFIG["vocab_size"]
 
 
 def test_overrides_replace_values(tmp_path):

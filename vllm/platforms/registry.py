@@ -4,6 +4,7 @@ from functools import cache
 
 from vllm import envs
 from vllm.errors import ConfigError
+from vllm.platforms.hpu import has_card, simulated_card
 from vllm.platforms.interface import Platform
 
 
@@ -15,9 +16,20 @@ def resolve_platform(device: str) -> Platform:
         ConfigError: the device is not known or not usable here.
     """
     if device == "auto":
-        device = envs.get().VLLM_TARGET_DEVICE or "cpu"
+        device = envs.get().VLLM_TARGET_DEVICE or detect_device()
     if device == "cpu":
         from vllm.platforms.cpu import CPUPlatform
 
         return CPUPlatform()
+    if device == "hpu":
+        # `create_hpu_platform` makes it, for the worker that is to come.
+        raise ConfigError(
+            "device 'hpu' is not usable yet: the HPU worker is not part of this version; "
+            "use --device cpu"
+        )
     raise ConfigError(f"device {device!r} is not supported by this version; accepted: auto, cpu")
+
+
+def detect_device() -> str:
+    """hpu when a card is there or simulated, else cpu."""
+    return "hpu" if simulated_card() is not None or has_card() else "cpu"

@@ -1,5 +1,6 @@
 """What a runner and the loader need of a model. Knows no family."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 
 
-class CausalLM(nn.Module):
+class CausalLM(nn.Module, ABC):
     """A decoder over flattened tokens, T of one launch.
 
     Module names are those of the checkpoint, so most families need none of the renames below.
@@ -26,10 +27,10 @@ class CausalLM(nn.Module):
         self.arch = arch
         self.tp = tp
 
+    @abstractmethod
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Token ids and positions, both [T] int64 -> hidden states [T, hidden] after the norm."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Rows of the result of `forward`, [N, hidden] -> [N, vocab_size] on every rank."""
-        raise NotImplementedError

@@ -1,0 +1,163 @@
+"""The real bridge calls the vendor package only by what its documentation names."""
+
+import inspect
+
+import pytest
+import torch
+
+from vllm.platforms.habana.bridge import FusedKernels, HabanaBridge
+from vllm.platforms.habana.real import RealBridge
+
+# Name below `habana_frameworks` -> its documented parameters, in builds 1.19 and later.
+DOCUMENTED = {
+    "torch.core.mark_step": "device_str='', sync=False",
+    "torch.hpu.synchronize": "",
+    "torch.hpu.mem_get_info": "device=None",
+    "torch.hpu.get_device_name": "device=None",
+    "torch.hpu.wrap_in_hpu_graph": (
+        "module, asynchronous=False, disable_tensor_cache=False, dry_run=False, max_graphs=None"
+    ),
+    "torch.hpu.metrics.metric_global": "name",
+    "torch.hpu.metrics.Metric.stats": "self",
+    "torch.hpu.random.manual_seed_all": "seed",
+    "torch.utils.internal.is_lazy": "",
+    "torch.hpex.kernels.FusedSDPA.apply": (
+        "q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
+        "softmax_mode='None', recompute_mode=None, valid_seq_len=None, seq_padding_type='left', "
+        "return_dropout_mask=False, return_attn_probs=False, /"
+    ),
+    "torch.hpex.kernels.apply_rotary_pos_emb": (
+        "p, cos, sin, position_ids=None, offset=0, mode=<RotaryPosEmbeddingMode.BLOCKWISE: 0>, /"
+    ),
+    "torch.hpex.normalization.FusedRMSNorm.apply": (
+        "data_in, gamma, eps, use_stages=True, bwd_mode=0, fast_math=False, /"
+    ),
+}
+
+X = torch.ones(2, 2, 4)
+HEADS = torch.ones(1, 2, 3, 4)
+ROPE = torch.ones(2, 1, 4)
+
+# Method -> how it is called, and the vendor calls it makes: (name, positional, keywords).
+BRIDGE_CALLS = {
+    "device": (lambda b: b.device, []),
+    "device_name": (lambda b: b.device_name, [("torch.hpu.get_device_name", 0, ())]),
+    "is_lazy": (lambda b: b.is_lazy, []),
+    "collectives_backend": (lambda b: b.collectives_backend, []),
+    "kernels": (lambda b: b.kernels, []),
+    "memory_info": (
+        lambda b: b.memory_info(),
+        [("torch.hpu.synchronize", 0, ()), ("torch.hpu.mem_get_info", 0, ())],
+    ),
+    "zeros": (lambda b: b.zeros((2, 3), torch.bfloat16), [("torch.hpu.synchronize", 0, ())]),
+    "synchronize": (lambda b: b.synchronize(), [("torch.hpu.synchronize", 0, ())]),
+    "mark_step": (lambda b: b.mark_step(), [("torch.core.mark_step", 0, ())]),
+    "wrap_in_hpu_graph": (
+        lambda b: b.wrap_in_hpu_graph(torch.nn.Linear(2, 2)),
+        [("torch.hpu.wrap_in_hpu_graph", 1, ("disable_tensor_cache",))],
+    ),
+    "counters": (
+        lambda b: b.counters(),
+        [
+            ("torch.hpu.metrics.metric_global", 1, ()),
+            ("torch.hpu.metrics.Metric.stats", 1, ()),
+            ("torch.hpu.metrics.metric_global", 1, ()),
+            ("torch.hpu.metrics.Metric.stats", 1, ()),
+        ],
+    ),
+    "warmed_section": (lambda b: b.warmed_section(), []),
+    "manual_seed": (lambda b: b.manual_seed(7), [("torch.hpu.random.manual_seed_all", 1, ())]),
+}
+KERNEL_CALLS = {
+    "sdpa": (
+        lambda k: k.sdpa(HEADS, HEADS, HEADS, is_causal=True),
+        [("torch.hpex.kernels.FusedSDPA.apply", 11, ())],
+    ),
+    "rms_norm": (
+        lambda k: k.rms_norm(X, torch.ones(4), 1e-6),
+        [("torch.hpex.normalization.FusedRMSNorm.apply", 3, ())],
+    ),
+    "rotary": (
+        lambda k: k.rotary(X, ROPE, ROPE, interleaved=False),
+        [("torch.hpex.kernels.apply_rotary_pos_emb", 6, ())],
+    ),
+}
+
+
+def public_names(protocol: type) -> set[str]:
+    return {name for name in vars(protocol) if not name.startswith("_")}
+
+
+def test_every_method_of_the_protocol_is_in_the_contract():
+    assert public_names(HabanaBridge) == set(BRIDGE_CALLS)
+    assert public_names(FusedKernels) == set(KERNEL_CALLS)
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_the_stand_in_has_the_documented_signature(vendor, name):
+    import habana_frameworks.torch.hpex.kernels
+    import habana_frameworks.torch.hpex.normalization
+    import habana_frameworks.torch.hpu.metrics
+    import habana_frameworks.torch.hpu.random  # noqa: F401
+
+    found = vendor
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert str(inspect.signature(found)) == f"({DOCUMENTED[name]})"
+
+
+def test_opening_the_card_asks_for_the_mode_once(vendor):
+    RealBridge()
+    assert vendor.calls == [("torch.utils.internal.is_lazy", 0, ())]
+
+
+@pytest.mark.parametrize("name", BRIDGE_CALLS)
+def test_a_bridge_method_makes_documented_calls_only(vendor, eager, name):
+    bridge = RealBridge()  # tensors of `hpu` are those of the simulation
+    vendor.calls.clear()
+    use, expected = BRIDGE_CALLS[name]
+    use(bridge)
+    assert vendor.calls == expected
+    assert {call[0] for call in expected} <= DOCUMENTED.keys()
+
+
+@pytest.mark.parametrize("name", KERNEL_CALLS)
+def test_a_kernel_makes_documented_calls_only(vendor, name):
+    kernels = RealBridge().kernels
+    vendor.calls.clear()
+    use, expected = KERNEL_CALLS[name]
+    use(kernels)
+    assert vendor.calls == expected
+    assert {call[0] for call in expected} <= DOCUMENTED.keys()
+
+
+def test_an_undocumented_name_or_argument_fails(vendor):
+    import habana_frameworks.torch.core as htcore
+    from habana_frameworks.torch.hpex.kernels import FusedSDPA
+
+    with pytest.raises(AttributeError):
+        htcore.flush_everything()
+    with pytest.raises(TypeError):
+        htcore.mark_step(wait=True)
+    with pytest.raises(TypeError):
+        FusedSDPA.apply(HEADS, HEADS, HEADS, is_causal=True)  # takes no keywords
+
+
+def test_metrics_arrive_in_seconds_and_by_operator(vendor):
+    counters = RealBridge().counters()
+    assert (counters.compilations, counters.compile_s) == (3, 1.5)
+    assert counters.cpu_fallbacks == {"aten::nonzero": 2}
+    assert counters.graph_replays is None and counters.host_syncs is None
+
+
+def test_a_card_that_is_full_is_a_memory_error(vendor, eager):
+    with pytest.raises(MemoryError, match=r"Allocation failed for size::"):
+        RealBridge().zeros((200 * 2**30,), torch.int8)
+
+
+def test_the_modes_exclude_hpu_graphs(vendor):
+    import habana_frameworks.torch.utils.internal as internal
+
+    internal.LAZY = False
+    with pytest.raises(RuntimeError, match="PT_HPU_LAZY_MODE=1"):
+        RealBridge().wrap_in_hpu_graph(torch.nn.Linear(2, 2))

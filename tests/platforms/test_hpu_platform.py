@@ -1,0 +1,129 @@
+"""Which device is chosen, and what the HPU platform answers."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm import envs
+from vllm.errors import ConfigError
+from vllm.platforms import hpu, registry
+from vllm.platforms.hpu import create_hpu_platform
+from vllm.platforms.registry import detect_device
+
+GIB = 2**30
+NO_WORKER = "device 'hpu' is not usable yet: the HPU worker is not part of this version"
+
+
+@pytest.fixture
+def resolve():
+    """Without what earlier calls have found."""
+    return registry.resolve_platform.__wrapped__
+
+
+@pytest.fixture
+def card(vendor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with the vendor package and a device node."""
+    (tmp_path / "accel").mkdir()
+    (tmp_path / "accel" / "accel0").touch()
+    monkeypatch.setattr(hpu, "_DEV", tmp_path)
+
+
+def test_without_card_and_simulation_auto_is_the_cpu(environment, resolve):
+    environment()
+    assert resolve("auto").name == "cpu"
+    with pytest.raises(ConfigError, match="VLLM_HPU_SIM=gaudi2 simulates one"):
+        create_hpu_platform()
+
+
+@pytest.mark.parametrize("device", ["auto", "hpu"])
+@pytest.mark.parametrize("variable", [("VLLM_HPU_SIM", "gaudi3"), ("VLLM_USE_FAKE_HPU", "1")])
+def test_a_simulated_card_is_chosen_but_has_no_worker_yet(environment, resolve, device, variable):
+    environment(**dict([variable]))
+    assert detect_device() == "hpu"
+    with pytest.raises(ConfigError) as failure:
+        resolve(device)
+    assert str(failure.value).startswith(NO_WORKER) and "\n" not in str(failure.value)
+
+
+def test_the_hpu_without_a_card_has_the_same_error(environment, resolve):
+    environment()
+    with pytest.raises(ConfigError, match=NO_WORKER):
+        resolve("hpu")
+
+
+def test_the_cpu_can_be_asked_for_in_spite_of_a_card(environment, resolve):
+    environment(VLLM_HPU_SIM="gaudi2", VLLM_TARGET_DEVICE="cpu")
+    assert resolve("auto").name == "cpu"
+
+
+def test_a_card_is_the_vendor_package_and_a_device_node(environment, card):
+    environment()
+    assert detect_device() == "hpu"
+    assert create_hpu_platform().name == "hpu"
+
+
+def test_the_package_alone_is_no_card(environment, vendor, tmp_path, monkeypatch):
+    environment()
+    monkeypatch.setattr(hpu, "_DEV", tmp_path)
+    assert detect_device() == "cpu"
+
+
+def test_the_simulation_goes_before_the_card(environment, card):
+    environment(VLLM_HPU_SIM="gaudi3")
+    assert create_hpu_platform().bridge.device_name == "GAUDI3"
+
+
+def test_the_real_card_is_opened_on_first_use(environment, card, vendor):
+    environment()
+    platform = create_hpu_platform()
+    assert vendor.calls == []
+    assert platform.free_memory_bytes() == 96 * GIB
+
+
+@pytest.mark.parametrize(("model", "gib"), [("gaudi2", 94.62), ("gaudi3", 126.5)])
+def test_a_simulated_card_has_the_memory_a_process_sees(environment, model, gib):
+    environment(VLLM_HPU_SIM=model)
+    platform = create_hpu_platform()
+    assert platform.free_memory_bytes() == int(gib * GIB)
+    cache = platform.allocate_cache((64, GIB), torch.int8)  # more than the host has
+    assert cache.device.type == platform.device_type
+    assert platform.free_memory_bytes() == int(gib * GIB) - 64 * GIB
+    with pytest.raises(MemoryError):
+        platform.allocate_cache((64, GIB), torch.int8)
+    del cache
+    assert platform.free_memory_bytes() == int(gib * GIB)
+
+
+def test_variables_set_the_mode(environment):
+    environment(VLLM_HPU_SIM="gaudi2")
+    assert not create_hpu_platform().bridge.is_lazy
+    environment(VLLM_HPU_SIM="gaudi2", PT_HPU_LAZY_MODE="1", VLLM_HPU_SIM_STRICT="1")
+    bridge = create_hpu_platform().bridge
+    assert bridge.is_lazy and bridge.card.is_strict
+
+
+def test_the_mode_of_the_bridge_is_a_declared_variable():
+    assert envs.Envs.load({}).PT_HPU_LAZY_MODE is None
+    assert envs.Envs.load({"PT_HPU_LAZY_MODE": "0"}).PT_HPU_LAZY_MODE is False
+    assert envs.reportable({"PT_HPU_LAZY_MODE": "1", "PT_OTHER": "1"}) == {"PT_HPU_LAZY_MODE": "1"}
+    assert list(envs.unknown({"VLLM_PT_HPU_LAZY_MODE": "1"})) == ["VLLM_PT_HPU_LAZY_MODE"]
+
+
+def test_defaults_are_those_of_the_card():
+    assert hpu.HPUPlatform.default_block_size == 128
+    assert hpu.HPUPlatform.default_max_num_seqs == 128
+    assert hpu.HPUPlatform.worker_class == "vllm.worker.hpu_worker:HPUWorker"
+
+
+def test_without_a_simulation_nothing_of_torch_is_touched():
+    code = (
+        "import torch\n"
+        "from vllm.platforms import resolve_platform\n"
+        "assert resolve_platform('cpu').name == 'cpu'\n"
+        "assert not hasattr(torch, 'hpu')\n"
+        "assert torch._C._get_privateuse1_backend_name() == 'privateuseone'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,146 @@
+"""When the simulated card compiles, and the time it says that takes."""
+
+import pytest
+import torch
+
+from vllm.platforms.habana.sim import SimBridge
+from vllm.platforms.habana.sim_card import SimulationError
+
+
+def on_card(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(*shape, dtype=dtype).to("hpu")
+
+
+def step(bridge: SimBridge, run) -> int:
+    """Compilations of one step."""
+    before = bridge.counters().compilations
+    run()
+    bridge.mark_step()
+    return bridge.counters().compilations - before
+
+
+def test_a_step_compiles_once_per_shape_type_scalar_and_order(lazy):
+    a, b, half = on_card(4, 8), on_card(5, 8), on_card(4, 8, dtype=torch.bfloat16)
+    assert step(lazy, lambda: a + 1) == 1
+    assert step(lazy, lambda: a + 1) == 0
+    assert step(lazy, lambda: b + 1) == 1
+    assert step(lazy, lambda: half + 1) == 1
+    assert step(lazy, lambda: a + 2) == 1  # a Python number is part of the recipe
+    assert step(lazy, lambda: (a.exp(), a.sin())) == 1
+    assert step(lazy, lambda: (a.sin(), a.exp())) == 1
+    assert step(lazy, lambda: (b + 1, None)) == 0
+
+
+def test_a_number_in_a_tensor_does_not_compile_anew(lazy):
+    a, number = on_card(4), on_card(1)
+    assert step(lazy, lambda: a + number) == 1
+    number.fill_(3)
+    lazy.mark_step()
+    assert step(lazy, lambda: a + number) == 0
+
+
+def test_each_offset_of_a_slice_is_another_recipe(lazy):
+    a = on_card(8)
+    assert [step(lazy, lambda i=i: a[i : i + 2] + 1) for i in (0, 2, 0)] == [1, 1, 0]
+
+
+def test_an_empty_step_compiles_nothing(lazy):
+    assert step(lazy, lambda: None) == 0
+
+
+def test_reading_back_ends_the_step(lazy):
+    a = on_card(4)
+    (a + 1).sum().item()
+    assert lazy.counters().compilations == 1
+    assert step(lazy, lambda: None) == 0
+
+
+def test_single_operators_of_eager_mode_are_no_compilations_of_the_metric(eager):
+    a = on_card(4)
+    assert step(eager, lambda: a + 1) == 0
+    assert eager.card.clock.compile_s > 0
+
+
+def test_torch_compile_makes_one_recipe_per_shape(eager):
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU()).to("hpu")
+    compiled = torch.compile(module, backend="hpu_backend", dynamic=False)
+    counts = []
+    with torch.no_grad():
+        for batch in (4, 4, 8, 8, 4):
+            x = on_card(batch, 8)
+            counts.append(step(eager, lambda x=x: compiled(x)))
+            torch.testing.assert_close(compiled(x).cpu(), module(x).cpu())
+    assert counts == [1, 0, 1, 0, 0]
+
+
+def test_fused_kernels_are_part_of_a_compiled_graph(eager):
+    def attend(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        q = eager.kernels.rms_norm(q, weight, 1e-6)
+        return eager.kernels.sdpa(q, q, q, is_causal=True)
+
+    q, weight = on_card(1, 2, 4, 8), on_card(8)
+    compiled = torch.compile(attend, backend="hpu_backend", dynamic=False, fullgraph=True)
+    with torch.no_grad():
+        assert step(eager, lambda: compiled(q, weight)) == 1
+        torch.testing.assert_close(compiled(q, weight).cpu(), attend(q, weight).cpu())
+
+
+def test_torch_compile_is_refused_in_lazy_mode(lazy):
+    compiled = torch.compile(torch.sin, backend="hpu_backend", dynamic=False)
+    with pytest.raises(RuntimeError, match="hpu_backend needs eager mode"):
+        compiled(on_card(3))
+
+
+def test_strict_refuses_a_compilation_in_a_warmed_section(strict):
+    a, b = on_card(4), on_card(5)
+    step(strict, lambda: a + 1)
+    with strict.warmed_section():
+        a + 1
+    with (
+        pytest.raises(SimulationError, match="compilation of a graph of 1 operators"),
+        strict.warmed_section(),
+    ):
+        b + 1
+    assert step(strict, lambda: a + 1) == 0
+
+
+def test_the_clock_is_the_same_in_every_run():
+    def run() -> tuple[float, dict[str, float]]:
+        bridge = SimBridge("gaudi2", is_lazy=True)
+        x = on_card(64, 64)
+        for _ in range(3):
+            (x @ x).sum()
+            bridge.mark_step()
+        bridge.synchronize()
+        return bridge.card.clock.host_s, bridge.card.clock.breakdown()
+
+    assert run() == run()
+
+
+def test_a_matrix_product_takes_the_time_of_its_flops():
+    seconds = {}
+    for model in ("gaudi2", "gaudi3"):
+        bridge = SimBridge(model)
+        x = bridge.zeros((1024, 1024), torch.bfloat16)
+        bridge.card.clock.compute_s = 0
+        x @ x
+        seconds[model] = bridge.card.clock.compute_s
+    assert seconds["gaudi2"] == pytest.approx(2 * 1024**3 / (0.85 * 432e12))
+    assert seconds["gaudi3"] < seconds["gaudi2"]
+
+
+def test_the_host_runs_ahead_until_it_waits(lazy):
+    x = on_card(512, 512)
+    lazy.synchronize()
+    clock = lazy.card.clock
+    for _ in range(100):
+        x = x @ x
+    lazy.mark_step()
+    assert clock.device_s > clock.host_s
+    lazy.synchronize()
+    assert clock.device_s == clock.host_s
+
+
+def test_a_copy_takes_the_time_of_its_bytes(eager):
+    torch.zeros(2**20, dtype=torch.int8).to("hpu")
+    assert eager.card.clock.copy_s == pytest.approx(2**20 / 32e9)

@@ -1,0 +1,3 @@
+from habana_frameworks.torch.utils import internal
+
+__all__ = ["internal"]

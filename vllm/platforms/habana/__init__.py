@@ -1,0 +1,1 @@
+"""The Habana bridge: one protocol, a real card behind it or a simulated one."""

@@ -1,0 +1,141 @@
+"""What the engine asks of a Gaudi card, whether real or simulated.
+
+The facts in the docstrings are those of the published bridge (builds 1.19 and later). Knows no
+model, no bucket and no scheduler.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+COMPILE_BACKEND = "hpu_backend"
+"""Of `torch.compile`; only in eager mode."""
+
+OUT_OF_MEMORY_TEXT = "Allocation failed for size::"
+"""In the RuntimeError of a failed allocation; there is no type of its own."""
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """The pool of this process; what other processes use of the card is invisible."""
+
+    free_bytes: int
+    total_bytes: int
+    """Less than the HBM of the card: driver and firmware come first."""
+
+
+@dataclass(frozen=True)
+class DeviceCounters:
+    """Counts since the process opened the device. None: a real card does not report it."""
+
+    compilations: int
+    """Synapse compilations; a recipe out of a cache is none, nor is a single eager operator."""
+    compile_s: float
+    cpu_fallbacks: Mapping[str, int]
+    """Operator -> how often it ran on the host: flush, copy out, compute, copy back."""
+    graph_captures: int | None = None
+    graph_replays: int | None = None
+    host_syncs: int | None = None
+    h2d_bytes: int | None = None
+    d2h_bytes: int | None = None
+
+
+class FusedKernels(Protocol):
+    """Kernels of the bridge that the engine calls. Letters: B batch, H heads, S tokens, D head."""
+
+    def sdpa(
+        self,
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        attn_mask: "Tensor | None" = None,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        softmax_mode: str = "None",
+        valid_seq_len: "Tensor | None" = None,
+    ) -> "Tensor":
+        """FusedSDPA over [B, H, S, D]; key and value may have fewer heads, which are shared.
+
+        Args:
+            attn_mask: added to the scores, or bool with True for "attend"; [B, 1 or H, S, S_kv].
+            is_causal: lower triangle, aligned top left. Not together with a mask.
+            scale: None is 1 / sqrt(D).
+            softmax_mode: "None", or "fast" with an approximate exponent.
+            valid_seq_len: int32 [B], tokens of each right-padded row; only with `is_causal`.
+                What the rows behind them hold is undefined.
+        """
+
+    def rms_norm(self, x: "Tensor", weight: "Tensor", eps: float) -> "Tensor":
+        """x * rsqrt(mean(x^2) + eps) * weight over the last dimension, reduced in fp32."""
+
+    def rotary(self, x: "Tensor", cos: "Tensor", sin: "Tensor", *, interleaved: bool) -> "Tensor":
+        """x * cos + rotate(x) * sin.
+
+        Args:
+            x: [tokens, heads, rotated].
+            cos, sin: [tokens, 1, rotated], already as wide as x.
+            interleaved: True pairs neighbours (GPT-J), False the two halves (NeoX).
+        """
+
+
+class HabanaBridge(Protocol):
+    """One card. A process has exactly one, and its index is always 0."""
+
+    @property
+    def device(self) -> "torch.device":
+        """`hpu:0`."""
+
+    @property
+    def device_name(self) -> str:
+        """GAUDI2 or GAUDI3."""
+
+    @property
+    def is_lazy(self) -> bool:
+        """Operators are recorded up to `mark_step` (HPU graphs); else eager (torch.compile)."""
+
+    @property
+    def collectives_backend(self) -> str:
+        """For `torch.distributed.init_process_group`."""
+
+    @property
+    def kernels(self) -> FusedKernels: ...
+
+    def memory_info(self) -> MemoryInfo:
+        """Pool figures, after everything recorded so far has run."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "Tensor":
+        """A zeroed tensor on the device.
+
+        Raises:
+            MemoryError: the pool has not that much left.
+        """
+
+    def synchronize(self) -> None:
+        """Launch what is recorded and wait for the device."""
+
+    def mark_step(self) -> None:
+        """End the recorded graph and launch it; nothing in eager mode."""
+
+    def wrap_in_hpu_graph(self, module: "nn.Module") -> "nn.Module":
+        """Let `module` capture one graph per input signature and replay it; lazy mode only.
+
+        Changes `module.forward` in place and adds `module.clear_cache()`. A call takes
+        `warmup_mode=True` (a known graph is not replayed: the outputs are stale) and
+        `bypass_hpu_graphs=True`. Outputs are static: the next replay overwrites them. Tensors
+        count by shape, everything else by value, so numbers that change belong in tensors.
+        Only tensors reachable from the returned object stay allocated.
+        """
+
+    def counters(self) -> DeviceCounters: ...
+
+    def warmed_section(self) -> AbstractContextManager[None]:
+        """Inside, everything was warmed up: a strict simulation fails where a card would stall."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the device's generator. The stream is not that of the CPU for the same seed."""

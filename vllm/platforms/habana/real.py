@@ -1,0 +1,147 @@
+"""A Gaudi card through `habana_frameworks`, which nothing else imports.
+
+Written from the published interface; it has not run on a card. Uses only names and arguments that
+builds 1.19 and later have in common.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.platforms.habana.bridge import (
+    OUT_OF_MEMORY_TEXT,
+    DeviceCounters,
+    FusedKernels,
+    MemoryInfo,
+)
+
+
+class RealBridge:
+    """The card of this process. Importing the vendor library loads its driver."""
+
+    collectives_backend = "hccl"
+
+    def __init__(self) -> None:
+        import habana_frameworks.torch as htorch
+        import habana_frameworks.torch.core as htcore
+        import habana_frameworks.torch.hpu as hthpu
+        import habana_frameworks.torch.hpu.metrics as metrics
+        import habana_frameworks.torch.hpu.random as htrandom
+
+        self._htcore: Any = htcore
+        self._hthpu: Any = hthpu
+        self._metrics: Any = metrics
+        self._htrandom: Any = htrandom
+        self._is_lazy: bool = htorch.utils.internal.is_lazy()
+        self._kernels = _RealKernels()
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("hpu", 0)
+
+    @property
+    def device_name(self) -> str:
+        name: str = self._hthpu.get_device_name()
+        return name
+
+    @property
+    def is_lazy(self) -> bool:
+        return self._is_lazy
+
+    @property
+    def kernels(self) -> FusedKernels:
+        return self._kernels
+
+    def memory_info(self) -> MemoryInfo:
+        self._hthpu.synchronize()  # lazy memory is allocated at launch
+        free_bytes, total_bytes = self._hthpu.mem_get_info()
+        return MemoryInfo(free_bytes, total_bytes)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        try:
+            tensor = torch.zeros(shape, dtype=dtype, device=self.device)
+            self._hthpu.synchronize()
+        except RuntimeError as error:
+            if OUT_OF_MEMORY_TEXT in str(error):
+                raise MemoryError(str(error)) from error
+            raise
+        return tensor
+
+    def synchronize(self) -> None:
+        self._hthpu.synchronize()
+
+    def mark_step(self) -> None:
+        self._htcore.mark_step()
+
+    def wrap_in_hpu_graph(self, module: nn.Module) -> nn.Module:
+        if not self._is_lazy:
+            raise RuntimeError("HPU graphs need lazy mode (PT_HPU_LAZY_MODE=1)")
+        wrapped: nn.Module = self._hthpu.wrap_in_hpu_graph(module, disable_tensor_cache=True)
+        return wrapped
+
+    def counters(self) -> DeviceCounters:
+        compiled = self._stats("graph_compilation")
+        fallbacks = self._stats("cpu_fallback")
+        return DeviceCounters(
+            compilations=compiled.get("TotalNumber", 0),
+            compile_s=compiled.get("TotalTime", 0) / 1e6,  # the metric is in microseconds
+            cpu_fallbacks=dict(fallbacks.get("FallbackOps", {})),
+        )
+
+    def warmed_section(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def manual_seed(self, seed: int) -> None:
+        self._htrandom.manual_seed_all(seed)
+
+    def _stats(self, metric_name: str) -> Mapping[str, Any]:
+        metric = self._metrics.metric_global(metric_name)
+        return {} if metric is None else dict(metric.stats())
+
+
+class _RealKernels:
+    """The kernels of `habana_frameworks.torch.hpex`; all their arguments go by position."""
+
+    def __init__(self) -> None:
+        from habana_frameworks.torch.hpex.kernels import (
+            FusedSDPA,
+            RotaryPosEmbeddingMode,
+            apply_rotary_pos_emb,
+        )
+        from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
+
+        self._sdpa: Any = FusedSDPA
+        self._rms_norm: Any = FusedRMSNorm
+        self._apply_rotary: Any = apply_rotary_pos_emb
+        self._rotary_mode: Any = RotaryPosEmbeddingMode
+
+    def sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        softmax_mode: str = "None",
+        valid_seq_len: Tensor | None = None,
+    ) -> Tensor:
+        dropout, recompute = 0.0, True
+        out: Tensor = self._sdpa.apply(
+            query, key, value, attn_mask, dropout, is_causal, scale, softmax_mode, recompute,
+            valid_seq_len, "right",
+        )  # fmt: skip
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out: Tensor = self._rms_norm.apply(x, weight, eps)
+        return out
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+        mode = self._rotary_mode.PAIRWISE if interleaved else self._rotary_mode.BLOCKWISE
+        out: Tensor = self._apply_rotary(x, cos, sin, None, 0, mode)
+        return out

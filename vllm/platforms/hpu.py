@@ -1,0 +1,99 @@
+"""Intel Gaudi: static shapes, real or simulated behind one bridge."""
+
+from collections.abc import Callable
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm import envs
+from vllm.errors import ConfigError
+from vllm.platforms.interface import Platform
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm.platforms.habana.bridge import HabanaBridge
+
+_DEV = Path("/dev")
+
+
+class HPUPlatform(Platform):
+    """One Gaudi card."""
+
+    name = "hpu"
+    device_type = "hpu"
+    default_block_size = 128
+    default_max_num_seqs = 128
+    default_max_num_batched_tokens = 8192
+    worker_class = "vllm.worker.hpu_worker:HPUWorker"
+
+    def __init__(self, open_bridge: "Callable[[], HabanaBridge]") -> None:
+        """
+        Args:
+            open_bridge: called once, when the card is first needed.
+        """
+        self._open_bridge = open_bridge
+
+    @cached_property
+    def bridge(self) -> "HabanaBridge":
+        """The card. The first use loads torch and, of a real card, the driver."""
+        return self._open_bridge()
+
+    @property
+    def ops_class(self) -> str:
+        """The fused kernels, over the bridge."""
+        return "vllm.ops.hpu:HPUOps"
+
+    def free_memory_bytes(self) -> int:
+        """What is left of the pool of this process."""
+        return self.bridge.memory_info().free_bytes
+
+    def allocate_cache(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
+        """Zeroed memory of the card."""
+        return self.bridge.zeros(shape, dtype)
+
+
+def create_hpu_platform() -> HPUPlatform:
+    """The platform of the simulated card if one is asked for, else of the real one.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    model = simulated_card()
+    if model is not None:
+        return HPUPlatform(lambda: _open_simulation(model))
+    if has_card():
+        return HPUPlatform(_open_card)
+    raise ConfigError(
+        "no Gaudi card is usable: it needs habana_frameworks and a device under /dev/accel; "
+        "VLLM_HPU_SIM=gaudi2 simulates one"
+    )
+
+
+def simulated_card() -> str | None:
+    """The card that the environment asks to simulate."""
+    settings = envs.get()
+    return settings.VLLM_HPU_SIM or ("gaudi2" if settings.VLLM_USE_FAKE_HPU else None)
+
+
+def has_card() -> bool:
+    """Whether the vendor library and a device node are there; opens neither."""
+    if find_spec("habana_frameworks") is None:
+        return False
+    return any(_DEV.glob("accel/accel[0-9]*")) or any(_DEV.glob("hl[0-9]*"))
+
+
+def _open_simulation(model: str) -> "HabanaBridge":
+    from vllm.platforms.habana.sim import SimBridge
+
+    settings = envs.get()
+    return SimBridge(
+        model, is_lazy=bool(settings.PT_HPU_LAZY_MODE), is_strict=settings.VLLM_HPU_SIM_STRICT
+    )
+
+
+def _open_card() -> "HabanaBridge":
+    from vllm.platforms.habana.real import RealBridge
+
+    return RealBridge()
