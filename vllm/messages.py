@@ -11,7 +11,6 @@ that a steady decode step costs a few numpy calls and not a Python loop.
 """
 
 from enum import IntEnum
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -152,4 +151,3 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: dict[str, LogprobRows] = {}
     num_cached_tokens: dict[str, int] = {}
     """Prefix-cache hits of requests admitted for the first time."""
-    stats: dict[str, Any] | None = None

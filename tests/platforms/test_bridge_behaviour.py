@@ -48,12 +48,16 @@ def test_what_does_not_fit_is_a_memory_error(bridge):
         bridge.zeros((2**40,), torch.int8)
 
 
-def test_steps_and_waits_may_be_called_in_every_mode(bridge):
+def test_steps_and_waits_stall_nothing_in_any_mode(bridge):
+    before = bridge.counters()
     bridge.mark_step()
     bridge.synchronize()
     bridge.manual_seed(3)
     with bridge.warmed_section():
         bridge.mark_step()
+    after = bridge.counters()
+    assert after.host_syncs == before.host_syncs
+    assert after.compilations == before.compilations
 
 
 def test_a_wrapped_module_takes_the_keywords_of_a_graph(bridge):
