@@ -19,7 +19,7 @@ def penalised(state, logits: torch.Tensor, num_done: int = 0) -> torch.Tensor:
     n = len(logits)
     metadata = state.metadata(np.arange(n, dtype=np.int32), np.full(n, num_done, np.int32))
     copy = padded_copy(logits, Buffers())
-    metadata.penalties.apply(copy)
+    metadata.penalties.apply(copy, metadata.params)
     assert (copy[:, VOCAB_SIZE:] == -torch.inf).all(), "padding stays no token"
     return copy[:, :VOCAB_SIZE]
 

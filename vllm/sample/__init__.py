@@ -4,7 +4,10 @@
     metadata    the part of it that one launch needs                              (host -> device)
     sampler     logits and metadata to token ids                                  (device)
 
+On a device that compiles shapes, `static_shapes` says what launches there are, and `warmup` makes
+one of each.
+
 The rest are the parts of the sampler, one file each: `constraints`, `penalties` and `processors`
 change logits; `filters` cuts off the tail; `blocks` reduces over the vocabulary; `random` has the
-random numbers; `logprobs` the log-probabilities.
+random numbers; `logprobs` the log-probabilities; `features` the names of what a row can ask for.
 """

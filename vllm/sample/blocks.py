@@ -33,7 +33,7 @@ def padded_copy(logits: Tensor, buffers: Buffers) -> Tensor:
     width = (vocab_size // BLOCK_SIZE + 1) * BLOCK_SIZE
     copy = buffers.take("logits", (num_rows, width), logits.device)
     copy[:, :vocab_size] = logits
-    copy[:, vocab_size:] = float("-inf")
+    copy[:, vocab_size:].fill_(float("-inf"))
     return copy
 
 
@@ -77,11 +77,11 @@ def argmax(logits: Tensor, maxima: Tensor) -> Tensor:
     # A short last block repeats its last value, which cannot come before itself.
     indices = (start + offsets).clamp_max(logits.shape[-1] - 1)
     inside = logits.gather(-1, indices).argmax(-1, keepdim=True)
-    return indices.gather(-1, inside).squeeze(-1)
+    return (start + inside).clamp_max(logits.shape[-1] - 1).squeeze(-1)
 
 
-def top_values(logits: Tensor, maxima: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest values of each row and their indices, largest first.
+def top_values(logits: Tensor, maxima: Tensor, k: int) -> Tensor:
+    """The k largest values of each row, largest first: [n, k].
 
     The k largest values lie in the k blocks with the largest maxima, so only those are searched
     when k is small.
@@ -90,19 +90,36 @@ def top_values(logits: Tensor, maxima: Tensor, k: int) -> tuple[Tensor, Tensor]:
         logits: [n, V], V a multiple of the block size.
         maxima: [n, B] of `block_max(logits)`.
         k: at most V.
+    """
+    candidates = _candidates(maxima, k)
+    if candidates is not None:
+        logits = logits.gather(-1, candidates)
+    return logits.topk(k, dim=-1).values
+
+
+def top_tokens(logits: Tensor, maxima: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As `top_values`, with the indices.
 
     Returns:
-        [n, k] values and [n, k] int64 indices. Which of several equal values is at the end of
+        [n, k] values and [n, k] int32 indices. Which of several equal values is at the end of
         the list is not defined.
     """
-    if k * _BLOCKS_PER_CANDIDATE > maxima.shape[-1]:
+    candidates = _candidates(maxima, k)
+    if candidates is None:
         values, indices = logits.topk(k, dim=-1)
-        return values, indices
-    blocks = maxima.topk(k, dim=-1).indices
-    offsets = torch.arange(BLOCK_SIZE, device=logits.device)
-    candidates = (blocks[:, :, None] * BLOCK_SIZE + offsets).flatten(1)
+        return values, indices.int()
     values, inside = logits.gather(-1, candidates).topk(k, dim=-1)
-    return values, candidates.gather(-1, inside)
+    # A Gaudi in eager mode has no gather of int64.
+    return values, candidates.int().gather(-1, inside)
+
+
+def _candidates(maxima: Tensor, k: int) -> Tensor | None:
+    """[n, k * 128] int64 indices of the k most promising blocks; None: search all of them."""
+    if k * _BLOCKS_PER_CANDIDATE > maxima.shape[-1]:
+        return None
+    blocks = maxima.topk(k, dim=-1).indices
+    offsets = torch.arange(BLOCK_SIZE, device=maxima.device)
+    return (blocks[:, :, None] * BLOCK_SIZE + offsets).flatten(1)
 
 
 def num_draws(vocab_size: int) -> int:

@@ -65,7 +65,7 @@ class RowConstraints:
         del self._tail[: -self._tail_len]
 
     def pairs(self, num_output_tokens: int) -> tuple[IntArray, FloatArray]:
-        """Token ids [m] and what to add to their logits [m]; a token may be there twice."""
+        """Token ids [m], each of them once, and what to add to their logits [m]."""
         pairs = self._early if num_output_tokens < self._min_tokens else self._always
         if not self._tail:
             return pairs
@@ -77,7 +77,9 @@ class RowConstraints:
         if not banned:
             return pairs
         more = _pairs({}, banned)
-        return np.concatenate([pairs[0], more[0]]), np.concatenate([pairs[1], more[1]])
+        others = ~np.isin(pairs[0], more[0])
+        token_ids = np.concatenate([pairs[0][others], more[0]])
+        return token_ids, np.concatenate([pairs[1][others], more[1]])
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ def forbidden_mask(allowed_token_ids: Sequence[int], vocab_size: int) -> Tensor:
 
 
 def _pairs(bias: Mapping[int, float], banned: set[int]) -> tuple[IntArray, FloatArray]:
-    token_ids = np.array([*bias, *sorted(banned)], np.int32)
-    values = np.array([*bias.values(), *[_BAN] * len(banned)], np.float64)
+    values_of = {**bias, **dict.fromkeys(sorted(banned), _BAN)}
+    token_ids = np.array(list(values_of), np.int32)
+    values = np.array(list(values_of.values()), np.float64)
     with np.errstate(over="ignore"):  # below float32 is -inf, which is a ban
         return token_ids, np.minimum(values, _MAX_BIAS).astype(np.float32)

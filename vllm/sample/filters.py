@@ -36,11 +36,11 @@ def logit_floor(
         [n, 1], -inf for rows that keep all; None when no row drops a token here.
     """
     floor = None
-    if metadata.min_p is not None:
+    if (min_p := metadata.min_p) is not None:
         # p(t) >= min_p * p(top), as logits before temperature; log(0) = -inf keeps all.
-        floor = top + _column(metadata.temperature, 1.0) * metadata.min_p[:, None].log()
-    if metadata.top_k is not None:
-        limited = _top_k_floor(logits, maxima, top, floor, metadata)
+        floor = top + _column(metadata.temperature, 1.0) * min_p[:, None].log()
+    if (top_k := metadata.top_k) is not None:
+        limited = _top_k_floor(logits, maxima, top, floor, top_k[:, None], metadata)
         floor = limited if floor is None else torch.maximum(floor, limited)
     return floor
 
@@ -50,15 +50,15 @@ def _top_k_floor(
     maxima: Tensor,
     top: Tensor,
     floor: Tensor | None,
+    top_k: Tensor,
     metadata: SamplingMetadata,
 ) -> Tensor:
-    """[n, 1] floor of top_k, and of top_p among the k; -inf for rows without top_k."""
-    assert metadata.top_k is not None and metadata.max_top_k is not None
+    """[n, 1] floor of top_k [n, 1], and of top_p among the k; -inf for rows without top_k."""
+    assert metadata.max_top_k is not None
     width = min(metadata.max_top_k, logits.shape[-1])
-    values, _ = top_values(logits, maxima, width)
-    top_k = metadata.top_k[:, None]
+    values = top_values(logits, maxima, width)
     last = (top_k - 1).clamp(0, width - 1)
-    if metadata.top_p is not None:
+    if (top_p := metadata.top_p) is not None:
         position = torch.arange(width, device=logits.device)
         kept = position < top_k
         if floor is not None:
@@ -66,8 +66,8 @@ def _top_k_floor(
         weights = likelihoods(values, top, metadata.temperature).masked_fill(~kept, 0.0)
         sums = weights.cumsum(-1)
         # Token j stays when the likelier ones do not yet have the mass; the likeliest always does.
-        short = (sums < metadata.top_p[:, None] * sums[:, -1:]).sum(-1, keepdim=True)
-        nucleus = torch.where(metadata.top_p[:, None] < 1, short, last)
+        short = (sums < top_p[:, None] * sums[:, -1:]).sum(-1, keepdim=True)
+        nucleus = torch.where(top_p[:, None] < 1, short, last)
         last = torch.minimum(last, nucleus)
     return torch.where(top_k > 0, values.gather(-1, last), float("-inf"))
 

@@ -2,11 +2,12 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.messages import IntArray, LogprobRows
-from vllm.sample.blocks import as_whole_blocks, block_max, split_blocks, top_values
+from vllm.sample.blocks import as_whole_blocks, block_max, split_blocks, top_tokens
 from vllm.sample.buffers import Buffers
 from vllm.sample.filters import likelihoods
 from vllm.sample.metadata import LogprobPlan
@@ -69,13 +70,14 @@ def _gather(
     scratch = likelihoods(x, top, None, out=buffers.take_like("weights", x))
     # log(sum(exp(x))) = top + log(sum(exp(x - top)))
     log_total = top + split_blocks(scratch).sum(-1).sum(-1, keepdim=True).log()
-    given = token_ids[:, None].long()
-    given_logits = x.gather(-1, given)
+    given = token_ids[:, None]
+    given_logits = x.gather(-1, given.long())
     is_above = torch.gt(x, given_logits, out=scratch)
     ranks = split_blocks(is_above).sum(-1).sum(-1).int() + 1
     if num_logprobs:
-        values, indices = top_values(x, maxima, min(num_logprobs, vocab_size))
-        given, given_logits = torch.cat([given, indices], -1), torch.cat([given_logits, values], -1)
+        values, indices = top_tokens(x, maxima, min(num_logprobs, vocab_size))
+        given = torch.cat([given.int(), indices], -1)
+        given_logits = torch.cat([given_logits, values], -1)
     return LogprobTensors(given.int(), given_logits - log_total, ranks)
 
 
@@ -83,17 +85,18 @@ def split_rows(found: LogprobTensors, rows: IntArray, plan: LogprobPlan) -> dict
     """One `LogprobRows` of one position for each row that asked.
 
     Args:
-        found: of the rows of `plan`, in that order. Waits for the device.
+        found: of the rows of `plan`, in that order, or of all. Waits for the device.
         rows: [n] rows of the launch.
         plan: of the launch.
     """
     token_ids, logprobs, ranks = (values.cpu().numpy() for values in found)
-    wanted = zip(plan.indices.tolist(), plan.num_logprobs.tolist(), strict=True)
+    places = plan.indices if plan.rows is None else np.arange(len(plan.indices))
+    wanted = zip(plan.indices.tolist(), places.tolist(), plan.num_logprobs.tolist(), strict=True)
     return {
         int(rows[index]): LogprobRows(
             token_ids=token_ids[i : i + 1, : 1 + k],
             logprobs=logprobs[i : i + 1, : 1 + k],
             ranks=ranks[i : i + 1],
         )
-        for i, (index, k) in enumerate(wanted)
+        for index, i, k in wanted
     }

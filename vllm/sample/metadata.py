@@ -8,37 +8,14 @@ import numpy.typing as npt
 from torch import Tensor
 
 from vllm.sample.constraints import LogitEdits, TokenMasks
+from vllm.sample.features import SMALL_TOP_K, Feature, Param
 from vllm.sample.penalties import Penalties
 from vllm.sample.processors import RowProcessors
 
 FeatureArray = npt.NDArray[np.int32]
 IndexArray = npt.NDArray[np.int64]
 
-SMALL_TOP_K = 128
-"""Candidates that are cheap to find; rows with a larger top_k must not slow others down."""
-
 _Rows = TypeVar("_Rows", Tensor, LogitEdits, Penalties)
-
-
-class Feature:
-    """Bits that say what a row uses. A greedy row that asks for nothing has none."""
-
-    RANDOM = 1
-    TEMPERATURE = 2
-    """Another one than 1."""
-    MIN_P = 4
-    TOP_K = 8
-    TOP_P = 16
-    PENALTIES = 32
-    EDITS = 64
-    MASK = 128
-    PROCESSORS = 256
-    LOGPROBS = 512
-
-    LARGE_TOP_K = 1024
-    """A top_k above `SMALL_TOP_K`."""
-
-    CHANGES_LOGITS = PENALTIES | EDITS | MASK | PROCESSORS
 
 
 @dataclass(frozen=True)
@@ -52,7 +29,7 @@ class LogprobPlan:
     width: int
     """Likeliest tokens to compute; at least each of `num_logprobs`."""
     rows: Tensor | None
-    """[m or more] `indices` on the device, the last repeated as padding; None: all n rows."""
+    """[m] `indices` on the device, to compute no others; None: all n rows of the launch."""
 
 
 @dataclass(frozen=True)
@@ -60,33 +37,25 @@ class SamplingMetadata:
     """Per-row parameters of one launch. A field that no row of the launch needs is None.
 
     The default is n greedy rows that ask for nothing, for any n. Tensors are on the device of
-    the logits; "host" fields decide which operators run, so on a device that compiles shapes
-    each combination of them is a variant to warm up.
+    the logits, as they were copied there: no operator has run on them, so that none is recorded
+    before the sampler's first stage. "Host" fields decide which operators run.
     """
 
     features: FeatureArray | None = None
     """[n] host: bits of `Feature` of each row; None: no row has any."""
-    all_greedy: bool = True
-    """Host: no row is random."""
+    active: int = 0
+    """Host: the bits of any row; with static shapes rounded up to a kind of distribution."""
     all_random: bool = False
-    """Host: every row is random."""
-    greedy_mask: Tensor | None = None
-    """[n] bool; None when all rows are of one kind."""
+    """Host: every row is random; False with static shapes, where no launch does without a mask."""
+    params: Tensor | None = None
+    """[8, n] float32 in the order of `Param`; None when all are greedy and have no penalty."""
     exponentials: Tensor | None = None
     """[n, K] float32 above 0, K of `blocks.num_draws`: the random numbers of each row; None when
     all are greedy."""
-    temperature: Tensor | None = None
-    """[n] float32, 1 for greedy rows; None when all are 1."""
-    min_p: Tensor | None = None
-    """[n] float32; 0 is off."""
-    top_k: Tensor | None = None
-    """[n] int64; 0 is off."""
     max_top_k: int | None = None
     """Host: at least each of `top_k`; the number of candidates to look at."""
-    top_p: Tensor | None = None
-    """[n] float32; 1 is off."""
     unbounded_top_p: bool = False
-    """Host: a row has top_p and no top_k, so all of its vocabulary is searched."""
+    """Host: a row may have top_p and no top_k, so all of its vocabulary is searched."""
     processors: tuple[tuple[int, RowProcessors], ...] = ()
     """Host: (row of the launch, processors of a user)."""
     edits: LogitEdits | None = None
@@ -97,9 +66,46 @@ class SamplingMetadata:
     logprobs: LogprobPlan | None = None
 
     @property
+    def all_greedy(self) -> bool:
+        """No row is random."""
+        return not self.active & Feature.RANDOM
+
+    @property
     def changes_logits(self) -> bool:
         """The distribution of some row is not the model's own."""
         return bool(self.processors or self.edits or self.masks or self.penalties)
+
+    @property
+    def greedy_mask(self) -> Tensor | None:
+        """[n] bool; None when all rows are of one kind."""
+        if self.all_random:
+            return None
+        is_greedy = self._param(Param.IS_GREEDY, Feature.RANDOM)
+        return None if is_greedy is None else is_greedy > 0
+
+    @property
+    def temperature(self) -> Tensor | None:
+        """[n] float32, 1 for greedy rows; None when all are 1."""
+        return self._param(Param.TEMPERATURE, Feature.TEMPERATURE)
+
+    @property
+    def min_p(self) -> Tensor | None:
+        """[n] float32; 0 is off."""
+        return self._param(Param.MIN_P, Feature.MIN_P)
+
+    @property
+    def top_k(self) -> Tensor | None:
+        """[n] int64; 0 is off."""
+        top_k = self._param(Param.TOP_K, Feature.TOP_K)
+        return None if top_k is None else top_k.long()
+
+    @property
+    def top_p(self) -> Tensor | None:
+        """[n] float32; 1 is off."""
+        return self._param(Param.TOP_P, Feature.TOP_P)
+
+    def _param(self, index: int, needed: int) -> Tensor | None:
+        return self.params[index] if self.params is not None and self.active & needed else None
 
     def select(self, indices: IndexArray, rows: Tensor) -> "SamplingMetadata":
         """Of some rows only, without what none of them needs and without `logprobs`.
@@ -114,7 +120,10 @@ class SamplingMetadata:
         active = int(np.bitwise_or.reduce(features))
         if not active:
             return ALL_GREEDY
-        all_random = bool(np.bitwise_and.reduce(features) & Feature.RANDOM)
+
+        params = self.params
+        if params is not None:
+            params = params.index_select(1, rows) if needs_params(active) else None
 
         def take(values: _Rows | None, needed: int) -> _Rows | None:
             return values[rows] if values is not None and active & needed else None
@@ -125,15 +134,11 @@ class SamplingMetadata:
         position = {old: new for new, old in enumerate(indices.tolist())} if self.processors else {}
         return SamplingMetadata(
             features=features,
-            all_greedy=not active & Feature.RANDOM,
-            all_random=all_random,
-            greedy_mask=None if all_random else take(self.greedy_mask, Feature.RANDOM),
+            active=active,
+            all_random=bool(np.bitwise_and.reduce(features) & Feature.RANDOM),
+            params=params,
             exponentials=take(self.exponentials, Feature.RANDOM),
-            temperature=take(self.temperature, Feature.TEMPERATURE),
-            min_p=take(self.min_p, Feature.MIN_P),
-            top_k=take(self.top_k, Feature.TOP_K),
             max_top_k=max_top_k,
-            top_p=take(self.top_p, Feature.TOP_P),
             unbounded_top_p=has_unbounded_top_p(features),
             processors=tuple((position[i], p) for i, p in self.processors if i in position),
             edits=take(self.edits, Feature.EDITS),
@@ -143,6 +148,11 @@ class SamplingMetadata:
 
 
 ALL_GREEDY = SamplingMetadata()
+
+
+def needs_params(active: int) -> bool:
+    """Bits of `Feature` that come with numbers."""
+    return bool(active & (Feature.RANDOM | Feature.PENALTIES))
 
 
 def has_unbounded_top_p(features: FeatureArray) -> bool:

@@ -13,50 +13,47 @@ import torch
 from torch import Tensor
 
 from vllm.messages import FloatArray, IntArray
+from vllm.sample.features import Param
 
 _MIN_WIDTH = 64
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """Penalties of one launch of n rows. T is the most distinct tokens in a row."""
+    """Tokens to penalise in one launch of n rows. T is the most distinct tokens in a row."""
 
     token_ids: Tensor
     """[n, T] int32 distinct tokens; padding is the vocabulary size."""
     counts: Tensor
     """[n, T] float32 times each token was generated; 0 when it is in the prompt only."""
-    presence: Tensor
-    """[n] float32, 0 is off."""
-    frequency: Tensor
-    """[n] float32, 0 is off."""
-    repetition: Tensor
-    """[n] float32, 1 is off."""
+
+    @classmethod
+    def build(cls, token_ids: IntArray, counts: FloatArray, device: torch.device) -> "Penalties":
+        """Of arrays [n, T] on the host that nobody writes to any more."""
+        return cls(torch.from_numpy(token_ids).to(device), torch.from_numpy(counts).to(device))
 
     def __getitem__(self, rows: Tensor) -> "Penalties":
         """Of some rows only; [m] int64."""
-        return Penalties(
-            self.token_ids[rows],
-            self.counts[rows],
-            self.presence[rows],
-            self.frequency[rows],
-            self.repetition[rows],
-        )
+        return Penalties(self.token_ids[rows], self.counts[rows])
 
-    def apply(self, logits: Tensor) -> None:
-        """Change logits [n, P] float32 in place.
+    def apply(self, logits: Tensor, params: Tensor) -> None:
+        """Change logits in place.
 
         Repetition divides positive and multiplies negative logits of tokens in the prompt or the
         output (CTRL, arXiv:1909.05858). Then frequency is subtracted for each time a token was
         generated, and presence once if it was.
 
-        P is above the vocabulary size and that column is -inf, so that padding changes nothing.
+        Args:
+            logits: [n, P] float32. P is above the vocabulary size and that column is -inf, so
+                that padding changes nothing.
+            params: [8, n] of the launch, in the order of `Param`.
         """
         token_ids = self.token_ids.long()
         values = logits.gather(-1, token_ids)
-        repetition = self.repetition[:, None]
+        repetition = params[Param.REPETITION][:, None]
         values = torch.where(values > 0, values / repetition, values * repetition)
-        values -= self.counts * self.frequency[:, None]
-        values -= (self.counts > 0) * self.presence[:, None]
+        values -= self.counts * params[Param.FREQUENCY][:, None]
+        values -= (self.counts > 0) * params[Param.PRESENCE][:, None]
         logits.scatter_(-1, token_ids, values)
 
 

@@ -9,9 +9,14 @@ For each row, in this order:
     one draw by the row's random numbers                                 an exponential race
 
 Log-probabilities are of the logits as they came. Nothing here waits for the device or has a shape
-that depends on values, and a row's token does not depend on the rows around it.
+that depends on values, and a row's token does not depend on the rows around it. The exception are
+logits processors, which are Python functions of a user: elsewhere than on a CPU, a launch with one
+waits for its logits and copies them to the host and back.
+
+On a device that compiles shapes this is a sequence of stages; see `static_shapes`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,10 +25,11 @@ from torch import Tensor
 
 from vllm.sample.blocks import argmax, as_whole_blocks, block_max, draw, padded_copy, split_blocks
 from vllm.sample.buffers import Buffers
+from vllm.sample.features import Feature
 from vllm.sample.filters import keep_from, likelihoods, logit_floor, nucleus_floor
 from vllm.sample.logprobs import LogprobTensors, gather_logprobs
-from vllm.sample.metadata import Feature, FeatureArray, IndexArray, LogprobPlan, SamplingMetadata
-from vllm.sample.processors import LogitsProcessorError
+from vllm.sample.metadata import FeatureArray, IndexArray, LogprobPlan, SamplingMetadata
+from vllm.sample.processors import LogitsProcessorError, RowProcessors
 
 _PASS_ELEMENTS = 2**20
 """Logits in one pass: temporaries that stay in the cache of a CPU."""
@@ -38,13 +44,22 @@ class SamplerOutput:
 
     token_ids: Tensor
     """[n] int32, always in the vocabulary; meaningless where `invalid` or in `errors`."""
-    invalid: Tensor
-    """[n] bool: the row's logits hold NaN or +inf, or no token is allowed."""
+    host_ids: Tensor
+    """[n] int32: the same, but -1 where `invalid`: all that the host needs, in one copy."""
     logprobs: LogprobTensors | None = None
     """Of the rows of `logprob_plan`, in its order."""
     logprob_plan: LogprobPlan | None = None
     errors: dict[int, str] = field(default_factory=dict)
     """Host: row of the launch -> what a logits processor of the user did wrong."""
+
+    @property
+    def invalid(self) -> Tensor:
+        """[n] bool: the row's logits hold NaN or +inf, or no token is allowed."""
+        return self.host_ids < 0
+
+
+def _no_stages() -> None:
+    """Operators run as they are called."""
 
 
 class Sampler:
@@ -54,10 +69,17 @@ class Sampler:
         pass_elements: on a CPU, rows are sampled in passes of about this many logits, so that
             temporaries stay in the cache and rows pay for no feature of other rows. None is one
             pass over all rows, for a device with static shapes. The tokens are the same.
+        end_stage: called before the first stage and after each one, for a device that compiles
+            what was recorded until then: its `mark_step`. None: there are no stages.
     """
 
-    def __init__(self, pass_elements: int | None = _PASS_ELEMENTS) -> None:
+    def __init__(
+        self,
+        pass_elements: int | None = _PASS_ELEMENTS,
+        end_stage: Callable[[], None] | None = None,
+    ) -> None:
         self._pass_elements = pass_elements
+        self._end_stage = end_stage or _no_stages
         self._kept_buffers = Buffers()
 
     @torch.inference_mode()
@@ -71,15 +93,18 @@ class Sampler:
         errors: dict[int, str] = {}
         # Passes share a little memory; that of a whole launch is left to the device's allocator.
         buffers = Buffers() if self._pass_elements is None else self._kept_buffers
+        self._end_stage()  # what the caller has recorded is no part of the first one
         passes = self._passes(logits, metadata.features)
         if len(passes) > 1:
-            token_ids, top = _sample_in_passes(logits, metadata, passes, errors, buffers)
+            token_ids, top = self._sample_in_passes(logits, metadata, passes, errors, buffers)
         else:
-            token_ids, top = _sample(logits, metadata, errors, buffers)
+            token_ids, top = self._sample(logits, metadata, errors, buffers)
         token_ids, plan = token_ids.int(), metadata.logprobs
+        host_ids = token_ids.masked_fill((top - top) != 0, -1)  # NaN if top is not finite
+        self._end_stage()
         return SamplerOutput(
             token_ids=token_ids,
-            invalid=(top - top) != 0,  # NaN if top is not finite
+            host_ids=host_ids,
             logprobs=None if plan is None else self._logprobs(logits, token_ids, plan, buffers),
             logprob_plan=plan,
             errors=errors,
@@ -99,9 +124,82 @@ class Sampler:
     ) -> LogprobTensors:
         if plan.rows is not None:
             logits, token_ids = logits[plan.rows], token_ids[plan.rows]
-        return gather_logprobs(
+        if self._pass_elements is None:
+            buffers = Buffers()  # a slice of a larger one would be another recipe
+        found = gather_logprobs(
             logits, token_ids, plan.width, pass_elements=self._pass_elements, buffers=buffers
         )
+        self._end_stage()
+        return found
+
+    def _sample_in_passes(
+        self,
+        logits: Tensor,
+        metadata: SamplingMetadata,
+        passes: list[IndexArray],
+        errors: dict[int, str],
+        buffers: Buffers,
+    ) -> tuple[Tensor, Tensor]:
+        """As `_sample`, a part of the rows after the other."""
+        num_rows = logits.shape[0]
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        top = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+        for indices in passes:
+            rows = torch.from_numpy(indices).to(logits.device)
+            first, last = int(indices[0]), int(indices[-1])
+            is_slice = last - first == len(indices) - 1  # a view costs nothing, a copy a pass
+            part = logits[first : last + 1] if is_slice else logits[rows]
+            part_errors: dict[int, str] = {}
+            part_metadata = metadata.select(indices, rows)
+            part_token_ids, part_top = self._sample(part, part_metadata, part_errors, buffers)
+            token_ids[rows] = part_token_ids
+            top[rows] = part_top.float()
+            errors.update({int(indices[i]): error for i, error in part_errors.items()})
+        return token_ids, top
+
+    def _sample(
+        self, logits: Tensor, metadata: SamplingMetadata, errors: dict[int, str], buffers: Buffers
+    ) -> tuple[Tensor, Tensor]:
+        """[n] int64 token ids and [n] largest processed logits, which are not finite in a bad row.
+
+        The last stage, that of the distribution, is left open.
+        """
+        vocab_size = logits.shape[-1]
+        if metadata.changes_logits:
+            x = padded_copy(logits, buffers)
+            self._end_stage()
+            self._change_logits(x, vocab_size, metadata, errors)
+        elif metadata.all_greedy:
+            x = logits
+        else:
+            x = as_whole_blocks(logits, buffers)
+        maxima = block_max(x)
+        top = maxima.amax(-1)
+        if metadata.all_greedy:
+            token_ids = argmax(x, maxima)
+        else:
+            token_ids = _sample_random(x, maxima, vocab_size, metadata, buffers)
+            if (greedy_mask := metadata.greedy_mask) is not None:
+                token_ids = torch.where(greedy_mask, argmax(x, maxima), token_ids)
+        # What argmax and searchsorted make of NaN, on any device, must not be padding.
+        return token_ids.clamp_max(vocab_size - 1), top
+
+    def _change_logits(
+        self, x: Tensor, vocab_size: int, metadata: SamplingMetadata, errors: dict[int, str]
+    ) -> None:
+        """Change the first `vocab_size` columns of x in place, a stage for each kind of change."""
+        if metadata.processors:
+            _run_processors(x, vocab_size, metadata.processors, errors)
+        if metadata.edits is not None:
+            metadata.edits.apply(x)
+            self._end_stage()
+        if metadata.masks is not None:
+            metadata.masks.apply(x)
+            self._end_stage()
+        if metadata.penalties is not None:
+            assert metadata.params is not None
+            metadata.penalties.apply(x, metadata.params)
+            self._end_stage()
 
 
 def _split_rows(features: FeatureArray, size: int) -> list[IndexArray]:
@@ -119,69 +217,21 @@ def _split_rows(features: FeatureArray, size: int) -> list[IndexArray]:
     ]
 
 
-def _sample_in_passes(
-    logits: Tensor,
-    metadata: SamplingMetadata,
-    passes: list[IndexArray],
+def _run_processors(
+    x: Tensor,
+    vocab_size: int,
+    processors: tuple[tuple[int, RowProcessors], ...],
     errors: dict[int, str],
-    buffers: Buffers,
-) -> tuple[Tensor, Tensor]:
-    """As `_sample`, a part of the rows after the other."""
-    num_rows = logits.shape[0]
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    top = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    for indices in passes:
-        rows = torch.from_numpy(indices).to(logits.device)
-        first, last = int(indices[0]), int(indices[-1])
-        is_slice = last - first == len(indices) - 1  # a view costs nothing, a copy a pass
-        part = logits[first : last + 1] if is_slice else logits[rows]
-        part_errors: dict[int, str] = {}
-        part_metadata = metadata.select(indices, rows)
-        part_token_ids, part_top = _sample(part, part_metadata, part_errors, buffers)
-        token_ids[rows] = part_token_ids
-        top[rows] = part_top.float()
-        errors.update({int(indices[i]): error for i, error in part_errors.items()})
-    return token_ids, top
-
-
-def _sample(
-    logits: Tensor, metadata: SamplingMetadata, errors: dict[int, str], buffers: Buffers
-) -> tuple[Tensor, Tensor]:
-    """[n] int64 token ids and [n] largest processed logits, which are not finite in a bad row."""
-    vocab_size = logits.shape[-1]
-    if metadata.changes_logits:
-        x = padded_copy(logits, buffers)
-        _change_logits(x, vocab_size, metadata, errors)
-    elif metadata.all_greedy:
-        x = logits
-    else:
-        x = as_whole_blocks(logits, buffers)
-    maxima = block_max(x)
-    top = maxima.amax(-1)
-    if metadata.all_greedy:
-        token_ids = argmax(x, maxima)
-    else:
-        token_ids = _sample_random(x, maxima, vocab_size, metadata, buffers)
-        if metadata.greedy_mask is not None:
-            token_ids = torch.where(metadata.greedy_mask, argmax(x, maxima), token_ids)
-    # What argmax and searchsorted make of NaN, on any device, must not be padding.
-    return token_ids.clamp_max(vocab_size - 1), top
-
-
-def _change_logits(
-    x: Tensor, vocab_size: int, metadata: SamplingMetadata, errors: dict[int, str]
 ) -> None:
-    for row, processors in metadata.processors:
+    # All rows, not those of the processors: each row number would be an operator of its own.
+    host = x.cpu()
+    for row, row_processors in processors:
         try:
-            processors.apply(x[row, :vocab_size])
+            row_processors.apply(host[row, :vocab_size])
         except LogitsProcessorError as error:
             errors[row] = str(error)
-    if metadata.edits is not None:
-        metadata.edits.apply(x)
-    if metadata.masks is not None:
-        metadata.masks.apply(x)
-    if metadata.penalties is not None:
-        metadata.penalties.apply(x)
+    if host is not x:
+        x.copy_(host)
 
 
 def _sample_random(

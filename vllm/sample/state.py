@@ -6,32 +6,29 @@ uses it.
 """
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm.messages import EngineRequest, FloatArray, IntArray, LogprobRows
 from vllm.sample.blocks import num_draws
 from vllm.sample.constraints import LogitEdits, RowConstraints, TokenMasks, forbidden_mask
+from vllm.sample.features import NEUTRAL, SMALL_TOP_K, Feature, Param
 from vllm.sample.logprobs import split_rows
 from vllm.sample.metadata import (
     ALL_GREEDY,
-    SMALL_TOP_K,
-    Feature,
     FeatureArray,
     LogprobPlan,
     SamplingMetadata,
     has_unbounded_top_p,
+    needs_params,
 )
 from vllm.sample.penalties import Penalties, TokenCounts
 from vllm.sample.processors import RowProcessors
 from vllm.sample.random import exponentials_at, stream_keys
 from vllm.sample.sampler import SamplerOutput
+from vllm.sample.static_shapes import StaticShapes, canonical, class_of
 from vllm.sampling_params import SamplingParams
 
-# Rows of `SamplingState._params`.
-_TEMPERATURE, _MIN_P, _TOP_K, _TOP_P, _PRESENCE, _FREQUENCY, _REPETITION, _IS_GREEDY = range(8)
-_NUM_PARAMS = 8
-_DEFAULTS = np.array([1, 0, 0, 1, 0, 0, 1, 1], np.float32)
+_DEFAULTS = np.array(NEUTRAL, np.float32)
 
 _EXTREME = 1e30
 """Numbers beyond it, or below its inverse, do the same as it does but overflow a float32."""
@@ -46,8 +43,11 @@ class SamplingState:
         max_num_seqs: number of rows.
         vocab_size: V of the logits.
         device: of the logits.
-        static_shapes: round sizes that depend on the requests up to powers of two, for a device
-            that compiles shapes.
+        static_shapes: for a device that compiles shapes: launches are of the finite set that
+            `static_shapes` describes.
+        max_model_len: tokens of the longest request, and
+        max_logprobs: the most that a request may ask for: bounds of that set. None: the
+            vocabulary.
     """
 
     def __init__(
@@ -57,11 +57,20 @@ class SamplingState:
         device: torch.device,
         *,
         static_shapes: bool = False,
+        max_model_len: int | None = None,
+        max_logprobs: int | None = None,
     ) -> None:
+        self.device = device
         self._vocab_size = vocab_size
-        self._device = device
-        self._static_shapes = static_shapes
-        self._padding_row = max_num_seqs  # one row more, that nobody uses, for padded launches
+        self.shapes: StaticShapes | None = None
+        """None: shapes are not static."""
+        if static_shapes:
+            self.shapes = StaticShapes(
+                vocab_size=vocab_size,
+                max_model_len=vocab_size if max_model_len is None else max_model_len,
+                max_logprobs=vocab_size if max_logprobs is None else max_logprobs,
+            )
+        self._padding_row = max_num_seqs
         self._features: FeatureArray = np.zeros(max_num_seqs + 1, np.int32)
         self._params: FloatArray = np.repeat(_DEFAULTS[:, None], max_num_seqs + 1, 1)
         self._keys = np.zeros(max_num_seqs + 1, np.uint64)
@@ -72,6 +81,11 @@ class SamplingState:
         self._processors: dict[int, RowProcessors] = {}
         self._recorded: set[int] = set()
         """Rows whose sampling depends on their output."""
+
+    @property
+    def padding_row(self) -> int:
+        """A row that nobody takes: in a launch it is greedy and its token is of no interest."""
+        return self._padding_row
 
     def add(self, row: int, request: EngineRequest, output_token_ids: list[int]) -> None:
         """Place a request.
@@ -101,7 +115,7 @@ class SamplingState:
         if params.allowed_token_ids is not None:
             features |= Feature.MASK
             mask = forbidden_mask(params.allowed_token_ids, self._vocab_size)
-            self._masks[row] = mask.to(self._device)
+            self._masks[row] = mask.to(self.device)
         if params.logits_processors:
             features |= Feature.PROCESSORS
             self._processors[row] = RowProcessors(request, output_token_ids)
@@ -114,27 +128,27 @@ class SamplingState:
     def _add_distribution(self, row: int, params: SamplingParams) -> int:
         """Write what becomes tensors; returns the features of a random row, 0 for a greedy one."""
         values = _DEFAULTS.copy()
-        values[_PRESENCE] = params.presence_penalty
-        values[_FREQUENCY] = params.frequency_penalty
-        values[_REPETITION] = min(max(params.repetition_penalty, 1 / _EXTREME), _EXTREME)
+        values[Param.PRESENCE] = params.presence_penalty
+        values[Param.FREQUENCY] = params.frequency_penalty
+        values[Param.REPETITION] = min(max(params.repetition_penalty, 1 / _EXTREME), _EXTREME)
         features = 0
         # The one likeliest token needs no draw.
         if params.temperature > 0 and params.top_k != 1:
             features |= Feature.RANDOM
-            values[_IS_GREEDY] = 0
+            values[Param.IS_GREEDY] = 0
             if params.temperature != 1:
                 features |= Feature.TEMPERATURE
-                values[_TEMPERATURE] = min(params.temperature, _EXTREME)
+                values[Param.TEMPERATURE] = min(params.temperature, _EXTREME)
             if params.min_p > 0:
                 features |= Feature.MIN_P
-                values[_MIN_P] = params.min_p
+                values[Param.MIN_P] = params.min_p
             if 0 < params.top_k < self._vocab_size:
                 large = params.top_k > SMALL_TOP_K
                 features |= Feature.TOP_K | (Feature.LARGE_TOP_K if large else 0)
-                values[_TOP_K] = params.top_k
+                values[Param.TOP_K] = params.top_k
             if params.top_p < 1:
                 features |= Feature.TOP_P
-                values[_TOP_P] = params.top_p
+                values[Param.TOP_P] = params.top_p
         self._params[:, row] = values
         return features
 
@@ -170,8 +184,8 @@ class SamplingState:
         """What the sampler needs for the rows that sample in a launch.
 
         Args:
-            rows: [n] in the order of the logits.
-            num_output_tokens: [n] how many tokens each has generated.
+            rows: [n] in the order of the logits; `padding_row` may be among them, and repeatedly.
+            num_output_tokens: [n] how many tokens each has generated; any number for padding.
             padded_size: logits have this many rows; those from n on are padding and greedy.
         """
         if padded_size is not None and padded_size > len(rows):
@@ -187,28 +201,30 @@ class SamplingState:
     def _metadata(
         self, rows: IntArray, num_output_tokens: IntArray, features: FeatureArray, active: int
     ) -> SamplingMetadata:
-        is_random = bool(active & Feature.RANDOM)
-        all_random = is_random and bool(np.bitwise_and.reduce(features) & Feature.RANDOM)
-        params = self._device_params(rows)
-        has_top_k = bool(active & Feature.TOP_K)
+        if self.shapes is None:
+            all_random = bool(np.bitwise_and.reduce(features) & Feature.RANDOM)
+            unbounded_top_p = has_unbounded_top_p(features)
+            has_top_k = active & Feature.TOP_K
+            max_top_k = int(self._params[Param.TOP_K, rows].max()) if has_top_k else None
+        else:
+            active = canonical(active)
+            all_random = False
+            unbounded_top_p = bool(active & Feature.TOP_P)
+            max_top_k = self.shapes.max_top_k(active)
+        is_random = active & Feature.RANDOM
+        edits = self._edits(rows, num_output_tokens, features) if active & Feature.EDITS else None
         return SamplingMetadata(
             features=features,
-            all_greedy=not is_random,
+            active=active,
             all_random=all_random,
-            greedy_mask=params[_IS_GREEDY] > 0 if is_random and not all_random else None,
+            params=self._device_params(rows) if needs_params(active) else None,
             exponentials=self._exponentials(rows, num_output_tokens) if is_random else None,
-            temperature=params[_TEMPERATURE] if active & Feature.TEMPERATURE else None,
-            min_p=params[_MIN_P] if active & Feature.MIN_P else None,
-            top_k=params[_TOP_K].long() if has_top_k else None,
-            max_top_k=self._round_up(int(self._params[_TOP_K, rows].max())) if has_top_k else None,
-            top_p=params[_TOP_P] if active & Feature.TOP_P else None,
-            unbounded_top_p=bool(active & Feature.TOP_P) and has_unbounded_top_p(features),
+            max_top_k=max_top_k,
+            unbounded_top_p=unbounded_top_p,
             processors=self._row_processors(rows, features) if active & Feature.PROCESSORS else (),
-            edits=self._edits(rows, num_output_tokens, features)
-            if active & Feature.EDITS
-            else None,
+            edits=edits,
             masks=self._token_masks(rows, features) if active & Feature.MASK else None,
-            penalties=self._penalties(rows, params) if active & Feature.PENALTIES else None,
+            penalties=self._penalties(rows) if active & Feature.PENALTIES else None,
             logprobs=self._logprob_plan(rows, features) if active & Feature.LOGPROBS else None,
         )
 
@@ -223,30 +239,36 @@ class SamplingState:
             return {}
         return split_rows(sampled.logprobs, rows, sampled.logprob_plan)
 
-    def errors_of(self, rows: IntArray, sampled: SamplerOutput) -> dict[int, str]:
-        """row -> why it has no token. Waits for the device.
+    def errors_of(
+        self, rows: IntArray, sampled: SamplerOutput, host_ids: IntArray | None = None
+    ) -> dict[int, str]:
+        """row -> why it has no token; nothing about `padding_row`.
 
         Args:
             rows: [n] as given to `metadata`.
             sampled: from its metadata.
+            host_ids: [n or more] `sampled.host_ids` on the host; None: copy them, which waits
+                for the device.
         """
-        invalid = np.flatnonzero(sampled.invalid.cpu().numpy()[: len(rows)])
-        errors = {int(rows[i]): _INVALID for i in invalid}
+        if host_ids is None:
+            host_ids = sampled.host_ids.cpu().numpy()
+        errors = {int(rows[i]): _INVALID for i in np.flatnonzero(host_ids[: len(rows)] < 0)}
         errors.update({int(rows[i]): error for i, error in sampled.errors.items()})
+        errors.pop(self.padding_row, None)
         return errors
 
     def _device_params(self, rows: IntArray) -> torch.Tensor:
         """[8, n] float32 on the device: all parameters of the launch in one copy."""
-        packed = np.empty((_NUM_PARAMS, len(rows)), np.float32)
+        packed = np.empty((Param.COUNT, len(rows)), np.float32)
         # Rows are in range; with mode="raise" numpy goes through a temporary.
         np.take(self._params, rows, axis=1, out=packed, mode="clip")
-        return torch.from_numpy(packed).to(self._device)
+        return torch.from_numpy(packed).to(self.device)
 
     def _exponentials(self, rows: IntArray, num_output_tokens: IntArray) -> torch.Tensor:
         """[n, K] float32 on the device: the random numbers of each row's next token."""
         count = num_draws(self._vocab_size)
         values = exponentials_at(self._keys[rows], num_output_tokens, count)
-        return torch.from_numpy(values).to(self._device)
+        return torch.from_numpy(values).to(self.device)
 
     def _row_processors(
         self, rows: IntArray, features: FeatureArray
@@ -264,38 +286,31 @@ class SamplingState:
                 pairs[i] = found
         if not pairs:
             return None
-        width = self._round_up(max(len(token_ids) for token_ids, _ in pairs.values()))
-        return LogitEdits.build(len(rows), pairs, width, self._device)
+        width = max(len(token_ids) for token_ids, _ in pairs.values())
+        if self.shapes is not None:
+            width = class_of(width, self.shapes.max_edits)
+        return LogitEdits.build(len(rows), pairs, width, self.device)
 
     def _token_masks(self, rows: IntArray, features: FeatureArray) -> TokenMasks:
-        found = self._padded(np.flatnonzero(features & Feature.MASK))
+        found = np.flatnonzero(features & Feature.MASK)
+        if self.shapes is not None:
+            padding = class_of(len(found), len(rows)) - len(found)
+            found = np.concatenate([found, np.repeat(found[-1:], padding)])
         return TokenMasks(found, tuple(self._masks[int(rows[i])] for i in found))
 
-    def _penalties(self, rows: IntArray, params: torch.Tensor) -> Penalties:
-        width = self._round_up(self._counts.max_distinct(rows.tolist()))
-        token_ids, counts = self._counts.gather(rows, width)
-        return Penalties(
-            token_ids=torch.from_numpy(token_ids).to(self._device),
-            counts=torch.from_numpy(counts).to(self._device),
-            presence=params[_PRESENCE],
-            frequency=params[_FREQUENCY],
-            repetition=params[_REPETITION],
-        )
+    def _penalties(self, rows: IntArray) -> Penalties:
+        width = self._counts.max_distinct(rows.tolist())
+        if self.shapes is not None:
+            width = class_of(width, self.shapes.max_penalties)
+        return Penalties.build(*self._counts.gather(rows, width), self.device)
 
     def _logprob_plan(self, rows: IntArray, features: FeatureArray) -> LogprobPlan:
         indices = np.flatnonzero(features & Feature.LOGPROBS)
         num_logprobs = self._num_logprobs[rows[indices]]
-        device_rows = None
-        if len(indices) < len(rows):
-            device_rows = torch.from_numpy(self._padded(indices)).to(self._device)
-        width = self._round_up(int(num_logprobs.max()))
-        return LogprobPlan(indices, num_logprobs, min(width, self._vocab_size), device_rows)
-
-    def _round_up(self, size: int) -> int:
-        """To a power of two, 8 at least, if shapes are static; 0 stays 0."""
-        return max(8, 1 << (size - 1).bit_length()) if self._static_shapes and size else size
-
-    def _padded(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """With the last one repeated up to a power of two, if shapes are static."""
-        padding = self._round_up(len(indices)) - len(indices)
-        return np.concatenate([indices, np.repeat(indices[-1:], padding)]) if padding else indices
+        width = min(int(num_logprobs.max()), self._vocab_size)
+        if self.shapes is not None:
+            width = class_of(width, self.shapes.max_likeliest)
+            return LogprobPlan(indices, num_logprobs, width, None)
+        some = len(indices) < len(rows)
+        device_rows = torch.from_numpy(indices).to(self.device) if some else None
+        return LogprobPlan(indices, num_logprobs, width, device_rows)

@@ -1,0 +1,36 @@
+"""What a row can ask of the sampler, as bits, and the numbers that go with it, as an array."""
+
+
+class Feature:
+    """Bits that say what a row uses. A greedy row that asks for nothing has none."""
+
+    RANDOM = 1
+    TEMPERATURE = 2
+    """Another one than 1."""
+    MIN_P = 4
+    TOP_K = 8
+    TOP_P = 16
+    PENALTIES = 32
+    EDITS = 64
+    MASK = 128
+    PROCESSORS = 256
+    LOGPROBS = 512
+
+    LARGE_TOP_K = 1024
+    """A top_k above `SMALL_TOP_K`."""
+
+
+SMALL_TOP_K = 128
+"""Candidates that are cheap to find; rows with a larger top_k must not slow others down."""
+
+
+class Param:
+    """Indices into the first dimension of `SamplingMetadata.params`."""
+
+    TEMPERATURE, MIN_P, TOP_K, TOP_P, PRESENCE, FREQUENCY, REPETITION, IS_GREEDY = range(8)
+
+    COUNT = 8
+
+
+NEUTRAL = (1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0)
+"""The parameters of a greedy row that asks for nothing, in the order of `Param`."""
