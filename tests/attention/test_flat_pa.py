@@ -204,6 +204,15 @@ def test_alibi(is_contiguous):
         torch.testing.assert_close(got[row], want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_pipelined", [True, False], ids=["pipelined", "plain"])
+def test_launch_of_padding_alone_is_zero(is_pipelined):
+    """As a warm-up makes it."""
+    cache = random_cache([0, 0])
+    query = random_query(cache, 4)
+    got = flat(query, cache, decode_launch(cache, False), is_pipelined=is_pipelined)
+    assert (got == 0).all()
+
+
 def test_slice_beyond_the_cache_is_refused():
     cache = random_cache([5])
     launch = build_decode_metadata(

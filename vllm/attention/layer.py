@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from vllm.attention.backends.native_attn import prompt_attention, ragged_attention
+from vllm.attention.backends.native_attn import prompt_attention
 from vllm.attention.metadata import current_metadata
 
 
@@ -50,16 +50,7 @@ class Attention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         metadata = current_metadata()
-        if metadata is None or self.key_cache is None or self.value_cache is None:
+        if metadata is None or self.key_cache is None:
             # No cache: all tokens are one prompt, and nothing is kept.
             return prompt_attention(query, key, value, self.scale, self.sliding_window)
-        return ragged_attention(
-            query,
-            key,
-            value,
-            self.key_cache,
-            self.value_cache,
-            metadata,
-            self.scale,
-            self.sliding_window,
-        )
+        return metadata.attend(self, query, key, value)

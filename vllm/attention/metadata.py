@@ -1,53 +1,72 @@
-"""What one launch looks like to its attention layers.
+"""What one launch looks like to its attention layers, as far as layers know it.
 
-Models see flattened tokens; only this knows which of them belong to which request. It reaches
-the layers through a context variable, so that model files carry none of it.
+Models see flattened tokens; only the launch knows which of them belong to which request, whether
+they are padded, and how a device attends to them. It reaches the layers through this module, so
+that model files carry none of it.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-from vllm.messages import IntArray
+
+class AttentionLayer(Protocol):
+    """What a launch has to know of the layer that attends."""
+
+    key_cache: Tensor | None
+    """[num_blocks, S, G, D]"""
+    value_cache: Tensor | None
+    scale: float
+    """Multiplies query @ key."""
+    sliding_window: int | None
+    """Most recent keys a query sees, itself included; None for all."""
 
 
-@dataclass(frozen=True)
-class AttentionMetadata:
-    """A ragged launch of B requests and T tokens: decodes first, then prefills.
+class LaunchMetadata(Protocol):
+    """One forward pass, on one kind of device."""
 
-    B_d requests are decodes, with one token each: rows 0 to B_d - 1 and tokens 0 to B_d - 1.
-    """
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Store the new keys and values, and attend to what their requests have in the cache.
 
-    num_decodes: int
-    """B_d."""
-    slot_mapping: Tensor
-    """[T] int64 on the device: where each token's key and value go, block_id * S + offset."""
-    block_tables: Tensor
-    """[B, max_blocks] int32 on the device."""
-    seq_lens: Tensor
-    """[B] int32 on the device: tokens of the request, this launch's included."""
-    query_start_loc: IntArray
-    """[B + 1] on the host: the tokens of request b are query_start_loc[b] up to [b + 1]."""
-    host_seq_lens: IntArray
-    """[B] `seq_lens` on the host."""
+        Args:
+            layer: its caches are bound.
+            query: [T, H, D].
+            key: [T, G, D].
+            value: [T, G, D].
+
+        Returns:
+            [T, H, D].
+        """
+        ...
 
 
-_current: ContextVar[AttentionMetadata | None] = ContextVar("attention_metadata", default=None)
+class _Current:
+    """The forward pass that runs in this process. A plain attribute, which compilers can trace."""
+
+    metadata: LaunchMetadata | None = None
 
 
 @contextmanager
-def attention_metadata(metadata: AttentionMetadata | None) -> Iterator[None]:
+def attention_metadata(metadata: LaunchMetadata | None) -> Iterator[None]:
     """Run a forward pass with this metadata. None: all tokens are one prompt, no KV cache."""
-    token = _current.set(metadata)
+    before = set_metadata(metadata)
     try:
         yield
     finally:
-        _current.reset(token)
+        set_metadata(before)
 
 
-def current_metadata() -> AttentionMetadata | None:
+def set_metadata(metadata: LaunchMetadata | None) -> LaunchMetadata | None:
+    """Make this the metadata of what follows; returns what was there before.
+
+    `attention_metadata` for code that a compiler traces, which knows no context managers of ours.
+    """
+    before, _Current.metadata = _Current.metadata, metadata
+    return before
+
+
+def current_metadata() -> LaunchMetadata | None:
     """The metadata of the forward pass that is running."""
-    return _current.get()
+    return _Current.metadata

@@ -11,6 +11,8 @@ Letters: B rows, H query heads, G key/value heads, R = H / G, D head size, S blo
 of the block list.
 """
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +20,20 @@ from torch import Tensor
 
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata
 
-_HIDDEN = torch.finfo(torch.float32).min
+HIDDEN = torch.finfo(torch.float32).min
 """Score of a hidden key. Finite: in a block with nothing to see, maximum and exponential stay
-numbers, and the block gets weight 0 next to any that sees something."""
+numbers, and the block gets weight 0 next to any that sees something. So does padding, wherever
+it is counted."""
+
+_TINY = torch.finfo(torch.float32).tiny
+
+# Of the two reductions in torch that find the maximum of a row, cards document this one. On the
+# host it warns, once per process, that it is beta: here, where nobody is told.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.zeros(1, device="cpu").index_reduce(
+        0, torch.zeros(1, dtype=torch.int64, device="cpu"), torch.zeros(1, device="cpu"), "amax"
+    )
 
 
 @dataclass(frozen=True)
@@ -29,14 +42,27 @@ class DecodeBlocks:
 
     block_list: Tensor
     """[N - sliced] int32, of the metadata."""
+    slots: Tensor
+    """[B] int64, the slot mapping of the metadata."""
     rows: Tensor
-    """[N] int64: the row of each entry; B for padding."""
+    """[N] int64: the row of each entry; 0 for padding, which adds nothing to it."""
     mapping: Tensor
     """[N, B] one-hot of the rows, in the dtype of the model; padding has no one."""
+    mapping_t: Tensor
+    """[B, N] the same, transposed."""
+    summing: Tensor
+    """[B, N] float32: the same once more, with padding in row 0."""
     is_hidden: Tensor
-    """[N, S] slots that no query sees."""
-    relative: Tensor
-    """[N, S] float32: position of the slot's token, minus that of the newest token of the row."""
+    """[N, 1, S] slots that no query sees."""
+    is_hidden_value: Tensor
+    """[N, S, 1, 1] the same, against values."""
+    age: Tensor
+    """[N, 1, S] int32: how many tokens the one in the slot is older than the newest of the row."""
+
+
+Normaliser = Callable[[Tensor, DecodeBlocks], Tensor]
+"""([N, H, 1] the highest score of each block) -> [N, H, 1] what is subtracted from its scores, the
+same for all blocks of a row. See `normalisers`."""
 
 
 def derive_decode_blocks(
@@ -54,19 +80,25 @@ def derive_decode_blocks(
         sliding_window: None sees all keys; W the W most recent ones, the new one included.
     """
     groups, batch = metadata.block_groups, metadata.slot_mapping.shape[0]
-    is_padding = groups < 0
     slot = torch.arange(block_size, dtype=torch.int32, device=groups.device)
-    age = metadata.block_age[:, None] - slot
-    is_hidden = is_padding[:, None] | (slot >= metadata.block_usage[:, None])
+    row_ids = torch.arange(batch, dtype=torch.int32, device=groups.device)
+    is_padding = groups < 0
+    age = metadata.block_age.view(-1, 1, 1) - slot
+    is_hidden = is_padding.view(-1, 1, 1) | (slot >= metadata.block_usage.view(-1, 1, 1))
     if sliding_window is not None:
         is_hidden = is_hidden | (age >= sliding_window)
-    row_ids = torch.arange(batch, dtype=torch.int32, device=groups.device)
+    rows = groups.masked_fill(is_padding, 0)
+    mapping = (groups.view(-1, 1) == row_ids).to(dtype)
     return DecodeBlocks(
         block_list=metadata.block_list,
-        rows=groups.masked_fill(is_padding, batch).long(),
-        mapping=(groups[:, None] == row_ids).to(dtype),
+        slots=metadata.slot_mapping.long(),
+        rows=rows.long(),
+        mapping=mapping,
+        mapping_t=mapping.T,
+        summing=(row_ids.view(-1, 1) == rows).float(),
         is_hidden=is_hidden,
-        relative=-age.float(),
+        is_hidden_value=is_hidden.view(-1, block_size, 1, 1),
+        age=age,
     )
 
 
@@ -79,6 +111,7 @@ def flat_paged_attention(
     *,
     alibi_slopes: Tensor | None = None,
     is_pipelined: bool = True,
+    normaliser: Normaliser | float | None = None,
 ) -> Tensor:
     """Attention of one new token per row over its blocks.
 
@@ -94,6 +127,10 @@ def flat_paged_attention(
         is_pipelined: True multiplies with the values under the maximum of each block and
             corrects for that of the row afterwards, so that nothing waits for the latter; False
             finds the maximum of the row first. The results are the same but for rounding.
+        normaliser: None as above. Else what the scores are taken relative to, with no correction
+            afterwards; a float saves looking for a maximum at all. Right as long as the highest
+            scores of a row are within about 80 of it: far above it weights overflow, and a row
+            far below it becomes zero.
 
     Returns:
         [B, H, D]. Padded rows are zero. What hidden slots hold (even NaN) has no effect.
@@ -101,75 +138,119 @@ def flat_paged_attention(
     Raises:
         ValueError: the launch slices more blocks than the cache has.
     """
-    batch, num_heads, head_size = query.shape
-    num_kv_heads = key_cache.shape[2]
+    num_kv_heads, head_size = key_cache.shape[2:]
     queries = blocks.mapping @ query.flatten(1)  # [N, B] @ [B, H * D]
-    queries = queries.view(-1, num_kv_heads, num_heads // num_kv_heads, head_size)
-    spans, keys, values = _fetch(key_cache, value_cache, blocks)
-    scores = []
-    for span, k in zip(spans, keys, strict=True):
-        # [n, G, R, D] @ [n, G, D, S] -> [n, G, R, S]
-        s = (queries[span] @ k.permute(0, 2, 3, 1)).float() * scale
-        if alibi_slopes is not None:
-            slopes = alibi_slopes.view(num_kv_heads, -1, 1)
-            s = s + slopes * blocks.relative[span][:, None, None]
-        scores.append(s.masked_fill(blocks.is_hidden[span][:, None, None], _HIDDEN))
-
-    block_max = torch.cat([s.amax(-1, keepdim=True) for s in scores])  # [N, G, R, 1]
-    row_max = None if is_pipelined else _max_of_rows(block_max, blocks.rows, batch)
-    subtracted = block_max if row_max is None else row_max
-    weighted, sums = [], []
-    for span, s, v in zip(spans, scores, values, strict=True):
-        weights = (s - subtracted[span]).exp().to(v.dtype)
-        # What a block holds past its end may be NaN, and 0 * NaN is NaN: clear it.
-        v = v.masked_fill(blocks.is_hidden[span][:, :, None, None], 0.0)
-        weighted.append((weights @ v.transpose(1, 2)).float())  # [n, G, R, D]
-        sums.append(weights.sum(-1, keepdim=True, dtype=torch.float32))
-    out, total = torch.cat(weighted), torch.cat(sums)
-    if row_max is None:
-        row_max = _max_of_rows(block_max, blocks.rows, batch)
-        correction = (block_max - row_max).exp()
-        out, total = out * correction, total * correction
-    out = out / _sum_of_rows(total, blocks.mapping)
-    return (blocks.mapping.T @ out.to(query.dtype).flatten(1)).view(query.shape)
+    queries = queries.view(-1, query.shape[1] // num_kv_heads, head_size)
+    parts = _fetch(key_cache, value_cache, blocks)
+    scores = [_scores(part, queries, blocks, scale, alibi_slopes) for part in parts]
+    if isinstance(normaliser, float | int):
+        out, total = _attend(parts, scores, normaliser, blocks, query.dtype)
+        factor = (sum_of_rows(total, blocks) + _TINY).reciprocal()
+    else:
+        block_max = _joined([s.amax(-1, keepdim=True) for s in scores])  # [N, H, 1]
+        if normaliser is None and is_pipelined:
+            out, total = _attend(parts, scores, block_max, blocks, query.dtype)
+            correction = (block_max - max_of_rows(block_max, blocks)).exp()
+            factor = correction / sum_of_rows(total * correction, blocks)
+        else:
+            offset = (normaliser or max_of_rows)(block_max, blocks)
+            out, total = _attend(parts, scores, offset, blocks, query.dtype)
+            factor = (sum_of_rows(total, blocks) + _TINY).reciprocal()
+    out = (out * factor).to(query.dtype)
+    return (blocks.mapping_t @ out.flatten(1)).view(query.shape)
 
 
-def _fetch(
-    key_cache: Tensor, value_cache: Tensor, blocks: DecodeBlocks
-) -> tuple[list[slice], list[Tensor], list[Tensor]]:
-    """(entries, keys, values) of the part that is a slice of the cache, and of the gathered one.
+def max_of_rows(x: Tensor, blocks: DecodeBlocks) -> Tensor:
+    """For every entry the maximum over all entries of its row; [N, H, 1] as given."""
+    maxima = x.new_full((blocks.summing.shape[0], *x.shape[1:]), HIDDEN)
+    return maxima.index_reduce_(0, blocks.rows, x, "amax").index_select(0, blocks.rows)
+
+
+def sum_of_rows(x: Tensor, blocks: DecodeBlocks) -> Tensor:
+    """For every entry the sum over all entries of its row; [N, H, 1] as given, float32."""
+    return (blocks.summing @ x.squeeze(-1)).index_select(0, blocks.rows).unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Entries whose keys and values are one tensor."""
+
+    span: slice | None
+    """Which of the N entries; None for all."""
+    keys: Tensor
+    """[n, S, G, D]"""
+    values: Tensor
+
+    def of(self, x: Tensor, per_entry: int = 1) -> Tensor:
+        """The rows of x for these entries, of which each has `per_entry`."""
+        if self.span is None:
+            return x
+        return x[self.span.start * per_entry : self.span.stop * per_entry]
+
+
+def _fetch(key_cache: Tensor, value_cache: Tensor, blocks: DecodeBlocks) -> list[_Part]:
+    """The part that is a slice of the cache, and the gathered one.
 
     They are kept apart to the end of the maths within a block: joining them would copy the slice.
     """
-    num_gathered = blocks.block_list.shape[0]
-    num_sliced = blocks.rows.shape[0] - num_gathered
+    num_gathered, num_entries = blocks.block_list.shape[0], blocks.rows.shape[0]
+    num_sliced = num_entries - num_gathered
     if num_sliced > key_cache.shape[0]:
         raise ValueError(
             f"the launch reads blocks 0 to {num_sliced - 1} of a cache of {key_cache.shape[0]}"
         )
-    spans, keys, values = [], [], []
+    parts = []
     if num_sliced:
-        spans.append(slice(0, num_sliced))
-        keys.append(key_cache[:num_sliced])
-        values.append(value_cache[:num_sliced])
+        span = slice(0, num_sliced) if num_gathered else None
+        parts.append(_Part(span, key_cache[:num_sliced], value_cache[:num_sliced]))
     if num_gathered or not num_sliced:
-        spans.append(slice(num_sliced, num_sliced + num_gathered))
-        keys.append(key_cache.index_select(0, blocks.block_list))
-        values.append(value_cache.index_select(0, blocks.block_list))
-    return spans, keys, values
+        span = slice(num_sliced, num_entries) if num_sliced else None
+        keys, values = (x.index_select(0, blocks.block_list) for x in (key_cache, value_cache))
+        parts.append(_Part(span, keys, values))
+    return parts
 
 
-def _max_of_rows(block_max: Tensor, rows: Tensor, batch: int) -> Tensor:
-    """For every entry the maximum over all entries of its row; [N, G, R, 1] as given."""
-    flat = block_max.flatten(1)  # [N, H]
-    # One more row collects the padding.
-    maxima = flat.new_full((batch + 1, flat.shape[1]), _HIDDEN)
-    maxima = maxima.scatter_reduce(0, rows[:, None].expand_as(flat), flat, "amax")
-    return maxima.index_select(0, rows).view(block_max.shape)
+def _scores(
+    part: _Part,
+    queries: Tensor,
+    blocks: DecodeBlocks,
+    scale: float,
+    alibi_slopes: Tensor | None,
+) -> Tensor:
+    """[n, H, S] float32, of queries [N * G, R, D]."""
+    num_blocks, block_size, num_kv_heads = part.keys.shape[:3]
+    keys = part.keys.transpose(1, 2).flatten(0, 1)  # [n * G, S, D]
+    scores = torch.bmm(part.of(queries, num_kv_heads), keys.transpose(1, 2)).float() * scale
+    scores = scores.view(num_blocks, -1, block_size)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, None] * part.of(blocks.age).float()
+    return scores.masked_fill(part.of(blocks.is_hidden), HIDDEN)
 
 
-def _sum_of_rows(total: Tensor, mapping: Tensor) -> Tensor:
-    """For every entry the sum over all entries of its row; its own, which is not 0, for padding."""
-    one_hot = mapping.float()
-    sums = one_hot @ (one_hot.T @ total.flatten(1))
-    return torch.maximum(sums.view(total.shape), total)
+def _attend(
+    parts: list[_Part],
+    scores: list[Tensor],
+    offset: Tensor | float,
+    blocks: DecodeBlocks,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """([N, H, D] weighted values of each entry, [N, H, 1] sum of its weights), both float32.
+
+    Weights are exponentials of the scores relative to the offset, [N, H, 1] or one for all.
+    """
+    weighted, sums = [], []
+    for part, s in zip(parts, scores, strict=True):
+        relative = s - (part.of(offset) if isinstance(offset, Tensor) else offset)
+        weights = relative.exp().to(dtype)  # [n, H, S]
+        sums.append(weights.sum(-1, keepdim=True, dtype=torch.float32))
+        num_blocks, block_size, num_kv_heads, head_size = part.values.shape
+        # What a block holds past its end may be NaN, and 0 * NaN is NaN: clear it.
+        values = part.values.masked_fill(part.of(blocks.is_hidden_value), 0.0)
+        values = values.transpose(1, 2).flatten(0, 1)  # [n * G, S, D]
+        weights = weights.view(num_blocks * num_kv_heads, -1, block_size)
+        weighted.append(torch.bmm(weights, values).float().view(num_blocks, -1, head_size))
+    return _joined(weighted), _joined(sums)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -8,89 +8,35 @@ Letters: B rows, Q new tokens of a row, C blocks of context of a row, H query he
 heads, D head size, S block size, K = C * S + Q keys of a row. All sizes are padded.
 """
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.attention.backends.flat_pa import DecodeBlocks, flat_paged_attention
+from vllm.attention.backends.flat_pa import DecodeBlocks, Normaliser, flat_paged_attention
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata, HPUPrefillMetadata
+from vllm.attention.backends.merged_prefill import (
+    MergedPrefillMetadata,
+    is_context_hidden,
+    merged_prefill_mask,
+)
+from vllm.attention.backends.sdpa import SDPAKernel, naive_sdpa, torch_sdpa
+
+__all__ = [
+    "SDPAKernel",
+    "decode_attention",
+    "merged_prefill_attention",
+    "merged_prefill_mask",
+    "naive_sdpa",
+    "prefill_attention",
+    "prefill_mask",
+    "prompt_attention",
+    "torch_sdpa",
+    "write_kv_cache",
+]
 
 _NEVER = 2**30
 """Position of a key that no query sees: after all of them."""
-
-
-class SDPAKernel(Protocol):
-    """Scaled dot product attention, as a fused kernel computes it."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        valid_lens: Tensor | None,
-    ) -> Tensor:
-        """Attend.
-
-        Args:
-            query: [B, H, Q, D].
-            key: [B, G, K, D].
-            value: [B, G, K, D].
-            mask: [B, 1 or H, Q, K]: bool, True where a query sees a key, or a float that is added
-                to the scores. It holds all there is, causality too, and no query sees nothing.
-                None: causal, with Q = K.
-            scale: multiplies query @ key.
-            valid_lens: [B] int32, only without a mask: tokens before the padding on the right. A
-                kernel may use it to skip work; results after them are not used, but finite.
-
-        Returns:
-            [B, H, Q, D].
-        """
-        ...
-
-
-def torch_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    valid_lens: Tensor | None,
-) -> Tensor:
-    """The kernel of torch."""
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-
-
-def naive_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    valid_lens: Tensor | None,
-) -> Tensor:
-    """Product, float32 softmax, product: the reference of the others."""
-    num_kv_heads, query_len, key_len = key.shape[1], query.shape[2], key.shape[2]
-    if mask is None:
-        mask = torch.ones(query_len, key_len, dtype=torch.bool, device=query.device).tril()
-        mask = mask[None, None]
-    grouped = query.unflatten(1, (num_kv_heads, -1))  # [B, G, H / G, Q, D]
-    scores = (grouped @ key[:, :, None].transpose(-1, -2)).float().flatten(1, 2) * scale
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, float("-inf"))
-    weights = (scores + mask).softmax(-1).to(value.dtype).unflatten(1, (num_kv_heads, -1))
-    return (weights @ value[:, :, None]).flatten(1, 2)
 
 
 def write_kv_cache(
@@ -107,10 +53,11 @@ def write_kv_cache(
         value_cache: [num_blocks, S, G, D], dense.
         slot_mapping: [...], block id * S + offset.
     """
-    slots = slot_mapping.flatten().long()
+    slots = (slot_mapping if slot_mapping.dim() == 1 else slot_mapping.flatten()).long()
     for new, cache in ((key, key_cache), (value, value_cache)):
-        heads = new.shape[-2:]
-        cache.view(-1, *heads).index_copy_(0, slots, new.reshape(-1, *heads))
+        flat = new if new.dim() == 3 else new.flatten(0, -3)
+        # A view, or an error: a copy would lose what is written.
+        cache.view(-1, *flat.shape[1:]).index_copy_(0, slots, flat)
 
 
 def decode_attention(
@@ -125,6 +72,7 @@ def decode_attention(
     *,
     alibi_slopes: Tensor | None = None,
     is_pipelined: bool = True,
+    normaliser: Normaliser | float | None = None,
 ) -> Tensor:
     """Store one new token per row, and attend over all its row has in the cache.
 
@@ -135,15 +83,16 @@ def decode_attention(
         key_cache: [num_blocks, S, G, D], dense. Written.
         value_cache: [num_blocks, S, G, D], dense. Written.
         metadata: the launch.
-        blocks: derived from it with the window of this layer.
+        blocks: derived from it with the window of this layer; has all that is needed of it.
         scale: multiplies query @ key.
         alibi_slopes: [H] float32, or None.
         is_pipelined: see `flat_paged_attention`.
+        normaliser: see there.
 
     Returns:
         [B, H, D]. Padded rows are zero.
     """
-    write_kv_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
+    write_kv_cache(key, value, key_cache, value_cache, blocks.slots)
     return flat_paged_attention(
         query,
         key_cache,
@@ -152,6 +101,7 @@ def decode_attention(
         scale,
         alibi_slopes=alibi_slopes,
         is_pipelined=is_pipelined,
+        normaliser=normaliser,
     )
 
 
@@ -184,11 +134,93 @@ def prefill_attention(
     Returns:
         [B, Q, H, D]. Padding is finite. What slots after the context hold has no effect.
     """
+    blocks = derive_prefill_blocks(metadata, key_cache.shape[1])
+    return attend_prefill(query, key, value, key_cache, value_cache, blocks, mask, scale, kernel)
+
+
+@dataclass(frozen=True)
+class PrefillBlocks:
+    """What all layers need of a prefill; derived on the device, once a forward."""
+
+    slots: Tensor
+    """[B, Q] int64: where new keys and values go."""
+    query_lens: Tensor
+    """[B] int32."""
+    context_blocks: Tensor | None
+    """[B * C] blocks of the context; None in a launch without."""
+    is_hidden: Tensor | None
+    """[B, C * S, 1, 1] slots that hold no token of the context; None in a launch without."""
+
+
+def derive_prefill_blocks(metadata: HPUPrefillMetadata, block_size: int) -> PrefillBlocks:
+    """Of a launch, for blocks of this size."""
+    context_blocks = is_hidden = None
+    num_context = metadata.context_blocks.shape[1]
+    if num_context:
+        context_blocks = metadata.context_blocks.flatten()
+        device = context_blocks.device
+        column = torch.arange(num_context * block_size, dtype=torch.int32, device=device)
+        is_hidden = (column >= metadata.context_lens[:, None])[:, :, None, None]
+    return PrefillBlocks(
+        metadata.slot_mapping.long(), metadata.query_lens, context_blocks, is_hidden
+    )
+
+
+def attend_prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    blocks: PrefillBlocks,
+    mask: Tensor | None,
+    scale: float,
+    kernel: SDPAKernel = torch_sdpa,
+) -> Tensor:
+    """`prefill_attention` of a launch whose blocks have been derived."""
+    write_kv_cache(key, value, key_cache, value_cache, blocks.slots)
+    if blocks.context_blocks is not None:
+        key = torch.cat((_context(key_cache, blocks), key), dim=1)
+        value = torch.cat((_context(value_cache, blocks), value), dim=1)
+    return prompt_attention(query, key, value, mask, scale, blocks.query_lens, kernel)
+
+
+def merged_prefill_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: MergedPrefillMetadata,
+    mask: Tensor,
+    scale: float,
+    kernel: SDPAKernel = torch_sdpa,
+) -> Tensor:
+    """`prefill_attention` of prompts end to end in one row of Q tokens and C blocks of context.
+
+    Args:
+        query: [Q, H, D]. Here and below padding has to be finite.
+        key: [Q, G, D].
+        value: [Q, G, D].
+        key_cache: [num_blocks, S, G, D], dense. Written.
+        value_cache: [num_blocks, S, G, D], dense. Written.
+        metadata: the launch.
+        mask: `derive_merged_mask` of it, with the window of this layer.
+        scale: multiplies query @ key.
+        kernel: what computes it.
+
+    Returns:
+        [Q, H, D]. Padding is finite. What slots after the context hold has no effect.
+    """
     write_kv_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
-    if metadata.context_blocks.shape[1]:
-        key = torch.cat((_context(key_cache, metadata), key), dim=1)
-        value = torch.cat((_context(value_cache, metadata), value), dim=1)
-    return prompt_attention(query, key, value, mask, scale, metadata.query_lens, kernel)
+    if metadata.context_blocks.shape[0]:
+        is_hidden = is_context_hidden(metadata, key_cache.shape[1])[:, :, None, None]
+        parts = []
+        for cache, new in ((key_cache, key), (value_cache, value)):
+            context = cache.index_select(0, metadata.context_blocks).masked_fill(is_hidden, 0.0)
+            parts.append(torch.cat((context.flatten(0, 1), new)))
+        key, value = parts
+    return prompt_attention(query[None], key[None], value[None], mask, scale, None, kernel)[0]
 
 
 def prompt_attention(
@@ -256,32 +288,9 @@ def prefill_mask(
     return bias.masked_fill(~mask, float("-inf")).to(dtype)
 
 
-def merged_prefill_mask(
-    sequence_ids: Tensor, positions: Tensor, sliding_window: int | None = None
-) -> Tensor:
-    """The mask of several prompts one after another in a single row.
-
-    Args:
-        sequence_ids: [Q] which prompt each token belongs to; negative for padding.
-        positions: [Q] place of the token in its prompt.
-        sliding_window: as in `prefill_mask`.
-
-    Returns:
-        [1, 1, Q, Q] bool. Padding sees itself alone.
-    """
-    age = positions[:, None] - positions
-    mask = (sequence_ids[:, None] == sequence_ids) & (sequence_ids >= 0) & (age >= 0)
-    if sliding_window is not None:
-        mask = mask & (age < sliding_window)
-    index = torch.arange(positions.shape[0], device=positions.device)
-    return (mask | (index[:, None] == index))[None, None]
-
-
-def _context(cache: Tensor, metadata: HPUPrefillMetadata) -> Tensor:
+def _context(cache: Tensor, blocks: PrefillBlocks) -> Tensor:
     """[B, C * S, G, D] of the cache; zero after the context, where the cache may hold anything."""
-    blocks = metadata.context_blocks
-    context = cache.index_select(0, blocks.flatten())
-    context = context.view(blocks.shape[0], -1, *cache.shape[2:])
-    column = torch.arange(context.shape[1], dtype=torch.int32, device=cache.device)
-    is_hidden = column >= metadata.context_lens[:, None]
-    return context.masked_fill(is_hidden[:, :, None, None], 0.0)
+    assert blocks.context_blocks is not None and blocks.is_hidden is not None
+    context = cache.index_select(0, blocks.context_blocks)
+    context = context.view(*blocks.is_hidden.shape[:2], *cache.shape[2:])
+    return context.masked_fill(blocks.is_hidden, 0.0)

@@ -184,7 +184,7 @@ def build_decode_metadata(
         places = flat.block_list.astype(np.int64)
         places[is_repeat] = padded_blocks + np.arange(len(repeats))
         block_list = _padded(num_listed, NULL_BLOCK_ID, np.arange(len(repeats)), repeats)
-    slots = _padding_slots(padded_batch, block_size)
+    slots = padding_slots(padded_batch, block_size)
     real = np.flatnonzero(flat.seq_lens)
     position = flat.seq_lens[real] - 1
     slots[real] = flat.tables[real, position // block_size] * block_size + position % block_size
@@ -231,14 +231,14 @@ def build_prefill_metadata(
             f"{num_rows} rows of up to {longest} new tokens and {most} context blocks in a launch "
             f"of {padded_batch} x {padded_query_len} and {padded_context_blocks} context blocks"
         )
-    _check_tables(tables, contexts + queries, block_size)
+    check_tables(tables, contexts + queries, block_size)
 
     context_blocks = np.full((padded_batch, padded_context_blocks), NULL_BLOCK_ID, np.int32)
     column = np.arange(most)
     context_blocks[:num_rows, :most] = np.where(
         column < needed[:, None], tables[:, :most], NULL_BLOCK_ID
     )
-    slots = _padding_slots(padded_batch * padded_query_len, block_size)
+    slots = padding_slots(padded_batch * padded_query_len, block_size)
     slots = slots.reshape(padded_batch, padded_query_len)
     row, token = np.nonzero(np.arange(padded_query_len) < queries[:, None])
     position = contexts[row] + token
@@ -269,7 +269,7 @@ def _flatten(
     sliding_window: int | None,
 ) -> _FlatBlocks:
     tables, lengths = np.asarray(block_tables, np.int32), np.asarray(seq_lens, np.int32)
-    _check_tables(tables, lengths, block_size)
+    check_tables(tables, lengths, block_size)
     first = np.zeros_like(lengths)
     if sliding_window is not None:
         first = np.maximum(lengths - sliding_window, 0) // block_size
@@ -286,7 +286,12 @@ def _flatten(
     )
 
 
-def _check_tables(tables: IntArray, seq_lens: IntArray, block_size: int) -> None:
+def check_tables(tables: IntArray, seq_lens: IntArray, block_size: int) -> None:
+    """Refuse tables [n, max_blocks] that are too narrow for the n lengths.
+
+    Raises:
+        ValueError: they are.
+    """
     needed = -(-int(seq_lens.max(initial=0)) // block_size)
     if tables.ndim != 2 or len(tables) != len(seq_lens) or tables.shape[1] < needed:
         raise ValueError(
@@ -301,7 +306,7 @@ def _padded(size: int, fill: int, places: npt.NDArray[np.int64], values: IntArra
     return out
 
 
-def _padding_slots(count: int, block_size: int) -> IntArray:
+def padding_slots(count: int, block_size: int) -> IntArray:
     """Slots of the null block, round and round."""
     cycle = np.arange(count, dtype=np.int32) % np.int32(block_size)
     return cycle + np.int32(NULL_BLOCK_ID * block_size)

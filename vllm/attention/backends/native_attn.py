@@ -3,12 +3,50 @@
 Which code computes it (torch, or the C++ kernels) is the table's business.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.attention.metadata import AttentionMetadata
+from vllm.attention.metadata import AttentionLayer
+from vllm.messages import IntArray
 from vllm.ops import get_ops
+
+
+@dataclass(frozen=True)
+class RaggedMetadata:
+    """A ragged launch of B requests and T tokens: decodes first, then prefills.
+
+    B_d requests are decodes, with one token each: rows 0 to B_d - 1 and tokens 0 to B_d - 1.
+    """
+
+    num_decodes: int
+    """B_d."""
+    slot_mapping: Tensor
+    """[T] int64 on the device: where each token's key and value go, block_id * S + offset."""
+    block_tables: Tensor
+    """[B, max_blocks] int32 on the device."""
+    seq_lens: Tensor
+    """[B] int32 on the device: tokens of the request, this launch's included."""
+    query_start_loc: IntArray
+    """[B + 1] on the host: the tokens of request b are query_start_loc[b] up to [b + 1]."""
+    host_seq_lens: IntArray
+    """[B] `seq_lens` on the host."""
+
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `LaunchMetadata`."""
+        assert layer.key_cache is not None and layer.value_cache is not None
+        return ragged_attention(
+            query,
+            key,
+            value,
+            layer.key_cache,
+            layer.value_cache,
+            self,
+            layer.scale,
+            layer.sliding_window,
+        )
 
 
 def prompt_attention(
@@ -49,7 +87,7 @@ def ragged_attention(
     value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    metadata: AttentionMetadata,
+    metadata: RaggedMetadata,
     scale: float,
     sliding_window: int | None,
 ) -> Tensor:

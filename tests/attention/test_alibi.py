@@ -1,0 +1,87 @@
+"""ALiBi from slopes to outputs: a prompt and the decodes after it are one attention."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.attention.launches import random_cache
+from vllm.attention.backends.alibi import alibi_slopes
+from vllm.attention.backends.flat_pa import derive_decode_blocks
+from vllm.attention.backends.hpu_attn import decode_attention, prefill_attention, prefill_mask
+from vllm.attention.backends.hpu_metadata import build_decode_metadata, build_prefill_metadata
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "exponents"),
+    [
+        (1, [-8]),
+        (2, [-4, -8]),
+        (3, [-4, -8, -2]),
+        (8, [-1, -2, -3, -4, -5, -6, -7, -8]),
+        (12, [-1, -2, -3, -4, -5, -6, -7, -8, -0.5, -1.5, -2.5, -3.5]),
+    ],
+)
+def test_slopes_of_the_paper(num_heads, exponents):
+    slopes = alibi_slopes(num_heads)
+    assert (slopes.shape, slopes.dtype) == ((num_heads,), torch.float32)
+    torch.testing.assert_close(slopes, 2.0 ** torch.tensor(exponents))
+
+
+def test_no_heads_have_no_slopes():
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        alibi_slopes(0)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("num_heads", [4, 6])
+def test_decode_continues_what_a_prompt_began(num_heads, window):
+    """Two chunks of a prompt and its last tokens one by one equal the prompt in one piece."""
+    torch.manual_seed(0)
+    length, slopes = 43, alibi_slopes(num_heads)
+    query = torch.randn(1, length, num_heads, 16)
+    key, value = torch.randn(2, 1, length, 2, 16)
+    tables = np.array([[3, 1, 2]])
+
+    age = torch.arange(length)[:, None] - torch.arange(length)
+    heads = [x[0].repeat_interleave(num_heads // 2, 1) for x in (key, value)]
+    scores = torch.einsum("qhd,khd->hqk", query[0], heads[0]) * 0.25
+    scores -= slopes[:, None, None] * age
+    scores[:, (age < 0) | (age >= (window or length))] = float("-inf")
+    want = torch.einsum("hqk,khd->qhd", scores.softmax(-1), heads[1])
+
+    caches = torch.full((2, 4, 16, 2, 16), float("nan"))
+    outputs = []
+    for start, stop in ((0, 20), (20, 39)):
+        part = slice(start, stop)
+        launch = build_prefill_metadata(tables, [start], [stop - start], 1, stop - start, 2, 16)
+        metadata = launch.to("cpu")
+        mask = prefill_mask(metadata, 16, window, slopes)
+        new = (query[:, part], key[:, part], value[:, part])
+        outputs.append(prefill_attention(*new, *caches, metadata, mask, 0.25)[0])
+    for position in range(39, length):
+        metadata = build_decode_metadata(tables, [position + 1], 1, 4, 16).to("cpu")
+        blocks = derive_decode_blocks(metadata, 16, torch.float32, window)
+        new = (query[:, position], key[:, position], value[:, position])
+        outputs.append(decode_attention(*new, *caches, metadata, blocks, 0.25, alibi_slopes=slopes))
+    torch.testing.assert_close(torch.cat(outputs), want, rtol=1e-5, atol=1e-5)
+
+
+def test_random_caches_of_alibi_rows_do_not_see_each_other():
+    """The same row alone and among others."""
+    torch.manual_seed(0)
+    cache, slopes = random_cache([40, 7, 130]), alibi_slopes(4)
+    query, new = torch.randn(3, 4, 16), torch.randn(2, 3, 2, 16)
+
+    def decode(rows: slice) -> torch.Tensor:
+        lengths = cache.seq_lens[rows]
+        metadata = build_decode_metadata(cache.tables[rows], lengths, len(lengths), 16, 16)
+        metadata = metadata.to("cpu")
+        blocks = derive_decode_blocks(metadata, 16, torch.float32)
+        caches = cache.keys.clone(), cache.values.clone()
+        return decode_attention(
+            query[rows], *new[:, rows], *caches, metadata, blocks, 0.25, alibi_slopes=slopes
+        )
+
+    together = decode(slice(0, 3))
+    for row in range(3):
+        torch.testing.assert_close(together[row : row + 1], decode(slice(row, row + 1)))

@@ -1,0 +1,212 @@
+"""Merged prefill: the prompts of a launch end to end in one padded row.
+
+Knows block tables, lengths and masks. Knows no bucket (padded sizes are given) and no attention
+maths. Padding is what is left of one row, in place of what is left of every row; in return each
+query is compared with the keys of all prompts.
+
+    prompts    5 new tokens after 4 cached ones      2 new tokens           (block size 4)
+    sequence   0  0  0  0  0                         1  1                   -1 ...
+    position   4  5  6  7  8                         0  1                    0 ...
+    context    block 7, of 0, positions 0 to 3                              -1 ...
+
+Letters: P prompts, Q new tokens of all of them, C blocks of context of all of them, S block size,
+K = C * S + Q keys. All sizes are padded.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vllm.attention.backends.hpu_metadata import (
+    PADDING_GROUP,
+    check_tables,
+    padding_slots,
+)
+from vllm.messages import NULL_BLOCK_ID, IntArray
+
+
+@dataclass(frozen=True)
+class MergedPrefillMetadata:
+    """P prompts in one row. All int32."""
+
+    sequence_ids: Tensor
+    """[Q] which prompt each token belongs to; PADDING_GROUP for padding."""
+    positions: Tensor
+    """[Q] place of the token in its prompt, context included; 0 for padding."""
+    slot_mapping: Tensor
+    """[Q] where new keys and values go; slots of padding are in the null block."""
+    last_token_indices: Tensor
+    """[P] where in the row each prompt's last new token is; 0 for a padded prompt."""
+    context_blocks: Tensor
+    """[C] cached blocks of all prompts, one after another; NULL_BLOCK_ID for padding."""
+    context_groups: Tensor
+    """[C] the prompt that each block belongs to; PADDING_GROUP for padding."""
+    context_starts: Tensor
+    """[C] position of the first slot of the block in its prompt; 0 for padding."""
+    context_usage: Tensor
+    """[C] tokens of the context in the block; 0 for padding."""
+
+
+@dataclass(frozen=True)
+class MergedPrefillArrays:
+    """`MergedPrefillMetadata` on the host, all int32."""
+
+    sequence_ids: IntArray
+    positions: IntArray
+    slot_mapping: IntArray
+    last_token_indices: IntArray
+    context_blocks: IntArray
+    context_groups: IntArray
+    context_starts: IntArray
+    context_usage: IntArray
+
+    def to(self, device: torch.device | str) -> MergedPrefillMetadata:
+        """A copy on the device."""
+        return MergedPrefillMetadata(
+            **{f.name: torch.from_numpy(getattr(self, f.name)).to(device) for f in fields(self)}
+        )
+
+
+def build_merged_prefill_metadata(
+    block_tables: npt.ArrayLike,
+    context_lens: npt.ArrayLike,
+    query_lens: npt.ArrayLike,
+    padded_prompts: int,
+    padded_tokens: int,
+    padded_context_blocks: int,
+    block_size: int,
+) -> MergedPrefillArrays:
+    """Lay the prompts of a prefill end to end.
+
+    Args:
+        block_tables: [n, max_blocks]; what is after the last block of a prompt is not read.
+        context_lens: [n] tokens of each prompt that are in the cache; need not fill a block.
+        query_lens: [n] new tokens after them, at least 1.
+        padded_prompts: P >= n.
+        padded_tokens: Q, at least the sum of `query_lens`.
+        padded_context_blocks: C, at least the blocks with context of all prompts.
+        block_size: S.
+
+    Raises:
+        ValueError: a prompt has no new token, or they do not fit the padded sizes or their tables.
+    """
+    tables, contexts, queries = (
+        np.asarray(x, np.int32) for x in (block_tables, context_lens, query_lens)
+    )
+    num_prompts, used = len(queries), -(-contexts // block_size)
+    num_tokens, num_context = int(queries.sum()), int(used.sum())
+    if (
+        num_prompts > padded_prompts
+        or num_tokens > padded_tokens
+        or num_context > padded_context_blocks
+    ):
+        raise ValueError(
+            f"{num_prompts} prompts of {num_tokens} new tokens and {num_context} context blocks in "
+            f"a launch of {padded_prompts}, {padded_tokens} and {padded_context_blocks}"
+        )
+    if queries.min(initial=1) < 1:
+        raise ValueError("a prompt without a new token has no last one")
+    check_tables(tables, contexts + queries, block_size)
+
+    sequence, token = _enumerate(queries)
+    position = contexts[sequence] + token
+    slots = padding_slots(padded_tokens, block_size)
+    slots[:num_tokens] = tables[sequence, position // block_size] * block_size
+    slots[:num_tokens] += position % block_size
+    group, index = _enumerate(used)
+    start = index * np.int32(block_size)
+    return MergedPrefillArrays(
+        sequence_ids=_fill(padded_tokens, PADDING_GROUP, sequence),
+        positions=_fill(padded_tokens, 0, position),
+        slot_mapping=slots,
+        last_token_indices=_fill(padded_prompts, 0, np.cumsum(queries, dtype=np.int32) - 1),
+        context_blocks=_fill(padded_context_blocks, NULL_BLOCK_ID, tables[group, index]),
+        context_groups=_fill(padded_context_blocks, PADDING_GROUP, group),
+        context_starts=_fill(padded_context_blocks, 0, start),
+        context_usage=_fill(
+            padded_context_blocks, 0, np.minimum(contexts[group] - start, block_size)
+        ),
+    )
+
+
+def derive_merged_mask(
+    metadata: MergedPrefillMetadata,
+    block_size: int,
+    sliding_window: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Which keys the tokens of a launch see; derived on the device, once a forward.
+
+    Keys are the slots of the context blocks, then the new tokens.
+
+    Args:
+        metadata: the launch.
+        block_size: S.
+        sliding_window: None sees all earlier keys; W the W most recent ones, itself included.
+        alibi_slopes: [H] float32; None without ALiBi.
+        dtype: of an ALiBi mask: that of the queries, as torch wants it.
+
+    Returns:
+        [1, 1, Q, K] bool; with ALiBi [1, H, Q, K] to be added. Padding sees padding.
+    """
+    ids, positions = metadata.sequence_ids, metadata.positions
+    key_ids, key_positions = ids, positions
+    if metadata.context_blocks.shape[0]:
+        is_hidden = is_context_hidden(metadata, block_size)
+        context_ids = metadata.context_groups[:, None].masked_fill(is_hidden, PADDING_GROUP)
+        slot = torch.arange(block_size, dtype=torch.int32, device=ids.device)
+        context_positions = metadata.context_starts[:, None] + slot
+        key_ids = torch.cat((context_ids.flatten(), ids))
+        key_positions = torch.cat((context_positions.flatten(), positions))
+    age = positions[:, None] - key_positions
+    mask = _is_seen(ids, key_ids, age, sliding_window)
+    if alibi_slopes is None:
+        return mask[None, None]
+    bias = -age.float() * alibi_slopes[:, None, None]
+    return bias.masked_fill(~mask, float("-inf")).to(dtype)[None]
+
+
+def merged_prefill_mask(
+    sequence_ids: Tensor, positions: Tensor, sliding_window: int | None = None
+) -> Tensor:
+    """The mask of several prompts without context one after another in a single row.
+
+    Args:
+        sequence_ids: [Q] which prompt each token belongs to; negative for padding.
+        positions: [Q] place of the token in its prompt.
+        sliding_window: as in `derive_merged_mask`.
+
+    Returns:
+        [1, 1, Q, Q] bool. Padding sees padding, itself at least.
+    """
+    age = positions[:, None] - positions
+    return _is_seen(sequence_ids, sequence_ids, age, sliding_window)[None, None]
+
+
+def is_context_hidden(metadata: MergedPrefillMetadata, block_size: int) -> Tensor:
+    """[C, S] the slots of the context blocks that hold no token of the context."""
+    slot = torch.arange(block_size, dtype=torch.int32, device=metadata.context_usage.device)
+    return slot >= metadata.context_usage[:, None]
+
+
+def _is_seen(query_ids: Tensor, key_ids: Tensor, age: Tensor, window: int | None) -> Tensor:
+    """[Q, K]. A query has the age 0 to itself, so that every query sees something."""
+    seen = (query_ids[:, None] == key_ids) & (age >= 0)
+    return seen if window is None else seen & (age < window)
+
+
+def _enumerate(counts: IntArray) -> tuple[IntArray, IntArray]:
+    """(owner, index within the owner) of all items, of which each owner has `counts`."""
+    owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    first = np.cumsum(counts, dtype=np.int32) - counts
+    return owner, np.arange(len(owner), dtype=np.int32) - first[owner]
+
+
+def _fill(size: int, padding: int, values: IntArray) -> IntArray:
+    out = np.full(size, padding, np.int32)
+    out[: len(values)] = values
+    return out

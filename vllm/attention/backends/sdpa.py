@@ -1,0 +1,185 @@
+"""Kernels of padded prompt attention: one signature, several ways to compute it.
+
+Knows tensors in the layout of kernels. What differs by device is the choice among these, which
+is the caller's.
+
+Letters: B rows, Q new tokens of a row, K keys of a row, H query heads, G key/value heads (H a
+multiple of G), D head size.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.errors import ConfigError
+from vllm.platforms.habana.bridge import FusedKernels
+
+
+class SDPAKernel(Protocol):
+    """Scaled dot product attention, as a fused kernel computes it."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        valid_lens: Tensor | None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [B, H, Q, D].
+            key: [B, G, K, D].
+            value: [B, G, K, D].
+            mask: [B, 1 or H, Q, K]: bool, True where a query sees a key, or a float that is added
+                to the scores. It holds all there is, causality too, and no query sees nothing.
+                None: causal, with Q = K.
+            scale: multiplies query @ key.
+            valid_lens: [B] int32, only without a mask: tokens before the padding on the right. A
+                kernel may use it to skip work; results after them are not used, but finite.
+
+        Returns:
+            [B, H, Q, D].
+        """
+        ...
+
+
+def torch_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    valid_lens: Tensor | None,
+) -> Tensor:
+    """The kernel of torch."""
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def naive_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    valid_lens: Tensor | None,
+) -> Tensor:
+    """Product, float32 softmax, product: the reference of the others."""
+    num_kv_heads, query_len, key_len = key.shape[1], query.shape[2], key.shape[2]
+    if mask is None:
+        mask = torch.ones(query_len, key_len, dtype=torch.bool, device=query.device).tril()
+        mask = mask[None, None]
+    grouped = query.unflatten(1, (num_kv_heads, -1))  # [B, G, H / G, Q, D]
+    scores = (grouped @ key[:, :, None].transpose(-1, -2)).float().flatten(1, 2) * scale
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, float("-inf"))
+    weights = (scores + mask).softmax(-1).to(value.dtype).unflatten(1, (num_kv_heads, -1))
+    return (weights @ value[:, :, None]).flatten(1, 2)
+
+
+def bridge_sdpa(kernels: FusedKernels) -> SDPAKernel:
+    """The fused kernel of a card.
+
+    16-bit types take its fast softmax, with an approximate exponent; float32 the exact one.
+    """
+
+    def fused_sdpa(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        valid_lens: Tensor | None,
+    ) -> Tensor:
+        mode = "None" if query.dtype == torch.float32 else "fast"
+        if mask is not None or valid_lens is None:
+            return kernels.sdpa(
+                query, key, value, mask, is_causal=mask is None, scale=scale, softmax_mode=mode
+            )
+        out = kernels.sdpa(
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=scale,
+            softmax_mode=mode,
+            valid_seq_len=valid_lens,
+        )
+        # The kernel leaves anything after the lengths, and the next layer multiplies it with 0.
+        token = torch.arange(query.shape[2], dtype=valid_lens.dtype, device=valid_lens.device)
+        return out.masked_fill(token[:, None] >= valid_lens.view(-1, 1, 1, 1), 0.0)
+
+    return fused_sdpa
+
+
+def flex_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    valid_lens: Tensor | None,
+) -> Tensor:
+    """`flex_attention` of torch; see `require_flex`.
+
+    For models that are compiled: elsewhere torch warns once and computes all scores. The mask
+    changes scores, and makes no block mask, which would be a sort on the device.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    out: Tensor = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=_causal_score if mask is None else _masked_score(mask),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out
+
+
+_ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(score, row, head, query, key), all of no dimension -> score."""
+
+
+def _causal_score(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return torch.where(query >= key, score, float("-inf"))
+
+
+def _masked_score(mask: Tensor) -> _ScoreMod:
+    is_per_head, is_bool = mask.shape[1] > 1, mask.dtype == torch.bool
+
+    def masked(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = mask[row, head if is_per_head else 0, query, key]
+        return torch.where(seen, score, float("-inf")) if is_bool else score + seen
+
+    return masked
+
+
+def require_flex(device: torch.device) -> None:
+    """Run `flex_sdpa` once on the device, on one token.
+
+    Raises:
+        ConfigError: it does not run there, or this torch has none.
+    """
+    token = torch.zeros(1, 1, 1, 16, device=device)
+    try:
+        flex_sdpa(token, token, token, None, 1.0, None)
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"flex_attention of torch {torch.__version__} does not run on device "
+            f"{device.type!r}; unset VLLM_PROMPT_USE_FLEX_ATTENTION"
+        ) from error
