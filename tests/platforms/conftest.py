@@ -1,15 +1,21 @@
 """Simulated cards, and the stand-in for the vendor package."""
 
+import gc
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
+import vllm.ops
 from vllm import envs
+from vllm.attention.metadata import set_metadata
+from vllm.platforms import hpu, registry
 from vllm.platforms.habana.sim import SimBridge
+from vllm.platforms.habana.sim_vendor import install_vendor, uninstall_vendor
 
 STUBS = Path(__file__).parents[1] / "stubs"
 
@@ -30,13 +36,54 @@ def strict() -> SimBridge:
 
 
 @pytest.fixture
-def vendor(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The stand-in `habana_frameworks`, importable while the test runs."""
+def vendor(lazy: SimBridge, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The stand-in `habana_frameworks`, importable while the test runs, over a lazy card."""
     monkeypatch.syspath_prepend(str(STUBS))
     importlib.invalidate_caches()
     yield importlib.import_module("habana_frameworks")
     for name in [name for name in sys.modules if name.partition(".")[0] == "habana_frameworks"]:
         del sys.modules[name]
+
+
+@pytest.fixture
+def facade() -> Iterator[None]:
+    """The simulated card as `habana_frameworks`, without a stand-in."""
+    install_vendor()
+    yield
+    uninstall_vendor()
+
+
+@pytest.fixture
+def card(vendor: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with the vendor package and a device node."""
+    (tmp_path / "accel").mkdir()
+    (tmp_path / "accel" / "accel0").touch()
+    monkeypatch.setattr(hpu, "_DEV", tmp_path)
+
+
+@pytest.fixture
+def vendor_engine(
+    vendor: ModuleType,
+    card: None,
+    environment: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[ModuleType]:
+    """An engine made in the test runs on `RealBridge` over the stand-in, which records.
+
+    The card is lazy; make another `SimBridge` before the engine for one that is not.
+    """
+    environment()
+    monkeypatch.setattr(vllm.ops, "_ops", None)
+    metadata, thresholds = set_metadata(None), gc.get_threshold()
+    registry.resolve_platform.cache_clear()
+    vendor.calls.clear()
+    with torch._dynamo.config.patch():
+        yield vendor
+    registry.resolve_platform.cache_clear()
+    set_metadata(metadata)
+    gc.set_threshold(*thresholds)
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""What holds for every bridge: the simulated ones, and the real one on the stand-in package.
+"""What holds for every bridge: the simulated ones, and the real one over a simulated card.
 
-The stand-in has no device, so the tensors of the real bridge are the simulation's here.
+The real bridge runs on the stand-in package and on the card's own `habana_frameworks`.
 """
 
 import pytest
@@ -10,15 +10,22 @@ from torch.nn import functional
 from vllm.platforms.habana.real import RealBridge
 from vllm.platforms.habana.sim import SimBridge
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
-@pytest.fixture(params=["sim-eager", "sim-lazy", "real-on-stub"])
-def bridge(request, eager):
+@pytest.fixture(params=["lazy", "eager"])
+def is_lazy(request):
+    return request.param == "lazy"
+
+
+@pytest.fixture(params=["sim", "real-on-stub", "real-on-facade"])
+def bridge(request, is_lazy):
     if request.param == "real-on-stub":
         request.getfixturevalue("vendor")
-        return RealBridge()
-    return SimBridge("gaudi2", is_lazy=request.param == "sim-lazy")
+    elif request.param == "real-on-facade":
+        request.getfixturevalue("facade")
+    simulated = SimBridge("gaudi2", is_lazy=is_lazy)
+    return simulated if request.param == "sim" else RealBridge()
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -48,12 +55,20 @@ def test_what_does_not_fit_is_a_memory_error(bridge):
         bridge.zeros((2**40,), torch.int8)
 
 
+def test_the_peak_is_the_largest_use_since_it_was_reset(bridge):
+    kept = bridge.zeros((MIB,), torch.int8)
+    bridge.zeros((2 * MIB,), torch.int8)
+    assert bridge.peak_bytes() == 3 * MIB
+    bridge.reset_peak()
+    assert bridge.peak_bytes() == kept.nbytes
+
+
 def test_steps_and_waits_stall_nothing_in_any_mode(bridge):
     before = bridge.counters()
     bridge.mark_step()
     bridge.synchronize()
     bridge.manual_seed(3)
-    with bridge.warmed_section():
+    with bridge.warmed_section(), bridge.compile_only():
         bridge.mark_step()
     after = bridge.counters()
     assert after.host_syncs == before.host_syncs
@@ -74,6 +89,19 @@ def test_a_wrapped_module_takes_the_keywords_of_a_graph(bridge):
         for flags in ({}, {"warmup_mode": True}, {"bypass_hpu_graphs": True}, {}):
             torch.testing.assert_close(wrapped(x, **flags).cpu(), expected)
     wrapped.clear_cache()
+
+
+def test_compilations_and_fallbacks_are_counted(bridge):
+    x = randn(3, 4).to("hpu")
+    bridge.synchronize()
+    before = bridge.counters()
+    with bridge.compile_only():
+        x.mul(2.5).int().topk(2)
+        bridge.synchronize()
+    after = bridge.counters()
+    assert after.compilations - before.compilations == (2 if bridge.is_lazy else 0)
+    assert (after.compile_s > before.compile_s) == bridge.is_lazy
+    assert after.cpu_fallbacks == {"aten::topk": 1}
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])

@@ -26,6 +26,10 @@ def test_a_step_compiles_once_per_shape_type_scalar_and_order(lazy):
     assert step(lazy, lambda: b + 1) == 1
     assert step(lazy, lambda: half + 1) == 1
     assert step(lazy, lambda: a + 2) == 1  # a Python number is part of the recipe
+    assert step(lazy, lambda: a * 2) == 1
+    assert step(lazy, lambda: (a + 2.0, a + True)) == 1
+    assert step(lazy, lambda: (a + 2, a + 1)) == 1  # 2 is not 2.0, nor 1 True
+    assert step(lazy, lambda: (a.view(2, 16) + 1, a)) == step(lazy, lambda: a.view(16, 2) + 1) == 1
     assert step(lazy, lambda: (a.exp(), a.sin())) == 1
     assert step(lazy, lambda: (a.sin(), a.exp())) == 1
     assert step(lazy, lambda: (b + 1, None)) == 0
@@ -71,6 +75,24 @@ def test_torch_compile_makes_one_recipe_per_shape(eager):
             counts.append(step(eager, lambda x=x: compiled(x)))
             torch.testing.assert_close(compiled(x).cpu(), module(x).cpu())
     assert counts == [1, 0, 1, 0, 0]
+
+
+def test_an_empty_tensor_can_be_an_input_of_what_is_compiled(eager):
+    compiled = torch.compile(lambda x, y: x + y.shape[1], backend="hpu_backend", dynamic=False)
+    assert compiled(on_card(2), on_card(2, 0)).tolist() == [1, 1]
+
+
+def test_what_dynamo_traces_costs_the_card_nothing(eager):
+    x = on_card(1024)
+    compiled = torch.compile(lambda x: (x * 3).exp(), backend="hpu_backend", dynamic=False)
+    clock, pool = eager.card.clock, eager.card.memory
+    before, taken = clock.compute_s, pool.in_use_bytes
+    pool.reset_peak()
+    compiled(x)
+    first = clock.compute_s - before
+    assert 0 < pool.max_in_use_bytes - taken <= 2 * x.nbytes
+    compiled(x)
+    assert clock.compute_s - before == pytest.approx(2 * first)
 
 
 def test_fused_kernels_are_part_of_a_compiled_graph(eager):

@@ -26,6 +26,13 @@ def test_views_and_writes_in_place_share_memory(eager):
     assert cache.cpu().sum(1).tolist() == [0, 4, 4, 0, 0, 28, 28, 0, 0, 0]
 
 
+def test_inference_may_view_what_was_made_outside_of_it(eager):
+    cache = torch.zeros(4, 6, device="hpu")
+    with torch.inference_mode():
+        cache.view(8, 3)[2:3].fill_(5)
+    assert not cache.is_inference() and cache.cpu().sum() == 15
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_module_moves_and_runs(eager, inference):
     module = torch.nn.Linear(4, 3)
@@ -97,6 +104,8 @@ def test_a_copy_that_does_not_wait_is_no_sync(eager):
         ("aten::topk", lambda x: x.int().topk(2)),
         ("aten::index_reduce_", lambda x: x.index_reduce_(0, index(0), x[:1].clone(), "amin")),
         ("aten::index_select", lambda x: x.view(1, 1, 1, 1, 3, 64).index_select(0, index(0))),
+        ("aten::exponential_", lambda x: x.half().exponential_()),
+        ("aten::index_put_", lambda x: x.half().index_put_((index(0),), x[:1].half())),
         ("aten::gather", lambda x: x.long().gather(1, torch.zeros_like(x).long())),
     ],
 )
@@ -147,6 +156,19 @@ def test_memory_counts_each_storage_once_and_until_it_is_dropped(eager):
     stats = torch.hpu.memory_stats()
     assert stats["MaxInUse"] == stats["MaxAllocSize"] == 4 * MIB
     assert stats["NumAllocs"] == stats["NumFrees"] == 1 and len(stats) == 10
+
+
+def test_a_result_that_shares_memory_takes_none(eager):
+    pool = eager.card.memory
+    x = torch.ones(2, 3, 4, device="hpu")
+    taken = pool.in_use_bytes
+    assert torch.ops.aten._unsafe_view(x, [6, 4]).shape == (6, 4)
+    y = torch.ops.aten._unsafe_view(x, [6, 4])
+    assert pool.in_use_bytes == taken and y.lease is x.lease
+    y = y + 1
+    assert pool.in_use_bytes == 2 * taken
+    del x, y
+    assert pool.in_use_bytes == 0
 
 
 def test_too_much_memory_fails_as_on_a_card_before_the_host_takes_it(eager):

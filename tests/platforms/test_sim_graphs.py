@@ -186,6 +186,28 @@ def test_strict_lets_a_known_graph_run_and_refuses_a_new_one(strict):
             wrapped(filled(1, rows=3))
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        (1, True, r"\('int', 1\).* would be replayed for .*\('bool', True\)"),
+        (2, 2.0, "would be replayed"),
+        (-1, -2, "would be replayed"),
+        (lambda: filled(1).bfloat16(), lambda: filled(1).half(), "only a type tells"),
+    ],
+)
+def test_strict_refuses_inputs_that_a_card_confuses(strict, first, second, reason):
+    class Fill(nn.Module):
+        def forward(self, x: torch.Tensor, value: object) -> torch.Tensor:
+            return x * 2
+
+    wrapped = strict.wrap_in_hpu_graph(Fill())
+    values = [value() if callable(value) else value for value in (first, first, second)]
+    with pytest.raises(SimulationError, match=reason):
+        for value in values:
+            wrapped(filled(1), value)
+    assert (strict.counters().graph_captures, strict.counters().graph_replays) == (1, 1)
+
+
 def test_dataclasses_and_named_inputs_are_told_apart_by_their_fields():
     @dataclass
     class Metadata:

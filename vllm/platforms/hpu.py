@@ -79,9 +79,18 @@ def simulated_card() -> str | None:
 
 def has_card() -> bool:
     """Whether the vendor library and a device node are there; opens neither."""
-    if find_spec("habana_frameworks") is None:
-        return False
-    return any(_DEV.glob("accel/accel[0-9]*")) or any(_DEV.glob("hl[0-9]*"))
+    return has_vendor_library() and num_cards() > 0
+
+
+def has_vendor_library() -> bool:
+    """Whether habana_frameworks can be imported; does not."""
+    return find_spec("habana_frameworks") is not None
+
+
+def num_cards() -> int:
+    """Cards that this machine, or container, shows."""
+    nodes = list(_DEV.glob("accel/accel[0-9]*")) or list(_DEV.glob("hl[0-9]*"))
+    return len(nodes)
 
 
 def _open_simulation(model: str) -> "HabanaBridge":
@@ -89,7 +98,11 @@ def _open_simulation(model: str) -> "HabanaBridge":
 
     settings = envs.get()
     return SimBridge(
-        model, is_lazy=bool(settings.PT_HPU_LAZY_MODE), is_strict=settings.VLLM_HPU_SIM_STRICT
+        model,
+        is_lazy=bool(settings.PT_HPU_LAZY_MODE),
+        is_strict=settings.VLLM_HPU_SIM_STRICT,
+        is_vendor=settings.VLLM_HPU_SIM_VENDOR,
+        recipe_cache=settings.PT_HPU_RECIPE_CACHE_CONFIG,
     )
 
 

@@ -4,7 +4,7 @@ from functools import cache
 
 from vllm import envs
 from vllm.errors import ConfigError
-from vllm.platforms.hpu import has_card, simulated_card
+from vllm.platforms.hpu import create_hpu_platform, has_card, simulated_card
 from vllm.platforms.interface import Platform
 
 
@@ -22,12 +22,8 @@ def resolve_platform(device: str) -> Platform:
 
         return CPUPlatform()
     if device == "hpu":
-        # `create_hpu_platform` makes it, for the worker that is to come.
-        raise ConfigError(
-            "device 'hpu' is not usable yet: the HPU worker is not part of this version; "
-            "use --device cpu"
-        )
-    raise ConfigError(f"device {device!r} is not supported by this version; accepted: auto, cpu")
+        return create_hpu_platform()
+    raise ConfigError(f"device {device!r} is not supported; accepted: auto, cpu, hpu")
 
 
 def detect_device() -> str:

@@ -1,7 +1,8 @@
-"""A stand-in for the vendor package, for contract tests: documented names and signatures only.
+"""A stand-in for the vendor package: documented names and signatures only, which it records.
 
-Every call is recorded in `calls` as (dotted name below this package, number of positional
-arguments, names of keywords). A name that is not here fails as it would with the real package.
+Every call goes into `calls` as (dotted name below this package, number of positional arguments,
+names of keywords) and is answered by the simulated card. A name or an argument that is not here
+fails as it would with the real package. The names are those that builds 1.19 and later share.
 """
 
 import functools
@@ -18,7 +19,8 @@ def documented(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
         calls.append((name, len(args), tuple(kwargs)))
-        return function(*args, **kwargs)
+        return result
 
     return recorded

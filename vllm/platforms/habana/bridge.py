@@ -109,6 +109,12 @@ class HabanaBridge(Protocol):
     def memory_info(self) -> MemoryInfo:
         """Pool figures, after everything recorded so far has run."""
 
+    def peak_bytes(self) -> int:
+        """Largest use of the pool since `reset_peak`, after everything recorded so far has run."""
+
+    def reset_peak(self) -> None:
+        """Let what is in use now, after everything recorded so far has run, be the peak."""
+
     def zeros(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "Tensor":
         """A zeroed tensor on the device.
 
@@ -136,6 +142,18 @@ class HabanaBridge(Protocol):
 
     def warmed_section(self) -> AbstractContextManager[None]:
         """Inside, everything was warmed up: a strict simulation fails where a card would stall."""
+
+    def compile_only(self) -> AbstractContextManager[None]:
+        """Inside, recipes are compiled but not launched: what operators return is garbage.
+
+        Whether a card takes memory for what it does not launch is not documented.
+        """
+
+    def dry_run(self) -> AbstractContextManager[None]:
+        """Inside, nobody uses what operators return.
+
+        A real card computes as ever; a simulated one only compiles, with the same use of memory.
+        """
 
     def manual_seed(self, seed: int) -> None:
         """Seed the device's generator. The stream is not that of the CPU for the same seed."""

@@ -60,6 +60,15 @@ class RealBridge:
         free_bytes, total_bytes = self._hthpu.mem_get_info()
         return MemoryInfo(free_bytes, total_bytes)
 
+    def peak_bytes(self) -> int:
+        self._hthpu.synchronize()
+        peak_bytes: int = self._hthpu.max_memory_allocated()
+        return peak_bytes
+
+    def reset_peak(self) -> None:
+        self._hthpu.synchronize()
+        self._hthpu.reset_peak_memory_stats()
+
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         try:
             tensor = torch.zeros(shape, dtype=dtype, device=self.device)
@@ -92,6 +101,17 @@ class RealBridge:
         )
 
     def warmed_section(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def compile_only(self) -> AbstractContextManager[None]:
+        import habana_frameworks.torch.internal.bridge_config as bridge_config
+
+        block: AbstractContextManager[None] = bridge_config.env_setting(
+            "PT_COMPILE_ONLY_MODE", True
+        )
+        return block
+
+    def dry_run(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def manual_seed(self, seed: int) -> None:

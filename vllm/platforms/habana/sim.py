@@ -1,7 +1,6 @@
 """A simulated Gaudi behind the bridge's protocol. What runs here has not run on a card."""
 
 import math
-import mmap
 from contextlib import AbstractContextManager
 
 import torch
@@ -10,11 +9,20 @@ from torch import Tensor, nn
 from vllm.platforms.habana.bridge import DeviceCounters, FusedKernels, MemoryInfo
 from vllm.platforms.habana.sim_card import SimulatedCard
 from vllm.platforms.habana.sim_device import HpuTensor, install
+from vllm.platforms.habana.sim_execute import execute
 from vllm.platforms.habana.sim_graphs import wrap_in_hpu_graph
-from vllm.platforms.habana.sim_kernels import SimulatedKernels, register
+from vllm.platforms.habana.sim_kernels import register
+from vllm.platforms.habana.sim_recipes import RecipeCache
 from vllm.platforms.habana.sim_spec import CARDS
-
-_MAP_NORESERVE = 0x4000  # of Linux; Python has the name from 3.13 on
+from vllm.platforms.habana.sim_unlaunched import mapped_zeros
+from vllm.platforms.habana.sim_vendor import bridge_config, install_vendor, random
+from vllm.platforms.habana.sim_vendor.hpu import device_module
+from vllm.platforms.habana.sim_vendor.kernels import (
+    FusedSDPA,
+    RotaryPosEmbeddingMode,
+    apply_rotary_pos_emb,
+)
+from vllm.platforms.habana.sim_vendor.normalization import FusedRMSNorm
 
 
 class SimBridge:
@@ -22,18 +30,42 @@ class SimBridge:
 
     collectives_backend = "gloo"
 
-    def __init__(self, model: str, *, is_lazy: bool = False, is_strict: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        is_lazy: bool = False,
+        is_strict: bool = False,
+        is_vendor: bool = False,
+        has_lazy_collectives: bool = False,
+        recipe_cache: str | None = None,
+    ) -> None:
         """
         Args:
             model: a key of `sim_spec.CARDS`.
-            is_strict: what stalls a card raises inside a warmed section.
+            is_strict: what stalls a card raises inside a warmed section, and indices that are
+                outside of a tensor raise everywhere.
+            is_vendor: let other libraries import this card as `habana_frameworks`.
+            has_lazy_collectives: a collective can be part of a graph, as with
+                PT_HPU_ENABLE_LAZY_COLLECTIVES.
+            recipe_cache: where compiled recipes outlive the process, in the form of
+                PT_HPU_RECIPE_CACHE_CONFIG; None is nowhere.
 
         Raises:
-            ConfigError: this torch cannot register a device from Python.
+            ConfigError: this torch cannot register a device from Python, or the recipe cache is
+                not usable.
         """
-        self.card = SimulatedCard(CARDS[model], is_lazy=is_lazy, is_strict=is_strict)
-        install(self.card)
+        self.card = SimulatedCard(
+            CARDS[model],
+            is_lazy=is_lazy,
+            is_strict=is_strict,
+            has_lazy_collectives=has_lazy_collectives,
+            recipe_cache=RecipeCache.from_config(recipe_cache) if recipe_cache else None,
+        )
+        install(self.card, execute=execute, device_module=device_module())
         register()
+        if is_vendor:
+            install_vendor()
         self._kernels = SimulatedKernels()
 
     @property
@@ -57,16 +89,21 @@ class SimBridge:
         pool = self.card.memory
         return MemoryInfo(pool.limit_bytes - pool.in_use_bytes, pool.limit_bytes)
 
+    def peak_bytes(self) -> int:
+        self.synchronize()
+        return self.card.memory.max_in_use_bytes
+
+    def reset_peak(self) -> None:
+        self.synchronize()
+        self.card.memory.reset_peak()
+
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
         try:
             self.card.memory.check(self.card.memory.device_bytes(num_bytes, dtype))
         except RuntimeError as error:
             raise MemoryError(str(error)) from None
-        # Pages appear as they are written: the host need not have as much memory as a card.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        pages = mmap.mmap(-1, max(1, num_bytes), flags=flags)
-        raw = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes].view(dtype).view(shape)
+        raw = mapped_zeros(num_bytes).view(dtype).view(shape)
         return HpuTensor(raw)
 
     def synchronize(self) -> None:
@@ -86,5 +123,39 @@ class SimBridge:
     def warmed_section(self) -> AbstractContextManager[None]:
         return self.card.warmed_section()
 
+    def compile_only(self) -> AbstractContextManager[None]:
+        return bridge_config.env_setting("PT_COMPILE_ONLY_MODE", True)
+
+    def dry_run(self) -> AbstractContextManager[None]:
+        return self.compile_only()
+
     def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)  # the CPU generator serves the simulated device
+        random.manual_seed_all(seed)
+
+
+class SimulatedKernels:
+    """`FusedKernels` over the simulated operators; refuses what the real ones refuse."""
+
+    def sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        softmax_mode: str = "None",
+        valid_seq_len: Tensor | None = None,
+    ) -> Tensor:
+        return FusedSDPA.apply(
+            query, key, value, attn_mask, 0.0, is_causal, scale, softmax_mode, True,
+            valid_seq_len, "right",
+        )  # fmt: skip
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return FusedRMSNorm.apply(x, weight, eps)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+        mode = RotaryPosEmbeddingMode.PAIRWISE if interleaved else RotaryPosEmbeddingMode.BLOCKWISE
+        return apply_rotary_pos_emb(x, cos, sin, None, 0, mode)

@@ -5,39 +5,43 @@ feeds which operator is not part of a recipe's key, so two graphs that differ in
 count as one.
 """
 
-import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from vllm.platforms.habana import sim_spec
 from vllm.platforms.habana.bridge import DeviceCounters
-from vllm.platforms.habana.sim_clock import Clock, Work
+from vllm.platforms.habana.sim_clock import Clock
 from vllm.platforms.habana.sim_memory import MemoryPool
+from vllm.platforms.habana.sim_recipes import RecipeCache
 from vllm.platforms.habana.sim_spec import CardSpec
+from vllm.platforms.habana.sim_unlaunched import Results
 
 
 class SimulationError(RuntimeError):
     """The engine did what a card does not allow, or what a warmed step must not do."""
 
 
-class _Step:
-    """Operators recorded up to the next flush: the key and the cost of one recipe."""
+class Signature:
+    """An operator with the shapes, types and numbers it is called with: a node of a recipe.
 
-    def __init__(self) -> None:
-        self._digest = hashlib.blake2b(digest_size=16)
-        self.num_ops = 0
-        self.compute_s = 0.0
+    A card has one object for each, so recipes are told apart by identity.
+    """
 
-    def add(self, signature: str, compute_s: float) -> None:
-        self._digest.update(signature.encode())
-        self._digest.update(b"\0")
-        self.num_ops += 1
-        self.compute_s += compute_s
+    __slots__ = ("compute_s", "host_need", "is_launched", "text")
 
-    @property
-    def key(self) -> bytes:
-        return self._digest.digest()
+    def __init__(
+        self, text: str, compute_s: float, host_need: str | None, *, is_launched: bool
+    ) -> None:
+        """
+        Args:
+            host_need: what `sim_cost.needs_host` says of it.
+            is_launched: False of an allocation and of what has no tensor for a result.
+        """
+        self.text = text
+        self.compute_s = compute_s
+        self.host_need = host_need
+        self.is_launched = is_launched
 
 
 class Capture:
@@ -52,15 +56,36 @@ class Capture:
 class SimulatedCard:
     """The state of the one card of this process."""
 
-    def __init__(self, spec: CardSpec, *, is_lazy: bool, is_strict: bool) -> None:
+    def __init__(
+        self,
+        spec: CardSpec,
+        *,
+        is_lazy: bool,
+        is_strict: bool,
+        has_lazy_collectives: bool = False,
+        recipe_cache: RecipeCache | None = None,
+    ) -> None:
+        """
+        Args:
+            has_lazy_collectives: in lazy mode, they are recorded like any operator.
+        """
         self.spec = spec
+        self.has_lazy_collectives = is_lazy and has_lazy_collectives
+        self._cache = recipe_cache
         self.is_lazy = is_lazy
         self.is_strict = is_strict
         self.clock = Clock(spec)
         self.memory = MemoryPool(spec.pool_bytes, narrow_int64=is_lazy)
         self.capture: Capture | None = None
-        self._step = _Step()
-        self._recipes: set[bytes] = set()
+        self.is_compile_only = False
+        """Recipes are compiled but not launched. What a card leaves in the results is garbage;
+        here it is zeros."""
+        self.signatures: dict[Hashable, Signature] = {}
+        """What `sim_device` has seen so far, by operator and kinds of operands."""
+        self.results: dict[Hashable, Results | None] = {}
+        """As far as `sim_execute` knows them without computing, by what they depend on."""
+        self._step: list[Signature] = []  # recorded up to the next flush
+        self._recipes: set[Hashable] = set()
         self._regions = 0  # compiled callables that are running, one inside the other
         self._warmed = 0
         self._num_compilations = 0
@@ -89,27 +114,28 @@ class SimulatedCard:
         """Whether operators become part of one recipe, instead of running one by one."""
         return self.is_lazy or self._regions > 0
 
-    def run(self, signature: str, work: Work) -> None:
+    def run(self, signature: Signature) -> None:
         """One operator: recorded, or in eager mode launched at once."""
-        if self.is_recording:
+        if self.is_lazy or self._regions:
             self.clock.host_s += sim_spec.RECORD_OP_S
-            self._step.add(signature, work.seconds(self.spec))
+            self._step.append(signature)
             return
-        key = hashlib.blake2b(signature.encode(), digest_size=16).digest()
-        self._compile(key, 1, f"operator {signature}", counts=False)
-        self.clock.launch(sim_spec.LAUNCH_EAGER_OP_S, work.seconds(self.spec))
+        if signature not in self._recipes:
+            self._compile_operator(signature)
+        self._launch(sim_spec.LAUNCH_EAGER_OP_S, signature.compute_s)
 
     def flush(self) -> None:
         """Compile what is recorded if it is new, and launch it."""
-        step, self._step = self._step, _Step()
-        if not step.compute_s:  # empty, or views that nothing has used
+        step, self._step = self._step, []
+        compute_s = sum([signature.compute_s for signature in step])
+        if not compute_s:  # empty, or views that nothing has used
             return
-        self._compile(step.key, step.num_ops, f"a graph of {step.num_ops} operators")
+        self._compile(tuple(step))
         if self.capture is not None:
-            self.capture.num_ops += step.num_ops
+            self.capture.num_ops += len(step)
             self.capture.num_subgraphs += 1
-            self.capture.compute_s += step.compute_s
-        self.clock.launch(sim_spec.LAUNCH_STEP_S, step.compute_s)
+            self.capture.compute_s += compute_s
+        self._launch(sim_spec.LAUNCH_STEP_S, compute_s)
 
     def mark_step(self) -> None:
         """Flush in lazy mode; in eager mode there is nothing to end."""
@@ -163,6 +189,16 @@ class SimulatedCard:
         if waits:
             self.clock.sync()
 
+    def collective(self, num_bytes: int) -> None:
+        """An exchange with other cards that is no part of a recipe: it ends the recorded graph."""
+        if self.capture is not None:
+            raise SimulationError(
+                "collective nonSFG is not supported during hpu graph capturing: "
+                "it needs PT_HPU_ENABLE_LAZY_COLLECTIVES=true"
+            )
+        self.flush()
+        self._launch(sim_spec.LAUNCH_EAGER_OP_S, num_bytes / self.spec.link_bytes_per_s)
+
     @contextmanager
     def compiled_region(self) -> Iterator[None]:
         """Operators inside are one recipe: a callable of `torch.compile`."""
@@ -170,7 +206,7 @@ class SimulatedCard:
         try:
             yield
         except BaseException:
-            self._step = _Step()  # a callable that failed is not launched
+            self._step = []  # a callable that failed is not launched
             raise
         finally:
             self._regions -= 1
@@ -189,7 +225,7 @@ class SimulatedCard:
             yield capture
             self.flush()
         finally:
-            self._step = _Step()  # of a capture that failed
+            self._step = []  # of a capture that failed
             self.capture = None
         self._num_captures += 1
         self.clock.capture(capture.num_ops)
@@ -200,7 +236,7 @@ class SimulatedCard:
         self.flush()
         self._num_replays += 1
         further = max(0, capture.num_subgraphs - 1) * sim_spec.REPLAY_SUBGRAPH_S
-        self.clock.launch(sim_spec.REPLAY_GRAPH_S + further, capture.compute_s)
+        self._launch(sim_spec.REPLAY_GRAPH_S + further, capture.compute_s)
 
     @contextmanager
     def warmed_section(self) -> Iterator[None]:
@@ -213,15 +249,28 @@ class SimulatedCard:
         finally:
             self._warmed -= 1
 
-    def _compile(self, key: bytes, num_ops: int, what: str, *, counts: bool = True) -> None:
-        if key in self._recipes:
+    def _launch(self, host_s: float, compute_s: float) -> None:
+        if not self.is_compile_only:
+            self.clock.launch(host_s, compute_s)
+
+    def _compile(self, step: tuple[Signature, ...]) -> None:
+        """One recipe, unless it is known or the cache on disk has it."""
+        if step in self._recipes:
             return
-        self._refuse_when_warmed(f"compilation of {what}")
-        self._recipes.add(key)
-        seconds = self.clock.compile(num_ops)
-        if counts:
+        text = "\n".join([self.spec.name, *[signature.text for signature in step]])
+        if self._cache is None or text not in self._cache:
+            self._refuse_when_warmed(f"compilation of a graph of {len(step)} operators")
             self._num_compilations += 1
-            self._compile_s += seconds
+            self._compile_s += self.clock.compile(len(step))
+            if self._cache is not None:
+                self._cache.add(text)
+        self._recipes.add(step)
+
+    def _compile_operator(self, signature: Signature) -> None:
+        """The recipe of one operator, which eager mode does not count."""
+        self._refuse_when_warmed(f"compilation of operator {signature.text}")
+        self.clock.compile(1)
+        self._recipes.add(signature)
 
     def _refuse_in_capture(self, what: str) -> None:
         if self.capture is not None:

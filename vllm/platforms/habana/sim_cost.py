@@ -3,7 +3,7 @@
 The rules are those documented for the bridge; an operator without a rule runs on the device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,17 +18,23 @@ MAX_STABLE_SORT = 37
 _SORTABLE = (torch.float32, torch.bfloat16, torch.float16, torch.int16)
 _NO_INT64 = ("gather", "scatter", "masked_fill", "argmax", "index_put")
 _DYNAMIC = ("nonzero", "masked_select", "repeat_interleave", "unique2", "unique_dim")
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# What is documented for fp8, and what only moves it.
+_FP8_NAMES = (
+    *("mm", "addmm", "index_select", "index_copy", "masked_fill", "embedding"),
+    *("to_copy", "copy", "clone", "fill", "zero", "cat", "stack", "where"),
+)
 _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 
 
-def signature_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def signature_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """What tells this operator from another one in a recipe: scalars are compile-time constants."""
     parts = [op.name()]
     for leaf in leaves_of(args, kwargs):
         if isinstance(leaf, torch.Tensor):
             parts.append(f"{leaf.dtype}{tuple(leaf.shape)}")
-        elif isinstance(leaf, torch.Generator):
-            parts.append("generator")
+        elif isinstance(leaf, torch.Generator | torch.ScriptObject):
+            parts.append(type(leaf).__name__)
         else:
             parts.append(repr(leaf))
     return " ".join(parts)
@@ -41,7 +47,7 @@ def base_name(op: Any) -> str:
 
 
 def needs_host(
-    op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_lazy: bool
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_lazy: bool
 ) -> str | None:
     """ "shape" when the result's shape depends on data, "kernel" when the device has none."""
     name = base_name(op)
@@ -54,6 +60,8 @@ def needs_host(
             return "shape"
     elif name in _DYNAMIC:
         return "shape"
+    if operand.dtype in _FP8 and op.namespace == "aten" and name not in _FP8_NAMES:
+        return None if op.is_view else "kernel"
     if operand.dtype == torch.float64 or operand.dtype.is_complex:
         return None if op.is_view else "kernel"
     return None if _has_kernel(name, operand, args, kwargs, is_lazy=is_lazy) else "kernel"
@@ -62,7 +70,7 @@ def needs_host(
 def _has_kernel(
     name: str,
     operand: torch.Tensor,
-    args: tuple[Any, ...],
+    args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
     is_lazy: bool,
@@ -73,6 +81,9 @@ def _has_kernel(
         dim %= max(1, operand.dim())
         if stable and operand.dim() and (dim == 0 or operand.shape[dim] > MAX_STABLE_SORT):
             return False
+    is_without_fp16 = name == "exponential" or name.startswith("index_put")
+    if is_without_fp16 and operand.dtype == torch.float16:
+        return False
     if name in ("sort", "topk"):
         return operand.dtype in _SORTABLE
     if name == "index_reduce":
@@ -97,6 +108,9 @@ def work_of(op: Any, operands: list[torch.Tensor], results: list[torch.Tensor]) 
         left = operands[min(_FIRST_FACTOR[name], len(operands) - 1)]
         flops = 2.0 * results[0].numel() * left.shape[-1]
         return Work(flops, num_bytes, is_fp8=left.dtype.itemsize == 1)
+    if name.startswith("fp8_gemm"):
+        flops = 2.0 * operands[0].numel() * results[0].shape[-1]
+        return Work(flops, num_bytes, is_fp8=True)
     if name in ("index_select", "embedding", "gather"):
         num_bytes = 2 * results[0].nbytes  # only the chosen rows move
     elif name in ("index_copy", "index_put"):

@@ -6,6 +6,7 @@ at each replay (`disable_tensor_cache=True`); outputs are static buffers.
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 
 from vllm.platforms.habana import sim_spec
-from vllm.platforms.habana.sim_card import SimulatedCard
-from vllm.platforms.habana.sim_device import HpuTensor, set_tape
+from vllm.platforms.habana.sim_card import Capture, SimulatedCard, SimulationError
+from vllm.platforms.habana.sim_device import HpuTensor, active_card, set_tape
 from vllm.platforms.habana.sim_memory import Lease
 from vllm.platforms.habana.sim_tape import Tape
 
@@ -61,18 +62,99 @@ class CapturedGraph:
             RuntimeError: a shape or a type differs from the capture's.
         """
         inputs = [x.raw for x in _device_tensors((args, kwargs))]
-        with torch.inference_mode():
-            results = self._tape.replay(inputs)
-            for output, result, is_alias in zip(self._static, results, self._is_alias, strict=True):
-                if result is not None and not is_alias:
-                    output.raw.copy_(result)
+        self._tape.check(inputs)
+        if not self._card.is_compile_only:
+            self._compute(inputs)
         self._card.replay(self._capture)
         return self.outputs
 
+    @torch.inference_mode()
+    def _compute(self, inputs: list[torch.Tensor]) -> None:
+        results = self._tape.replay(inputs)
+        for output, result, is_alias in zip(self._static, results, self._is_alias, strict=True):
+            if result is not None and not is_alias:
+                output.raw.copy_(result)
 
-def wrap_in_hpu_graph(module: nn.Module, card: SimulatedCard) -> nn.Module:
-    """Give `module` a forward that captures and replays, and a `clear_cache`."""
+
+class HPUGraph:
+    """A graph that its user captures and replays by hand.
+
+    Everything the capture makes stays where it is, and a replay overwrites it. Tensors from
+    before the capture are the static inputs: write new data into them.
+    """
+
+    def __init__(self) -> None:
+        self._card = active_card()
+        self._block: AbstractContextManager[None] | None = None
+        self._tape: Tape | None = None
+        self._capture: Capture | None = None
+        self._static: list[torch.Tensor] = []
+        self._leases: list[Lease] = []
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Capture what the block does; a block that fails leaves nothing behind."""
+        self.reset()
+        tape = Tape(())
+        with self._card.capturing() as capture:
+            set_tape(tape)
+            try:
+                yield
+            finally:
+                set_tape(None)
+        self._static = tape.end_with_all()
+        self._tape, self._capture = tape, capture
+        memory = self._card.memory
+        self._leases = [memory.lease_of(raw) for raw in self._static]
+        self._leases.append(Lease(memory, capture.num_ops * sim_spec.GRAPH_BYTES_PER_OP))
+
+    def capture_begin(self, dry_run: bool = False) -> None:
+        self._block = self.capturing()
+        self._block.__enter__()
+
+    def capture_end(self) -> None:
+        """
+        Raises:
+            RuntimeError: no capture has begun.
+        """
+        if self._block is None:
+            raise RuntimeError("capture_end without capture_begin")
+        block, self._block = self._block, None
+        block.__exit__(None, None, None)
+
+    def replay(self, asynchronous: bool = False) -> None:
+        """
+        Raises:
+            RuntimeError: nothing was captured.
+        """
+        if self._tape is None or self._capture is None:
+            raise RuntimeError("replay of a graph that was not captured")
+        if not self._card.is_compile_only:
+            self._compute(self._tape)
+        self._card.replay(self._capture)
+
+    @torch.inference_mode()
+    def _compute(self, tape: Tape) -> None:
+        for static, result in zip(self._static, tape.replay(()), strict=True):
+            assert result is not None
+            static.copy_(result)
+
+    def reset(self) -> None:
+        """Drop the graph and its memory."""
+        self._tape = self._capture = None
+        self._static, self._leases = [], []
+
+
+def wrap_in_hpu_graph(
+    module: nn.Module, card: SimulatedCard, *, max_graphs: int | None = None
+) -> nn.Module:
+    """Give `module` a forward that captures and replays, and a `clear_cache`.
+
+    Args:
+        max_graphs: further signatures run without a graph; none is evicted.
+    """
     graphs: dict[int, CapturedGraph] = {}
+    inputs = _KnownInputs()
     forward = module.forward
 
     @functools.wraps(forward)
@@ -83,7 +165,11 @@ def wrap_in_hpu_graph(module: nn.Module, card: SimulatedCard) -> nn.Module:
             return forward(*args, **kwargs)
         key = input_hash((args, kwargs))
         graph = graphs.get(key)
+        if card.is_strict:
+            inputs.check(key, (args, kwargs))
         if graph is None:
+            if max_graphs is not None and len(graphs) >= max_graphs:
+                return forward(*args, **kwargs)
             graph = graphs[key] = CapturedGraph(card, forward, args, kwargs)
             return graph.outputs
         if warmup_mode:
@@ -93,7 +179,42 @@ def wrap_in_hpu_graph(module: nn.Module, card: SimulatedCard) -> nn.Module:
 
     module.forward = replaying
     module.clear_cache = graphs.clear  # type: ignore[assignment]
+    module.clear_inputs = lambda: None  # type: ignore[assignment]  # none are kept
     return module
+
+
+class _KnownInputs:
+    """What a module was called with, to find the graphs that a card would confuse."""
+
+    def __init__(self) -> None:
+        self._forms: dict[int, Any] = {}
+        self._keys: dict[int, int] = {}
+
+    def check(self, key: int, value: Any) -> None:
+        """
+        Raises:
+            SimulationError: the card would replay the graph of other inputs: their hashes are
+                equal, in this build or in an older one, which does not look at types.
+        """
+        form = _form_of(value)
+        known = self._forms.setdefault(key, form)
+        if known != form:
+            raise SimulationError(f"the graph of {known} would be replayed for {form}")
+        if self._keys.setdefault(_hash(value, with_types=False), key) != key:
+            raise SimulationError(f"only a type tells the inputs of two graphs apart: {form}")
+
+
+def _form_of(value: Any) -> Any:
+    """All that a graph may depend on; two are equal if one graph serves both."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype)
+    if isinstance(value, dict):
+        return {name: _form_of(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_form_of(x) for x in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return tuple(_form_of(getattr(value, f.name)) for f in fields(value))
+    return type(value).__name__, value
 
 
 def input_hash(value: Any) -> int:
@@ -101,14 +222,20 @@ def input_hash(value: Any) -> int:
 
     As in the bridge, equal hashes are taken for equal inputs: True, 1 and 1.0 are one graph.
     """
+    return _hash(value, with_types=True)
+
+
+def _hash(value: Any, *, with_types: bool) -> int:
     if isinstance(value, torch.Tensor):
-        return hash((tuple(value.shape), value.stride(), value.storage_offset(), value.dtype))
+        layout = (tuple(value.shape), value.stride(), value.storage_offset())
+        return hash((layout, value.dtype) if with_types else layout)
     if isinstance(value, dict):
-        return hash(tuple((input_hash(k), input_hash(v)) for k, v in value.items()))
-    if isinstance(value, list | tuple):
-        return hash(tuple(input_hash(x) for x in value))
+        pairs = value.items()
+        return hash(tuple((hash(k), _hash(x, with_types=with_types)) for k, x in pairs))
     if is_dataclass(value) and not isinstance(value, type):
-        return hash(tuple(input_hash(getattr(value, f.name)) for f in fields(value)))
+        value = [getattr(value, f.name) for f in fields(value)]
+    if isinstance(value, list | tuple):
+        return hash(tuple(_hash(x, with_types=with_types) for x in value))
     return hash(value)
 
 

@@ -4,10 +4,13 @@ The schemas are the bridge's. A card rounds in other places and has an approxima
 results agree with these to a tolerance, never bit for bit.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from vllm.platforms.habana import sim_fp8
 
 _SCHEMAS = {
     "rms_norm": "(Tensor data_in, Tensor gamma, float epsilon) -> (Tensor, Tensor)",
@@ -24,55 +27,20 @@ _SCHEMAS = {
 
 _DISPATCH = "CompositeExplicitAutograd"
 
-BLOCKWISE, PAIRWISE = 0, 1
-
-
-class SimulatedKernels:
-    """`FusedKernels` over the simulated operators; refuses what the real ones refuse."""
-
-    def sdpa(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *,
-        is_causal: bool = False,
-        scale: float | None = None,
-        softmax_mode: str = "None",
-        valid_seq_len: Tensor | None = None,
-    ) -> Tensor:
-        if is_causal and attn_mask is not None:
-            raise RuntimeError("FusedSDPA: is_causal together with attn_mask is not supported")
-        if valid_seq_len is not None and not is_causal:
-            raise RuntimeError("FusedSDPA: valid_seq_len needs is_causal")
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        out: Tensor = torch.ops.hpu.sdpa_recomp_fwd(
-            query, key, value, attn_mask, 0.0, scale, is_causal, False, softmax_mode,
-            valid_seq_len, "right",
-        )[0]  # fmt: skip
-        return out
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out: Tensor = torch.ops.hpu.rms_norm(x, weight, eps)[0]
-        return out
-
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-        mode = PAIRWISE if interleaved else BLOCKWISE
-        out: Tensor = torch.ops.hpu.rotary_pos_embedding(x, sin, cos, None, 0, mode)
-        return out
+PAIRWISE = 1
 
 
 @cache
 def register() -> torch.library.Library:
     """Define the operators, once per process. The result keeps them alive."""
     library = torch.library.Library("hpu", "DEF")  # type: ignore[no-untyped-call]
-    kernels = {
+    kernels: dict[str, Callable[..., object]] = {
         "rms_norm": _rms_norm,
         "rotary_pos_embedding": _rotary_pos_embedding,
         "sdpa_recomp_fwd": _sdpa_recomp_fwd,
+        **sim_fp8.KERNELS,
     }
-    for name, schema in _SCHEMAS.items():
+    for name, schema in (_SCHEMAS | sim_fp8.SCHEMAS).items():
         library.define(name + schema)  # type: ignore[no-untyped-call]
         library.impl(name, kernels[name], _DISPATCH)  # type: ignore[no-untyped-call]
     return library
@@ -88,8 +56,10 @@ def _rms_norm(data_in: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, T
 def _rotary_pos_embedding(
     input: Tensor, sin: Tensor, cos: Tensor, position_ids: Tensor | None, offset: int, mode: int
 ) -> Tensor:
-    if position_ids is not None or offset:
-        raise NotImplementedError("the simulated kernel takes cos and sin row by row only")
+    if offset:
+        raise NotImplementedError("the simulated kernel takes no offset into cos and sin")
+    if position_ids is not None:
+        sin, cos = (_rows_at(table, position_ids, input) for table in (sin, cos))
     if torch.float32 in (input.dtype, sin.dtype, cos.dtype):
         input, sin, cos = input.float(), sin.float(), cos.float()
     else:
@@ -100,6 +70,12 @@ def _rotary_pos_embedding(
         first, second = input.chunk(2, -1)
         rotated = torch.cat((-second, first), -1)
     return input * cos + rotated * sin
+
+
+def _rows_at(table: Tensor, position_ids: Tensor, x: Tensor) -> Tensor:
+    """Rows of `table` [..., rows, D] for x [tokens, heads, D] or [batch, heads, tokens, D]."""
+    rows = table.reshape(-1, table.shape[-1]).index_select(0, position_ids.reshape(-1))
+    return rows.unsqueeze(1) if x.dim() == 3 else rows.view(-1, 1, x.shape[-2], rows.shape[-1])
 
 
 def _sdpa_recomp_fwd(
@@ -117,8 +93,6 @@ def _sdpa_recomp_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if p:
         raise NotImplementedError("the simulated kernel has no dropout")
-    if valid_seq_len is not None and seq_padding_type != "right":
-        raise NotImplementedError("the simulated kernel takes padding on the right only")
     group = q.shape[-3] // k.shape[-3]
     key, value = (x.float().repeat_interleave(group, -3) for x in (k, v))
     scores = q.float() @ key.transpose(-1, -2) * scale
@@ -129,7 +103,9 @@ def _sdpa_recomp_fwd(
         scores = scores.masked_fill(~allowed, minus_inf)
     if valid_seq_len is not None:
         positions = torch.arange(columns, device=q.device)
-        padding = positions >= valid_seq_len.view(-1, 1, 1, 1)
+        length = valid_seq_len.view(-1, 1, 1, 1)
+        is_left = seq_padding_type == "left"
+        padding = positions < columns - length if is_left else positions >= length
         scores = scores.masked_fill(padding, minus_inf)
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attention_mask, minus_inf)
@@ -139,6 +115,8 @@ def _sdpa_recomp_fwd(
     weights = torch.exp(scores - row_max)
     row_sum = weights.sum(-1, keepdim=True)
     out = (weights / row_sum @ value).to(q.dtype)
+    if valid_seq_len is not None:  # padding on the left attends to nothing; any value will do
+        out = out.nan_to_num()
     seed = torch.zeros(1, dtype=torch.int32, device=q.device)
     if not requires_backward:
         return out, q.new_zeros(1), q.new_zeros(1, dtype=torch.float32), seed

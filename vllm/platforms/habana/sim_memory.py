@@ -4,9 +4,10 @@ Bytes are counted when a tensor is made, also in lazy mode, where a card allocat
 Intermediates count while they live; there is no separate workspace and no fragmentation.
 """
 
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
+from torch._subclasses import FakeTensor
 
 from vllm.platforms.habana.bridge import OUT_OF_MEMORY_TEXT
 
@@ -14,11 +15,16 @@ from vllm.platforms.habana.bridge import OUT_OF_MEMORY_TEXT
 class Lease:
     """Bytes of the pool, given back when nothing refers to this object any more."""
 
-    __slots__ = ("__weakref__", "_pool", "num_bytes")
+    __slots__ = ("__weakref__", "_pool", "_storage", "num_bytes")
 
-    def __init__(self, pool: "MemoryPool", num_bytes: int) -> None:
+    def __init__(self, pool: "MemoryPool", num_bytes: int, storage: int | None = None) -> None:
+        """
+        Args:
+            storage: the address that the pool knows the storage by.
+        """
         self.num_bytes = 0  # nothing to give back if the pool refuses
         self._pool = pool
+        self._storage = storage
         if num_bytes:
             pool.take(num_bytes)
         self.num_bytes = num_bytes
@@ -26,6 +32,8 @@ class Lease:
     def __del__(self) -> None:
         if self.num_bytes:
             self._pool.give_back(self.num_bytes)
+        if self._storage is not None:
+            self._pool.forget(self._storage)
 
 
 class MemoryPool:
@@ -43,16 +51,26 @@ class MemoryPool:
         self._num_allocs = 0
         self._num_frees = 0
         self._max_alloc_bytes = 0
-        self._leases: WeakValueDictionary[int, Lease] = WeakValueDictionary()
+        self._leases: dict[int, ref[Lease]] = {}
 
     def lease_of(self, raw: torch.Tensor) -> Lease:
         """The lease of the storage under `raw`: views share one."""
+        if type(raw) is FakeTensor:  # Dynamo only asks for shapes
+            return Lease(self, 0)
         storage = raw.untyped_storage()
-        lease = self._leases.get(storage._cdata)
+        address = storage._cdata
+        known = self._leases.get(address)
+        lease = None if known is None else known()
         if lease is None:
-            lease = Lease(self, self.device_bytes(storage.nbytes(), raw.dtype))
-            self._leases[storage._cdata] = lease
+            lease = Lease(self, self.device_bytes(storage.nbytes(), raw.dtype), address)
+            self._leases[address] = ref(lease)
         return lease
+
+    def forget(self, address: int) -> None:
+        """Drop the entry of a lease that is gone, unless another storage has come there."""
+        known = self._leases.get(address)
+        if known is not None and known() is None:
+            del self._leases[address]
 
     def device_bytes(self, num_bytes: int, dtype: torch.dtype) -> int:
         """What a tensor of `num_bytes` on the host takes on the card."""

@@ -19,11 +19,15 @@ class CardSpec:
     fp8_flops: float
     hbm_bytes_per_s: float
     pcie_bytes_per_s: float
+    link_bytes_per_s: float
+    """To the other cards of the box, all links together."""
+    e4m3_max: float
+    """Largest number in fp8 with four bits of exponent."""
 
 
 CARDS = {
-    "gaudi2": CardSpec("GAUDI2", int(94.62 * GIB), 432e12, 865e12, 2.45e12, 32e9),
-    "gaudi3": CardSpec("GAUDI3", int(126.5 * GIB), 1835e12, 1835e12, 3.67e12, 64e9),
+    "gaudi2": CardSpec("GAUDI2", int(94.62 * GIB), 432e12, 865e12, 2.45e12, 32e9, 262.5e9, 240.0),
+    "gaudi3": CardSpec("GAUDI3", int(126.5 * GIB), 1835e12, 1835e12, 3.67e12, 64e9, 525e9, 448.0),
 }
 
 # Shares of the peak that published measurements support.

@@ -4,9 +4,9 @@ Replaying runs the operators, not the Python code that called them: like a captu
 not notice a changed attribute, but it sees weights that were changed in place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,12 +20,47 @@ class _Slot:
     number: int
 
 
-class _Entry(NamedTuple):
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: list[int | None]
-    """The slot of each leaf of the result; None where it is an operand, written in place."""
+class _Entry:
+    """One operator: its operands, with slots among them, and the slots that its result fills."""
+
+    __slots__ = ("_args", "_direct", "_kwargs", "_nested", "_op", "_results")
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        args: list[Any],
+        kwargs: dict[str, Any],
+        results: list[int | None],
+    ) -> None:
+        """
+        Args:
+            results: the slot of each leaf of the result; None where it is an operand, written in
+                place.
+        """
+        self._op = op
+        self._args = args
+        self._results = results
+        self._direct = [(i, x.number) for i, x in enumerate(args) if isinstance(x, _Slot)]
+        self._nested = [i for i, x in enumerate(args) if not isinstance(x, _Slot) and _has_slot(x)]
+        self._kwargs = (kwargs, _has_slot(kwargs))
+
+    def run(self, values: list[Any]) -> None:
+        """Compute on `values` and put the result there."""
+
+        def from_slot(x: Any) -> Any:
+            return values[x.number] if isinstance(x, _Slot) else x
+
+        args = self._args.copy()  # so that no operand outlives the replay
+        for i, number in self._direct:
+            args[i] = values[number]
+        for i in self._nested:
+            args[i] = map_leaves(from_slot, args[i])
+        kwargs, has_slot = self._kwargs
+        result = self._op(*args, **(map_leaves(from_slot, kwargs) if has_slot else kwargs))
+        leaves = (result,) if isinstance(result, torch.Tensor) else leaves_of(result)
+        for slot, leaf in zip(self._results, leaves, strict=True):
+            if slot is not None:
+                values[slot] = leaf
 
 
 class Tape:
@@ -35,21 +70,34 @@ class Tape:
         self._entries: list[_Entry] = []
         self._slots: dict[int, int] = {}
         self._keep: list[Any] = list(inputs)  # while recording: an id must not be used twice
-        self._input_kinds = [(tuple(x.shape), x.dtype) for x in inputs]
+        self._input_kinds = [(x.shape, x.dtype) for x in inputs]
+        self._made: list[torch.Tensor] = []
         self._outputs: list[int | None] = []
         self._num_slots = 0
         for tensor in inputs:
             self._slot(tensor)
 
-    def record(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def record(
+        self,
+        op: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+        *,
+        is_view: bool = False,
+    ) -> None:
         """Add one operator with its operands and what it returned."""
         operands = leaves_of(args, kwargs)
         self._keep.append((operands, result))
-        slotted_args, slotted_kwargs = map_leaves(self._to_slot, (args, kwargs))
+        slotted_args, slotted_kwargs = map_leaves(self._to_slot, (list(args), kwargs))
+        if is_view and not _has_slot(slotted_args):
+            return  # the view of a weight is the same at each replay
         results: list[int | None] = []
         for leaf in leaves_of(result):
             is_new = torch.is_tensor(leaf) and all(leaf is not x for x in operands)
             results.append(self._slot(leaf) if is_new else None)
+            if is_new and not is_view:
+                self._made.append(leaf)
         self._entries.append(_Entry(op, slotted_args, slotted_kwargs, results))
 
     def end(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -57,6 +105,24 @@ class Tape:
         self._outputs = [self._slots.get(id(x)) for x in outputs]
         self._slots.clear()
         self._keep.clear()
+        self._made.clear()
+
+    def end_with_all(self) -> list[torch.Tensor]:
+        """Stop recording; a replay returns everything that was made, except views."""
+        made = list(self._made)
+        self.end(made)
+        return made
+
+    def check(self, inputs: Sequence[torch.Tensor]) -> None:
+        """
+        Raises:
+            RuntimeError: an input has another shape or type than at capture.
+        """
+        kinds = [(x.shape, x.dtype) for x in inputs]
+        if kinds != self._input_kinds:
+            raise RuntimeError(
+                f"a graph captured for {_describe(self._input_kinds)} cannot run {_describe(kinds)}"
+            )
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Run the operators on `inputs`; None stands for an output that nothing in it makes.
@@ -64,20 +130,10 @@ class Tape:
         Raises:
             RuntimeError: an input has another shape or type than at capture.
         """
-        kinds = [(tuple(x.shape), x.dtype) for x in inputs]
-        if kinds != self._input_kinds:
-            raise RuntimeError(f"a graph captured for {self._input_kinds} cannot run {kinds}")
+        self.check(inputs)
         values: list[Any] = [*inputs, *[None] * (self._num_slots - len(inputs))]
-
-        def from_slot(x: Any) -> Any:
-            return values[x.number] if isinstance(x, _Slot) else x
-
         for entry in self._entries:
-            args, kwargs = map_leaves(from_slot, (entry.args, entry.kwargs))
-            result = entry.op(*args, **kwargs)
-            for slot, leaf in zip(entry.results, leaves_of(result), strict=True):
-                if slot is not None:
-                    values[slot] = leaf
+            entry.run(values)
         return [None if slot is None else values[slot] for slot in self._outputs]
 
     def _to_slot(self, x: Any) -> Any:
@@ -89,3 +145,11 @@ class Tape:
         self._slots[id(tensor)] = self._num_slots
         self._num_slots += 1
         return self._num_slots - 1
+
+
+def _has_slot(value: Any) -> bool:
+    return any(isinstance(x, _Slot) for x in leaves_of(value))
+
+
+def _describe(kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
+    return str([(tuple(shape), dtype) for shape, dtype in kinds])

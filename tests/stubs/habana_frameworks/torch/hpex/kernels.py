@@ -1,8 +1,7 @@
 import enum
 
-import torch
-
 from habana_frameworks import documented
+from vllm.platforms.habana.sim_vendor import kernels as card
 
 
 class RotaryPosEmbeddingMode(enum.IntEnum):
@@ -29,22 +28,14 @@ class FusedSDPA:
         return_attn_probs=False,
         /,
     ):
-        if is_causal and attn_mask is not None:
-            raise RuntimeError("causal together with a mask is not supported")
-        if valid_seq_len is not None and not is_causal:
-            raise RuntimeError("valid_seq_len is for causal attention")
-        # Rows behind the valid length are undefined, so plain causal attention will do.
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
-        )
+        return card.FusedSDPA.apply(
+            q, k, v, attn_mask, dropout_p, is_causal, scale, softmax_mode, recompute_mode,
+            valid_seq_len, seq_padding_type, return_dropout_mask, return_attn_probs,
+        )  # fmt: skip
 
 
 @documented
 def apply_rotary_pos_emb(
     p, cos, sin, position_ids=None, offset=0, mode=RotaryPosEmbeddingMode.BLOCKWISE, /
 ):
-    if mode == RotaryPosEmbeddingMode.PAIRWISE:
-        turned = torch.view_as_complex(p.unflatten(-1, (-1, 2)).contiguous()) * 1j
-        return p * cos + torch.view_as_real(turned).flatten(-2) * sin
-    half = p.shape[-1] // 2
-    return p * cos + torch.cat((-p[..., half:], p[..., :half]), -1) * sin
+    return card.apply_rotary_pos_emb(p, cos, sin, position_ids, offset, mode)

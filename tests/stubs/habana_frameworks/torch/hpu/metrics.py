@@ -1,21 +1,17 @@
 from habana_frameworks import documented
+from vllm.platforms.habana.sim_vendor import metrics as card
 
 
 class Metric:
-    def __init__(self, stats):
-        self._stats = stats
+    def __init__(self, metric):
+        self._metric = metric
 
     @documented
     def stats(self):
-        return self._stats
-
-
-_METRICS = {
-    "graph_compilation": [("TotalNumber", 3), ("TotalTime", 1_500_000), ("AvgTime", 500_000)],
-    "cpu_fallback": [("TotalNumber", 2), ("FallbackOps", {"aten::nonzero": 2})],
-}
+        return self._metric.stats()
 
 
 @documented
 def metric_global(name):
-    return Metric(_METRICS[name]) if name in _METRICS else None
+    metric = card.metric_global(name)
+    return None if metric is None else Metric(metric)

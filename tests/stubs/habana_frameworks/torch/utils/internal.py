@@ -1,8 +1,7 @@
 from habana_frameworks import documented
-
-LAZY = True
+from vllm.platforms.habana.sim_vendor import internal as card
 
 
 @documented
 def is_lazy():
-    return LAZY
+    return card.is_lazy()

@@ -1,0 +1,104 @@
+"""Collectives of tensors on simulated cards, over gloo; each card is a process."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from vllm.platforms.habana.real import RealBridge
+from vllm.platforms.habana.sim import SimBridge
+from vllm.platforms.habana.sim_card import SimulationError
+
+_EXCHANGE = """
+import sys
+import torch
+from torch import distributed as dist
+from vllm.platforms.habana.real import RealBridge
+from vllm.platforms.habana.sim import SimBridge
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+bridge = SimBridge("gaudi2", is_lazy=True)
+dist.init_process_group(
+    bridge.collectives_backend, init_method=f"file://{store}", world_size=2, rank=rank
+)
+x = torch.full((3,), rank + 1.0).to(bridge.device)
+dist.all_reduce(x)
+gathered = [torch.zeros(3, device="hpu") for _ in range(2)]
+dist.all_gather(gathered, x * (rank + 1))
+dist.broadcast(x.mul_(rank + 1), src=1)
+print(x.tolist(), torch.stack(gathered).tolist())
+dist.destroy_process_group()
+"""
+
+
+@contextmanager
+def group_of_one(backend: str, store: Path) -> Iterator[None]:
+    dist.init_process_group(backend, init_method=f"file://{store}", world_size=1, rank=0)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of this process only."""
+    with group_of_one("gloo", tmp_path / "store"):
+        yield
+
+
+def test_two_cards_sum_gather_and_broadcast(tmp_path):
+    command = [sys.executable, "-c", _EXCHANGE]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    answers = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+    assert answers == [f"{[6.0] * 3} {[[3.0] * 3, [6.0] * 3]}"] * 2
+
+
+def test_the_backend_of_the_real_bridge_is_there_with_the_package(lazy, facade, tmp_path):
+    with group_of_one(RealBridge().collectives_backend, tmp_path / "store"):
+        x = torch.ones(3).to("hpu")
+        dist.all_reduce(x)
+        assert x.tolist() == [1, 1, 1]
+
+
+def test_a_collective_ends_the_recorded_graph_and_is_none_of_it(lazy, alone):
+    x = torch.ones(2**20).to("hpu")
+    for num_compilations in (1, 1):
+        y = x * 2
+        before = lazy.card.clock.compute_s
+        dist.all_reduce(y)
+        assert lazy.counters().compilations == num_compilations
+        assert lazy.card.clock.compute_s - before > y.nbytes / 262.5e9
+        assert lazy.counters().host_syncs == 0
+
+
+def test_a_capture_takes_lazy_collectives_only(alone):
+    class Sum(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x + 1
+            dist.all_reduce(y)
+            return y * 2
+
+    def run(bridge: SimBridge) -> list[float]:
+        with torch.inference_mode():
+            wrapped = bridge.wrap_in_hpu_graph(Sum())
+            return [wrapped(torch.tensor([value]).to("hpu")).item() for value in (1.0, 2.0, 3.0)]
+
+    with pytest.raises(SimulationError, match="collective nonSFG is not supported"):
+        run(SimBridge("gaudi2", is_lazy=True))
+    bridge = SimBridge("gaudi2", is_lazy=True, has_lazy_collectives=True)
+    assert run(bridge) == [4, 6, 8]
+    assert (bridge.counters().graph_captures, bridge.counters().graph_replays) == (1, 2)
+    before = bridge.counters().compilations
+    bridge.synchronize()
+    assert bridge.counters().compilations == before

@@ -1,0 +1,7 @@
+from habana_frameworks import documented
+from vllm.platforms.habana.sim_vendor import bridge_config as card
+
+
+@documented
+def env_setting(name, value):
+    return card.env_setting(name, value)

@@ -1,0 +1,86 @@
+"""`habana_frameworks.torch.hpex.kernels`: fused attention and rotary embedding.
+
+Arguments go by position, as the documentation has them. What the simulation cannot compute it
+refuses.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "FusedSDPA",
+    "RotaryPosEmbeddingHelperV2",
+    "RotaryPosEmbeddingMode",
+    "apply_rotary_pos_emb",
+]
+
+
+class RotaryPosEmbeddingMode(IntEnum):
+    """Which elements are a pair: those of the two halves, or neighbours."""
+
+    BLOCKWISE = 0
+    PAIRWISE = 1
+
+
+class FusedSDPA:
+    """Attention over [B, H, S, D]."""
+
+    @staticmethod
+    def apply(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        softmax_mode: str = "None",
+        recompute_mode: bool | None = None,
+        valid_seq_len: Tensor | None = None,
+        seq_padding_type: str = "left",
+        return_dropout_mask: bool = False,
+        return_attn_probs: bool = False,
+        /,
+    ) -> Tensor:
+        """Key and value may have fewer heads, which are shared.
+
+        Raises:
+            RuntimeError: the kernel does not take these arguments together, or the simulation
+                has no such result.
+        """
+        if is_causal and attn_mask is not None:
+            raise RuntimeError("FusedSDPA: is_causal together with attn_mask is not supported")
+        if valid_seq_len is not None and not is_causal:
+            raise RuntimeError("FusedSDPA: valid_seq_len needs is_causal")
+        if dropout_p or return_dropout_mask or return_attn_probs:
+            raise RuntimeError("FusedSDPA: no dropout and no probabilities in simulation")
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        out: Tensor = torch.ops.hpu.sdpa_recomp_fwd(
+            q, k, v, attn_mask, 0.0, scale, is_causal, False, softmax_mode,
+            valid_seq_len, seq_padding_type,
+        )[0]  # fmt: skip
+        return out
+
+
+def apply_rotary_pos_emb(
+    p: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    offset: int = 0,
+    mode: RotaryPosEmbeddingMode = RotaryPosEmbeddingMode.BLOCKWISE,
+    /,
+) -> Tensor:
+    """p * cos + rotate(p) * sin; `position_ids` select rows of cos and sin."""
+    out: Tensor = torch.ops.hpu.rotary_pos_embedding(p, sin, cos, position_ids, offset, int(mode))
+    return out
+
+
+class RotaryPosEmbeddingHelperV2:
+    """The same with rows of a table."""
+
+    @staticmethod
+    def apply(p: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, /) -> Tensor:
+        return apply_rotary_pos_emb(p, cos, sin, position_ids)
