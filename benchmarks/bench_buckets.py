@@ -33,6 +33,7 @@ from vllm.bucketing import (
     close,
     generate_buckets,
 )
+from vllm.bucketing.bucket_plan import decode_steps
 from vllm.bucketing.capture_plan import CaptureCallbacks, capture_graphs
 from vllm.bucketing.catalog import padded_cost
 from vllm.bucketing.generate import buckets_from_file
@@ -284,7 +285,7 @@ def make_strategies(limits: StepLimits, bucket_file: Path | None) -> dict[str, G
         },
     )
     found = {
-        "linear": generate_buckets("linear", limits, default),
+        "linear": generate_buckets("linear", limits, default, trim_decode=True),
         "linear-full": generate_buckets("linear", limits, full, trim_decode=True),
         "exponential": generate_buckets("exponential", limits, default),
         "sparse": generate_buckets("sparse", limits, default),
@@ -319,7 +320,7 @@ def measure(
     steps = simulate(lengths, limits)
     model = Model(2e9 * args.params_b, 4.0 * args.hidden * args.layers, limits.block_size)
     raw = Catalog(found.prefill, found.decode)
-    closed = close(raw, limits)
+    closed = close(raw.with_buckets(decode_steps(raw, limits)), limits)
     outcome = launch_all(steps, closed, model)
     prefill, decode = outcome.work[Phase.PREFILL], outcome.work[Phase.DECODE]
     assert outcome.misses == 0, "the proof was wrong"

@@ -44,7 +44,7 @@ def test_linear_gives_the_published_counts():
         decode_bs=(1, 2, 256),
         decode_block=(128, 128, 4127),
     )
-    prefill = linear_prefill_buckets(settings, PUBLISHED)
+    prefill = linear_prefill_buckets(settings, PUBLISHED, every_context=True)
     kept, omitted, _ = split_by_token_budget(prefill, PUBLISHED, "")
     assert len(kept) == 14_368
     assert omitted == []

@@ -3,6 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bucketing.helpers import make_limits, make_settings, pairs, triples
+from vllm.bucketing.bucket import Bucket, Phase
+from vllm.bucketing.catalog import Catalog
 from vllm.bucketing.linear import (
     linear_decode_buckets,
     linear_prefill_buckets,
@@ -87,23 +89,84 @@ def test_a_budget_below_the_smallest_bucket_is_ignored_with_a_warning():
     )
 
 
-def test_one_prompt_may_have_any_context_a_batch_counts_with_it():
+def counts_by_length(buckets: list[Bucket], batch: int) -> dict[int, list[int]]:
+    """Context block counts of each length."""
+    found: dict[int, list[int]] = {}
+    for bucket in buckets:
+        if bucket.batch == batch:
+            found.setdefault(bucket.query_len, []).append(bucket.blocks)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("batch", "limits", "expected"),
+    [
+        (1, {"enable_prefix_caching": False}, {128: [0], 256: [0], 384: [0]}),
+        # A hit is whole blocks: 1 + 7 * 128 tokens, 129 + 6 * 128, 257 + 5 * 128.
+        (1, {}, {128: [0, 1, 2, 4, 7], 256: [0, 1, 2, 4, 6], 384: [0, 1, 2, 4, 5]}),
+        # A chunk may end anywhere: up to 1023, 895 and 767 tokens before it.
+        (
+            1,
+            {"enable_chunked_prefill": True},
+            {128: [0, 1, 2, 4, 8], 256: [0, 1, 2, 4, 7], 384: [0, 1, 2, 4, 6]},
+        ),
+        # 2 * (128 + 3 * 128), 2 * (256 + 2 * 128) and 2 * (384 + 128) tokens are the budget.
+        (2, {}, {128: [0, 1, 2, 3], 256: [0, 1, 2], 384: [0, 1]}),
+        # Where the budget would allow more, no row can have more.
+        (
+            2,
+            {"max_num_batched_tokens": 8192},
+            {128: [0, 1, 2, 4, 7], 256: [0, 1, 2, 4, 7], 384: [0, 1, 2, 4, 7]},
+        ),
+        # Beyond the budget as it is: left for the filter, which says so.
+        (4, {}, {128: [0, 1], 256: [0], 384: [0]}),
+    ],
+)
+def test_context_doubles_up_to_the_most_that_can_be(batch, limits, expected):
+    defaults = {
+        "max_num_batched_tokens": 1024,
+        "max_model_len": 1024,
+        "enable_prefix_caching": True,
+    }
+    settings = make_settings(prompt_bs=(batch, 1, batch), prompt_seq=(128, 128, 384))
+    buckets = linear_prefill_buckets(settings, make_limits(**{**defaults, **limits}))
+    assert counts_by_length(buckets, batch) == expected
+
+
+@pytest.mark.parametrize("budget", [500, 1024, 1100, 8192])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_no_context_is_made_for_the_budget_to_drop(budget, is_chunked):
     limits = make_limits(
-        max_num_batched_tokens=1024, max_model_len=1024, enable_prefix_caching=True
+        max_num_batched_tokens=budget,
+        max_model_len=min(1000, budget),
+        enable_prefix_caching=True,
+        enable_chunked_prefill=is_chunked,
     )
-    settings = make_settings(prompt_bs=(1, 2, 2), prompt_seq=(128, 128, 512))
-    kept, _, _ = split_by_token_budget(linear_prefill_buckets(settings, limits), limits, "")
-    assert max(b.blocks for b in kept if b.batch == 1 and b.query_len == 128) == 7
-    assert max(b.blocks for b in kept if b.batch == 2 and b.query_len == 128) == 3
+    buckets = linear_prefill_buckets(make_settings(), limits)
+    _, omitted, _ = split_by_token_budget(buckets, limits, "")
+    assert {bucket.blocks for bucket in omitted} <= {0}
 
 
-def test_prefix_caching_adds_every_context_that_fits_beside_the_prompt():
+@pytest.mark.parametrize("max_model_len", [100, 1000, 1025, 131072])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_no_prompt_within_the_lengths_lacks_a_bucket(max_model_len, is_chunked):
+    limits = make_limits(
+        max_num_batched_tokens=131072,
+        max_model_len=max_model_len,
+        enable_prefix_caching=True,
+        enable_chunked_prefill=is_chunked,
+    )
+    catalog = Catalog(linear_prefill_buckets(make_settings(), limits), [])
+    for query_len in range(1, min(1024, limits.max_query_len) + 1):
+        blocks = limits.max_context_blocks(query_len)
+        assert catalog.fit(Phase.PREFILL, 1, query_len, blocks) is not None
+
+
+def test_the_forks_set_has_every_context_that_fits_beside_the_prompt():
     limits = make_limits(max_model_len=1024, enable_prefix_caching=True)
     settings = make_settings(prompt_bs=(1, 1, 1))
-    buckets = linear_prefill_buckets(settings, limits)
-    assert [b.blocks for b in buckets if b.query_len == 768] == [0, 1, 2]
-    assert [b.blocks for b in buckets if b.query_len == 1024] == [0]
-    assert len(buckets) == sum(range(1, 9))
+    buckets = linear_prefill_buckets(settings, limits, every_context=True)
+    assert counts_by_length(buckets, 1) == {n * 128: list(range(9 - n)) for n in range(1, 9)}
 
 
 def test_decode_blocks_end_at_what_a_batch_can_ask_for():

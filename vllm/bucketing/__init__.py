@@ -5,6 +5,8 @@
     bucket_file, generate
     catalog                the finite set of buckets, and the cheapest that holds a launch
     step_limits, closure   what a scheduler step can emit, and the proof that each has a bucket
+    bucket_plan            all of it for the configuration of an engine
+    shrink                 a smaller catalog when the memory does not hold some of its buckets
     ledger, capture_plan   bytes per class, and which graphs are captured within them
     log_lines              the texts of all this
 
@@ -12,6 +14,7 @@ Knows no torch, no device, no environment variable and no request.
 """
 
 from vllm.bucketing.bucket import Bucket, Phase
+from vllm.bucketing.bucket_plan import BucketPlan, plan_buckets
 from vllm.bucketing.catalog import Catalog, CatalogLimits
 from vllm.bucketing.closure import ClosureReport, close, missing_buckets, prove
 from vllm.bucketing.generate import GeneratedBuckets, Strategy, generate_buckets
@@ -21,6 +24,7 @@ from vllm.bucketing.step_limits import StepLimits
 
 __all__ = [
     "Bucket",
+    "BucketPlan",
     "BucketRange",
     "BucketSettings",
     "Catalog",
@@ -36,5 +40,6 @@ __all__ = [
     "format_bytes",
     "generate_buckets",
     "missing_buckets",
+    "plan_buckets",
     "prove",
 ]

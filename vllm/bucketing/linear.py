@@ -4,11 +4,12 @@ ramp-up  min, 2*min, 4*min, ...   while below step: small batches waste little
 stable   step, 2*step, ...        up to max
 """
 
-from itertools import product
+from bisect import bisect_left
+from itertools import pairwise, product
 
 from vllm.bucketing.bucket import Bucket, decode, prefill
 from vllm.bucketing.settings import BucketRange, BucketSettings
-from vllm.bucketing.step_limits import StepLimits
+from vllm.bucketing.step_limits import StepLimits, round_up
 from vllm.errors import ConfigError
 
 
@@ -42,8 +43,15 @@ def linear_range(min: int, step: int, max: int) -> list[int]:
     return sizes + [stable for stable in range(step, max + 1, step) if stable >= min]
 
 
-def linear_prefill_buckets(settings: BucketSettings, limits: StepLimits) -> list[Bucket]:
-    """Batch sizes x lengths x every number of context blocks a prompt of that length can have.
+def linear_prefill_buckets(
+    settings: BucketSettings, limits: StepLimits, *, every_context: bool = False
+) -> list[Bucket]:
+    """Batch sizes x lengths x numbers of context blocks; for those see `linear_context`.
+
+    Args:
+        settings: the ranges.
+        limits: what a launch can ask for.
+        every_context: the fork's set, to compare with: each number that fits beside the prompt.
 
     Raises:
         ConfigError: the ranges hold nothing.
@@ -54,14 +62,48 @@ def linear_prefill_buckets(settings: BucketSettings, limits: StepLimits) -> list
         raise _no_buckets(settings.prompt_bs, settings.prompt_seq, "seq")
     return [
         prefill(batch, length, blocks)
-        for batch, length in product(batches, lengths)
-        for blocks in linear_context(limits, length)
+        for batch, (shorter, length) in product(batches, pairwise([0, *lengths]))
+        for blocks in (
+            _every_context(limits, length)
+            if every_context
+            else linear_context(limits, batch, shorter, length)
+        )
     ]
 
 
-def linear_context(limits: StepLimits, query_len: int) -> range:
-    """Context block counts for one padded length: what fits beside all of it."""
-    rest = max(0, limits.max_seq_len - query_len) if limits.has_context else 0
+def linear_context(limits: StepLimits, batch: int, shorter: int, length: int) -> list[int]:
+    """Context block counts: none, 1, 2, 4, ... and the most there can be.
+
+    The most is what the shortest prompt that is padded to `length` can have before it, so that
+    none is left without a bucket; in a batch it is also what the token budget leaves. What is
+    beyond the budget without any context (`vllm.bucketing.token_budget`) gets none.
+
+    The fork has every count (0, 1, 2, 3, ...): hundreds to thousands of prompt buckets, each of
+    which is compiled and may take a graph. A block of context costs a prompt far less than a block
+    of tokens, so that coarse counts are cheap: in simulated loads with prefix hits, 8192 tokens a
+    step, blocks of 128 and max_model_len 2048 / 8192 / 131072
+
+        buckets       358 -> 186      870 -> 210      8550 -> 242
+        padded FLOPs  16.8 -> 16.9 %  10.7 -> 11.7 %  6.6 -> 9.5 % more than useful ones
+
+    Args:
+        limits: what a launch can ask for.
+        batch: prompts of the bucket.
+        shorter: the next smaller length, 0 for the smallest.
+        length: of the bucket.
+    """
+    budget, block_size = limits.max_num_batched_tokens, limits.block_size
+    most = limits.max_prefill_context(batch, shorter + 1)
+    if batch > 1:
+        most = min(most, max(0, (budget // batch - length) // block_size))
+    elif length > round_up(budget, block_size):
+        most = 0
+    powers = [1 << n for n in range(most.bit_length()) if 1 << n < most]
+    return sorted({0, *powers, most})
+
+
+def _every_context(limits: StepLimits, length: int) -> range:
+    rest = max(0, limits.max_seq_len - length) if limits.has_context else 0
     return range(rest // limits.block_size + 1)
 
 
@@ -90,17 +132,17 @@ def linear_decode_buckets(
     counts = linear_range(*block_range.as_tuple())
     if append_max and max_blocks is not None and max_blocks not in counts:
         counts.append(max_blocks)
-    found: dict[Bucket, None] = {}
-    for batch, count in product(batches, counts):
-        if batch > count:
-            continue
-        blocks = count if max_blocks is None else min(count, max_blocks)
+    found: list[Bucket] = []
+    for batch in batches:
+        most = max(counts, default=0) if max_blocks is None else max_blocks
         if max_blocks_per_seq is not None:
-            blocks = min(blocks, batch * max_blocks_per_seq)
-        found[decode(batch, blocks)] = None
+            most = min(most, batch * max_blocks_per_seq)
+        possible = [count for count in counts if count >= batch]
+        for count in possible[: bisect_left(possible, most) + 1]:
+            found.append(decode(batch, min(count, most)))
     if not found:
         raise _no_buckets(settings.decode_bs, settings.decode_block, "block")
-    return list(found)
+    return found
 
 
 def _no_buckets(batch: BucketRange, size: BucketRange, label: str) -> ConfigError:

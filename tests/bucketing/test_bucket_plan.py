@@ -1,0 +1,200 @@
+"""From a configuration to a catalog that has a bucket for whatever its scheduler emits."""
+
+import pytest
+
+from tests.bucketing.helpers import pairs, triples
+from tests.worker.hpu_helpers import make_config
+from vllm.bucketing import Phase, plan_buckets, prove
+from vllm.config import VllmConfig
+from vllm.errors import ConfigError
+
+SMALL = {"block_size": 16, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 128}
+
+
+def seed_config(max_model_len: int) -> VllmConfig:
+    """Four sequences, prompts whole and without a prefix cache."""
+    return make_config(
+        block_size=128,
+        max_model_len=max_model_len,
+        max_num_seqs=4,
+        max_num_batched_tokens=8192,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+        bucket_variables=(("VLLM_DECODE_BS_BUCKET_STEP", 128),),
+    )
+
+
+def test_the_lines_come_in_the_order_of_the_seeds():
+    plan = plan_buckets(seed_config(1024), num_blocks=4107)
+    prompts, generated, decodes, generated_decodes = plan.info
+    assert prompts == (
+        "Prompt bucket config (min, step, max_warmup) bs:[1, 4, 4], seq:[128, 128, 1024]"
+    )
+    assert generated.startswith("Generated 24 prompt buckets: [(1, 128), (1, 256), (1, 384), ")
+    assert generated.endswith("(4, 896), (4, 1024)]")
+    assert decodes == (
+        "Decode bucket config (min, step, max_warmup) bs:[1, 128, 4], seq:[128, 128, 128]"
+    )
+    assert generated_decodes == "Generated 3 decode buckets: [(1, 8), (2, 16), (4, 32)]"
+    assert plan.warnings == ()
+
+
+def test_what_the_budget_omits_is_said_between_ranges_and_buckets():
+    config = make_config(**{**SMALL, "max_num_batched_tokens": 64, "max_num_seqs": 2})
+    starts = [line.split(" (")[0].split(":")[0] for line in plan_buckets(config, 17).info]
+    assert starts == [
+        "Prompt bucket config",
+        "Omitted 10 prompt buckets due to exceeded token budget",
+        "Generated 23 prompt buckets [bs, query, num_blocks]",
+        "Decode bucket config",
+        "Generated 2 decode buckets",
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["exponential", "sparse"])
+def test_variables_that_a_strategy_ignores_are_warned_of(strategy):
+    variables = (("VLLM_PROMPT_BS_BUCKET_MAX", 2),)
+    config = make_config(**SMALL, bucketing_strategy=strategy, bucket_variables=variables)
+    assert plan_buckets(config, 33).warnings == (
+        f"Using {strategy.capitalize()} Strategy - Your configuration "
+        "VLLM_PROMPT_BS_BUCKET_MAX=2 will be overwritten!",
+    )
+
+
+# ---- a file ---------------------------------------------------------------------------------
+
+
+def test_a_file_takes_the_place_of_a_strategy(tmp_path):
+    path = tmp_path / "buckets.txt"
+    path.write_text("(1, 128, 8)\n(1, 16, [0, 2])\n(4, 1, range(8, 33, 8))\n(4, 64, 0)\n")
+    config = make_config(**SMALL, bucketing_file=str(path))
+    plan = plan_buckets(config, num_blocks=33)
+    assert triples(plan.catalog.prefill) == [(1, 16, 0), (1, 16, 2), (1, 128, 8)]
+    assert pairs(plan.catalog.decode) == [(4, 8), (4, 16), (4, 24), (4, 32)]
+    assert plan.info == (
+        "Generated 3 prompt buckets [bs, query, num_blocks]: [(1, 16, 0), (1, 16, 2), (1, 128, 8)]",
+        "Generated 4 decode buckets: [(4, 8), (4, 16), (4, 24), (4, 32)]",
+    )
+    assert plan.warnings == (
+        f"The following prompt buckets from custom bucketing file {path} exceed "
+        f"max_num_batched_tokens (128) and were omitted: [(4, 64, 0)]",
+    )
+
+
+def test_a_file_that_cannot_be_read_is_an_error_that_names_the_variable(tmp_path):
+    config = make_config(**SMALL, bucketing_file=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"VLLM_BUCKETING_FROM_FILE=.*nowhere: .*No such file"):
+        plan_buckets(config)
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    config = make_config(**SMALL, bucketing_file=str(tmp_path / "bytes"))
+    with pytest.raises(ConfigError, match=r"VLLM_BUCKETING_FROM_FILE=.*bytes: .*can't decode"):
+        plan_buckets(config)
+
+
+def test_what_a_file_lacks_is_added_and_said(tmp_path):
+    path = tmp_path / "buckets.txt"
+    path.write_text("(1, 32, 2)\n(2, 1, 10)\n")
+    plan = plan_buckets(make_config(**SMALL, bucketing_file=str(path)), num_blocks=33)
+    assert plan.limits.max_query_len == 32
+    assert triples(plan.catalog.prefill) == [(1, 32, 2), (1, 32, 8)]
+    assert pairs(plan.catalog.decode) == [(2, 10), (4, 32)]
+    assert plan.info[-1] == (
+        "Added 2 buckets, for steps beyond the configured ranges: [(1, 32, 8), (4, 1, 32)]"
+    )
+
+
+def test_beyond_the_default_range_decode_buckets_grow_by_a_quarter():
+    config = make_config(
+        block_size=128, max_model_len=8192, max_num_seqs=128, max_num_batched_tokens=8192
+    )
+    plan = plan_buckets(config, num_blocks=4107)
+    largest = [blocks for batch, blocks in pairs(plan.catalog.decode) if batch == 128]
+    assert largest[-5:] == [2048, 2560, 3200, 4000, 4106]
+    chosen = make_config(
+        block_size=128,
+        max_model_len=8192,
+        max_num_seqs=128,
+        max_num_batched_tokens=8192,
+        bucket_variables=(("VLLM_DECODE_BLOCK_BUCKET_MAX", 2048),),
+    )
+    plan = plan_buckets(chosen, num_blocks=4107)
+    assert [blocks for batch, blocks in pairs(plan.catalog.decode) if batch == 128][-2:] == [
+        2048,
+        4106,
+    ]
+
+
+# ---- limits of a launch ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [
+        ({}, 128),
+        ({"bucket_variables": (("VLLM_PROMPT_SEQ_BUCKET_MAX", 32),)}, 32),
+        ({"bucket_variables": (("VLLM_PROMPT_SEQ_BUCKET_MAX", 512),)}, 128),
+        ({"long_prefill_token_threshold": 20}, 20),
+        # Without chunked prefill the threshold means nothing.
+        ({"long_prefill_token_threshold": 20, "enable_chunked_prefill": False}, 128),
+        ({"bucketing_strategy": "exponential"}, 128),
+        ({"bucketing_strategy": "sparse"}, 128),
+    ],
+)
+def test_no_launch_is_longer_than_the_longest_bucket(settings, longest):
+    plan = plan_buckets(make_config(**{**SMALL, **settings}), num_blocks=33)
+    assert plan.limits.max_query_len == longest
+    assert prove(plan.catalog, plan.limits).is_covered
+    assert max(bucket.query_len for bucket in plan.catalog.prefill) >= longest
+
+
+def test_parts_of_a_prompt_have_context_even_where_no_prompt_has():
+    """2048 tokens without chunks and without hits: only the second half has context."""
+    plan = plan_buckets(seed_config(2048), num_blocks=4107)
+    assert plan.limits.max_query_len == 1024
+    counts = {bucket.blocks for bucket in plan.catalog.prefill if bucket.query_len == 1024}
+    assert counts == {0, 1, 2, 4, 8, 9}
+    assert {bucket.blocks for bucket in plan.catalog.prefill if bucket.batch > 1} == {0}
+    assert not plan.info[-1].startswith("Added")
+
+
+@pytest.mark.parametrize("strategy", ["linear", "exponential", "sparse"])
+@pytest.mark.parametrize("contiguous_pa", [False, True])
+def test_no_decode_bucket_is_beyond_what_is_launched_at_once(strategy, contiguous_pa):
+    """With sharing 128 rows could reference 131,072 blocks; they run in parts of 4,106."""
+    config = make_config(
+        block_size=128,
+        max_model_len=131072,
+        max_num_seqs=128,
+        max_num_batched_tokens=8192,
+        bucketing_strategy=strategy,
+        contiguous_pa=contiguous_pa,
+    )
+    plan = plan_buckets(config, num_blocks=4107)
+    assert plan.limits.max_block_refs == 4106
+    most = max(bucket.blocks for bucket in plan.catalog.decode)
+    assert 4106 + contiguous_pa <= most < 4106 + 128
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "num_blocks", "num_prefill", "num_decode"),
+    [(2048, 1520, 186, 42), (8192, 4107, 210, 90), (131072, 4107, 242, 158)],
+)
+def test_the_default_catalog_is_small(max_model_len, num_blocks, num_prefill, num_decode):
+    config = make_config(
+        block_size=128,
+        max_model_len=max_model_len,
+        max_num_seqs=128,
+        max_num_batched_tokens=8192,
+    )
+    catalog = plan_buckets(config, num_blocks).catalog
+    assert (len(catalog.prefill), len(catalog.decode)) == (num_prefill, num_decode)
+
+
+def test_a_plan_before_the_blocks_are_known_covers_one_after():
+    """The profiling run measures launches of the first kind."""
+    config = make_config(**SMALL)
+    before, after = plan_buckets(config).catalog, plan_buckets(config, num_blocks=20).catalog
+    for phase in Phase:
+        buckets = before.prefill if phase is Phase.PREFILL else before.decode
+        later = after.prefill if phase is Phase.PREFILL else after.decode
+        assert all(any(bucket.covers(other) for bucket in buckets) for other in later)

@@ -1,0 +1,135 @@
+"""From the configuration of an engine to its catalog: strategy, closure, and their log lines."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vllm.bucketing.bucket import Bucket, Phase, decode
+from vllm.bucketing.catalog import Catalog
+from vllm.bucketing.closure import missing_buckets, prove
+from vllm.bucketing.generate import GeneratedBuckets, buckets_from_file, generate_buckets
+from vllm.bucketing.log_lines import generated_line
+from vllm.bucketing.settings import BucketSettings
+from vllm.bucketing.step_limits import StepLimits, ceil_div
+from vllm.config import VllmConfig
+from vllm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The buckets of an engine. Every launch of every step has one of them."""
+
+    catalog: Catalog
+    limits: StepLimits
+    """Of a launch: a step that asks for more is launched in parts."""
+    info: tuple[str, ...]
+    """Log lines, in their order."""
+    warnings: tuple[str, ...]
+
+
+def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPlan:
+    """The catalog for a configuration.
+
+    Args:
+        config: of the engine.
+        num_blocks: KV blocks, the null block included; None before that is known.
+
+    Raises:
+        ConfigError: variables or file leave no bucket, or the file cannot be read.
+    """
+    limits = step_limits(config, num_blocks)
+    limits = replace(limits, max_block_refs=limits.usable_blocks)
+    generated = _generate(config, limits)
+    launch_limits = _launch_limits(limits, generated)
+    catalog = Catalog(generated.prefill, generated.decode)
+    if launch_limits.enable_chunked_prefill != limits.enable_chunked_prefill:
+        parts = _generate(config, launch_limits).prefill
+        catalog = catalog.with_buckets(bucket for bucket in parts if bucket.batch == 1)
+    limits = launch_limits
+    added = [] if _is_range_given(config) else decode_steps(catalog, limits)
+    added += missing_buckets(catalog.with_buckets(added), limits)
+    if added:
+        catalog = catalog.with_buckets(added)
+    report = prove(catalog, limits)
+    assert report.is_covered, str(report)
+    info = [
+        *generated.info,
+        generated_line(Phase.PREFILL, catalog.prefill),
+        generated_line(Phase.DECODE, catalog.decode),
+    ]
+    info.sort(key=_belongs_to_decode)
+    if added:
+        shapes = [(b.batch, b.query_len, b.blocks) for b in added]
+        info.append(f"Added {len(added)} buckets, for steps beyond the configured ranges: {shapes}")
+    return BucketPlan(catalog, limits, tuple(info), generated.warnings)
+
+
+def _belongs_to_decode(line: str) -> bool:
+    """Sorts the lines of prompts before those of decodes."""
+    return line.startswith("Decode") or " decode buckets" in line
+
+
+def step_limits(config: VllmConfig, num_blocks: int | None = None) -> StepLimits:
+    """What the scheduler of this configuration can emit."""
+    scheduler, cache = config.scheduler, config.cache
+    return StepLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_model_len=scheduler.max_model_len,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        block_size=cache.block_size,
+        num_blocks=num_blocks,
+        enable_chunked_prefill=scheduler.enable_chunked_prefill,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        contiguous_pa=config.hpu.contiguous_pa,
+        max_chunk_tokens=scheduler.prefill_chunk_limit,
+    )
+
+
+def _is_range_given(config: VllmConfig) -> bool:
+    """Whether the user has said where decode buckets end."""
+    names = (name for name, _ in config.hpu.bucket_variables)
+    return config.hpu.bucketing_file is not None or "VLLM_DECODE_BLOCK_BUCKET_MAX" in names
+
+
+def decode_steps(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
+    """Decode buckets between the largest of a strategy and what its batch can ask for.
+
+    The default ranges end at 2048 tokens per sequence. What is beyond is rare, so each step is a
+    quarter larger than the one before; without steps it would be padded to all blocks there are.
+    """
+    largest: dict[int, int] = {}
+    for bucket in catalog.decode:
+        largest[bucket.batch] = max(bucket.blocks, largest.get(bucket.batch, 0))
+    steps = []
+    for batch, blocks in largest.items():
+        most = limits.max_decode_blocks(min(batch, limits.max_decode_batch))
+        while (blocks := ceil_div(blocks * 5, 4)) < most:
+            steps.append(decode(batch, blocks))
+    return steps
+
+
+def _launch_limits(limits: StepLimits, generated: GeneratedBuckets) -> StepLimits:
+    """Limits of one launch: no prompt longer than the longest bucket."""
+    longest = max((bucket.query_len for bucket in generated.prefill), default=0)
+    if not longest or longest >= limits.max_query_len:
+        return limits
+    # A part of a prompt has context, whatever the scheduler is allowed to emit.
+    return replace(limits, enable_chunked_prefill=True, max_chunk_tokens=longest)
+
+
+def _generate(config: VllmConfig, limits: StepLimits) -> GeneratedBuckets:
+    hpu = config.hpu
+    if hpu.bucketing_file is not None:
+        path = Path(hpu.bucketing_file)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"VLLM_BUCKETING_FROM_FILE={path}: {error}") from None
+        return buckets_from_file(text, str(path), limits)
+    settings = BucketSettings.resolve(limits, dict(hpu.bucket_variables))
+    return generate_buckets(
+        hpu.bucketing_strategy,
+        limits,
+        settings,
+        merged_prefill=hpu.merged_prefill,
+        trim_decode=True,
+    )
