@@ -14,6 +14,8 @@ PACKAGE = ROOT / "vllm"
 LEAVES = {
     "assets",
     "config",
+    "env_compat",
+    "env_others",
     "envs",
     "errors",
     "inputs",
@@ -29,7 +31,16 @@ LEAVES = {
 # Name -> what it may import besides the leaves and itself. The names stand in the order of the
 # layers: a name may only appear above what it imports.
 LAYERS: dict[str, set[str]] = {
-    "entrypoints": {"engine", "model_executor", "ops", "plan", "platforms", "transformers_utils"},
+    "entrypoints": {
+        "engine",
+        "hpu_check",
+        "model_executor",
+        "ops",
+        "plan",
+        "platforms",
+        "transformers_utils",
+    },
+    "hpu_check": {"attention", "distributed", "ops", "platforms"},
     "engine": {"core", "executor", "model_executor", "platforms", "transformers_utils"},
     "plan": {"bucketing", "model_executor", "platforms"},
     "core": set(),
@@ -70,6 +81,7 @@ CONFINED = {
         "distributed",
         "entrypoints",
         "executor",
+        "hpu_check",
         "lora",
         "model_executor",
         "multimodal",

@@ -1,7 +1,8 @@
 """Environment variables: parsing, defaults, unknown names, and who may read them."""
 
 import re
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -38,13 +39,13 @@ def test_values_are_parsed_to_the_declared_type():
     assert loaded.VLLM_CPU_KERNELS is False
 
 
-@pytest.mark.parametrize("word", ["1", "true", "True", "YES", "on"])
+@pytest.mark.parametrize("word", ["1", "true", "True", "t", "YES", "y", "on"])
 def test_every_word_for_true_is_true(word):
     # The default of this one is True, so what is checked is that no word is refused.
     assert Envs.load({"VLLM_CPU_KERNELS": word}).VLLM_CPU_KERNELS is True
 
 
-@pytest.mark.parametrize("word", ["0", "false", "No", "OFF"])
+@pytest.mark.parametrize("word", ["0", "false", "F", "No", "n", "OFF"])
 def test_every_word_for_false_is_false(word):
     assert Envs.load({"VLLM_CPU_KERNELS": word}).VLLM_CPU_KERNELS is False
 
@@ -72,11 +73,39 @@ def test_a_bad_value_names_variable_value_and_accepted_form(name, value, accepte
     assert str(failure.value) == f"{name}={value!r}: expected {accepted}"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("VLLM_GRAPH_RESERVED_MEM", "1.5", "at most 1"),
+        ("VLLM_GRAPH_PROMPT_RATIO", "-0.1", "at least 0"),
+        ("VLLM_DECODE_BS_BUCKET_STEP", "0", "at least 1"),
+        ("VLLM_GC_THR_GEN1", "1e3", "an integer"),
+        ("VLLM_BUCKETING_STRATEGY", "pad", "one of linear, exponential, sparse, lin, exp"),
+    ],
+)
+def test_settings_of_gaudi_are_checked(name, value, accepted):
+    with pytest.raises(ConfigError, match=f"expected {accepted}"):
+        Envs.load({name: value})
+
+
+def test_text_is_taken_as_it_is():
+    assert Envs.load({"VLLM_LOGGING_PREFIX": "[a] "}).VLLM_LOGGING_PREFIX == "[a] "
+
+
+def test_every_variable_says_what_it_does_in_a_section():
+    sections = [f.metadata["section"] for f in fields(Envs)]
+    assert all(f.metadata["help"].endswith(".") for f in fields(Envs))
+    # Variables of a section stand together, so that each is one heading of the documentation.
+    assert len([section for section, _ in groupby(sections)]) == len(set(sections))
+
+
 def test_unknown_names_are_reported_with_the_nearest_known_one():
     environ = {
         "VLLM_CPU_KERNEL": "1",
         "VLLM_QUITE_ELSE": "1",
         "VLLM_USE_V1": "1",
+        "VLLM_API_KEY": "1",
+        "VLLM_SERVER_CONFIG_FILE": "1",
         "CPU_KERNEL": "1",
     }
     assert envs.unknown(environ) == {
@@ -86,8 +115,17 @@ def test_unknown_names_are_reported_with_the_nearest_known_one():
 
 
 def test_a_report_shows_settings_and_hides_secrets():
-    environ = {"VLLM_API_KEY": "sesame", "VLLM_USE_V1": "1", "HF_TOKEN": "sesame"}
-    assert envs.reportable(environ) == {"VLLM_API_KEY": "***", "VLLM_USE_V1": "1"}
+    shown = {
+        "HABANA_VISIBLE_DEVICES": "all",
+        "PT_HPU_LAZY_MODE": "1",
+        "QUANT_CONFIG": "quant.json",
+        "VLLM_USE_V1": "1",
+    }
+    hidden = {"VLLM_API_KEY": "sesame"}
+    assert envs.reportable({**shown, **hidden, "HF_TOKEN": "sesame"}) == {
+        **shown,
+        "VLLM_API_KEY": "***",
+    }
 
 
 def test_the_environment_is_read_once_and_cannot_be_changed(monkeypatch):

@@ -1,5 +1,6 @@
 """Log lines as a user sees them; each test is a fresh process, as configuration happens once."""
 
+import json
 import re
 import subprocess
 import sys
@@ -65,6 +66,86 @@ def test_an_unknown_variable_is_reported_once_per_process_on_one_line():
         warnings[0],
     ), warnings[0]
     assert len(result.stderr.splitlines()) == 3
+
+
+def test_a_variable_without_effect_is_reported_once_with_the_reason():
+    code = LOG_ONE_LINE.format(level="info") * 2
+    result = run_python(code, VLLM_API_KEY="sesame", VLLM_USE_V1="1", VLLM_PLUGINS="")
+    first, *others = result.stderr.splitlines()
+    assert first.endswith(
+        "] environment variable VLLM_API_KEY has no effect: there is no server in this version"
+    )
+    assert len(others) == 2 and not any("environment" in line for line in others)
+    assert "sesame" not in result.stderr
+
+
+def test_every_line_starts_with_the_prefix():
+    code = LOG_ONE_LINE.format(level="info")
+    result = run_python(code, VLLM_LOGGING_PREFIX="[100%] ")
+    assert re.fullmatch(r"\[100%\] INFO \S+ \S+ <string>:3\] 3 tokens\n", result.stderr)
+
+
+def test_logging_may_be_left_to_the_application():
+    code = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, format="root: %(message)s", level="INFO")
+""" + LOG_ONE_LINE.format(level="info")
+    result = run_python(code, VLLM_CONFIGURE_LOGGING="0", VLLM_LOGGING_PREFIX="unused")
+    assert (result.stdout, result.stderr) == ("root: 3 tokens\n", "")
+
+
+LOGGING_CONFIG = {
+    "version": 1,
+    "formatters": {"short": {"format": "mine %(levelname)s %(message)s"}},
+    "handlers": {
+        "out": {
+            "class": "logging.StreamHandler",
+            "formatter": "short",
+            "stream": "ext://sys.stdout",
+        }
+    },
+    "loggers": {"vllm": {"handlers": ["out"], "level": "ERROR"}},
+}
+
+
+def test_a_file_configures_logging(tmp_path):
+    path = tmp_path / "logging.json"
+    path.write_text(json.dumps(LOGGING_CONFIG))
+    code = LOG_ONE_LINE.format(level="info") + LOG_ONE_LINE.format(level="error")
+    result = run_python(code, VLLM_LOGGING_CONFIG_PATH=str(path), VLLM_LOGGING_LEVEL="DEBUG")
+    assert (result.stdout, result.stderr) == ("mine ERROR 3 tokens\n", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file or directory"),
+        ("{", "Expecting property name"),
+        ("[]", "it must hold a JSON object"),
+        ("{}", "dictionary doesn't specify a version"),
+        (
+            json.dumps({**LOGGING_CONFIG, "handlers": {"out": {"class": "no.such.Handler"}}}),
+            "Unable to configure handler 'out' (Cannot resolve 'no.such.Handler'",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_an_error_that_names_it(tmp_path, text, message):
+    path = tmp_path / "logging.json"
+    if text is not None:
+        path.write_text(text)
+    result = run_python(LOG_ONE_LINE.format(level="info"), VLLM_LOGGING_CONFIG_PATH=str(path))
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"vllm.errors.ConfigError: VLLM_LOGGING_CONFIG_PATH={str(path)!r}: ")
+    assert message in last
+
+
+def test_a_file_that_is_not_to_be_used_is_an_error():
+    result = run_python(
+        LOG_ONE_LINE.format(level="info"),
+        VLLM_LOGGING_CONFIG_PATH="logging.json",
+        VLLM_CONFIGURE_LOGGING="0",
+    )
+    assert "VLLM_CONFIGURE_LOGGING=0 says not to configure" in result.stderr.splitlines()[-1]
 
 
 def test_handlers_of_the_application_are_left_alone():

@@ -8,7 +8,8 @@ import argparse
 import sys
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import Field, fields
+from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,6 +18,8 @@ sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.config.fields import ConfigField, config_fields, config_sections  # noqa: E402
 from vllm.engine.compat_args import COMPAT_ARGUMENTS, CompatArgument  # noqa: E402
+from vllm.env_compat import COMPAT_VARIABLES  # noqa: E402
+from vllm.env_others import OTHER_READERS  # noqa: E402
 from vllm.envs import Envs  # noqa: E402
 
 _NOTE = "<!-- Written by tools/generate_docs.py. Change the code it reads, then run it. -->"
@@ -28,14 +31,55 @@ def env_variables() -> Iterator[str]:
     yield "# Environment variables"
     yield ""
     yield 'Read once, when the package is first used. An empty value means "not set"; a value that'
-    yield "does not parse is an error; a `VLLM_` name that is not listed is a warning."
-    yield ""
-    yield "| variable | value | default | meaning |"
-    yield "|---|---|---|---|"
+    yield "does not parse is an error; a `VLLM_` name that is not listed is a warning. A switch is"
+    yield "`1`, `true`, `t`, `yes`, `y`, `on` or `0`, `false`, `f`, `no`, `n`, `off`."
     types = typing.get_type_hints(Envs)
-    for field in fields(Envs):
-        value = _one_of(field.metadata["choices"]) or _env_type(types[field.name])
-        yield _row(f"`{field.name}`", value, _default(field.default), field.metadata["help"])
+    for section, variables in groupby(fields(Envs), key=lambda field: field.metadata["section"]):
+        yield from _table(section, "variable", "value", "default", "meaning")
+        for field in variables:
+            value = _one_of(field.metadata["choices"]) or _env_type(types[field.name])
+            yield _row(f"`{field.name}`", value, _env_default(field), field.metadata["help"])
+    yield from _compat_variables()
+
+
+def _compat_variables() -> Iterator[str]:
+    yield from _table("Refused", "variable", "what is not available")
+    yield from _compat_rows(available=False)
+    yield ""
+    yield "An engine does not start while one of these is set: it would compute something else than"
+    yield "was asked for. (A switch may be set to 0.)"
+    yield from _table("Recognised without effect", "variables", "why they have no effect")
+    yield from _compat_rows(available=True)
+    yield ""
+    yield "Variables of the vLLM 0.9 Gaudi fork, of its plugin, and of the vLLM they build on. One"
+    yield "that is set is a warning at the start, unless it is a switch that asks for what happens"
+    yield "anyway."
+    yield from _table("Read by others", "reader", "variables", "note")
+    for reader in OTHER_READERS:
+        yield _row(reader.reader, _one_of(reader.names), reader.note)
+
+
+def _compat_rows(*, available: bool) -> Iterator[str]:
+    names: dict[str, list[str]] = {}
+    for variable in COMPAT_VARIABLES.values():
+        if variable.available is available:
+            names.setdefault(variable.reason, []).append(variable.name)
+    for reason, alike in names.items():
+        yield _row(_one_of(tuple(alike)), reason)
+
+
+def _table(title: str, *columns: str) -> Iterator[str]:
+    yield ""
+    yield f"## {title}"
+    yield ""
+    yield _row(*columns)
+    yield "|---" * len(columns) + "|"
+
+
+def _env_default(field: "Field[object]") -> str:
+    if isinstance(field.default, bool):
+        return f"`{field.default:d}`"
+    return _default(field.default)
 
 
 def engine_arguments() -> Iterator[str]:
@@ -48,6 +92,8 @@ def engine_arguments() -> Iterator[str]:
     yield "Leaving an argument out, or `None`, gives the default. JSON needs quotes in a shell:"
     yield "`--hf-overrides '{\"max_position_embeddings\": 8192}'`."
     for section in config_sections(VllmConfig).values():
+        if not list(config_fields(section)):
+            continue  # its values come from environment variables
         yield ""
         yield f"## {section.__name__}"
         yield ""

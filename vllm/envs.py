@@ -2,9 +2,10 @@
 
 One field is one variable: name, type, default and help in one place. Settings a user tunes
 per deployment are config fields; a variable is for what must be known before a config exists
-(logging, cache folders, device selection) or is part of the compatibility surface.
+(logging, device selection) or is part of the compatibility surface.
 Values arrive where they are used inside a config dataclass. Knows no logging: the logger, which
-needs a level from here, also reports the names that are not known.
+needs a level from here, also reports the names that have no effect. Those of the Gaudi fork and
+why are in `env_compat`.
 """
 
 import difflib
@@ -13,55 +14,227 @@ import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+from vllm.env_compat import COMPAT_VARIABLES, CompatVariable
+from vllm.env_others import OTHER_READERS
 from vllm.errors import ConfigError
 
 _PREFIX = "VLLM_"
 
 
 def env(
-    default: Any, help: str, choices: tuple[str, ...] = (), at_least: float | None = None
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] = (),
+    at_least: float | None = None,
+    at_most: float | None = None,
+    *,
+    section: str,
 ) -> Any:
     """Declare one variable. A default of None means "not set"."""
-    metadata = {"help": help, "choices": choices, "at_least": at_least}
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "at_least": at_least,
+        "at_most": at_most,
+        "section": section,
+    }
     return field(default=default, metadata=metadata)
+
+
+_general = partial(env, section="General")
+_cpu = partial(env, section="CPU")
+_buckets = partial(env, section="Gaudi: buckets")
+_warmup = partial(env, section="Gaudi: warm-up and graphs")
+_execution = partial(env, section="Gaudi: attention and execution")
+_diagnostics = partial(env, section="Gaudi: diagnostics")
+_simulation = partial(env, section="Gaudi: simulation")
+
+
+def _linear(what: str, default: str) -> Any:
+    """One of the twelve variables of linear bucketing."""
+    return _buckets(None, f"Linear buckets: {what}. Not set: {default}.", at_least=1)
 
 
 @dataclass(frozen=True)
 class Envs:
-    """Every variable the package reads."""
+    """Every variable that has an effect; a section is a heading of docs/env_variables.md."""
 
-    VLLM_TARGET_DEVICE: str | None = env(
+    VLLM_TARGET_DEVICE: str | None = _general(
         None,
         "Device to install and run for. Not set: hpu when a card is there, else cpu.",
         ("hpu", "cpu"),
     )
-    VLLM_LOGGING_LEVEL: str = env(
+    VLLM_LOGGING_LEVEL: str = _general(
         "INFO", "Level of the 'vllm' logger.", ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
     )
-    VLLM_CPU_KVCACHE_SPACE: float | None = env(
+    VLLM_LOGGING_PREFIX: str = _general("", "Text at the start of every log line.")
+    VLLM_CONFIGURE_LOGGING: bool = _general(
+        True, "0 leaves handlers and level of the 'vllm' logger to the application."
+    )
+    VLLM_LOGGING_CONFIG_PATH: str | None = _general(
+        None,
+        "JSON file for `logging.config.dictConfig`, in place of the handler and the level of "
+        "this package.",
+    )
+    VLLM_ALLOW_LONG_MAX_MODEL_LEN: bool = _general(
+        False,
+        "Accept a max_model_len above what config.json of the model allows, if it has rotary "
+        "positions; what it then writes may be of poor quality.",
+    )
+    VLLM_CPU_KVCACHE_SPACE: float | None = _cpu(
         None,
         "KV cache of the CPU device in GiB. Not set, or 0: a share of the free memory.",
         at_least=0,
     )
-    VLLM_CPU_KERNELS: bool = env(True, "Use the compiled kernels on the CPU; 0 runs plain torch.")
-    VLLM_HPU_SIM: str | None = env(
+    VLLM_CPU_KERNELS: bool = _cpu(True, "Use the compiled kernels on the CPU; 0 runs plain torch.")
+    VLLM_BUCKETING_STRATEGY: str = _buckets(
+        "linear",
+        "How buckets are spaced. linear follows the VLLM_*_BUCKET_* variables, the others "
+        "only the limits of the engine; sparse has the fewest buckets.",
+        ("linear", "exponential", "sparse", "lin", "exp"),
+    )
+    VLLM_EXPONENTIAL_BUCKETING: bool | None = _buckets(
         None,
-        "Simulate this card: a device `hpu` that computes on the CPU and counts what a card pays.",
-        ("gaudi2", "gaudi3"),
+        "1 spaces buckets exponentially, 0 linearly. Not set: as VLLM_BUCKETING_STRATEGY.",
     )
-    VLLM_USE_FAKE_HPU: bool = env(False, "The same as VLLM_HPU_SIM=gaudi2.")
-    VLLM_HPU_SIM_STRICT: bool = env(
-        False, "Simulated card: a compilation, host sync or dynamic shape in a warmed step fails."
+    VLLM_BUCKETING_FROM_FILE: str | None = _buckets(
+        None, "File with the buckets, in place of a strategy."
     )
-    PT_HPU_LAZY_MODE: bool | None = env(
+    VLLM_PROMPT_BS_BUCKET_MIN: int | None = _linear("smallest prompt batch", "1")
+    VLLM_PROMPT_BS_BUCKET_STEP: int | None = _linear(
+        "step of prompt batches", "min(max_num_seqs, 32)"
+    )
+    VLLM_PROMPT_BS_BUCKET_MAX: int | None = _linear("largest prompt batch", "min(max_num_seqs, 64)")
+    VLLM_PROMPT_SEQ_BUCKET_MIN: int | None = _linear("smallest prompt length", "block_size")
+    VLLM_PROMPT_SEQ_BUCKET_STEP: int | None = _linear("step of prompt lengths", "block_size")
+    VLLM_PROMPT_SEQ_BUCKET_MAX: int | None = _linear(
+        "largest prompt length; a longer prompt is computed in parts", "1024"
+    )
+    VLLM_DECODE_BS_BUCKET_MIN: int | None = _linear("smallest decode batch", "1")
+    VLLM_DECODE_BS_BUCKET_STEP: int | None = _linear(
+        "step of decode batches", "min(max_num_seqs, 32)"
+    )
+    VLLM_DECODE_BS_BUCKET_MAX: int | None = _linear("largest decode batch", "max_num_seqs")
+    VLLM_DECODE_BLOCK_BUCKET_MIN: int | None = _linear(
+        "fewest KV blocks of a decode batch", "block_size"
+    )
+    VLLM_DECODE_BLOCK_BUCKET_STEP: int | None = _linear(
+        "step of KV blocks of decode batches", "block_size"
+    )
+    VLLM_DECODE_BLOCK_BUCKET_MAX: int | None = _linear(
+        "most KV blocks of a decode batch", "max(128, max_num_seqs * 2048 / block_size)"
+    )
+    VLLM_MERGED_PREFILL: bool = _buckets(
+        False, "Lay the prompts of a launch end to end in one row."
+    )
+    VLLM_SKIP_WARMUP: bool = _warmup(
+        False, "Start without warm-up. Shapes then compile when they first occur."
+    )
+    VLLM_FULL_WARMUP: bool = _warmup(
+        False, "Nothing may compile after the warm-up; torch.compile skips its guards then."
+    )
+    VLLM_GRAPH_RESERVED_MEM: float = _warmup(
+        0.1, "Share of the usable memory that is kept for HPU graphs.", at_least=0, at_most=1
+    )
+    VLLM_GRAPH_PROMPT_RATIO: float = _warmup(
+        0.3, "Share of the graph memory for prompt graphs.", at_least=0, at_most=1
+    )
+    VLLM_GRAPH_PROMPT_STRATEGY: str = _warmup(
+        "min_tokens", "Order in which prompt graphs are captured.", ("min_tokens", "max_bs")
+    )
+    VLLM_GRAPH_DECODE_STRATEGY: str = _warmup(
+        "max_bs", "Order in which decode graphs are captured.", ("min_tokens", "max_bs")
+    )
+    PT_HPU_RECIPE_CACHE_CONFIG: str | None = _warmup(
+        None,
+        "Read by the Habana bridge: `path,delete at start,size in MB` of the folder where compiled "
+        "recipes outlive the process. A simulated card keeps its own there.",
+    )
+    PT_HPU_LAZY_MODE: bool | None = _execution(
         None,
         "Read by the Habana bridge: 1 is lazy (HPU graphs), 0 is eager (torch.compile). "
         "Not set: the default of the bridge; of a simulated card 0.",
     )
-    VLLM_USE_V1: bool = env(True, "Accepted for compatibility: there is one engine.")
+    VLLM_CONTIGUOUS_PA: bool | None = _execution(
+        None,
+        "Decode reads the KV cache as one slice in place of gathering blocks. "
+        "Not set: on when prefix caching is off.",
+    )
+    VLLM_PROMPT_USE_FUSEDSDPA: bool = _execution(
+        True, "Fused attention for prompts; 0 runs plain matrix products."
+    )
+    VLLM_PROMPT_USE_FLEX_ATTENTION: bool = _execution(
+        False, "torch's flex_attention for prompts; needs VLLM_PROMPT_USE_FUSEDSDPA=0."
+    )
+    VLLM_SOFTMAX_CONST_NORM: bool = _execution(
+        False,
+        "Decode subtracts a constant from all scores before the exponential, not the largest one: "
+        "faster, and exact only while scores stay near it.",
+    )
+    VLLM_SOFTMAX_CONST_NORM_VALUE: float = _execution(
+        10.0, "That constant, for VLLM_SOFTMAX_CONST_NORM=1."
+    )
+    VLLM_PA_SOFTMAX_IMPL: str | None = _execution(
+        None,
+        "What decode subtracts from scores, as a comma-separated list of amax, head_amax, wsum, "
+        "wsum_head_amax, index_reduce and scatter_reduce. Not set: the largest score of each "
+        "block, which is exact.",
+    )
+    VLLM_CONFIG_HIDDEN_LAYERS: int = _execution(
+        1, "Lazy mode: decoder layers in one recorded graph.", at_least=1
+    )
+    VLLM_REGIONAL_COMPILATION: bool = _execution(
+        True, "torch.compile: compile decoder layers one by one, not the model as a whole."
+    )
+    VLLM_T_COMPILE_FULLGRAPH: bool = _execution(False, "torch.compile: a graph break is an error.")
+    VLLM_T_COMPILE_DYNAMIC_SHAPES: bool = _execution(
+        False, "torch.compile: let torch choose dynamic shapes."
+    )
+    VLLM_GC_THR_GEN0: int = _execution(
+        700,
+        "First threshold of Python's garbage collector (see `gc.set_threshold`) in the worker. "
+        "With all three at their defaults, VLLM_GC_THR_MULTIPLIER times these.",
+        at_least=0,
+    )
+    VLLM_GC_THR_GEN1: int = _execution(10, "Second threshold.", at_least=0)
+    VLLM_GC_THR_GEN2: int = _execution(10, "Third threshold.", at_least=0)
+    VLLM_GC_THR_MULTIPLIER: int = _execution(
+        16, "By how much rarer than usual Python's garbage is collected.", at_least=1
+    )
+    VLLM_PROFILER_ENABLED: bool = _diagnostics(
+        False, "Write a trace of scheduler, launches and counters that Perfetto opens."
+    )
+    VLLM_HPU_LOG_STEP_GRAPH_COMPILATION: bool = _diagnostics(
+        False, "Log the graph compilations of every step that has some."
+    )
+    VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL: bool = _diagnostics(
+        False, "Log the graph compilations of every step."
+    )
+    VLLM_HPU_LOG_STEP_CPU_FALLBACKS: bool = _diagnostics(
+        False, "Log the CPU fallbacks of every step that has some."
+    )
+    VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL: bool = _diagnostics(
+        False, "Log the CPU fallbacks of every step."
+    )
+    VLLM_HPU_SIM: str | None = _simulation(
+        None,
+        "Simulate this card: a device `hpu` that computes on the CPU and counts what a card pays.",
+        ("gaudi2", "gaudi3"),
+    )
+    VLLM_USE_FAKE_HPU: bool = _simulation(False, "The same as VLLM_HPU_SIM=gaudi2.")
+    VLLM_HPU_SIM_STRICT: bool = _simulation(
+        False,
+        "A compilation, host sync or dynamic shape in a warmed step fails, and everywhere an index "
+        "out of range and inputs that a graph of a card would take for others.",
+    )
+    VLLM_HPU_SIM_VENDOR: bool = _simulation(
+        False,
+        "Serve the card to other libraries as `habana_frameworks`, where that is not installed. "
+        "Libraries that look for it then behave as on Gaudi.",
+    )
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None) -> "Envs":
@@ -81,8 +254,8 @@ class Envs:
 
 
 _WORDS = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
+    **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
+    **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
 }
 
 
@@ -95,6 +268,8 @@ def _parse(name: str, raw: str, annotation: Any, metadata: Mapping[str, Any]) ->
             if text.lower() == choice.lower():
                 return choice
         raise ConfigError(f"{name}={raw!r}: expected one of {', '.join(choices)}")
+    if type_ is str:
+        return raw  # a prefix may end with a space
     try:
         value = _WORDS[text.lower()] if type_ is bool else type_(text)
         if type_ is float and not math.isfinite(value):
@@ -102,9 +277,11 @@ def _parse(name: str, raw: str, annotation: Any, metadata: Mapping[str, Any]) ->
     except (KeyError, ValueError):
         accepted = {bool: "0, 1, true or false", int: "an integer", float: "a number"}[type_]
         raise ConfigError(f"{name}={raw!r}: expected {accepted}") from None
-    at_least = metadata["at_least"]
+    at_least, at_most = metadata["at_least"], metadata["at_most"]
     if at_least is not None and value < at_least:
         raise ConfigError(f"{name}={raw!r}: expected at least {at_least}")
+    if at_most is not None and value > at_most:
+        raise ConfigError(f"{name}={raw!r}: expected at most {at_most}")
     return value
 
 
@@ -115,27 +292,56 @@ def get() -> Envs:
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """`VLLM_*` names that are set but not declared -> the nearest declared name, if one is near."""
+    """`VLLM_*` names that are set and nobody knows -> the nearest declared name, if one is near."""
     environ = os.environ if environ is None else environ
-    declared = [f.name for f in fields(Envs) if f.name.startswith(_PREFIX)]
-    known = [name.removeprefix(_PREFIX) for name in declared]
+    declared = _declared()
+    known = declared | COMPAT_VARIABLES.keys()
+    known |= {name for reader in OTHER_READERS for name in reader.names}
+    candidates = [n.removeprefix(_PREFIX) for n in sorted(declared) if n.startswith(_PREFIX)]
     nearest: dict[str, str | None] = {}
-    for name in sorted(k.removeprefix(_PREFIX) for k in environ if k.startswith(_PREFIX)):
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-            nearest[_PREFIX + name] = _PREFIX + near[0] if near else None
+    for name in sorted(environ):
+        if name.startswith(_PREFIX) and name not in known:
+            # Without the prefix, which alone would make any two names alike.
+            short = name.removeprefix(_PREFIX)
+            near = difflib.get_close_matches(short, candidates, n=1, cutoff=0.7)
+            nearest[name] = _PREFIX + near[0] if near else None
     return nearest
 
 
+def without_effect(environ: Mapping[str, str] | None = None) -> list[CompatVariable]:
+    """The variables of the fork that are set and ask for something that does not happen."""
+    return [variable for variable in _asked(environ) if variable.available]
+
+
+def refused(environ: Mapping[str, str] | None = None) -> list[CompatVariable]:
+    """The variables of the fork that are set and without which an engine must not start."""
+    return [variable for variable in _asked(environ) if not variable.available]
+
+
+def _asked(environ: Mapping[str, str] | None) -> list[CompatVariable]:
+    environ = os.environ if environ is None else environ
+    values = ((variable, environ.get(name, "")) for name, variable in COMPAT_VARIABLES.items())
+    return [v for v, raw in values if (word := raw.strip().lower()) and not _is_same(v, word)]
+
+
+def _is_same(variable: CompatVariable, word: str) -> bool:
+    return variable.same_as is not None and _WORDS.get(word) is variable.same_as
+
+
+_REPORTED_PREFIXES = (_PREFIX, "PT_HPU", "HABANA_")
 _SECRET_ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def reportable(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Every `VLLM_*` or declared variable that is set, for a bug report: secrets are masked."""
+    """Every variable of this package, the fork or Habana that is set; secrets are masked."""
     environ = os.environ if environ is None else environ
-    declared = {f.name for f in fields(Envs)}
+    known = _declared() | COMPAT_VARIABLES.keys()
     return {
         name: "***" if name.endswith(_SECRET_ENDINGS) else environ[name]
         for name in sorted(environ)
-        if name.startswith(_PREFIX) or name in declared
+        if name.startswith(_REPORTED_PREFIXES) or name in known
     }
+
+
+def _declared() -> set[str]:
+    return {f.name for f in fields(Envs)}

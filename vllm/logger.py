@@ -1,14 +1,19 @@
 """Log lines of the form `INFO 09-24 17:31:39 file.py:123] message` on the `vllm` logger.
 
 Configured on the first `init_logger` call. An application that has put handlers on the `vllm`
-logger by then keeps them, its level and its propagation.
+logger by then keeps them, its level and its propagation, and VLLM_CONFIGURE_LOGGING=0 leaves
+everything to it. VLLM_LOGGING_CONFIG_PATH names a file that says it all.
 """
 
+import json
 import logging
+import logging.config
 import sys
 from functools import cache
+from pathlib import Path
 
 from vllm import envs
+from vllm.errors import ConfigError
 
 _FORMAT = "%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s"
 _DATE_FORMAT = "%m-%d %H:%M:%S"
@@ -30,7 +35,7 @@ def init_logger(name: str) -> logging.Logger:
     """The logger of a module; `name` is its `__name__`.
 
     Raises:
-        ConfigError: an environment variable has a bad value.
+        ConfigError: an environment variable has a bad value, or the file it names cannot be used.
     """
     _configure()
     return logging.getLogger(name)
@@ -38,15 +43,37 @@ def init_logger(name: str) -> logging.Logger:
 
 @cache
 def _configure() -> None:
-    """Set up the `vllm` logger and report unknown variables; once per process."""
-    level = envs.get().VLLM_LOGGING_LEVEL  # before any change: a bad value raises
+    """Set up the `vllm` logger and report variables without effect; once per process."""
+    settings = envs.get()  # before any change: a bad value raises
     root = logging.getLogger("vllm")
-    if not root.handlers:
+    if settings.VLLM_LOGGING_CONFIG_PATH is not None:
+        _configure_from_file(settings.VLLM_LOGGING_CONFIG_PATH, settings.VLLM_CONFIGURE_LOGGING)
+    elif settings.VLLM_CONFIGURE_LOGGING and not root.handlers:
         handler = _CurrentStderr()
-        handler.setFormatter(logging.Formatter(_FORMAT, _DATE_FORMAT))
+        prefix = settings.VLLM_LOGGING_PREFIX.replace("%", "%%")
+        handler.setFormatter(logging.Formatter(prefix + _FORMAT, _DATE_FORMAT))
         root.addHandler(handler)
-        root.setLevel(level)
+        root.setLevel(settings.VLLM_LOGGING_LEVEL)
         root.propagate = False
+    for variable in envs.without_effect():
+        root.warning("environment variable %s has no effect: %s", variable.name, variable.reason)
     for name, nearest in envs.unknown().items():
         hint = f"; did you mean {nearest}?" if nearest else ""
         root.warning("environment variable %s is not known and has no effect%s", name, hint)
+
+
+def _configure_from_file(path: str, is_wanted: bool) -> None:
+    if not is_wanted:
+        raise ConfigError(
+            "VLLM_LOGGING_CONFIG_PATH is set and VLLM_CONFIGURE_LOGGING=0 says not to configure "
+            "logging; unset one of them"
+        )
+    try:
+        config = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it must hold a JSON object")
+        logging.config.dictConfig(config)
+    # What a wrong setting raises depends on the handler or formatter that it is for.
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError) as error:
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        raise ConfigError(f"VLLM_LOGGING_CONFIG_PATH={path!r}: {error}{cause}") from error

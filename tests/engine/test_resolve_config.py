@@ -91,6 +91,63 @@ def test_a_length_beyond_the_model_names_both_numbers_and_the_way_out():
     assert overridden.scheduler.max_model_len == 4096
 
 
+@pytest.fixture
+def allow_long(monkeypatch):
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    envs.get.cache_clear()
+    yield
+    envs.get.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 1.7},
+        {"rope_type": "dynamic", "factor": 3.3},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1024,
+        },
+    ],
+)
+def test_a_length_beyond_the_model_may_be_allowed(tmp_path, allow_long, capsys, rope):
+    folder = write_model(tmp_path, rope_scaling={**rope, "rope_theta": 10000.0})
+    usual, long = resolve(model=folder), resolve(model=folder, max_model_len=54321)
+    assert long.scheduler.max_model_len == long.model.max_model_len == 54321
+    # There is a position for every token, and the parameters of their angles are as they were.
+    assert 54321 <= long.model.arch.derived_max_model_len < 54321 * 1.001
+    assert long.model.arch.rope == usual.model.arch.rope
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"max_model_len (54321) is more than the {usual.model.max_model_len} tokens" in line
+
+
+def test_a_length_within_the_model_stays_as_it_is(allow_long, capsys):
+    assert resolve(max_model_len=100).model.arch == resolve().model.arch
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0,
+                              "original_max_position_embeddings": 2048}},
+            "scales positions by a factor",
+        ),
+        ({"rope_parameters": None, "rope_theta": None}, "has learned positions"),
+    ],
+)  # fmt: skip
+def test_a_length_the_model_has_no_positions_for_is_never_allowed(
+    tmp_path, allow_long, changes, cause
+):
+    with pytest.raises(ConfigError, match=f"{cause}: VLLM_ALLOW_LONG_MAX_MODEL_LEN adds none"):
+        resolve(model=write_model(tmp_path, **changes), max_model_len=54321)
+
+
 def test_a_shorter_length_is_taken():
     assert resolve(max_model_len="1k").scheduler.max_model_len == 1000
 
@@ -148,7 +205,7 @@ def test_the_tokenizer_may_be_elsewhere_or_absent(tmp_path):
     ("settings", "message"),
     [
         ({"model": "/no/such"}, "model folder '/no/such' does not exist"),
-        ({"device": "hpu"}, "device 'hpu' is not"),
+        ({"device": "hpu"}, "no Gaudi card is usable"),
         ({"device": "tpu"}, "tpu"),
         ({"block_size": 12}, "block_size must be a power of two, got 12"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),

@@ -6,8 +6,10 @@ flag (see `vllm.engine.arg_utils`). Nothing here imports torch or touches a devi
 
 from vllm.config.cache import CacheConfig
 from vllm.config.device import DeviceConfig
+from vllm.config.hpu import HPUConfig
 from vllm.config.load import LoadConfig
 from vllm.config.model import ModelArch, ModelConfig, RopeConfig
+from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 from vllm.config.vllm import VllmConfig
@@ -15,9 +17,11 @@ from vllm.config.vllm import VllmConfig
 __all__ = [
     "CacheConfig",
     "DeviceConfig",
+    "HPUConfig",
     "LoadConfig",
     "ModelArch",
     "ModelConfig",
+    "ObservabilityConfig",
     "ParallelConfig",
     "RopeConfig",
     "SchedulerConfig",

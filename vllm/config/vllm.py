@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 
 from vllm.config.cache import CacheConfig
 from vllm.config.device import DeviceConfig
+from vllm.config.hpu import HPUConfig
 from vllm.config.load import LoadConfig
 from vllm.config.model import ModelConfig
+from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
 
@@ -20,6 +22,8 @@ class VllmConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
+    hpu: HPUConfig = field(default_factory=HPUConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     @property
     def max_blocks_per_request(self) -> int:

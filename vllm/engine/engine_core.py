@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from vllm.config import VllmConfig
 from vllm.core.kv_cache_manager import KVCacheManager
@@ -10,6 +11,7 @@ from vllm.errors import EngineDeadError
 from vllm.executor import Executor, UniProcExecutor
 from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest
+from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
 
 logger = init_logger(__name__)
 
@@ -27,6 +29,8 @@ class EngineCore:
     def __init__(self, config: VllmConfig, executor: Executor | None = None) -> None:
         started = time.perf_counter()
         self.config = config
+        if config.observability.profiler_enabled:
+            set_trace(open_trace(Path.cwd()))
         self.executor = UniProcExecutor(config) if executor is None else executor
         num_blocks = self.executor.initialize_cache()
         cache = KVCacheManager(
@@ -71,23 +75,33 @@ class EngineCore:
         self._check_alive()
         if not self.has_unfinished_requests():
             return _IDLE
-        step = self.scheduler.schedule()
+        trace = get_trace()
+        with trace.span("schedule"):
+            step = self.scheduler.schedule()
         assert len(step.rows), "requests wait, none is in flight, and none can be scheduled"
         try:
-            output = self.executor.execute_model(step).result()
+            with trace.span("execute", step=step.step_id, rows=len(step.rows)):
+                output = self.executor.execute_model(step).result()
         except BaseException as failure:
             self._failure = failure
             logger.error("step %d failed; the engine stops", step.step_id, exc_info=True)
             raise EngineDeadError(f"step {step.step_id} failed: {failure!r}") from failure
-        return self.scheduler.update(output)
+        with trace.span("update"):
+            result = self.scheduler.update(output)
+        if trace.is_on:
+            pool = self.scheduler.cache.pool
+            used = pool.num_usable_blocks - pool.num_free
+            trace.counter("cache", **cache_counters(used, pool.num_usable_blocks))
+        return result
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and no change, while requests run."""
         return self.scheduler.cache.pool.forget_all()
 
     def shutdown(self) -> None:
-        """Let the workers go. Calling it again does nothing."""
+        """Let the workers go and end the trace. Calling it again does nothing."""
         self.executor.shutdown()
+        get_trace().close()
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -3,6 +3,7 @@
 Every value a user leaves open is settled here, once, before any process starts.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,14 @@ from vllm.config import (
     LoadConfig,
     ModelArch,
     ModelConfig,
+    ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
 from vllm.config.fields import config_fields
 from vllm.config.model import ModelDType
+from vllm.engine.resolve_hpu import resolve_hpu_config
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
@@ -55,6 +58,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         kv_cache_space_bytes=_kv_cache_space_bytes(),
     )
     load = _section(LoadConfig, settings)
+    hpu = resolve_hpu_config(enable_prefix_caching=cache.enable_prefix_caching)
     model = _resolve_model(_section(ModelConfig, settings), load)
     return VllmConfig(
         model=model,
@@ -63,6 +67,8 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         parallel=parallel,
         device=DeviceConfig(device=cast(Any, platform.name)),
         load=load,
+        hpu=hpu,
+        observability=ObservabilityConfig(profiler_enabled=envs.get().VLLM_PROFILER_ENABLED),
     )
 
 
@@ -90,6 +96,7 @@ def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
     arch = ModelArch.from_hf(
         complete_hf_config(raw, folder, trust_remote_code=asked.trust_remote_code)
     )
+    arch = _allow_long_positions(asked.max_model_len, arch)
     return replace(
         asked,
         model=name,
@@ -136,10 +143,41 @@ def _resolve_dtype(asked: ModelConfig, arch: ModelArch) -> ModelDType:
     return cast(ModelDType, name)
 
 
+def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelArch:
+    """The model with positions up to `max_model_len`, where VLLM_ALLOW_LONG_MAX_MODEL_LEN is set.
+
+    As it is where that cannot be: a learned position embedding has no more rows, and yarn has its
+    length from its factor.
+    """
+    derived = arch.derived_max_model_len
+    if max_model_len is None or max_model_len <= derived:
+        return arch
+    if not envs.get().VLLM_ALLOW_LONG_MAX_MODEL_LEN or arch.rope is None:
+        return arch
+    # The scaling factor may be a fraction: one position more than it rounds to.
+    positions = math.ceil(max_model_len * arch.max_position_embeddings / derived) + 1
+    longer = replace(arch, max_position_embeddings=positions)
+    if longer.derived_max_model_len < max_model_len:
+        return arch
+    logger.warning(
+        "max_model_len (%d) is more than the %d tokens the model's config.json allows, as "
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1: what it writes beyond them may be of poor quality",
+        max_model_len,
+        derived,
+    )
+    return longer
+
+
 def _resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
     derived = arch.derived_max_model_len
     if asked.max_model_len is None:
         return derived
+    if asked.max_model_len > derived and envs.get().VLLM_ALLOW_LONG_MAX_MODEL_LEN:
+        cause = "has learned positions" if arch.rope is None else "scales positions by a factor"
+        raise ConfigError(
+            f"max_model_len ({asked.max_model_len}) is more than the {derived} tokens the model "
+            f"has positions for, and it {cause}: VLLM_ALLOW_LONG_MAX_MODEL_LEN adds none"
+        )
     if asked.max_model_len > derived:
         raise ConfigError(
             f"max_model_len ({asked.max_model_len}) is more than the {derived} tokens the "

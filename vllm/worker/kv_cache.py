@@ -44,25 +44,49 @@ def count_blocks(config: VllmConfig, block_bytes: int, free_bytes: int) -> int:
         useful = scheduler.max_num_seqs * config.max_blocks_per_request
         useful = useful * (2 if cache.enable_prefix_caching else 1) + 1
         num_blocks, source = min(budget // block_bytes, useful), "--gpu-memory-utilization"
-    capacity = max(0, num_blocks - 1) * cache.block_size
-    if capacity < scheduler.max_model_len:
-        raise ConfigError(
-            f"the KV cache holds {capacity} tokens ({source}; {free_bytes / _GIB:.2f} GiB free) "
-            f"and max_model_len is {scheduler.max_model_len}: a longest request would not fit. "
-            f"Give the cache more memory, or lower --max-model-len to {capacity}"
-            if capacity
-            else f"no memory for a KV cache: one block takes {block_bytes} bytes ({source}; "
-            f"{free_bytes / _GIB:.2f} GiB free)"
-        )
+    check_capacity(config, num_blocks, block_bytes, free_bytes, source)
     logger.info(
         "KV cache: %d blocks of %d tokens (%.2f GiB, %.1f x max_model_len %d)",
         num_blocks,
         cache.block_size,
         num_blocks * block_bytes / _GIB,
-        capacity / scheduler.max_model_len,
+        (num_blocks - 1) * cache.block_size / scheduler.max_model_len,
         scheduler.max_model_len,
     )
     return num_blocks
+
+
+def check_capacity(
+    config: VllmConfig,
+    num_blocks: int,
+    block_bytes: int,
+    free_bytes: int,
+    source: str = "--gpu-memory-utilization",
+) -> None:
+    """Refuse a cache that would not hold one request of max_model_len tokens.
+
+    Args:
+        config: limits.
+        num_blocks: the null block included.
+        block_bytes: of one block in all layers.
+        free_bytes: device memory that was free.
+        source: what has decided the number of blocks.
+
+    Raises:
+        ConfigError: it would not.
+    """
+    scheduler, free_gib = config.scheduler, free_bytes / _GIB
+    capacity = max(0, num_blocks - 1) * config.cache.block_size
+    if capacity >= scheduler.max_model_len:
+        return
+    raise ConfigError(
+        f"the KV cache holds {capacity} tokens ({source}; {free_gib:.2f} GiB free) "
+        f"and max_model_len is {scheduler.max_model_len}: a longest request would not fit. "
+        f"Give the cache more memory, or lower --max-model-len to {capacity}"
+        if capacity
+        else f"no memory for a KV cache: one block takes {block_bytes} bytes ({source}; "
+        f"{free_gib:.2f} GiB free)"
+    )
 
 
 def bind_kv_caches(

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import AttentionMetadata
+from vllm.attention import RaggedMetadata
 from vllm.messages import IntArray
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.launch import Launch
@@ -20,7 +20,7 @@ class ModelInput:
     """[T] int64."""
     positions: Tensor
     """[T] int64."""
-    metadata: AttentionMetadata
+    metadata: RaggedMetadata
     sampled: IntArray
     """Indices into the launch's rows of those that sample a token."""
     logits_indices: Tensor | None
@@ -48,7 +48,7 @@ def build_ragged_input(
     slots = blocks * block_size + positions % block_size
 
     max_blocks = -(-int(seq_lens.max()) // block_size)
-    metadata = AttentionMetadata(
+    metadata = RaggedMetadata(
         num_decodes=num_decodes,
         slot_mapping=torch.from_numpy(slots).to(device),
         block_tables=torch.from_numpy(batch.block_table[rows, :max_blocks]).to(device),

@@ -2,6 +2,7 @@
 its own; this is the order of the calls.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from vllm.sample.state import SamplingState
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.launch import Launch, LaunchPlanner, RaggedPlanner
 from vllm.worker.model_input import ModelInput, build_ragged_input
-from vllm.worker.prompt_logprobs import PromptLogprobs
+from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs, join_logprobs
 
 
 class StepHandle:
@@ -39,13 +40,16 @@ class StepHandle:
 
 
 @dataclass(frozen=True, slots=True)
-class _LaunchResult:
+class LaunchResult:
     """What one launch leaves on the device."""
 
     rows: IntArray
-    """[m] rows that sampled."""
+    """[n] row of each row of the logits."""
+    indices: IntArray
+    """[m] those of them that sampled a token, ascending."""
     sampled: SamplerOutput | None
-    prompt_logprobs: dict[int, LogprobRows]
+    """Of n rows or more; None when m is 0."""
+    prompt_logprobs: list[tuple[int, PendingLogprobs]]
 
 
 class ModelRunner:
@@ -61,16 +65,19 @@ class ModelRunner:
         self.model = model
         self.device = device
         self.block_size = config.cache.block_size
-        max_num_seqs = config.scheduler.max_num_seqs
         self.batch = InputBatch(
-            max_num_seqs, config.scheduler.max_model_len, config.max_blocks_per_request
+            config.scheduler.max_num_seqs,
+            config.scheduler.max_model_len,
+            config.max_blocks_per_request,
         )
-        vocab_size = config.model.resolved_arch.vocab_size
-        self.sampling = SamplingState(max_num_seqs, vocab_size, device)
-        self.sampler = Sampler()
+        self.sampling, self.sampler = self._make_sampler(config)
         self.prompt_logprobs = PromptLogprobs(model)
         self.planner: LaunchPlanner = RaggedPlanner()
         self._in_flight: StepHandle | None = None
+
+    def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
+        vocab_size = config.model.resolved_arch.vocab_size
+        return SamplingState(config.scheduler.max_num_seqs, vocab_size, self.device), Sampler()
 
     @property
     def attention_layers(self) -> list[Attention]:
@@ -100,47 +107,57 @@ class ModelRunner:
             self.prompt_logprobs.add(new.row, new.request)
 
     @torch.inference_mode()
-    def _run(self, launch: Launch) -> _LaunchResult:
+    def _run(self, launch: Launch) -> LaunchResult:
         model_input = build_ragged_input(self.batch, launch, self.block_size, self.device)
         hidden_states = self._forward(model_input)
-        prompt_logprobs = self.prompt_logprobs.compute(self.batch, launch, hidden_states)
+        starts = np.cumsum(launch.num_scheduled_tokens) - launch.num_scheduled_tokens
+        prompt_logprobs = self.prompt_logprobs.compute(self.batch, launch, hidden_states, starts)
         rows = launch.rows[model_input.sampled]
         sampled = None
         if len(rows):
             if model_input.logits_indices is not None:
                 hidden_states = hidden_states[model_input.logits_indices]
-            logits = self.model.compute_logits(hidden_states)
-            num_output = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
-            sampled = self.sampler(logits, self.sampling.metadata(rows, num_output))
-        return _LaunchResult(rows, sampled, prompt_logprobs)
+            sampled = self._sample(self.model.compute_logits(hidden_states), rows)
+        return LaunchResult(rows, np.arange(len(rows), dtype=np.int32), sampled, prompt_logprobs)
 
     def _forward(self, model_input: ModelInput) -> Tensor:
         with attention_metadata(model_input.metadata):
             return self.model(model_input.input_ids, model_input.positions)
 
-    def _collect(self, step_id: int, results: list[_LaunchResult]) -> ModelRunnerOutput:
+    def _sample(self, logits: Tensor, rows: IntArray) -> SamplerOutput:
+        """Sample for each row of the logits."""
+        known = rows != self.sampling.padding_row
+        num_output = np.zeros_like(rows)
+        num_output[known] = (self.batch.num_tokens - self.batch.num_prompt_tokens)[rows[known]]
+        return self.sampler(logits, self.sampling.metadata(rows, num_output, len(logits)))
+
+    def _collect(self, step_id: int, results: list[LaunchResult]) -> ModelRunnerOutput:
         """Copy the tokens to the host and append them to their rows."""
         self._in_flight = None
-        parts: list[IntArray] = []
+        row_parts: list[IntArray] = [np.empty(0, np.int32)]
+        token_parts: list[IntArray] = [np.empty(0, np.int32)]
         logprobs: dict[int, LogprobRows] = {}
-        prompt_logprobs: dict[int, LogprobRows] = {}
+        prompt_logprobs: defaultdict[int, list[LogprobRows]] = defaultdict(list)
         errors: dict[int, str] = {}
         for result in results:
-            prompt_logprobs.update(result.prompt_logprobs)
+            for row, pending in result.prompt_logprobs:
+                prompt_logprobs[row].append(pending.result())
             if result.sampled is None:
                 continue
-            token_ids = result.sampled.token_ids.cpu().numpy().astype(np.int32)
-            self.batch.record(result.rows, token_ids)
-            self.sampling.record(result.rows, token_ids)
-            parts.append(token_ids)
+            host_ids = result.sampled.host_ids.cpu().numpy()
+            rows = result.rows[result.indices]
+            token_ids = np.maximum(host_ids[result.indices], 0)
+            self.batch.record(rows, token_ids)
+            self.sampling.record(rows, token_ids)
+            row_parts.append(rows)
+            token_parts.append(token_ids)
             logprobs.update(self.sampling.logprob_rows(result.rows, result.sampled))
-            errors.update(self.sampling.errors_of(result.rows, result.sampled))
-        rows = [result.rows for result in results if result.sampled is not None]
+            errors.update(self.sampling.errors_of(result.rows, result.sampled, host_ids))
         return ModelRunnerOutput(
             step_id=step_id,
-            rows=np.concatenate(rows) if rows else np.empty(0, np.int32),
-            token_ids=np.concatenate(parts) if parts else np.empty(0, np.int32),
+            rows=np.concatenate(row_parts),
+            token_ids=np.concatenate(token_parts),
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs={row: join_logprobs(p) for row, p in prompt_logprobs.items()},
             errors=errors,
         )

@@ -1,17 +1,48 @@
 """Log-probabilities of prompt tokens, for the few requests that ask for them."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.messages import EngineRequest, LogprobRows
+from vllm.messages import EngineRequest, IntArray, LogprobRows
 from vllm.model_executor.models.interface import CausalLM
-from vllm.sample.logprobs import gather_logprobs
+from vllm.sample.logprobs import LogprobTensors, gather_logprobs
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.launch import Launch
 
-_MAX_ROWS = 256
+PART_SIZE = 256
 """Positions whose logits are in memory at one time."""
+
+
+@dataclass(frozen=True)
+class PendingLogprobs:
+    """Log-probabilities of consecutive positions of one row, still on the device."""
+
+    parts: list[LogprobTensors]
+    """Each of consecutive positions, the last with padding after them."""
+    num_positions: int
+    num_logprobs: int
+
+    def result(self) -> LogprobRows:
+        """On the host; waits for the device."""
+        found, logprobs, ranks = (
+            np.concatenate([tensor.cpu().numpy() for tensor in column])[: self.num_positions]
+            for column in zip(*self.parts, strict=True)
+        )
+        width = 1 + self.num_logprobs
+        return LogprobRows(token_ids=found[:, :width], logprobs=logprobs[:, :width], ranks=ranks)
+
+
+def join_logprobs(parts: list[LogprobRows]) -> LogprobRows:
+    """Positions of one row after each other."""
+    return LogprobRows(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        ranks=np.concatenate([part.ranks for part in parts]),
+    )
 
 
 class PromptLogprobs:
@@ -19,10 +50,20 @@ class PromptLogprobs:
 
     Args:
         model: has `compute_logits`.
+        round_width: likeliest tokens to compute when so many are wanted; for a device that
+            compiles shapes. Positions are then taken in parts of one fixed size.
+        end_stage: ends a recorded graph, for such a device.
     """
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        round_width: Callable[[int], int] | None = None,
+        end_stage: Callable[[], None] | None = None,
+    ) -> None:
         self._compute_logits = model.compute_logits
+        self._round_width = round_width
+        self._end_stage = end_stage
         self._wanted: dict[int, int] = {}
 
     def add(self, row: int, request: EngineRequest) -> None:
@@ -35,23 +76,23 @@ class PromptLogprobs:
         self._wanted.pop(row, None)
 
     def compute(
-        self, batch: InputBatch, launch: Launch, hidden_states: Tensor
-    ) -> dict[int, LogprobRows]:
+        self, batch: InputBatch, launch: Launch, hidden_states: Tensor, starts: IntArray
+    ) -> list[tuple[int, PendingLogprobs]]:
         """Log-probabilities of the tokens that follow this launch's prompt positions.
 
         Args:
             batch: has the prompts.
-            launch: a ragged launch of T tokens.
+            launch: n rows.
             hidden_states: [T, hidden].
+            starts: [n] where the tokens of each row begin in them.
 
         Returns:
-            row -> one entry per position p of the launch with p + 1 inside the prompt, for
-            token p + 1.
+            (row, one entry per position p of the launch with p + 1 inside the prompt, for token
+            p + 1), in the order of the launch.
         """
         if not self._wanted:
-            return {}
-        found: dict[int, LogprobRows] = {}
-        ends = np.cumsum(launch.num_scheduled_tokens)
+            return []
+        found: list[tuple[int, PendingLogprobs]] = []
         for index, row in enumerate(launch.rows.tolist()):
             if row not in self._wanted:
                 continue
@@ -62,21 +103,39 @@ class PromptLogprobs:
             )
             if count <= 0:
                 continue
-            first = int(ends[index] - launch.num_scheduled_tokens[index])
             targets = batch.token_ids[row, start + 1 : start + 1 + count]
-            found[row] = self._rows(
-                hidden_states[first : first + count], targets, self._wanted[row]
-            )
+            first = int(starts[index])
+            found.append((row, self.gather(hidden_states, first, targets, self._wanted[row])))
         return found
 
-    def _rows(self, hidden_states: Tensor, targets: np.ndarray, num_logprobs: int) -> LogprobRows:
+    def gather(
+        self, hidden_states: Tensor, first: int, targets: IntArray, num_logprobs: int
+    ) -> PendingLogprobs:
+        """Log-probabilities of `targets`, which follow the positions from `first` on."""
         parts = []
-        for start in range(0, len(targets), _MAX_ROWS):
-            chunk = slice(start, start + _MAX_ROWS)
-            logits = self._compute_logits(hidden_states[chunk]).float()
-            token_ids = torch.from_numpy(targets[chunk].astype(np.int64)).to(logits.device)
-            parts.append(gather_logprobs(logits, token_ids, num_logprobs))
-        found, logprobs, ranks = (
-            torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)
-        )
-        return LogprobRows(token_ids=found, logprobs=logprobs, ranks=ranks)
+        for start in range(0, len(targets), PART_SIZE):
+            chunk = targets[start : start + PART_SIZE]
+            begin = first + start
+            if self._round_width is None:
+                hidden = hidden_states[begin : begin + len(chunk)]
+                width = num_logprobs
+            else:
+                hidden, chunk = self._fixed_size(hidden_states, begin, chunk)
+                width = self._round_width(num_logprobs)
+            logits = self._compute_logits(hidden).float()
+            token_ids = torch.from_numpy(chunk.astype(np.int64)).to(logits.device)
+            parts.append(gather_logprobs(logits, token_ids, width))
+            if self._end_stage is not None:
+                self._end_stage()
+        return PendingLogprobs(parts, len(targets), num_logprobs)
+
+    def _fixed_size(
+        self, hidden_states: Tensor, begin: int, targets: IntArray
+    ) -> tuple[Tensor, IntArray]:
+        """[PART_SIZE, hidden] from `begin` on, and their targets; the last ones repeated."""
+        index = np.minimum(np.arange(PART_SIZE), len(targets) - 1)
+        positions = torch.from_numpy((begin + index).astype(np.int32)).to(hidden_states.device)
+        hidden = hidden_states.index_select(0, positions)
+        if self._end_stage is not None:
+            self._end_stage()  # the rest does not depend on the size of the launch
+        return hidden, targets[index]

@@ -2,6 +2,7 @@
 
 A subcommand is a module with `add_parser(subparsers)` and `run(args)`, listed in `_COMMANDS`.
 It imports torch and the engine inside `run`, so that `--help` and a bad flag answer at once.
+`run` may return an exit code; None is 0.
 
 Exit codes: 0 done, 1 the engine failed, 2 bad flags, settings or input, 130 interrupted.
 """
@@ -15,14 +16,14 @@ from vllm.errors import ConfigError, RequestError, VllmError
 from vllm.utils import FlexibleArgumentParser
 from vllm.version import __version__
 
-_COMMANDS = ("generate", "collect_env")
+_COMMANDS = ("generate", "collect_env", "hpu_check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Flag errors and `--help` exit from argparse."""
     try:
         args = _create_parser().parse_args(argv)
-        args.run(args)
+        code: int | None = args.run(args)
     except (ConfigError, RequestError) as error:
         return _fail(error, 2)
     except VllmError as error:
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has left; the interpreter must not try to flush it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return 0
+    return code or 0
 
 
 def _create_parser() -> FlexibleArgumentParser:

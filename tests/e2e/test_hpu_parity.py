@@ -1,0 +1,140 @@
+"""The simulated Gaudi in its four modes gives the tokens of `transformers`, and of the CPU.
+
+Strict: nothing compiles, and the host waits for nothing, while a launch that was warmed up runs.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.reference import Reference, assert_same_tokens, generate, random_prompts
+from tests.hpu import simulated_hpu
+from tests.tiny_models import FAMILIES, make_tiny_model
+from vllm import LLM, SamplingParams
+from vllm.assets import BUNDLED_MODEL
+
+MAX_MODEL_LEN = 160
+MAX_TOKENS = 8
+NUM_PROMPTS = 24
+
+MODES = {
+    "torch.compile": (0, False),
+    "eager": (0, True),
+    "HPU graphs": (1, False),
+    "lazy": (1, True),
+}
+"""PT_HPU_LAZY_MODE and enforce_eager."""
+
+FEW_BUCKETS = {
+    "VLLM_PROMPT_BS_BUCKET_MAX": 2,
+    "VLLM_PROMPT_SEQ_BUCKET_MIN": 64,
+    "VLLM_PROMPT_SEQ_BUCKET_STEP": 64,
+    "VLLM_PROMPT_SEQ_BUCKET_MAX": 64,
+    "VLLM_DECODE_BS_BUCKET_MIN": 8,
+    "VLLM_DECODE_BLOCK_BUCKET_MIN": 32,
+    "VLLM_DECODE_BLOCK_BUCKET_STEP": 32,
+}
+"""Prompts beyond 64 tokens are launched in pieces."""
+
+FEWER_TO_COMPILE = {"VLLM_PROMPT_BS_BUCKET_MAX": 1, "VLLM_REGIONAL_COMPILATION": False}
+"""For torch.compile, which takes a second for each: the model as a whole."""
+
+CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 48}
+WHOLE_PROMPTS = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}
+TINY_CACHE = {"num_gpu_blocks_override": 20}
+
+SETTINGS = {
+    "whole prompts": (WHOLE_PROMPTS, {}),
+    "chunks, preemption": (CHUNKS | TINY_CACHE, {}),
+    "contiguous, no prefix cache": (WHOLE_PROMPTS | {"enable_prefix_caching": False}, {}),
+    "gathered, no prefix cache, preemption": (
+        CHUNKS | TINY_CACHE | {"enable_prefix_caching": False},
+        {"VLLM_CONTIGUOUS_PA": False},
+    ),
+    "contiguous, prefix cache, preemption": (CHUNKS | TINY_CACHE, {"VLLM_CONTIGUOUS_PA": True}),
+    "exponential": (CHUNKS, {"VLLM_EXPONENTIAL_BUCKETING": True}),
+    "one block of 128": (WHOLE_PROMPTS | {"block_size": 128}, {}),
+    "merged prompts": (CHUNKS, {"VLLM_MERGED_PREFILL": True}),
+    "merged prompts, no prefix cache": (
+        WHOLE_PROMPTS | {"enable_prefix_caching": False},
+        {"VLLM_MERGED_PREFILL": True, "VLLM_PROMPT_SEQ_BUCKET_MAX": 256},
+    ),
+    "other softmax": (CHUNKS, {"VLLM_PA_SOFTMAX_IMPL": "wsum_head_amax"}),
+    "layers compiled apart": (CHUNKS, {"VLLM_REGIONAL_COMPILATION": True}),
+    "plain attention": (CHUNKS, {"VLLM_PROMPT_USE_FUSEDSDPA": False}),
+}
+"""Engine arguments and variables."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory):
+    """Folder of a tiny model of a family, made once; 'bundled' is the trained one."""
+
+    @cache
+    def folder(family: str) -> Path:
+        if family == "bundled":
+            return BUNDLED_MODEL
+        return make_tiny_model(family, tmp_path_factory.mktemp(family))
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def references(models):
+    """What transformers makes of the prompts, computed once per family."""
+
+    @cache
+    def of(family: str) -> list[Reference]:
+        prompts = random_prompts(NUM_PROMPTS, MAX_MODEL_LEN - MAX_TOKENS - 4, vocab_size=4096)
+        return generate(models(family), prompts, MAX_TOKENS)
+
+    return of
+
+
+def check(folder: Path, want: list[Reference], mode: str, setting: str) -> LLM:
+    """Run all prompts in a mode and a setting; returns the engine."""
+    is_lazy, is_eager = MODES[mode]
+    arguments, variables = SETTINGS[setting]
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+    fewer = FEWER_TO_COMPILE if mode == "torch.compile" else {}
+    with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **(FEW_BUCKETS | fewer | variables)) as bridge:
+        llm = LLM(
+            model=str(folder),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            enforce_eager=is_eager,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=8,
+            **({"block_size": 16, "num_gpu_blocks_override": 200} | arguments),
+        )
+        before = bridge.counters()
+        outputs = llm.generate([r.prompt for r in want], params, use_tqdm=False)
+        after = bridge.counters()
+    for output, reference in zip(outputs, want, strict=True):
+        assert_same_tokens(output.outputs[0].token_ids, reference)
+    assert after.compilations == before.compilations
+    assert after.cpu_fallbacks == before.cpu_fallbacks
+    assert (mode == "HPU graphs") == (after.graph_replays > before.graph_replays)
+    scheduler = llm.llm_engine.engine_core.scheduler
+    assert (scheduler.num_preemptions > 0) == (TINY_CACHE.items() <= arguments.items())
+    return llm
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "bundled"])
+def test_every_family_gives_the_same_tokens_in_every_mode(family, models, references):
+    for mode in MODES:
+        check(models(family), references(family), mode, "chunks, preemption")
+
+
+@pytest.mark.parametrize("mode", [name for name in MODES if name != "torch.compile"])
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "chunks, preemption"])
+def test_every_setting_gives_the_same_tokens(setting, mode, models, references):
+    check(models("llama"), references("llama"), mode, setting)
+
+
+@pytest.mark.parametrize(
+    "setting", ["layers compiled apart", "contiguous, prefix cache, preemption", "merged prompts"]
+)
+def test_compiled_settings_give_the_same_tokens(setting, models, references):
+    check(models("mistral"), references("mistral"), "torch.compile", setting)

@@ -1,0 +1,141 @@
+"""200 random requests on a strict simulated card: nothing compiles, only tokens are waited for.
+
+Strict means that a compilation, a fallback or a host sync inside a launch that was warmed up
+fails. The counters say the rest: what happened between launches.
+"""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from tests.hpu import simulated_hpu
+from vllm import LLM, SamplingParams
+from vllm.worker.model_runner import LaunchResult
+
+NUM_REQUESTS = {"HPU graphs": 200, "torch.compile": 50, "eager": 50}
+LOGPROB_COPIES = 3
+"""Token ids, log-probabilities and ranks."""
+
+MODES = {
+    "HPU graphs": {"PT_HPU_LAZY_MODE": 1},
+    "torch.compile": {"PT_HPU_LAZY_MODE": 0},
+    "eager": {"PT_HPU_LAZY_MODE": 0},
+}
+
+FEW_BUCKETS = {
+    "VLLM_PROMPT_BS_BUCKET_MAX": 1,
+    "VLLM_PROMPT_SEQ_BUCKET_MIN": 32,
+    "VLLM_PROMPT_SEQ_BUCKET_STEP": 32,
+    "VLLM_PROMPT_SEQ_BUCKET_MAX": 32,
+    "VLLM_DECODE_BS_BUCKET_MIN": 8,
+    "VLLM_DECODE_BLOCK_BUCKET_MIN": 32,
+    "VLLM_DECODE_BLOCK_BUCKET_STEP": 32,
+}
+
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+    "num_gpu_blocks_override": 13,
+    "block_size": 16,
+}
+"""Prompts in chunks, and a cache that eight requests overflow."""
+
+PIECES = [
+    "import os\n",
+    "class Node:\n    ",
+    "def read(path):\n",
+    "# comment\n",
+    "x = [1]\n",
+    "\n\n",
+]
+
+
+def random_request(rng: random.Random, stems: list[str]) -> tuple[str, SamplingParams]:
+    """A prompt that may begin like another one, and any mixture of what can be asked for."""
+    prompt = rng.choice(stems)[: rng.randint(1, 60)] + "".join(
+        rng.choices(PIECES, k=rng.randint(0, 8))
+    )
+    asked = {"max_tokens": rng.randint(1, 14), "ignore_eos": rng.random() < 0.5}
+    if rng.random() < 0.3:
+        asked["temperature"] = 0.0
+    else:
+        asked |= {"temperature": rng.choice([0.4, 1.0, 1.6]), "seed": rng.randrange(1000)}
+        asked |= {} if rng.random() < 0.5 else {"top_k": rng.choice([1, 5, 300, 2000])}
+        asked |= {} if rng.random() < 0.5 else {"top_p": rng.choice([0.3, 0.9])}
+        asked |= {} if rng.random() < 0.7 else {"min_p": 0.05}
+        asked |= {} if rng.random() < 0.8 else {"n": rng.randint(2, 3)}
+    for likely, option in (
+        (0.15, {"repetition_penalty": 1.3}),
+        (0.15, {"presence_penalty": 0.7, "frequency_penalty": -0.3}),
+        (0.15, {"logit_bias": {rng.randrange(16, 4000): 4.0, 300: -100.0}}),
+        (0.15, {"bad_words": ["import", " self"]}),
+        (0.15, {"min_tokens": 1}),
+        (0.1, {"allowed_token_ids": sorted(rng.sample(range(16, 4000), 40))}),
+        (0.2, {"logprobs": rng.choice([0, 1, 5, 20])}),
+        (0.1, {"prompt_logprobs": rng.choice([0, 3, 20])}),
+        (0.1, {"stop": ["\n\n", "("]}),
+    ):
+        asked |= option if rng.random() < likely else {}
+    return prompt, SamplingParams(**asked)
+
+
+@dataclass
+class Load:
+    """Prompts, what was asked for, and what the CPU made of it."""
+
+    prompts: list[str]
+    params: list[SamplingParams]
+    want: list[list]
+
+
+def seen_by_user(outputs) -> list[list]:
+    return [
+        [(tuple(o.token_ids), o.text, o.finish_reason, o.stop_reason) for o in output.outputs]
+        for output in outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def load() -> Load:
+    rng = random.Random(11)
+    stems = ["".join(rng.choices(PIECES, k=12)) for _ in range(3)]
+    pairs = [random_request(rng, stems) for _ in range(max(NUM_REQUESTS.values()))]
+    prompts, params = ([pair[i] for pair in pairs] for i in range(2))
+    llm = LLM(**ENGINE, device="cpu")
+    return Load(prompts, params, seen_by_user(llm.generate(prompts, params, use_tqdm=False)))
+
+
+def expected_syncs(launches: list[LaunchResult]) -> int:
+    """One copy of the tokens of each launch that samples, and those of log-probabilities."""
+    syncs = 0
+    for launch in launches:
+        if launch.sampled is not None:
+            syncs += 1 + LOGPROB_COPIES * (launch.sampled.logprobs is not None)
+        syncs += sum(LOGPROB_COPIES * len(pending.parts) for _, pending in launch.prompt_logprobs)
+    return syncs
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_random_requests_compile_nothing_and_wait_only_for_tokens(mode, load, monkeypatch):
+    count = NUM_REQUESTS[mode]
+    with simulated_hpu(**FEW_BUCKETS, **MODES[mode]) as bridge:
+        llm = LLM(**ENGINE, enforce_eager=mode == "eager")
+        core = llm.llm_engine.engine_core
+        runner = core.executor._worker.runner
+        launches: list[LaunchResult] = []
+        run = runner._run
+        monkeypatch.setattr(runner, "_run", lambda x: launches.append(run(x)) or launches[-1])
+        before = bridge.counters()
+        outputs = llm.generate(load.prompts[:count], load.params[:count], use_tqdm=False)
+        after = bridge.counters()
+    assert core.scheduler.num_preemptions > 0
+    assert after.compilations == before.compilations
+    assert after.cpu_fallbacks == before.cpu_fallbacks
+    assert after.graph_captures == before.graph_captures
+    assert after.host_syncs - before.host_syncs == expected_syncs(launches)
+    replays = after.graph_replays - before.graph_replays
+    assert replays == (len(launches) if mode == "HPU graphs" else 0)
+    assert seen_by_user(outputs) == load.want[:count]

@@ -1,0 +1,119 @@
+"""The settings of Gaudi out of environment variables."""
+
+import pytest
+
+from vllm import envs
+from vllm.config.hpu import HPUConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.resolve_hpu import resolve_hpu_config
+from vllm.errors import ConfigError
+
+
+@pytest.fixture
+def resolve(monkeypatch):
+    """The config with these variables and no others."""
+
+    def resolve_with(*, enable_prefix_caching=True, **variables):
+        monkeypatch.setattr(envs.os, "environ", variables)
+        envs.get.cache_clear()
+        return resolve_hpu_config(enable_prefix_caching=enable_prefix_caching)
+
+    yield resolve_with
+    monkeypatch.undo()
+    envs.get.cache_clear()
+
+
+def test_without_variables_everything_has_its_default(resolve):
+    assert resolve() == HPUConfig()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"VLLM_BUCKETING_STRATEGY": "lin"}, {"bucketing_strategy": "linear"}),
+        ({"VLLM_BUCKETING_STRATEGY": "exp"}, {"bucketing_strategy": "exponential"}),
+        ({"VLLM_BUCKETING_STRATEGY": "Sparse"}, {"bucketing_strategy": "sparse"}),
+        ({"VLLM_EXPONENTIAL_BUCKETING": "t"}, {"bucketing_strategy": "exponential"}),
+        ({"VLLM_EXPONENTIAL_BUCKETING": "false"}, {"bucketing_strategy": "linear"}),
+        ({"VLLM_BUCKETING_FROM_FILE": "b.txt"}, {"bucketing_file": "b.txt"}),
+        (
+            {"VLLM_DECODE_BLOCK_BUCKET_MAX": "512", "VLLM_PROMPT_BS_BUCKET_MIN": "2"},
+            {
+                "bucket_variables": (
+                    ("VLLM_PROMPT_BS_BUCKET_MIN", 2),
+                    ("VLLM_DECODE_BLOCK_BUCKET_MAX", 512),
+                )
+            },
+        ),
+        ({"VLLM_MERGED_PREFILL": "1"}, {"merged_prefill": True}),
+        ({"VLLM_SKIP_WARMUP": "true"}, {"skip_warmup": True}),
+        ({"VLLM_FULL_WARMUP": "on"}, {"full_warmup": True}),
+        ({"VLLM_GRAPH_RESERVED_MEM": "0.4"}, {"graph_reserved_mem": 0.4}),
+        ({"VLLM_GRAPH_PROMPT_RATIO": "0"}, {"graph_prompt_ratio": 0.0}),
+        ({"VLLM_GRAPH_PROMPT_STRATEGY": "max_bs"}, {"graph_prompt_strategy": "max_bs"}),
+        ({"VLLM_GRAPH_DECODE_STRATEGY": "min_tokens"}, {"graph_decode_strategy": "min_tokens"}),
+        ({"VLLM_CONTIGUOUS_PA": "1"}, {"contiguous_pa": True}),
+        ({"VLLM_PROMPT_USE_FUSEDSDPA": "0"}, {"prompt_attention": "naive"}),
+        (
+            {"VLLM_PROMPT_USE_FUSEDSDPA": "0", "VLLM_PROMPT_USE_FLEX_ATTENTION": "1"},
+            {"prompt_attention": "flex"},
+        ),
+        ({"VLLM_CONFIG_HIDDEN_LAYERS": "4"}, {"hidden_layers_per_graph": 4}),
+        ({"VLLM_REGIONAL_COMPILATION": "0"}, {"regional_compilation": False}),
+        ({"VLLM_T_COMPILE_FULLGRAPH": "1"}, {"compile_fullgraph": True}),
+        ({"VLLM_T_COMPILE_DYNAMIC_SHAPES": "1"}, {"compile_dynamic_shapes": True}),
+        ({"VLLM_GC_THR_MULTIPLIER": "2"}, {"gc_thresholds": (1400, 20, 20)}),
+        ({"VLLM_GC_THR_GEN1": "7"}, {"gc_thresholds": (700, 7, 10)}),
+        ({"VLLM_GC_THR_GEN0": "0", "VLLM_GC_THR_MULTIPLIER": "2"}, {"gc_thresholds": (0, 10, 10)}),
+        ({"VLLM_HPU_LOG_STEP_GRAPH_COMPILATION": "1"}, {"log_compilations": "some"}),
+        ({"VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL": "1"}, {"log_compilations": "all"}),
+        ({"VLLM_HPU_LOG_STEP_CPU_FALLBACKS": "1"}, {"log_cpu_fallbacks": "some"}),
+        (
+            {"VLLM_HPU_LOG_STEP_CPU_FALLBACKS": "1", "VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL": "1"},
+            {"log_cpu_fallbacks": "all"},
+        ),
+    ],
+)
+def test_a_variable_arrives_in_its_field_and_nowhere_else(resolve, variables, expected):
+    assert resolve(**variables) == HPUConfig(**expected)
+
+
+def test_decode_reads_a_slice_unless_blocks_are_shared(resolve):
+    assert resolve(enable_prefix_caching=False).contiguous_pa is True
+    off = resolve(enable_prefix_caching=False, VLLM_CONTIGUOUS_PA="0")
+    assert off.contiguous_pa is False
+
+
+@pytest.mark.parametrize(
+    ("strategy", "exponential", "runs", "warnings"),
+    [
+        ("sparse", "1", "exponential", 1),
+        ("exp", "0", "linear", 1),
+        ("exp", "1", "exponential", 0),
+        ("lin", "1", "exponential", 0),
+    ],
+)
+def test_the_older_switch_of_the_strategy_wins(
+    resolve, capsys, strategy, exponential, runs, warnings
+):
+    config = resolve(VLLM_BUCKETING_STRATEGY=strategy, VLLM_EXPONENTIAL_BUCKETING=exponential)
+    assert config.bucketing_strategy == runs
+    line = f"VLLM_EXPONENTIAL_BUCKETING={exponential} overrides VLLM_BUCKETING_STRATEGY={strategy}"
+    assert capsys.readouterr().err.count(line) == warnings
+
+
+def test_a_prompt_has_one_kind_of_attention(resolve):
+    with pytest.raises(ConfigError, match="needs VLLM_PROMPT_USE_FUSEDSDPA=0"):
+        resolve(VLLM_PROMPT_USE_FLEX_ATTENTION="1")
+
+
+def test_a_feature_that_would_change_the_weights_is_refused(resolve):
+    message = "QUANT_CONFIG is set: quantization .*: not available in this version; unset it"
+    with pytest.raises(ConfigError, match=message):
+        resolve(QUANT_CONFIG="quant.json")
+
+
+def test_an_engine_does_not_start_with_it(monkeypatch):
+    monkeypatch.setenv("QUANT_CONFIG", "quant.json")
+    with pytest.raises(ConfigError, match="QUANT_CONFIG is set"):
+        EngineArgs().create_engine_config()

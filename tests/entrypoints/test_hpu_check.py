@@ -1,0 +1,259 @@
+"""`vllm hpu-check`: on simulated cards, on ones that compute wrongly, and without any."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.platforms.conftest import lazy, vendor  # noqa: F401
+from vllm import envs
+from vllm.attention.backends import hpu_attn
+from vllm.entrypoints.cli.main import main
+from vllm.hpu_check import CHECKS, NAMES, collectives
+from vllm.hpu_check.check import run_check
+from vllm.hpu_check.programs import check_compile_counting
+from vllm.platforms import hpu
+from vllm.platforms.habana.real import RealBridge
+from vllm.platforms.habana.sim import SimBridge, SimulatedKernels
+from vllm.platforms.habana.sim_device import HpuTensor
+from vllm.platforms.habana.sim_graphs import CapturedGraph
+
+LAZY = {"VLLM_HPU_SIM": "gaudi2", "PT_HPU_LAZY_MODE": "1"}
+EAGER = {"VLLM_HPU_SIM": "gaudi3", "PT_HPU_LAZY_MODE": "0"}
+
+
+@pytest.fixture(autouse=True)
+def no_compiled_code_is_left() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Set the variables of this test, on a machine without a card."""
+    monkeypatch.setattr(hpu, "_DEV", tmp_path)
+
+    def set_environment(variables: dict[str, str]) -> None:
+        loaded = envs.Envs.load(variables)
+        monkeypatch.setattr(envs, "get", lambda: loaded)
+
+    return set_environment
+
+
+def check(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str, str]]]:
+    """Exit code, and (status, detail) of each row of `--json`."""
+    code = main(["hpu-check", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: (row["status"], row["detail"]) for row in report["checks"]}
+    for status, count in report["totals"].items():
+        assert count == sum(found == status for found, _ in rows.values())
+    assert tuple(rows) == NAMES
+    return code, rows
+
+
+@pytest.mark.parametrize(
+    ("variables", "skipped"),
+    [
+        (LAZY, {"collectives": "there is one card", "torch.compile": "hpu_backend needs eager "}),
+        (EAGER, {"collectives": "there is one card", "graph replay": "HPU graphs need lazy mode"}),
+    ],
+)
+def test_a_simulated_card_passes_in_both_modes(environment, capsys, variables, skipped):
+    environment(variables)
+    code, rows = check(capsys)
+    assert code == 0
+    for name, (status, detail) in rows.items():
+        assert status == ("skip" if name in skipped else "pass"), (name, detail)
+        assert detail.startswith(skipped.get(name, ""))
+    mode = "lazy" if variables is LAZY else "eager"
+    assert rows["device"][1].startswith(f"{variables['VLLM_HPU_SIM'].upper()}, {mode} mode, torch ")
+
+
+def test_the_table_is_aligned_and_says_what_was_simulated(environment, capsys):
+    environment(LAZY)
+    assert main(["hpu-check"]) == 0
+    first, header, *rows, totals = capsys.readouterr().out.splitlines()
+    assert first == "SIMULATED card (gaudi2): nothing below ran on hardware"
+    column = header.index("result")
+    assert [row[: column - 2].rstrip() for row in rows] == list(NAMES)
+    assert {row[column : header.index("detail")].strip() for row in rows} == {"pass", "skip"}
+    assert all(row.endswith(" ms]") for row in rows)
+    assert totals.startswith(f"{len(NAMES) - 2} passed, 0 failed, 2 skipped in ")
+
+
+def raise_two_lines(*args: object, **kwargs: object) -> None:
+    raise RuntimeError("synapse says no\nand much more")
+
+
+def swapped_rotary(self, x, cos, sin, *, interleaved, rotary=SimulatedKernels.rotary):
+    return rotary(self, x, cos, sin, interleaved=not interleaved)
+
+
+def not_a_number(self, x, weight, eps):
+    return x * float("nan")
+
+
+def without_causality(self, query, key, value, attn_mask=None, *, sdpa=SimulatedKernels.sdpa, **kw):
+    if attn_mask is None:
+        kw = {"scale": kw.get("scale")}
+    return sdpa(self, query, key, value, attn_mask, **kw)
+
+
+def counters_with_fallbacks(self):
+    return replace(self.card.counters(), cpu_fallbacks={"aten::sort": 2, "aten::gather": 1})
+
+
+CAUSAL = {"sdpa causal", "sdpa shared heads", "sdpa valid lengths", "prefill attention"}
+BROKEN = {
+    "rotary of the other kind": (
+        (SimulatedKernels, "rotary", swapped_rotary),
+        {"rotary neox", "rotary gpt-j"},
+        "torch.float32, 64 of 64 rotated: max error ",
+    ),
+    "a norm that is no number": (
+        (SimulatedKernels, "rms_norm", not_a_number),
+        {"rms_norm", "graph replay"},
+        "torch.float32, norm of [33, 256]: max error nan, limit 1e-03 (6 of 6 cases)",
+    ),
+    "a kernel that sees what is to come": (
+        (SimulatedKernels, "sdpa", without_causality),
+        CAUSAL,
+        "torch.float32, softmax None: max error ",
+    ),
+    "a kernel that raises": (
+        (SimulatedKernels, "sdpa", raise_two_lines),
+        {*CAUSAL, "sdpa mask"},
+        "RuntimeError: synapse says no",
+    ),
+    "a replay that is stale": (
+        (CapturedGraph, "replay", lambda self, *args, **kwargs: self.outputs),
+        {"graph replay"},
+        "second call: max error ",
+    ),
+    "memory that is not taken": (
+        (SimBridge, "zeros", lambda self, shape, dtype: torch.zeros(1)),
+        {"memory"},
+        "94.62 of 94.62 GiB free; 256 MiB took 0.0 MiB",
+    ),
+    "an operator without a kernel": (
+        (SimBridge, "counters", counters_with_fallbacks),
+        {"host fallbacks"},
+        "ran on the host: aten::gather (1), aten::sort (2)",
+    ),
+    "new tokens that are not stored": (
+        (hpu_attn, "write_kv_cache", lambda *args: None),
+        {"decode attention", "prefill attention"},
+        "torch.float32, plain blocks, window None: max error ",
+    ),
+    "a copy that is not the same": (
+        (HpuTensor, "cpu", lambda self: torch.zeros(self.shape, dtype=self.dtype)),
+        set(NAMES) - {"collectives", "device", "memory", "torch.compile", "compile counting"}
+        - {"host fallbacks"},
+        "torch.float32 came back different from a copy waiting",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_broken_fails_and_the_other_checks_still_run(
+    environment, capsys, monkeypatch, what
+):
+    (owner, name, replacement), expected, message = BROKEN[what]
+    environment(LAZY)
+    monkeypatch.setattr(owner, name, replacement)
+    code, rows = check(capsys)
+    assert code == 1
+    failed = {name: detail for name, (status, detail) in rows.items() if status == "fail"}
+    assert failed.keys() == expected
+    assert next(detail for detail in failed.values()).startswith(message)
+    assert not any("\n" in detail for detail in failed.values())
+
+
+@pytest.mark.parametrize(
+    ("steps", "status", "detail"),
+    [
+        ([0, 1, 1, 1, 1, 2], "pass", "compilations: first shape 1, again 0, new shape 1"),
+        ([0, 1, 1, 2, 2, 3], "fail", "compilations: first shape 1, again 1, new shape 1"),
+        ([0, 1, 1, 1, 1, 1], "fail", "compilations: first shape 1, again 0, new shape 0"),
+        ([0, 0, 0, 0, 0, 0], "skip", "first shape 0, again 0, new shape 0: no compilation was "),
+    ],
+)
+def test_compile_counts_are_judged(steps, status, detail, monkeypatch):
+    bridge = SimBridge("gaudi2", is_lazy=True)
+    readings = iter([replace(bridge.counters(), compilations=n) for n in steps])
+    monkeypatch.setattr(bridge, "counters", lambda: next(readings))
+    with torch.inference_mode():
+        outcome = check_compile_counting(bridge)
+    assert outcome.status == status and outcome.detail.startswith(detail)
+
+
+# The stand-in package counts nothing, and turns pairs of neighbours in float32 only.
+CALLS_OF_THE_REAL_BRIDGE = [
+    name for name in CHECKS if name.startswith(("sdpa", "rms", "rotary neox", "decode", "prefill"))
+]
+
+
+@pytest.mark.parametrize("name", CALLS_OF_THE_REAL_BRIDGE)
+def test_kernels_of_the_real_bridge_are_called_as_documented(vendor, name):  # noqa: F811
+    SimBridge("gaudi2")  # the stand-in has no tensors of its own
+    result = run_check(name, lambda: CHECKS[name](RealBridge()))
+    assert result.status == "pass", result.detail
+
+
+def test_a_card_that_does_not_open_fails_once(environment, capsys, monkeypatch):
+    environment(LAZY)
+    monkeypatch.setattr(hpu, "_open_simulation", raise_two_lines)
+    code, rows = check(capsys)
+    assert code == 1
+    assert rows.pop("device") == ("fail", "RuntimeError: synapse says no")
+    assert {status for status, _ in rows.values()} == {"skip"}
+
+
+PACKAGE = "the package habana_frameworks (habana-torch-plugin) is not installed"
+
+
+@pytest.mark.parametrize("has_node", [False, True])
+def test_without_a_card_it_says_what_is_missing(environment, capsys, tmp_path, has_node):
+    environment({})
+    if has_node:
+        (tmp_path / "accel").mkdir()
+        (tmp_path / "accel" / "accel0").touch()
+    assert main(["hpu-check"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"no Gaudi card: {PACKAGE}\n" in captured.err
+    assert ("there is no device " in captured.err) is not has_node
+    assert captured.err.endswith("  VLLM_HPU_SIM=gaudi2 vllm hpu-check\n")
+
+    assert main(["hpu-check", "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["card"] is None
+    assert report["missing"][0] == PACKAGE and len(report["missing"]) == 2 - has_node
+
+
+def test_collectives_over_two_simulated_cards(monkeypatch):
+    monkeypatch.setenv("VLLM_HPU_SIM", "gaudi2")
+    outcome = collectives.check_collectives(2)
+    assert (outcome.status, outcome.detail) == ("pass", "sum and gather over 2 cards")
+
+
+@pytest.mark.parametrize(
+    ("program", "timeout_s", "detail"),
+    [
+        (
+            "import sys, time; sys.exit('trace\\nno route') if sys.argv[1] == '1' else "
+            "time.sleep(60)",
+            60,
+            "rank 1 of 2: no route",
+        ),
+        ("import time; time.sleep(60)", 0.1, "rank 0 of 2: no answer"),
+    ],
+)
+def test_collectives_that_do_not_work_fail_in_time(monkeypatch, program, timeout_s, detail):
+    monkeypatch.setattr(collectives, "_RANK_PROGRAM", program)
+    monkeypatch.setattr(collectives, "_TIMEOUT_S", timeout_s)
+    outcome = collectives.check_collectives(2)
+    assert (outcome.status, outcome.detail) == ("fail", detail)

@@ -1,0 +1,118 @@
+"""A simulated Gaudi for one test, in a process whose other tests run on the CPU."""
+
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from pytest import MonkeyPatch
+
+import vllm.ops
+from vllm import envs
+from vllm.attention.metadata import set_metadata
+from vllm.platforms import resolve_platform
+from vllm.platforms.habana import sim_spec
+from vllm.platforms.habana.sim import SimBridge
+from vllm.platforms.hpu import HPUPlatform
+
+MODES = {
+    "HPU graphs": (1, False),
+    "lazy": (1, True),
+    "torch.compile": (0, False),
+    "eager": (0, True),
+}
+"""PT_HPU_LAZY_MODE and enforce_eager."""
+
+FEW_BUCKETS = {
+    "VLLM_PROMPT_BS_BUCKET_MAX": 1,
+    "VLLM_PROMPT_SEQ_BUCKET_MIN": 32,
+    "VLLM_PROMPT_SEQ_BUCKET_STEP": 32,
+    "VLLM_PROMPT_SEQ_BUCKET_MAX": 32,
+    "VLLM_DECODE_BS_BUCKET_MIN": 4,
+    "VLLM_DECODE_BLOCK_BUCKET_MIN": 32,
+    "VLLM_DECODE_BLOCK_BUCKET_STEP": 32,
+}
+"""An engine with these starts within a second or two; torch.compile needs one for each bucket."""
+
+SMALL_ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 33,
+    "block_size": 16,
+}
+"""Arguments of `LLM` to go with them."""
+
+_OURS = ("VLLM_", "PT_HPU", "HABANA_")
+
+
+@contextmanager
+def simulated_hpu(
+    *, card: str = "gaudi2", pool_bytes: int | None = None, **variables: object
+) -> Iterator[SimBridge]:
+    """Inside, `LLM(...)` runs on a new simulated card; afterwards the process is as it was.
+
+    Strict unless `VLLM_HPU_SIM_STRICT=0` is among the variables. What the environment already has
+    of the engine's variables does not count. An engine for the CPU that was made before must not
+    run inside: a process has one table of operators.
+
+    Args:
+        card: a key of `sim_spec.CARDS`.
+        pool_bytes: memory of the card; None is what the real one has.
+        variables: environment variables by name; True and False are 1 and 0.
+
+    Yields:
+        The card.
+    """
+    values = {"VLLM_HPU_SIM": card, "VLLM_HPU_SIM_STRICT": 1, **variables}
+    with MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(_OURS)]:
+            patch.delenv(name)
+        for name, value in values.items():
+            patch.setenv(name, str(int(value)) if isinstance(value, bool) else str(value))
+        if pool_bytes is not None:
+            spec = replace(sim_spec.CARDS[card], pool_bytes=pool_bytes)
+            patch.setitem(sim_spec.CARDS, card, spec)
+        patch.setattr(vllm.ops, "_ops", None)
+        metadata, thresholds = set_metadata(None), gc.get_threshold()
+        _forget_environment()
+        try:
+            with torch._dynamo.config.patch():
+                platform = resolve_platform("hpu")
+                assert isinstance(platform, HPUPlatform)
+                bridge = platform.bridge
+                assert isinstance(bridge, SimBridge)
+                yield bridge
+        finally:
+            set_metadata(metadata)
+            gc.set_threshold(*thresholds)
+            torch.compiler.set_stance("default")
+            torch._dynamo.reset()
+            patch.undo()
+            _forget_environment()
+
+
+@contextmanager
+def captured_log(level: int = logging.INFO) -> Iterator[list[str]]:
+    """The messages that the package logs inside; they go nowhere else."""
+    logger, messages = logging.getLogger("vllm"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    with MonkeyPatch.context() as patch:
+        patch.setattr(logger, "handlers", [handler])
+        patch.setattr(logger, "propagate", False)
+        before = logger.level
+        logger.setLevel(level)
+        try:
+            yield messages
+        finally:
+            logger.setLevel(before)
+
+
+def _forget_environment() -> None:
+    envs.get.cache_clear()
+    resolve_platform.cache_clear()

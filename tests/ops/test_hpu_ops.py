@@ -1,0 +1,189 @@
+"""The operators of a Gaudi card against the torch reference; all of it runs in simulation."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+# These run here too, with the `ops` of this file.
+from tests.ops.test_ops_parity import (  # noqa: F401
+    packed_qkv,
+    seeded,
+    test_fused_add_rms_norm_agrees_with_reference,
+    test_not_a_number_is_not_hidden,
+    test_reshape_and_cache_writes_real_slots_only,
+    test_rms_norm_agrees_with_reference,
+    test_silu_and_mul_agrees_with_reference,
+    test_silu_and_mul_of_extreme_gates,
+)
+from vllm.ops.hpu import HPUOps
+from vllm.ops.interface import Ops
+from vllm.ops.native import NativeOps
+from vllm.platforms.habana.sim import SimBridge
+
+NATIVE = NativeOps()
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 2**-7},
+    torch.float16: {"rtol": 2**-10, "atol": 2**-10},
+}
+
+
+class OnCard:
+    """`HPUOps` for tensors of the host: they go to the card, and what comes of them returns."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            moved = [x.to("hpu") if isinstance(x, Tensor) else x for x in args]
+            result = getattr(self._ops, name)(*moved)
+            for mine, given in zip(moved, args, strict=True):
+                if isinstance(mine, Tensor) and name == "reshape_and_cache":
+                    given.copy_(mine)
+            if isinstance(result, tuple):
+                return tuple(x.cpu() for x in result)
+            return result if result is None else result.cpu()
+
+        return call
+
+
+@pytest.fixture(params=["lazy", "eager"])
+def bridge(request: pytest.FixtureRequest) -> Iterator[SimBridge]:
+    with torch.inference_mode():
+        yield SimBridge("gaudi2", is_lazy=request.param == "lazy", is_strict=True)
+
+
+@pytest.fixture
+def ops(bridge: SimBridge) -> OnCard:
+    return OnCard(HPUOps(bridge))
+
+
+def table(num_positions: int, rot_dim: int) -> Tensor:
+    angles = torch.rand(num_positions, rot_dim // 2) * 7
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(("head_size", "rot_dim"), [(16, 16), (64, 32), (80, 20), (100, 100)])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_rotary_embedding_agrees_with_reference(
+    bridge, head_size, rot_dim, is_neox, index_dtype, dtype
+):
+    packed = torch.randn(40, 10, head_size, dtype=dtype)
+    cos_sin, positions = table(300, rot_dim), torch.randint(300, (40,), dtype=index_dtype)
+    query, key, _ = packed.split([6, 2, 2], dim=1)
+    want = NATIVE.rotary_embedding(positions, query, key, cos_sin, is_neox)
+    on_card = packed.to("hpu")
+    query, key, _ = on_card.split([6, 2, 2], dim=1)
+    got = HPUOps(bridge).rotary_embedding(
+        positions.to("hpu"), query, key, cos_sin.to("hpu"), is_neox
+    )
+    for mine, reference in zip(got, want, strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.cpu(), reference, **TOLERANCES[dtype])
+        assert torch.equal(mine[..., rot_dim:].cpu(), reference[..., rot_dim:])
+    assert torch.equal(on_card.cpu(), packed), "an argument was written over"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("shape", [(5, 4, 32), (2, 3, 4, 32), (32,)])
+def test_rms_norm_of_any_shape_keeps_shape_and_dtype(ops, shape, dtype):
+    x, weight = torch.randn(shape).to(dtype), torch.randn(32).to(dtype)
+    want = NATIVE.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), want, **TOLERANCES[dtype])
+
+
+def test_rms_norm_of_heads_in_a_packed_tensor_on_the_card(bridge):
+    packed, weight = torch.randn(9, 8, 20), torch.randn(20)
+    want = NATIVE.rms_norm(packed[:, :4], weight, 1e-6)
+    got = HPUOps(bridge).rms_norm(packed.to("hpu")[:, :4], weight.to("hpu"), 1e-6)
+    assert got.is_contiguous()
+    torch.testing.assert_close(got.cpu(), want)
+
+
+def test_the_kernel_of_the_norm_gets_at_least_three_dimensions():
+    shapes = []
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        shapes.append(tuple(x.shape))
+        return x.clone()
+
+    ops = HPUOps(SimpleNamespace(kernels=SimpleNamespace(rms_norm=rms_norm)))
+    for shape in [(7, 16), (7, 2, 16), (16,)]:
+        assert ops.rms_norm(torch.randn(shape), torch.ones(16), 1e-5).shape == shape
+    assert shapes == [(1, 7, 16), (7, 2, 16), (1, 1, 16)]
+
+
+def test_shapes_that_do_not_fit_are_named(ops):
+    x = torch.randn(3, 8)
+    with pytest.raises(ValueError, match=r"\[7\].*\[3, 8\]"):
+        ops.rms_norm(x, torch.ones(7), 1e-5)
+    with pytest.raises(ValueError, match=r"\[2, 8\]"):
+        ops.fused_add_rms_norm(x, torch.randn(2, 8), torch.ones(8), 1e-5)
+    q = torch.randn(3, 2, 8)
+    for rot_dim in (7, 10):
+        with pytest.raises(ValueError, match=rf"rot_dim is {rot_dim}.*head size 8"):
+            ops.rotary_embedding(torch.arange(3), q, q, torch.zeros(9, rot_dim), True)
+    with pytest.raises(ValueError, match="4 positions for 3 queries and 3 keys"):
+        ops.rotary_embedding(torch.arange(4), q, q, torch.zeros(9, 8), True)
+
+
+class Layer(nn.Module):
+    """All operators of a layer but attention."""
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__()
+        self.ops = ops
+        self.register_buffer("weight", torch.randn(16))
+        self.register_buffer("cos_sin", table(64, 8))
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        normed, residual = self.ops.fused_add_rms_norm(x, x, self.weight, 1e-5)
+        heads = normed.unflatten(1, (2, 8))
+        neox = self.ops.rotary_embedding(positions, heads, heads, self.cos_sin, True)
+        pairs = self.ops.rotary_embedding(positions, heads, heads, self.cos_sin, False)
+        return residual, *neox, *pairs, self.ops.silu_and_mul(normed)
+
+
+def launches() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(6, 16), torch.randint(64, (6,), dtype=torch.int32)) for _ in range(3)]
+
+
+def test_a_warmed_layer_neither_compiles_nor_waits_and_a_graph_follows_its_inputs(bridge):
+    reference, layer = Layer(NATIVE), Layer(HPUOps(bridge))
+    layer.load_state_dict(reference.state_dict())
+    layer.to("hpu")
+    if bridge.is_lazy:
+        run = bridge.wrap_in_hpu_graph(layer)
+    else:
+        run = torch.compile(layer, backend="hpu_backend", dynamic=False, fullgraph=True)
+    inputs = launches()
+    on_card = [(x.to("hpu"), positions.to("hpu")) for x, positions in inputs]
+    run(*on_card[0])
+    for given, moved in zip(inputs, on_card, strict=True):
+        with bridge.warmed_section():
+            got = run(*moved)
+        for mine, want in zip(got, reference(*given), strict=True):
+            torch.testing.assert_close(mine.cpu(), want)
+    assert not bridge.counters().cpu_fallbacks
+
+
+def test_without_a_bridge_it_is_that_of_the_platform(monkeypatch):
+    from vllm import envs
+    from vllm.platforms import registry
+
+    settings = envs.Envs.load({"VLLM_HPU_SIM": "gaudi2"})
+    monkeypatch.setattr(envs, "get", lambda: settings)
+    registry.resolve_platform.cache_clear()
+    try:
+        x = torch.randn(3, 8)
+        ops = HPUOps()
+        assert ops.rms_norm(x.to("hpu"), torch.ones(8).to("hpu"), 1e-5).shape == (3, 8)
+    finally:
+        registry.resolve_platform.cache_clear()

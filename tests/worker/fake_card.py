@@ -1,0 +1,152 @@
+"""A card that reads packed launches as the model does, in plain numpy.
+
+In place of keys and values its cache holds, for each slot, a hash of all that decides them: the
+tokens up to the one in the slot. What a launch writes is computed from what it reads, so a launch
+that reads a wrong slot spoils all that follows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tests.core.helpers import next_content
+from vllm.attention.backends.hpu_metadata import PADDING_GROUP
+from vllm.bucketing import Phase
+from vllm.messages import IntArray
+from vllm.worker.hpu_input import (
+    RESIDENT,
+    input_sizes,
+    unpack_decode,
+    unpack_merged,
+    unpack_prefill,
+)
+from vllm.worker.hpu_planner import LaunchShape
+
+NEVER = -99
+"""In place of a token or a content: none was written."""
+
+
+@dataclass
+class RowRun:
+    """What one padded row of a launch did."""
+
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    """Of these tokens."""
+    slots: list[int] = field(default_factory=list)
+    """Where their keys and values went."""
+    visible: dict[int, int] = field(default_factory=dict)
+    """Position -> slot of what the last of them attends to, itself included."""
+    contents: dict[int, int] = field(default_factory=dict)
+    """Position -> content of these slots, as the row sees it."""
+
+
+class FakeCard:
+    """The cache and the newest tokens of a device.
+
+    Args:
+        num_blocks: KV blocks.
+        block_size: tokens per block.
+        num_rows: rows of the runner, padding not counted.
+        root: content before the first token.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, num_rows: int, root: int) -> None:
+        self._size = block_size
+        self._root = root
+        self.cache = [NEVER] * (num_blocks * block_size)
+        self.last_token_ids: IntArray = np.full(num_rows + 1, NEVER, np.int32)
+
+    def forget(self, row: int) -> None:
+        """A row has a new request: its newest token must not be asked for."""
+        self.last_token_ids[row] = NEVER
+
+    def run(self, packed: IntArray, shape: LaunchShape) -> list[RowRun]:
+        """One launch: all of it is written before any of it is read."""
+        if shape.bucket.phase is Phase.DECODE:
+            runs = list(self._decodes(packed, shape))
+        elif shape.merged_prompts:
+            runs = list(self._merged(packed, shape))
+        else:
+            runs = list(self._prefills(packed, shape))
+        for run in runs:
+            for position, token_id, slot in zip(
+                run.positions, run.token_ids, run.slots, strict=True
+            ):
+                before = run.visible.get(position - 1)
+                content = self._root if before is None else self.cache[before]
+                self.cache[slot] = next_content(content, token_id)
+        for run in runs:
+            run.contents = {position: self.cache[slot] for position, slot in run.visible.items()}
+        return runs
+
+    def keep(self, packed: IntArray, shape: LaunchShape, token_ids: dict[int, int]) -> None:
+        """Keep sampled tokens, by row, where the launch says; those of padding are nonsense."""
+        rows = packed[-input_sizes(shape)[-1] :]
+        self.last_token_ids[rows] = [token_ids.get(row, NEVER) for row in rows.tolist()]
+
+    def _decodes(self, packed: IntArray, shape: LaunchShape) -> Iterator[RowRun]:
+        given = unpack_decode(torch.from_numpy(packed), shape)
+        metadata = given.metadata
+        token_ids = given.token_ids.numpy().copy()
+        is_resident = token_ids == RESIDENT
+        token_ids[is_resident] = self.last_token_ids[given.rows.numpy()[is_resident]]
+        groups, usage, age = (
+            part.numpy()
+            for part in (metadata.block_groups, metadata.block_usage, metadata.block_age)
+        )
+        num_sliced = len(groups) - len(metadata.block_list)
+        assert num_sliced * self._size <= len(self.cache), "a slice beyond the cache"
+        blocks = np.concatenate([np.arange(num_sliced), metadata.block_list.numpy()])
+        columns = (given.positions, metadata.slot_mapping)
+        positions, slots = (column.tolist() for column in columns)
+        for index, position in enumerate(positions):
+            visible: dict[int, int] = {}
+            for entry in np.flatnonzero(groups == index).tolist():
+                first = position - int(age[entry])
+                for offset in range(int(usage[entry])):
+                    assert first + offset not in visible, "a position is seen twice"
+                    visible[first + offset] = int(blocks[entry]) * self._size + offset
+            yield RowRun([int(token_ids[index])], [position], [slots[index]], visible)
+
+    def _prefills(self, packed: IntArray, shape: LaunchShape) -> Iterator[RowRun]:
+        given = unpack_prefill(torch.from_numpy(packed), shape)
+        metadata, (batch, query_len) = given.metadata, given.metadata.slot_mapping.shape
+        token_ids = given.token_ids.view(batch, query_len).tolist()
+        positions = given.positions.view(batch, query_len).tolist()
+        slots, blocks = metadata.slot_mapping.tolist(), metadata.context_blocks.tolist()
+        lens = zip(metadata.context_lens.tolist(), metadata.query_lens.tolist(), strict=True)
+        for index, (context_len, count) in enumerate(lens):
+            visible = {
+                position: blocks[index][position // self._size] * self._size + position % self._size
+                for position in range(context_len)
+            }
+            visible.update(zip(positions[index][:count], slots[index][:count], strict=True))
+            if count:
+                assert given.last_tokens[index] == index * query_len + count - 1
+            yield RowRun(token_ids[index], positions[index], slots[index], visible)
+
+    def _merged(self, packed: IntArray, shape: LaunchShape) -> Iterator[RowRun]:
+        """The prompts, and one more row for the padding of all."""
+        given = unpack_merged(torch.from_numpy(packed), shape)
+        parts = {name: part.numpy() for name, part in vars(given.metadata).items()}
+        for index in [*range(shape.merged_prompts), PADDING_GROUP]:
+            own = np.flatnonzero(parts["sequence_ids"] == index)
+            columns = (given.token_ids.numpy(), parts["positions"], parts["slot_mapping"])
+            token_ids, positions, slots = (column[own].tolist() for column in columns)
+            visible: dict[int, int] = {}
+            if index == PADDING_GROUP:
+                yield RowRun(token_ids, positions, slots, visible)
+                continue
+            for entry in np.flatnonzero(parts["context_groups"] == index).tolist():
+                for offset in range(int(parts["context_usage"][entry])):
+                    position = int(parts["context_starts"][entry]) + offset
+                    assert position not in visible, "a position is seen twice"
+                    slot = int(parts["context_blocks"][entry]) * self._size + offset
+                    visible[position] = slot
+            visible.update(zip(positions, slots, strict=True))
+            if positions:
+                assert parts["last_token_indices"][index] == own[-1]
+            yield RowRun(token_ids, positions, slots, visible)

@@ -1,0 +1,330 @@
+"""Random engines and loads for the Gaudi path, and a loop of scheduler and planner without a model.
+
+`ScheduleLoop` does what an engine does with a step, in the same order: wait for the one in
+flight, update the rows, plan, pack each launch, sample. What a launch must be is checked by whoever
+drives it.
+"""
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm.bucketing import BucketPlan, StepLimits, plan_buckets
+from vllm.bucketing.bucket import Bucket
+from vllm.bucketing.shrink import shrink_launches
+from vllm.config import CacheConfig, HPUConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.scheduler import Scheduler
+from vllm.errors import ConfigError
+from vllm.messages import EngineRequest, Finished, IntArray, ModelRunnerOutput, SchedulerOutput
+from vllm.sampling_params import SamplingParams
+from vllm.worker.hpu_input import HPUInputBuilder
+from vllm.worker.hpu_planner import BucketLaunch, HPULaunchPlanner, LaunchShape, launch_shapes
+from vllm.worker.input_batch import InputBatch
+
+EOS = 3
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+"""Of every request: what is sampled is no business of the planner."""
+
+Rows = list[tuple[int, int, int]]
+"""Row, first position, tokens."""
+
+Run = Callable[[SchedulerOutput, list[BucketLaunch]], list[int]]
+"""Packs and runs the launches of a step: the next token of each row that samples, in their order
+in the step."""
+
+_SCHEDULER_FIELDS = {
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enable_chunked_prefill",
+    "max_num_partial_prefills",
+    "max_long_partial_prefills",
+    "long_prefill_token_threshold",
+    "scheduling_policy",
+}
+
+
+def make_config(
+    *, block_size: int = 4, enable_prefix_caching: bool = True, **settings: Any
+) -> VllmConfig:
+    """A configuration; settings are fields of SchedulerConfig or of HPUConfig."""
+    limits = {"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    scheduler = {key: settings.pop(key) for key in _SCHEDULER_FIELDS & settings.keys()}
+    return VllmConfig(
+        model=ModelConfig(model="none"),
+        cache=CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching),
+        scheduler=SchedulerConfig(**{**limits, **scheduler}),
+        hpu=HPUConfig(**settings),
+    )
+
+
+def make_batch(config: VllmConfig) -> InputBatch:
+    """The rows of a configuration."""
+    limits = config.scheduler
+    return InputBatch(limits.max_num_seqs, limits.max_model_len, config.max_blocks_per_request)
+
+
+# ---- random configurations ------------------------------------------------------------------
+
+
+def random_plan(rng: random.Random, folder: Path) -> tuple[VllmConfig, int, BucketPlan]:
+    """A configuration, its number of KV blocks, and its buckets.
+
+    Args:
+        rng: what it depends on.
+        folder: for a bucket file.
+    """
+    while True:
+        config = random_config(rng, folder)
+        scheduler, size = config.scheduler, config.cache.block_size
+        least = -(-scheduler.max_model_len // size)
+        # From too few for the longest request to enough for all; mostly too few for all.
+        most = max(2, round(least * rng.choice([0.6, 1, 1.5, 2, 3, scheduler.max_num_seqs])))
+        num_blocks = 1 + rng.randint(min(least, most), max(least, most))
+        try:
+            plan = plan_buckets(config, num_blocks)
+        except ConfigError:  # variables that exclude each other
+            continue
+        if plan.limits.max_seq_len > 1:
+            return config, num_blocks, shrunk_plan(rng, plan)
+
+
+def shrunk_plan(rng: random.Random, plan: BucketPlan) -> BucketPlan:
+    """What is left of a plan when there is no memory for some of its buckets; mostly all of it."""
+    phase = rng.choice([plan.catalog.prefill, plan.catalog.decode])
+    given_up = phase[-rng.randint(1, len(phase)) :]
+    if rng.random() < 0.8 or len(given_up) == len(phase):
+        return plan
+    found = shrink_launches(plan.catalog.without(given_up), plan.limits, given_up)
+    return plan if found is None else replace(plan, catalog=found[0], limits=found[1])
+
+
+def random_config(rng: random.Random, folder: Path) -> VllmConfig:
+    """Small numbers of everything, so that every limit is met soon."""
+    max_model_len = rng.choice([rng.randint(4, 24), rng.randint(16, 64), rng.randint(48, 96)])
+    max_num_seqs = rng.choice([1, 2, 3, 4, 6, 8, 8, 12])
+    is_chunked = rng.random() < 0.6
+    least = max_num_seqs if is_chunked else max(max_num_seqs, max_model_len)
+    partial = rng.choice([1, 1, 2, 3])
+    choice = rng.choice(["plain", "variables", "variables", "variables", "file", "other"])
+    hpu: dict[str, Any] = {}
+    if choice == "variables":
+        hpu["bucket_variables"] = random_variables(rng)
+    elif choice == "file":
+        path = folder / f"{rng.random()}.txt"
+        path.write_text(random_bucket_file(rng))
+        hpu["bucketing_file"] = str(path)
+    elif choice == "other":
+        hpu["bucketing_strategy"] = rng.choice(["exponential", "sparse"])
+    return make_config(
+        block_size=rng.choice([1, 2, 4, 4, 8, 16]),
+        enable_prefix_caching=rng.random() < 0.6,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=least + rng.choice([0, rng.randint(0, 12), rng.randint(0, 96)]),
+        enable_chunked_prefill=is_chunked,
+        max_num_partial_prefills=partial,
+        max_long_partial_prefills=rng.randint(1, partial),
+        long_prefill_token_threshold=rng.choice([0, 0, 2, rng.randint(1, max_model_len)]),
+        scheduling_policy=rng.choice(["fcfs", "priority"]),
+        contiguous_pa=rng.random() < 0.4,
+        merged_prefill=rng.random() < 0.15,
+        **hpu,
+    )
+
+
+def random_variables(rng: random.Random) -> tuple[tuple[str, int], ...]:
+    """Some of the twelve: sizes up to far below what a step may have."""
+    high = {"PROMPT_BS": 6, "PROMPT_SEQ": 48, "DECODE_BS": 8, "DECODE_BLOCK": 40}
+    return tuple(
+        (f"VLLM_{key}_BUCKET_{part}", rng.randint(1, max(1, most // 4 if part == "MIN" else most)))
+        for key, most in high.items()
+        for part in ("MIN", "STEP", "MAX")
+        if rng.random() < 0.4
+    )
+
+
+def random_bucket_file(rng: random.Random) -> str:
+    """A few buckets, perhaps of one phase only."""
+    prompts = [f"({rng.randint(1, 4)}, {rng.randint(2, 40)}, {rng.randint(0, 8)})" for _ in "abc"]
+    decodes = [f"({rng.randint(1, 8)}, 1, range(1, {rng.randint(2, 24)}, 3))" for _ in "ab"]
+    return "\n".join(rng.choice([prompts, decodes, prompts + decodes]))
+
+
+def random_request(
+    rng: random.Random, name: str, max_len: int, stems: list[list[int]]
+) -> EngineRequest:
+    """A request of up to `max_len` tokens whose beginning others may have too.
+
+    Args:
+        rng: what it depends on.
+        name: of the request.
+        max_len: at least 2.
+        stems: beginnings.
+    """
+    total = rng.choice([rng.randint(2, max_len), rng.randint(2, max_len), max_len])
+    num_prompt = total - min(
+        total - 1, rng.choice([1, 2, rng.randint(1, 8), rng.randint(1, total)])
+    )
+    shared = rng.choice(stems)[: rng.choice([0, total, total, rng.randint(0, num_prompt)])]
+    shared = shared[:num_prompt]
+    own = rng.choices(range(3), k=num_prompt - len(shared))
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=shared + own,
+        sampling_params=PARAMS,
+        seed=0,
+        eos_token_id=EOS if rng.random() < 0.3 else None,
+        max_total_tokens=total,
+        arrival_time=float(rng.randrange(8)),
+        priority=rng.choice([-1, 0, 0, 1]),
+    )
+
+
+# ---- the loop -------------------------------------------------------------------------------
+
+
+class ScheduleLoop:
+    """Scheduler, rows and planner.
+
+    Args:
+        config: of the engine.
+        num_blocks: KV blocks, the null block included.
+        plan: buckets.
+        depth: results outstanding while the next step is scheduled.
+
+    Attributes:
+        token_ids: what each request has got.
+        finished: how requests ended; cancelled ones are not here.
+    """
+
+    def __init__(
+        self, config: VllmConfig, num_blocks: int, plan: BucketPlan, depth: int = 0
+    ) -> None:
+        cache = config.cache
+        blocks = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
+        self.scheduler = Scheduler(config.scheduler, blocks)
+        self.plan = plan
+        self.batch = make_batch(config)
+        self.merged_prompts = min(config.scheduler.max_num_seqs, 2) * config.hpu.merged_prefill
+        self.planner = HPULaunchPlanner(plan.catalog, plan.limits, self.batch, self.merged_prompts)
+        self.inputs = HPUInputBuilder(self.batch, cache.block_size)
+        self._depth = depth
+        self.token_ids: defaultdict[str, list[int]] = defaultdict(list)
+        self.finished: dict[str, Finished] = {}
+        self._unrecorded: tuple[IntArray, IntArray] | None = None
+        self._outputs: deque[ModelRunnerOutput] = deque()
+
+    def step(self, run: Run) -> bool:
+        """Schedule a step, let `run` do its launches, take in the oldest result.
+
+        Args:
+            run: what the runner and the card do with them.
+
+        Returns:
+            Whether there was something to run.
+        """
+        step = self.scheduler.schedule()
+        if not len(step.rows):
+            self._take_in(0)
+            return False
+        if self._unrecorded is not None:
+            self.batch.record(*self._unrecorded)
+        self.batch.update(step)
+        self.inputs.place([new.row for new in step.new_requests])
+        launches: Any = self.planner.plan(step)
+        rows = sampled_rows(step, self.batch)
+        token_ids = np.array(run(step, launches), np.int32)
+        self._unrecorded = rows, token_ids
+        self._outputs.append(
+            ModelRunnerOutput(step_id=step.step_id, rows=rows, token_ids=token_ids)
+        )
+        self._take_in(self._depth)
+        return True
+
+    def _take_in(self, most_left: int) -> None:
+        while len(self._outputs) > most_left:
+            output = self.scheduler.update(self._outputs.popleft())
+            for name, token_id in zip(output.request_ids, output.token_ids, strict=True):
+                self.token_ids[name].append(token_id)
+            self.finished.update(output.finished)
+
+
+def sampled_rows(step: SchedulerOutput, batch: InputBatch) -> IntArray:
+    """The rows of a step that reach the last of their tokens."""
+    after = step.num_computed_tokens + step.num_scheduled_tokens
+    return step.rows[after >= batch.num_tokens[step.rows]]
+
+
+def run_load(
+    rng: random.Random, loop: ScheduleLoop, num_schedules: int, run: Run
+) -> dict[str, EngineRequest]:
+    """Requests come, run and are cancelled at random.
+
+    Args:
+        rng: what it depends on.
+        loop: an engine.
+        num_schedules: steps with something to run.
+        run: see `ScheduleLoop.step`.
+
+    Returns:
+        The requests that were not cancelled; some of them may not be finished.
+    """
+    engine, longest = loop.scheduler, loop.plan.limits.max_seq_len
+    stems = [rng.choices(range(3), k=longest) for _ in range(rng.choice([1, 2, 4]))]
+    crowd, cancels = rng.choice([0.2, 0.5, 0.8]), rng.choice([0, 0.02, 0.1])
+    requests: dict[str, EngineRequest] = {}
+    count = 0
+    while num_schedules:
+        while rng.random() < crowd and len(engine.waiting) < 12:
+            request = random_request(rng, str(count), longest, stems)
+            engine.add_request(request)
+            requests[request.request_id] = request
+            count += 1
+        if rng.random() < cancels:
+            name = str(max(0, count - 1 - rng.randrange(10)))
+            engine.abort_requests([name])
+            requests.pop(name, None)
+        num_schedules -= loop.step(run)
+    return requests
+
+
+# ---- what a step must be --------------------------------------------------------------------
+
+
+def entries(launches: list[BucketLaunch]) -> Rows:
+    """What the launches run, in their order."""
+    return [
+        entry
+        for launch in launches
+        for entry in zip(
+            launch.rows.tolist(),
+            launch.num_computed_tokens.tolist(),
+            launch.num_scheduled_tokens.tolist(),
+            strict=True,
+        )
+    ]
+
+
+def joined(rows: Rows) -> Rows:
+    """The same work with neighbouring pieces of a row put together."""
+    whole: Rows = []
+    for row, start, count in rows:
+        if whole and whole[-1][0] == row and sum(whole[-1][1:]) == start:
+            whole[-1] = (row, whole[-1][1], whole[-1][2] + count)
+        else:
+            whole.append((row, start, count))
+    return whole
+
+
+@cache
+def warmed_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int) -> list[LaunchShape]:
+    """`launch_shapes`, made once."""
+    return launch_shapes(bucket, limits, merged_prompts)

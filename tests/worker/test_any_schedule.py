@@ -1,0 +1,238 @@
+"""Whatever the scheduler emits, in whatever configuration, becomes launches that are right.
+
+Scheduler, rows, planner and packing run without a model, in configurations so small that prompts
+and decodes exceed their buckets, blocks run out and prefixes are hit. 100,000 steps are checked
+for a bucket of the catalog under each launch, a few thousand more for what each launch reads.
+"""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.core.helpers import (
+    FakeRow,
+    expected_result,
+    make_request,
+    next_token,
+    root_content,
+)
+from tests.worker.fake_card import FakeCard, RowRun
+from tests.worker.hpu_helpers import (
+    ScheduleLoop,
+    entries,
+    joined,
+    random_plan,
+    run_load,
+    sampled_rows,
+    warmed_shapes,
+)
+from vllm.attention.backends.hpu_metadata import count_decode_blocks
+from vllm.bucketing import Phase
+from vllm.bucketing.bucket import Bucket
+from vllm.core import scheduler
+from vllm.messages import NULL_BLOCK_ID, IntArray, SchedulerOutput
+from vllm.worker.hpu_input import input_sizes
+from vllm.worker.hpu_planner import BucketLaunch
+
+NUM_SEEDS = 8
+NUM_ENGINES = 125
+STEPS_PER_ENGINE = 100
+"""100,000 steps in all."""
+
+
+@pytest.fixture(autouse=True)
+def silent_preemptions(monkeypatch):
+    monkeypatch.setattr(scheduler.logger, "disabled", True)
+
+
+# ---- every launch has a bucket --------------------------------------------------------------
+
+
+class BucketChecker:
+    """Checks the launches of each step of one engine against its catalog.
+
+    Args:
+        rng: what configuration and load depend on.
+        folder: for bucket files.
+        seen: counts what occurred.
+    """
+
+    def __init__(self, rng: random.Random, folder: Path, seen: Counter[str]) -> None:
+        config, self.num_blocks, self.plan = random_plan(rng, folder)
+        self.rng = rng
+        self.seen = seen
+        self.size = config.cache.block_size
+        self.loop = ScheduleLoop(config, self.num_blocks, self.plan, depth=rng.choice([0, 1]))
+
+    def run(self) -> None:
+        """One load."""
+        run_load(self.rng, self.loop, STEPS_PER_ENGINE, self.run_step)
+        self.seen["preemption"] += self.loop.scheduler.num_preemptions
+
+    def run_step(self, step: SchedulerOutput, launches: list[BucketLaunch]) -> list[int]:
+        """Everything that has to be true of the launches of a step; random tokens for it."""
+        work = entries(launches)
+        arrays = (step.rows, step.num_computed_tokens, step.num_scheduled_tokens)
+        asked = list(zip(*(array.tolist() for array in arrays), strict=True))
+        assert joined(work) == asked, "not exactly the rows and tokens of the step, in their order"
+        assert all(len(launch.rows) for launch in launches), "a launch of nothing"
+        phases = [launch.bucket.phase for launch in launches]
+        assert phases == sorted(phases, reverse=True), "decodes go before prefills"
+        self.seen["prompt in pieces"] += len(work) > len(asked)
+        self.seen["decodes in parts"] += phases.count(Phase.DECODE) > 1
+        sampled = []
+        for launch in launches:
+            sampled += launch.rows[self.check_launch(launch)].tolist()
+        rows = sampled_rows(step, self.loop.batch)
+        assert sampled == rows.tolist(), "a row samples once, where its tokens end"
+        self.loop.inputs.mark_sampled(rows)
+        return self.rng.choices(range(4), k=len(rows))
+
+    def check_launch(self, launch: BucketLaunch) -> IntArray:
+        """The bucket is the catalog's and holds the launch, and packing agrees."""
+        bucket, limits = launch.bucket, self.plan.limits
+        assert bucket in self.plan.catalog, f"{bucket} is nobody's"
+        shapes = warmed_shapes(bucket, limits, self.loop.merged_prompts)
+        assert launch.shape in shapes, f"{launch.shape} is not warmed up"
+        is_decode = bucket.phase is Phase.DECODE
+        needed = self._decode_needs(launch) if is_decode else self._prefill_needs(launch)
+        assert bucket.covers(needed), f"{bucket} for {needed}"
+        packed, sampled = self.loop.inputs.pack(launch)
+        assert packed.dtype == np.int32
+        assert packed.shape == (sum(input_sizes(launch.shape)),)
+        return sampled
+
+    def _prefill_needs(self, launch: BucketLaunch) -> Bucket:
+        count, contexts = len(launch.rows), -(-launch.num_computed_tokens // self.size)
+        self.seen["prompts merged" if launch.merged_prompts else "prompts together"] += count > 1
+        if launch.merged_prompts:
+            assert count <= launch.merged_prompts
+            tokens = int(launch.num_scheduled_tokens.sum())
+            return Bucket(Phase.PREFILL, 1, tokens, int(contexts.sum()))
+        return Bucket(
+            Phase.PREFILL, count, int(launch.num_scheduled_tokens.max()), int(contexts.max())
+        )
+
+    def _decode_needs(self, launch: BucketLaunch) -> Bucket:
+        assert (launch.num_scheduled_tokens == 1).all()
+        tables = self.loop.batch.block_table[launch.rows]
+        counts = count_decode_blocks(tables, launch.num_computed_tokens + 1, self.size)
+        self.seen["shared blocks"] += counts.shared > 0
+        blocks = counts.references
+        if self.plan.limits.contiguous_pa:
+            self.seen["slice" if launch.is_contiguous else "no slice"] += 1
+        if launch.is_contiguous:
+            assert self.plan.limits.contiguous_pa
+            assert launch.bucket.blocks <= self.num_blocks, "a slice beyond the cache"
+            assert counts.shared <= launch.shape.num_shared
+            blocks = counts.span
+        return Bucket(Phase.DECODE, len(launch.rows), 1, blocks)
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_every_launch_of_any_schedule_has_a_bucket(seed, tmp_path):
+    rng, seen = random.Random(seed), Counter[str]()
+    for _ in range(NUM_ENGINES):
+        BucketChecker(rng, tmp_path, seen).run()
+    for event in (
+        "preemption",
+        "prompt in pieces",
+        "prompts together",
+        "prompts merged",
+        "decodes in parts",
+        "shared blocks",
+        "slice",
+        "no slice",
+    ):
+        assert seen[event] >= 5, f"{event} hardly ever happened: {seen}"
+
+
+# ---- every launch reads and writes what is its own ------------------------------------------
+
+
+class CardChecker:
+    """Runs the launches of one engine on a card, and checks what each row reads and writes.
+
+    Args:
+        rng: what configuration and load depend on.
+        folder: for bucket files.
+    """
+
+    def __init__(self, rng: random.Random, folder: Path) -> None:
+        config, num_blocks, plan = random_plan(rng, folder)
+        self.rng = rng
+        self.size = config.cache.block_size
+        self.loop = ScheduleLoop(config, num_blocks, plan, depth=rng.choice([0, 1]))
+        root = root_content(make_request())
+        self.card = FakeCard(num_blocks, self.size, config.scheduler.max_num_seqs, root)
+        self.rows: dict[int, FakeRow] = {}
+
+    def run(self) -> None:
+        """One load to its end: everybody gets the tokens that they get alone."""
+        requests = run_load(self.rng, self.loop, STEPS_PER_ENGINE, self.run_step)
+        while self.loop.scheduler.num_unfinished_requests:
+            self.loop.step(self.run_step)
+        for name, request in requests.items():
+            result = self.loop.token_ids[name], self.loop.finished[name]
+            assert result == expected_result(request)
+
+    def run_step(self, step: SchedulerOutput, launches: list[BucketLaunch]) -> list[int]:
+        """Run the launches; the tokens that follow from what they read."""
+        for new in step.new_requests:
+            token_ids = new.request.prompt_token_ids + new.output_token_ids
+            self.rows[new.row] = FakeRow(new.request, token_ids, list(new.block_ids))
+            self.card.forget(new.row)
+        for row, block_id in zip(step.block_rows.tolist(), step.block_ids.tolist(), strict=True):
+            self.rows[row].block_ids.append(block_id)
+        sampled: dict[int, int] = {}
+        for launch in launches:
+            sampled.update(self.run_launch(launch))
+        for row, token_id in sampled.items():
+            self.rows[row].token_ids.append(token_id)
+        return [sampled[row] for row in sampled_rows(step, self.loop.batch).tolist()]
+
+    def run_launch(self, launch: BucketLaunch) -> dict[int, int]:
+        """The sampled token of each row that has one."""
+        packed, indices = self.loop.inputs.pack(launch)
+        runs = self.card.run(packed, launch.shape)
+        written: list[int] = []
+        for entry, run in zip(entries([launch]), runs, strict=False):
+            written += self.check_row(run, *entry)
+        assert len(set(written)) == len(written), "a slot is written twice"
+        padding = [slot for run in runs for slot in run.slots if slot not in set(written)]
+        assert all(slot // self.size == NULL_BLOCK_ID for slot in padding)
+        assert not any(run.visible for run in runs[len(launch.rows) :]), "padding reads"
+        sampled = {}
+        for index in indices.tolist():
+            row, run = self.rows[int(launch.rows[index])], runs[index]
+            num_output = len(row.token_ids) - len(row.spec.prompt_token_ids)
+            token_id = next_token(row.spec, run.contents[max(run.contents)], num_output)
+            sampled[int(launch.rows[index])] = token_id
+        self.card.keep(packed, launch.shape, sampled)
+        self.loop.inputs.mark_sampled(launch.rows[indices])
+        return sampled
+
+    def check_row(self, run: RowRun, row_id: int, start: int, count: int) -> list[int]:
+        """A row sees all of its own tokens and nothing else; the slots it writes."""
+        row, end = self.rows[row_id], start + count
+        slots = [self._slot(row, position) for position in range(end)]
+        assert run.token_ids[:count] == row.token_ids[start:end]
+        assert run.positions[:count] == list(range(start, end))
+        assert run.slots[:count] == slots[start:]
+        assert run.visible == dict(enumerate(slots))
+        assert run.contents == {position: row.content(position) for position in range(end)}
+        return run.slots[:count]
+
+    def _slot(self, row: FakeRow, position: int) -> int:
+        index, offset = divmod(position, self.size)
+        return row.block_ids[index] * self.size + offset
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_launch_reads_and_writes_what_is_its_own(seed, tmp_path):
+    rng = random.Random(seed)
+    for _ in range(NUM_ENGINES // 4):
+        CardChecker(rng, tmp_path).run()

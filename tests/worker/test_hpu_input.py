@@ -1,0 +1,235 @@
+"""What a launch is on the device, number by number."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.test_input_batch import int_array, new_request, step
+from vllm.bucketing.bucket import Bucket, decode, prefill
+from vllm.worker.hpu_input import (
+    RESIDENT,
+    HPUInputBuilder,
+    input_sizes,
+    to_device,
+    unpack_decode,
+    unpack_merged,
+    unpack_prefill,
+)
+from vllm.worker.hpu_planner import BucketLaunch, LaunchShape
+from vllm.worker.input_batch import InputBatch
+
+SIZE = 4
+PADDING_ROW = 8
+
+
+def filled_batch() -> InputBatch:
+    """Row 5 has 6 tokens in blocks 3 and 1, row 2 has 4 in block 2, row 7 has 9 in 4, 6 and 5."""
+    batch = InputBatch(max_num_seqs=PADDING_ROW, max_model_len=64, max_blocks=16)
+    batch.update(
+        step(
+            [
+                new_request(5, [50, 51, 52, 53, 54, 55], blocks=[3, 1]),
+                new_request(2, [20, 21, 22], output=[23], blocks=[2]),
+                new_request(7, list(range(70, 79)), blocks=[4, 6, 5]),
+            ]
+        )
+    )
+    return batch
+
+
+def launch_of(bucket: Bucket, *rows: tuple[int, int, int], **kind: Any) -> BucketLaunch:
+    """Rows are (row, computed, scheduled)."""
+    columns = [np.array(column, np.int32) for column in zip(*rows, strict=True)] or [
+        int_array()
+    ] * 3
+    return BucketLaunch(*columns, bucket, **kind)
+
+
+def packed_parts(
+    launch: BucketLaunch, builder: HPUInputBuilder | None = None
+) -> tuple[list[list[int]], list[int]]:
+    """The parts of the packed input, and the rows that sample."""
+    builder = builder or HPUInputBuilder(filled_batch(), SIZE)
+    packed, sampled = builder.pack(launch)
+    ends = np.cumsum(input_sizes(launch.shape))
+    assert packed.dtype == np.int32 and len(packed) == ends[-1]
+    return [part.tolist() for part in np.split(packed, ends[:-1])], sampled.tolist()
+
+
+DECODES = ((5, 5, 1), (2, 3, 1))
+
+
+def test_a_plain_decode():
+    parts, sampled = packed_parts(launch_of(decode(3, 8), *DECODES))
+    assert parts == [
+        [55, 23, 0],
+        [5, 2, PADDING_ROW],
+        [5, 3, 0],
+        [3, 1, 2, 0, 0, 0, 0, 0],  # blocks
+        [0, 0, 1, -1, -1, -1, -1, -1],  # groups
+        [4, 2, 4, 1, 1, 1, 1, 1],  # usage
+        [5, 1, 3, 0, 0, 0, 0, 0],  # age of the first slot
+        [1 * 4 + 1, 2 * 4 + 3, 2],  # slots
+        [5, 2, PADDING_ROW],
+    ]
+    assert sampled == [0, 1]
+
+
+def test_a_contiguous_decode_has_each_block_at_its_id():
+    parts, sampled = packed_parts(launch_of(decode(3, 5), *DECODES, is_contiguous=True))
+    assert parts == [
+        [55, 23, 0],
+        [5, 2, PADDING_ROW],
+        [5, 3, 0],
+        [0, 0, 0],  # repeats: nothing is shared
+        [-1, 0, 1, 0, -1, -1, -1, -1],
+        [1, 2, 4, 4, 1, 1, 1, 1],
+        [0, 1, 3, 5, 0, 0, 0, 0],
+        [1 * 4 + 1, 2 * 4 + 3, 2],
+        [5, 2, PADDING_ROW],
+    ]
+    assert sampled == [0, 1]
+
+
+def test_a_prefill_with_context_and_padding():
+    """Row 7 goes on after 5 tokens and ends; row 5 starts and stops before its end."""
+    parts, sampled = packed_parts(launch_of(prefill(3, 5, 3), (7, 5, 4), (5, 0, 3)))
+    assert parts == [
+        [75, 76, 77, 78, 0, 50, 51, 52, 0, 0, 0, 0, 0, 0, 0],
+        [5, 6, 7, 8, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0],
+        [3, 7, 0],  # last tokens
+        [4, 3, 0],  # query lengths
+        [5, 0, 0],  # context lengths
+        [4, 6, 0, 0, 0, 0, 0, 0, 0],  # context blocks
+        [25, 26, 27, 20, 0, 12, 13, 14, 0, 1, 2, 3, 0, 1, 2],  # slots; padding in the null block
+        [7, PADDING_ROW, PADDING_ROW],
+    ]
+    assert sampled == [0]
+
+
+def test_a_merged_prefill_has_all_prompts_in_one_row():
+    launch = launch_of(prefill(1, 9, 3), (7, 5, 4), (5, 0, 3), merged_prompts=3)
+    parts, sampled = packed_parts(launch)
+    assert parts == [
+        [75, 76, 77, 78, 50, 51, 52, 0, 0],
+        [0, 0, 0, 0, 1, 1, 1, -1, -1],  # whose they are
+        [5, 6, 7, 8, 0, 1, 2, 0, 0],
+        [25, 26, 27, 20, 12, 13, 14, 3, 0],  # slots
+        [3, 6, 0],  # last tokens
+        [4, 6, 0],  # context blocks
+        [0, 0, -1],
+        [0, 4, 0],  # position of their first slot
+        [4, 1, 0],  # tokens in them
+        [7, PADDING_ROW, PADDING_ROW],
+    ]
+    assert sampled == [0]
+
+
+def test_pieces_of_a_prompt_in_one_launch_sample_once():
+    parts, sampled = packed_parts(launch_of(prefill(2, 5, 2), (7, 0, 5), (7, 5, 4)))
+    assert parts[0] == [70, 71, 72, 73, 74, 75, 76, 77, 78, 0]
+    assert parts[-1] == [PADDING_ROW, 7]
+    assert sampled == [1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        (LaunchShape(decode(3, 8)), (3, 3, 3, 8, 8, 8, 8, 3, 3)),
+        (LaunchShape(decode(3, 8), is_contiguous=True), (3, 3, 3, 3, 11, 11, 11, 3, 3)),
+        (LaunchShape(prefill(2, 8)), (16, 16, 2, 2, 2, 0, 16, 2)),
+        (LaunchShape(prefill(2, 8, 5)), (16, 16, 2, 2, 2, 10, 16, 2)),
+        (LaunchShape(prefill(1, 8, 5), merged_prompts=3), (8, 8, 8, 8, 3, 5, 5, 5, 5, 3)),
+    ],
+)
+def test_sizes_depend_on_the_shape_and_padding_alone_is_a_launch(shape, sizes):
+    assert input_sizes(shape) == sizes
+    kind = {"is_contiguous": shape.is_contiguous, "merged_prompts": shape.merged_prompts}
+    parts, sampled = packed_parts(launch_of(shape.bucket, **kind))
+    assert [len(part) for part in parts] == list(sizes)
+    assert parts[-1] == [PADDING_ROW] * sizes[-1]
+    assert sampled == []
+
+
+# ---- tokens that are on the device ----------------------------------------------------------
+
+
+def sampled_on_device() -> tuple[InputBatch, HPUInputBuilder]:
+    """Rows 5 and 2 have sampled a token, which the host knows by now."""
+    batch = filled_batch()
+    builder = HPUInputBuilder(batch, SIZE)
+    builder.mark_sampled(int_array(5, 2))
+    batch.record(int_array(5, 2), int_array(56, 24))
+    return batch, builder
+
+
+def token_ids(builder: HPUInputBuilder, *rows: tuple[int, int, int]) -> list[int]:
+    return packed_parts(launch_of(decode(len(rows), 8), *rows), builder)[0][0]
+
+
+def test_the_newest_token_is_taken_from_the_device():
+    _, builder = sampled_on_device()
+    assert token_ids(builder, (5, 6, 1), (2, 4, 1), (7, 8, 1)) == [RESIDENT, RESIDENT, 78]
+
+
+def test_older_tokens_come_from_the_host():
+    _, builder = sampled_on_device()
+    assert token_ids(builder, (5, 5, 1), (2, 4, 1)) == [55, RESIDENT]
+
+
+def test_a_new_request_in_a_row_has_nothing_on_the_device():
+    batch, builder = sampled_on_device()
+    batch.update(step([new_request(5, [1, 2], output=[3], blocks=[3])], freed=[5]))
+    builder.place([5])
+    assert token_ids(builder, (5, 2, 1), (2, 4, 1)) == [3, RESIDENT]
+
+
+# ---- the way back ---------------------------------------------------------------------------
+
+
+def on_device(launch: BucketLaunch) -> torch.Tensor:
+    packed, _ = HPUInputBuilder(filled_batch(), SIZE).pack(launch)
+    return to_device(packed, torch.device("cpu"))
+
+
+def test_a_decode_is_split_into_its_parts():
+    launch = launch_of(decode(3, 8), *DECODES)
+    given = unpack_decode(on_device(launch), launch.shape)
+    assert given.token_ids.tolist() == [55, 23, 0]
+    assert given.rows.tolist() == [5, 2, PADDING_ROW]
+    assert given.positions.tolist() == [5, 3, 0]
+    assert given.metadata.block_list.tolist() == [3, 1, 2, 0, 0, 0, 0, 0]
+    assert given.metadata.block_groups.tolist() == [0, 0, 1, -1, -1, -1, -1, -1]
+    assert given.metadata.block_usage.tolist() == [4, 2, 4, 1, 1, 1, 1, 1]
+    assert given.metadata.block_age.tolist() == [5, 1, 3, 0, 0, 0, 0, 0]
+    assert given.metadata.slot_mapping.tolist() == [5, 11, 2]
+
+
+def test_a_prefill_is_split_into_its_parts():
+    launch = launch_of(prefill(2, 5, 3), (7, 5, 4))
+    given = unpack_prefill(on_device(launch), launch.shape)
+    assert given.token_ids.tolist() == [75, 76, 77, 78, 0, 0, 0, 0, 0, 0]
+    assert given.positions.tolist() == [5, 6, 7, 8, 0, 0, 0, 0, 0, 0]
+    assert given.last_tokens.tolist() == [3, 0]
+    assert given.metadata.query_lens.tolist() == [4, 0]
+    assert given.metadata.context_lens.tolist() == [5, 0]
+    assert given.metadata.context_blocks.tolist() == [[4, 6, 0], [0, 0, 0]]
+    assert given.metadata.slot_mapping.tolist() == [[25, 26, 27, 20, 0], [1, 2, 3, 0, 1]]
+
+
+def test_a_merged_prefill_is_split_into_its_parts():
+    launch = launch_of(prefill(1, 5, 3), (7, 5, 4), merged_prompts=2)
+    given = unpack_merged(on_device(launch), launch.shape)
+    assert given.token_ids.tolist() == [75, 76, 77, 78, 0]
+    assert {name: part.tolist() for name, part in vars(given.metadata).items()} == {
+        "sequence_ids": [0, 0, 0, 0, -1],
+        "positions": [5, 6, 7, 8, 0],
+        "slot_mapping": [25, 26, 27, 20, 0],
+        "last_token_indices": [3, 0],
+        "context_blocks": [4, 6, 0],
+        "context_groups": [0, 0, -1],
+        "context_starts": [0, 4, 0],
+        "context_usage": [4, 1, 0],
+    }

@@ -1,0 +1,93 @@
+"""The runner on the simulated card: shapes that were not warmed up, subgraphs, no recompilation."""
+
+import pytest
+import torch
+
+from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
+from vllm import LLM, SamplingParams
+from vllm.bucketing.bucket import decode
+from vllm.worker.hpu_planner import LaunchShape
+
+NUM_LAYERS = 6  # of the bundled model
+GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+
+
+def generate(llm: LLM, *lengths: int) -> None:
+    prompts = [{"prompt_token_ids": [20 + n] * n} for n in lengths]
+    llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+def runner_of(llm: LLM):
+    return llm.llm_engine.engine_core.executor._worker.runner
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_warm_up_every_shape_is_named_once(mode):
+    is_lazy, is_eager = MODES[mode]
+    variables = FEW_BUCKETS | {"VLLM_SKIP_WARMUP": 1, "PT_HPU_LAZY_MODE": is_lazy}
+    with simulated_hpu(**variables) as bridge, captured_log() as log:
+        llm = LLM(**SMALL_ENGINE, enforce_eager=is_eager)
+        assert not any("[Warmup]" in line or "Warmup finished" in line for line in log)
+        counts = []
+        for lengths in ((20,), (25,), (40,), (20, 25, 40)):
+            generate(llm, *lengths)
+            counts.append(bridge.counters().compilations)
+        assert bridge.counters().graph_captures == 0
+    assert "Skipping warmup..." in log
+    assert [line for line in log if line.startswith("Configuration")] == [
+        "Configuration: (prompt, 1, 32) was not warmed-up!",
+        "Configuration: (decode, 4, 32) was not warmed-up!",
+        "Configuration: (prompt, 1, 32, 2) was not warmed-up!",
+        "Configuration: (prompt, 1, 32, 1) was not warmed-up!",  # two blocks of 40 are cached
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_after_a_warm_up_no_shape_is_named():
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS), captured_log() as log:
+        llm = LLM(**SMALL_ENGINE)
+        for lengths in ((20,), (25,), (40,), (20, 25, 40)):
+            generate(llm, *lengths)
+        assert runner_of(llm).report.compilations_after_warmup() == 0
+    assert not any("was not warmed-up" in line for line in log)
+
+
+@pytest.mark.parametrize("mode", ["HPU graphs", "lazy"])
+@pytest.mark.parametrize("layers", [1, 2, 4, 6, 7])
+def test_a_graph_ends_after_so_many_layers(layers, mode, monkeypatch):
+    """The embedding belongs to the first part, norm and logits to the last one."""
+    variables = FEW_BUCKETS | {"VLLM_CONFIG_HIDDEN_LAYERS": layers, "VLLM_SKIP_WARMUP": 1}
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, **variables) as bridge, captured_log():
+        llm = LLM(**SMALL_ENGINE, enforce_eager=mode == "lazy")
+        runner, shape = runner_of(llm), LaunchShape(decode(3, 20))
+        launches: list[int] = []
+        with torch.inference_mode():
+            given = runner.padding_input(shape)
+            if mode == "HPU graphs":
+                replay = bridge.card.replay
+                monkeypatch.setattr(
+                    bridge.card,
+                    "replay",
+                    lambda capture: launches.append(capture.num_subgraphs) or replay(capture),
+                )
+                runner.execution.capture(given, shape)
+                runner.execution.run(given, shape)
+            else:
+                bridge.mark_step()
+                before = bridge.counters().compilations
+                runner.execution.run(given, shape)
+                launches.append(bridge.counters().compilations - before)
+    num_parts = NUM_LAYERS // layers
+    # In lazy mode those between the first and the last are one recipe.
+    assert launches == [1 + (num_parts if mode == "HPU graphs" else min(num_parts, 2))]
+
+
+def test_a_full_warm_up_makes_a_later_compilation_an_error():
+    variables = FEW_BUCKETS | {"VLLM_FULL_WARMUP": 1}
+    with simulated_hpu(**variables) as bridge, captured_log():
+        llm = LLM(**SMALL_ENGINE)
+        before = bridge.counters().compilations
+        generate(llm, 20, 70)
+        assert bridge.counters().compilations == before
+        with pytest.raises(RuntimeError, match="skip_guard_eval_unsafe"):
+            runner_of(llm).warm_up(LaunchShape(decode(3, 7)), with_sampler=False)

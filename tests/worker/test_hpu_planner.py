@@ -1,0 +1,288 @@
+"""How a step is split, joined and padded, launch by launch."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.bucketing.helpers import make_limits
+from tests.worker.hpu_helpers import Rows, entries
+from vllm.bucketing import Catalog, Phase
+from vllm.bucketing.bucket import Bucket, decode, prefill
+from vllm.messages import IntArray, SchedulerOutput
+from vllm.worker.hpu_planner import (
+    BucketLaunch,
+    HPULaunchPlanner,
+    LaunchShape,
+    launch_shapes,
+)
+from vllm.worker.input_batch import InputBatch
+
+SIZE = 16
+
+
+def plan(
+    rows: Rows,
+    buckets: list[Bucket] | Catalog,
+    tables: dict[int, list[int]] | None = None,
+    merged_prompts: int = 0,
+    **limits: Any,
+) -> list[BucketLaunch]:
+    """The launches of a step.
+
+    Args:
+        rows: row, computed tokens and scheduled tokens of each.
+        buckets: what there is.
+        tables: blocks of rows; only contiguous attention looks at them.
+        merged_prompts: see HPULaunchPlanner.
+        limits: of a launch.
+    """
+    defaults = {"block_size": SIZE, "max_num_seqs": 8, "enable_chunked_prefill": True}
+    batch = InputBatch(max_num_seqs=8, max_model_len=2048, max_blocks=128)
+    for row, blocks in (tables or {}).items():
+        batch.block_table[row, : len(blocks)] = blocks
+    if isinstance(buckets, list):
+        buckets = Catalog(
+            [bucket for bucket in buckets if bucket.phase is Phase.PREFILL],
+            [bucket for bucket in buckets if bucket.phase is Phase.DECODE],
+        )
+    planner = HPULaunchPlanner(
+        buckets, make_limits(**{**defaults, **limits}), batch, merged_prompts
+    )
+    columns = [np.array(column, np.int32) for column in zip(*rows, strict=True)]
+    launches: Any = planner.plan(make_step(*columns))
+    return launches
+
+
+def make_step(rows: IntArray, computed: IntArray, scheduled: IntArray) -> SchedulerOutput:
+    none = np.empty(0, np.int32)
+    return SchedulerOutput(
+        step_id=0,
+        freed_rows=[],
+        new_requests=[],
+        rows=rows,
+        num_computed_tokens=computed,
+        num_scheduled_tokens=scheduled,
+        block_rows=none,
+        block_ids=none,
+    )
+
+
+def shown(launches: list[BucketLaunch]) -> list[tuple[Rows, Bucket]]:
+    return [(entries([launch]), launch.bucket) for launch in launches]
+
+
+def test_decodes_run_first_and_prompts_follow_in_their_order():
+    rows = [(3, 20, 1), (0, 16, 1), (5, 0, 90), (1, 32, 10)]
+    buckets = [decode(2, 8), prefill(1, 16, 2), prefill(1, 128)]
+    assert shown(plan(rows, buckets)) == [
+        ([(3, 20, 1), (0, 16, 1)], decode(2, 8)),
+        ([(5, 0, 90)], prefill(1, 128)),
+        ([(1, 32, 10)], prefill(1, 16, 2)),
+    ]
+
+
+# ---- decodes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "limits", "parts"),
+    [
+        ([2, 2, 2], {"max_block_refs": 128}, [3]),
+        ([2, 2, 2], {"max_block_refs": 6, "max_model_len": 64}, [3]),
+        ([2, 2, 2], {"max_block_refs": 5, "max_model_len": 64}, [2, 1]),
+        ([4, 1, 1, 4, 4], {"max_block_refs": 6, "max_model_len": 64}, [3, 1, 1]),
+        ([1, 4, 1, 1], {"max_block_refs": 4, "max_model_len": 64}, [1, 1, 2]),
+        ([1, 1, 1, 1, 1], {"max_num_seqs": 2}, [2, 2, 1]),
+        # 3 blocks can be used, so that no more than 3 decode together.
+        ([1, 1, 1, 1], {"num_blocks": 4, "max_model_len": 32}, [3, 1]),
+    ],
+)
+def test_decodes_are_split_where_a_launch_is_full(num_blocks, limits, parts):
+    rows = [(row, count * SIZE - 1, 1) for row, count in enumerate(num_blocks)]
+    launches = plan(rows, [decode(8, 128)], **limits)
+    assert [len(launch.rows) for launch in launches] == parts
+    assert entries(launches) == rows
+
+
+@pytest.mark.parametrize(
+    ("tables", "is_contiguous", "bucket"),
+    [
+        # The highest id decides, not how many there are.
+        ({0: [3, 7], 1: [2]}, True, decode(2, 8)),
+        ({0: [3, 8], 1: [2]}, True, decode(2, 16)),
+        # Two references beyond the first of a block have a place, the third has none.
+        ({0: [5, 6, 1], 1: [5, 6, 2]}, True, decode(2, 8)),
+        ({0: [5, 6, 7, 1], 1: [5, 6, 7, 2]}, False, decode(2, 8)),
+        ({0: [5, 6, 7, 1, 3], 1: [5, 6, 7, 2, 4]}, False, decode(2, 16)),
+        # No cache has the blocks of this slice.
+        ({0: [3, 17], 1: [2]}, False, decode(2, 8)),
+    ],
+)
+def test_a_contiguous_decode_is_a_slice_where_it_can_be(tables, is_contiguous, bucket):
+    rows = [(row, len(blocks) * SIZE - 1, 1) for row, blocks in tables.items()]
+    buckets = [decode(2, 8), decode(2, 16), decode(2, 24)]
+    limits = {"contiguous_pa": True, "num_blocks": 18, "enable_prefix_caching": True}
+    (launch,) = plan(rows, buckets, tables, **limits)
+    assert (launch.is_contiguous, launch.bucket) == (is_contiguous, bucket)
+
+
+def test_without_sharing_a_slice_beyond_the_cache_becomes_a_plain_launch_of_its_bucket():
+    """The smaller bucket would hold the references, but is warmed up for slices only."""
+    limits = {"contiguous_pa": True, "num_blocks": 18}
+    tables = {0: [3, 17], 1: [2]}
+    rows = [(0, 31, 1), (1, 15, 1)]
+    (launch,) = plan(rows, [decode(2, 8), decode(2, 24)], tables, **limits)
+    assert launch.shape == LaunchShape(decode(2, 24))
+    assert launch.shape in launch_shapes(launch.bucket, make_limits(**limits))
+
+
+@pytest.mark.parametrize(
+    ("bucket", "limits", "kinds"),
+    [
+        (prefill(1, 128), {"contiguous_pa": True}, [False]),
+        (decode(4, 8), {}, [False]),
+        (decode(4, 8), {"contiguous_pa": True, "num_blocks": 8}, [True]),
+        (decode(4, 9), {"contiguous_pa": True, "num_blocks": 8}, [False]),
+        (decode(4, 9), {"contiguous_pa": True}, [True]),
+        (
+            decode(4, 8),
+            {"contiguous_pa": True, "num_blocks": 8, "enable_prefix_caching": True},
+            [True, False],
+        ),
+        (
+            decode(4, 9),
+            {"contiguous_pa": True, "num_blocks": 8, "enable_prefix_caching": True},
+            [False],
+        ),
+    ],
+)
+def test_a_bucket_is_warmed_up_in_every_shape_it_is_launched_in(bucket, limits, kinds):
+    shapes = launch_shapes(bucket, make_limits(**limits))
+    assert shapes == [LaunchShape(bucket, is_contiguous=kind) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("is_contiguous", "num_shared", "num_entries"), [(False, 0, 8), (True, 4, 12)]
+)
+def test_a_slice_has_one_more_entry_for_each_row(is_contiguous, num_shared, num_entries):
+    shape = LaunchShape(decode(4, 8), is_contiguous)
+    assert (shape.num_shared, shape.num_entries) == (num_shared, num_entries)
+
+
+# ---- prompts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "pieces"),
+    [
+        ([(0, 0, 32)], [(0, 0, 32)]),
+        ([(0, 0, 33)], [(0, 0, 32), (0, 32, 1)]),
+        ([(0, 5, 70)], [(0, 5, 32), (0, 37, 32), (0, 69, 6)]),
+        ([(0, 0, 8), (1, 16, 64)], [(0, 0, 8), (1, 16, 32), (1, 48, 32)]),
+        ([(2, 0, 40), (1, 0, 40)], [(2, 0, 32), (2, 32, 8), (1, 0, 32), (1, 32, 8)]),
+    ],
+)
+def test_a_prompt_longer_than_a_launch_may_be_runs_in_pieces(rows, pieces):
+    launches = plan(rows, [prefill(1, 32, 8)], max_chunk_tokens=32)
+    assert shown(launches) == [([piece], prefill(1, 32, 8)) for piece in pieces]
+
+
+def test_pieces_of_one_prompt_may_share_a_launch():
+    (launch,) = plan([(0, 0, 64)], [prefill(1, 32, 2), prefill(2, 32, 2)], max_chunk_tokens=32)
+    assert shown([launch]) == [([(0, 0, 32), (0, 32, 32)], prefill(2, 32, 2))]
+
+
+SIZES = [prefill(b, q, c) for b in (1, 2, 4) for q in (16, 20, 48, 256) for c in (0, 4, 64)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups"),
+    [
+        ([(0, 0, 16), (1, 0, 16)], [2]),
+        ([(0, 0, 256), (1, 0, 256), (2, 0, 200), (3, 0, 256)], [4]),
+        # Two padded to 48 are 28 tokens more than 20 and 48 are, and a launch costs 32.
+        ([(0, 0, 20), (1, 0, 48)], [2]),
+        # Two padded to 48 are 32 tokens more, which attend to more keys.
+        ([(0, 0, 16), (1, 0, 48)], [1, 1]),
+        # Two padded to 256 are 240 tokens more.
+        ([(0, 0, 16), (1, 0, 256)], [1, 1]),
+        # Neighbours only: a later row may read what an earlier one writes.
+        ([(0, 0, 16), (1, 0, 256), (2, 0, 16)], [1, 1, 1]),
+        ([(0, 0, 16), (1, 0, 16), (2, 0, 256), (3, 0, 250)], [2, 2]),
+        # A third one makes it a launch of four: 16 tokens more than two launches.
+        ([(0, 0, 16), (1, 0, 16), (2, 0, 16)], [3]),
+        # Context is padded too: 64 blocks for both, where one has none.
+        ([(0, 0, 256), (1, 1024, 256)], [1, 1]),
+        ([(0, 0, 16), (1, 64, 16)], [2]),
+        # There is no launch of more than four.
+        ([(row, 0, 16) for row in range(6)], [2, 4]),
+    ],
+)
+def test_neighbours_share_a_launch_where_that_is_cheaper(rows, groups):
+    launches = plan(rows, SIZES)
+    assert [len(launch.rows) for launch in launches] == groups
+    assert entries(launches) == rows
+
+
+def test_a_group_has_the_largest_sizes_of_its_rows():
+    (launch,) = plan([(0, 0, 20), (1, 49, 16)], SIZES)
+    assert launch.bucket == prefill(2, 20, 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "merged_prompts", "expected"),
+    [
+        # Lengths and contexts add up.
+        ([(0, 0, 20), (1, 17, 20)], 3, [(2, prefill(1, 48, 4))]),
+        ([(0, 0, 20), (1, 16, 20), (2, 48, 8)], 3, [(3, prefill(1, 48, 4))]),
+        ([(0, 0, 20), (1, 0, 20), (2, 0, 8)], 2, [(2, prefill(1, 48)), (1, prefill(1, 16))]),
+        # One and four blocks of context are five, which is still cheaper than two launches.
+        ([(0, 16, 20), (1, 64, 20)], 3, [(2, prefill(1, 48, 64))]),
+        # No bucket holds 258 tokens.
+        ([(0, 0, 256), (1, 0, 2)], 3, [(1, prefill(1, 256)), (1, prefill(1, 16))]),
+    ],
+)
+def test_merged_prompts_have_one_row_for_all(rows, merged_prompts, expected):
+    launches = plan(rows, SIZES, merged_prompts=merged_prompts)
+    assert [(len(launch.rows), launch.bucket) for launch in launches] == expected
+    assert all(launch.shape.num_rows == merged_prompts for launch in launches)
+    assert entries(launches) == rows
+
+
+# ---- buckets --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("warmed", "expected"),
+    [
+        ([], decode(1, 1)),
+        ([decode(4, 8)], decode(4, 8)),
+        ([decode(4, 8), decode(2, 4)], decode(2, 4)),
+        ([decode(4, 8), decode(1, 1)], decode(1, 1)),
+    ],
+)
+def test_a_warmed_bucket_is_preferred_to_a_smaller_one(warmed, expected):
+    catalog = Catalog([], [decode(1, 1), decode(2, 4), decode(4, 8)])
+    catalog.mark_warmed(warmed)
+    (launch,) = plan([(0, 0, 1)], catalog)
+    assert launch.bucket == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "buckets", "expected"),
+    [
+        ([(0, 40, 1), (1, 9, 1)], [], [decode(2, 4)]),
+        ([(0, 0, 10)], [], [prefill(1, 16)]),
+        ([(0, 33, 17), (1, 0, 5)], [], [prefill(1, 32, 3), prefill(1, 16)]),
+        (
+            [(0, 0, 16), (1, 0, 300), (2, 0, 16), (3, 0, 16)],
+            SIZES,
+            [prefill(1, 16), prefill(1, 304), prefill(2, 16)],
+        ),
+    ],
+)
+def test_a_launch_without_a_bucket_has_its_own_shape_in_whole_blocks(rows, buckets, expected):
+    launches = plan(rows, buckets)
+    assert [launch.bucket for launch in launches] == expected
+    assert entries(launches) == rows

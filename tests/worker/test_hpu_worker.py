@@ -1,0 +1,176 @@
+"""The worker on the simulated card: its memory arithmetic, its refusals, its reports of steps."""
+
+import re
+
+import pytest
+
+from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
+from vllm import LLM, SamplingParams
+from vllm.bucketing import Catalog, MemoryClass
+from vllm.bucketing.bucket_plan import step_limits
+from vllm.engine.arg_utils import EngineArgs
+from vllm.errors import ConfigError
+from vllm.platforms.habana.sim_memory import Lease
+from vllm.worker.hpu_warmup import WarmUp
+from vllm.worker.hpu_worker import HPUWorker
+
+GIB, MIB = 2**30, 2**20
+BLOCK_BYTES = 16 * MIB  # Llama-3.1-8B in bfloat16, 128 tokens
+
+
+def loaded_worker(**settings) -> HPUWorker:
+    worker = HPUWorker(EngineArgs(**SMALL_ENGINE | settings).create_engine_config())
+    worker.load_model()
+    return worker
+
+
+def take_up_to(bridge, num_bytes: int) -> Lease:
+    """Let so many bytes of the card be in use, as if a large model were loaded."""
+    pool = bridge.card.memory
+    return Lease(pool, num_bytes - pool.in_use_bytes)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "utilization", "reserved", "lines"),
+    [
+        (
+            79.2247,
+            0.9,
+            0.1,
+            [
+                "Free device memory: 79.22 GiB, 71.3 GiB usable (gpu_memory_utilization=0.9), "
+                "7.13 GiB reserved for HPUGraphs (VLLM_GRAPH_RESERVED_MEM=0.1), 64.17 GiB "
+                "reserved for KV cache",
+                "# HPU blocks: 4107, # CPU blocks: 0",
+                "Using 7.13 GiB/15.05 GiB of free device memory for HPUGraphs, 2.139 GiB for "
+                "prompt and 4.991 GiB for decode (VLLM_GRAPH_PROMPT_RATIO=0.3)",
+            ],
+        ),
+        (
+            # A published log has 4.755 GiB and 11.095 GiB here: 0.3 and 0.7 of a rounded 15.85.
+            79.1645,
+            0.5,
+            0.4,
+            [
+                "Free device memory: 79.16 GiB, 39.58 GiB usable (gpu_memory_utilization=0.5), "
+                "15.83 GiB reserved for HPUGraphs (VLLM_GRAPH_RESERVED_MEM=0.4), 23.75 GiB "
+                "reserved for KV cache",
+                "# HPU blocks: 1519, # CPU blocks: 0",
+                "Using 15.85 GiB/55.43 GiB of free device memory for HPUGraphs, 4.754 GiB for "
+                "prompt and 11.09 GiB for decode (VLLM_GRAPH_PROMPT_RATIO=0.3)",
+            ],
+        ),
+    ],
+)
+def test_the_memory_is_divided_as_in_the_published_logs(
+    free_gib, utilization, reserved, lines, monkeypatch
+):
+    variables = {"VLLM_GRAPH_RESERVED_MEM": reserved, "PT_HPU_LAZY_MODE": 1}
+    settings = {"gpu_memory_utilization": utilization, "num_gpu_blocks_override": None}
+    with simulated_hpu(**variables) as bridge:
+        worker = loaded_worker(**settings)
+        monkeypatch.setattr(worker, "_block_bytes", lambda: BLOCK_BYTES)
+        total, workspace = bridge.memory_info().total_bytes, 504 * MIB
+        weights = take_up_to(bridge, total - int(free_gib * GIB) - workspace)
+        with captured_log() as log:
+            num_blocks, ledger = worker._divide_memory(workspace)
+            cache = Lease(bridge.card.memory, num_blocks * BLOCK_BYTES)
+            ledger.book(MemoryClass.KV_CACHE, cache.num_bytes)
+            limits = step_limits(worker.config, num_blocks)
+            WarmUp(worker.config, bridge, worker.runner, Catalog((), ()), limits, ledger).run()
+        assert ledger.booked(MemoryClass.WEIGHTS) > weights.num_bytes
+    assert log[:3] == lines
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_profiling_run_books_what_the_largest_launches_need(mode):
+    is_lazy, is_eager = MODES[mode]
+    with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **FEW_BUCKETS) as bridge:
+        worker = loaded_worker(enforce_eager=is_eager)
+        used = bridge.card.memory.in_use_bytes
+        with captured_log() as log:
+            worker.initialize_cache()
+        ledger = worker.ledger
+        assert ledger.booked(MemoryClass.WEIGHTS) == used
+        logits = 256 * 4096 * 4  # of prompt log-probabilities, the largest tensor
+        assert 2 * logits < ledger.booked(MemoryClass.WORKSPACE) < 4 * logits
+        text = next(line for line in log if line.startswith("Model profiling run took"))
+        assert re.match(r"Model profiling run took [89]\.\d+ MiB of device memory \(2\d\.", text)
+
+
+@pytest.mark.parametrize(
+    ("pool_mib", "settings", "what"),
+    [
+        (15, {}, "no memory for the weights: the card has 15 MiB"),
+        (22, {}, "no memory for a launch, even the smallest: the card has 22 MiB"),
+        (
+            30,
+            {"num_gpu_blocks_override": None},
+            r"the KV cache holds \d+ tokens .*; 8.\d+ MiB are kept for launches, less with a "
+            "lower --max-num-batched-tokens",
+        ),
+        (
+            60,
+            {"num_gpu_blocks_override": 3000},
+            r"num_gpu_blocks_override=3000: the blocks take 281.2 MiB, the KV cache can have",
+        ),
+    ],
+)
+def test_too_little_memory_is_one_line_that_says_for_what(pool_mib, settings, what):
+    with simulated_hpu(pool_bytes=pool_mib * MIB, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+        with pytest.raises(ConfigError, match=what) as caught:
+            LLM(**SMALL_ENGINE | settings)
+        assert "\n" not in str(caught.value)
+
+
+# ---- reports of steps -----------------------------------------------------------------------
+
+STATS = r"\[\('TotalNumber', (\d+)\), .*\]"
+SHAPE = r"is_prompt: (\w+), num_seqs: (\d+), max_context_len: (\d+), max_num_blocks (\d+)"
+
+
+def step_reports(lines: list[str], tag: str) -> list[tuple[str, ...]]:
+    """Count, is_prompt, num_seqs, max_context_len and max_num_blocks of each report."""
+    pattern = re.compile(rf"VLLM_HPU_STEP_{tag}: {STATS}, {SHAPE}")
+    return [found.groups() for line in lines if (found := pattern.fullmatch(line))]
+
+
+def test_every_step_is_reported_on_demand():
+    variables = {
+        "VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL": 1,
+        "VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL": 1,
+    }
+    with (
+        simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS, **variables),
+        captured_log() as log,
+    ):
+        llm = LLM(**SMALL_ENGINE)
+        params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        prompts = [{"prompt_token_ids": [20] * 15}, {"prompt_token_ids": [30] * 20}]
+        llm.generate(prompts, params, use_tqdm=False)
+    want = [
+        ("0", "True", "2", "20", "2"),
+        ("0", "False", "2", "21", "2"),
+        ("0", "False", "2", "22", "2"),
+    ]
+    assert step_reports(log, "GRAPH_COMPILATION") == want
+    assert step_reports(log, "CPU_FALLBACK") == want
+
+
+def test_only_steps_that_compile_are_reported_otherwise():
+    variables = {"VLLM_HPU_LOG_STEP_GRAPH_COMPILATION": 1, "VLLM_SKIP_WARMUP": 1}
+    with (
+        simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS, **variables),
+        captured_log() as log,
+    ):
+        llm = LLM(**SMALL_ENGINE)
+        params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+        for _ in range(2):
+            llm.generate({"prompt_token_ids": [20] * 15}, params, use_tqdm=False)
+    reports = step_reports(log, "GRAPH_COMPILATION")
+    assert [report[1:] for report in reports] == [
+        ("True", "1", "15", "1"),
+        ("False", "1", "16", "1"),
+    ]
+    assert all(int(report[0]) > 0 for report in reports)
+    assert step_reports(log, "CPU_FALLBACK") == []

@@ -1,0 +1,65 @@
+"""What only Gaudi has: buckets, warm-up, graphs, and how their attention is computed.
+
+The values are those of environment variables, under the names that users of Gaudi know.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vllm.config.checks import check_at_least, check_one_of
+from vllm.errors import ConfigError
+
+BucketingStrategy = Literal["linear", "exponential", "sparse"]
+GraphOrder = Literal["min_tokens", "max_bs"]
+PromptAttention = Literal["fused", "flex", "naive"]
+StepLog = Literal["off", "some", "all"]
+
+
+_NO_FLAG = {"cli": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HPUConfig:
+    """Settings of the Gaudi path."""
+
+    bucketing_strategy: BucketingStrategy = field(default="linear", metadata=_NO_FLAG)
+    bucketing_file: str | None = field(default=None, metadata=_NO_FLAG)
+    """Path of a file with the buckets, in place of a strategy."""
+    bucket_variables: tuple[tuple[str, int], ...] = field(default=(), metadata=_NO_FLAG)
+    """The variables of linear bucketing that are set: name and value."""
+    merged_prefill: bool = field(default=False, metadata=_NO_FLAG)
+    """Prompts of a launch are laid end to end in one row."""
+    skip_warmup: bool = field(default=False, metadata=_NO_FLAG)
+    full_warmup: bool = field(default=False, metadata=_NO_FLAG)
+    """A compilation after the warm-up is an error."""
+    graph_reserved_mem: float = field(default=0.1, metadata=_NO_FLAG)
+    """Share of the usable memory for HPU graphs."""
+    graph_prompt_ratio: float = field(default=0.3, metadata=_NO_FLAG)
+    """Share of the graph memory for prompt graphs."""
+    graph_prompt_strategy: GraphOrder = field(default="min_tokens", metadata=_NO_FLAG)
+    graph_decode_strategy: GraphOrder = field(default="max_bs", metadata=_NO_FLAG)
+    contiguous_pa: bool = field(default=False, metadata=_NO_FLAG)
+    """Decode reads the KV cache as one slice."""
+    prompt_attention: PromptAttention = field(default="fused", metadata=_NO_FLAG)
+    softmax_const_norm: float | None = field(default=None, metadata=_NO_FLAG)
+    """Decode subtracts this from all scores; None: what `pa_softmax_impl` says."""
+    pa_softmax_impl: str | None = field(default=None, metadata=_NO_FLAG)
+    """Names of what decode subtracts from scores; None: the largest score of each block."""
+    hidden_layers_per_graph: int = field(default=1, metadata=_NO_FLAG)
+    """Decoder layers after which lazy mode ends a recorded graph."""
+    regional_compilation: bool = field(default=True, metadata=_NO_FLAG)
+    compile_fullgraph: bool = field(default=False, metadata=_NO_FLAG)
+    compile_dynamic_shapes: bool = field(default=False, metadata=_NO_FLAG)
+    gc_thresholds: tuple[int, int, int] = field(default=(11200, 160, 160), metadata=_NO_FLAG)
+    """For `gc.set_threshold` in the worker: by default 16 times those of Python, because a step
+    makes many objects and hardly ever a cycle."""
+    log_compilations: StepLog = field(default="off", metadata=_NO_FLAG)
+    log_cpu_fallbacks: StepLog = field(default="off", metadata=_NO_FLAG)
+
+    def __post_init__(self) -> None:
+        check_one_of(self, "bucketing_strategy", ("linear", "exponential", "sparse"))
+        check_one_of(self, "prompt_attention", ("fused", "flex", "naive"))
+        check_at_least(self, 1, "hidden_layers_per_graph")
+        for name in ("graph_reserved_mem", "graph_prompt_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be 0 to 1, got {getattr(self, name)}")

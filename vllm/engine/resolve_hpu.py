@@ -1,0 +1,117 @@
+"""The settings of Gaudi out of environment variables, checked against each other."""
+
+from dataclasses import fields
+from typing import Any, cast
+
+from vllm import envs
+from vllm.config.hpu import BucketingStrategy, HPUConfig, PromptAttention, StepLog
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_STRATEGIES: dict[str, BucketingStrategy] = {"lin": "linear", "exp": "exponential"}
+
+_GC_DEFAULTS = (700, 10, 10)
+
+
+def resolve_hpu_config(*, enable_prefix_caching: bool) -> HPUConfig:
+    """The settings of this process.
+
+    Raises:
+        ConfigError: two variables contradict each other, or one of the Gaudi fork asks for a
+            feature without which the engine would compute something else.
+    """
+    for variable in envs.refused():
+        raise ConfigError(
+            f"environment variable {variable.name} is set: {variable.reason}: not available in "
+            "this version; unset it to run without"
+        )
+    settings = envs.get()
+    contiguous_pa = settings.VLLM_CONTIGUOUS_PA
+    return HPUConfig(
+        bucketing_strategy=_strategy(settings),
+        bucketing_file=settings.VLLM_BUCKETING_FROM_FILE,
+        bucket_variables=bucket_variables(settings),
+        merged_prefill=settings.VLLM_MERGED_PREFILL,
+        skip_warmup=settings.VLLM_SKIP_WARMUP,
+        full_warmup=settings.VLLM_FULL_WARMUP,
+        graph_reserved_mem=settings.VLLM_GRAPH_RESERVED_MEM,
+        graph_prompt_ratio=settings.VLLM_GRAPH_PROMPT_RATIO,
+        graph_prompt_strategy=cast(Any, settings.VLLM_GRAPH_PROMPT_STRATEGY),
+        graph_decode_strategy=cast(Any, settings.VLLM_GRAPH_DECODE_STRATEGY),
+        contiguous_pa=not enable_prefix_caching if contiguous_pa is None else contiguous_pa,
+        prompt_attention=_prompt_attention(settings),
+        softmax_const_norm=_const_norm(settings),
+        pa_softmax_impl=settings.VLLM_PA_SOFTMAX_IMPL,
+        hidden_layers_per_graph=settings.VLLM_CONFIG_HIDDEN_LAYERS,
+        regional_compilation=settings.VLLM_REGIONAL_COMPILATION,
+        compile_fullgraph=settings.VLLM_T_COMPILE_FULLGRAPH,
+        compile_dynamic_shapes=settings.VLLM_T_COMPILE_DYNAMIC_SHAPES,
+        gc_thresholds=_gc_thresholds(settings),
+        log_compilations=_step_log(
+            settings.VLLM_HPU_LOG_STEP_GRAPH_COMPILATION,
+            settings.VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL,
+        ),
+        log_cpu_fallbacks=_step_log(
+            settings.VLLM_HPU_LOG_STEP_CPU_FALLBACKS, settings.VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL
+        ),
+    )
+
+
+def bucket_variables(settings: envs.Envs) -> tuple[tuple[str, int], ...]:
+    """The variables of linear bucketing that are set."""
+    values = ((f.name, getattr(settings, f.name)) for f in fields(settings) if "_BUCKET_" in f.name)
+    return tuple((name, value) for name, value in values if value is not None)
+
+
+def _strategy(settings: envs.Envs) -> BucketingStrategy:
+    name = settings.VLLM_BUCKETING_STRATEGY
+    strategy = _STRATEGIES.get(name, cast(BucketingStrategy, name))
+    if settings.VLLM_EXPONENTIAL_BUCKETING is None:
+        return strategy
+    asked: BucketingStrategy = "exponential" if settings.VLLM_EXPONENTIAL_BUCKETING else "linear"
+    if strategy not in ("linear", asked):
+        logger.warning(
+            "VLLM_EXPONENTIAL_BUCKETING=%d overrides VLLM_BUCKETING_STRATEGY=%s",
+            settings.VLLM_EXPONENTIAL_BUCKETING,
+            name,
+        )
+    return asked
+
+
+def _prompt_attention(settings: envs.Envs) -> PromptAttention:
+    if not settings.VLLM_PROMPT_USE_FLEX_ATTENTION:
+        return "fused" if settings.VLLM_PROMPT_USE_FUSEDSDPA else "naive"
+    if settings.VLLM_PROMPT_USE_FUSEDSDPA:
+        raise ConfigError(
+            "VLLM_PROMPT_USE_FLEX_ATTENTION=1 needs VLLM_PROMPT_USE_FUSEDSDPA=0: a prompt has one "
+            "kind of attention"
+        )
+    return "flex"
+
+
+def _gc_thresholds(settings: envs.Envs) -> tuple[int, int, int]:
+    """Those that are set as they are; the defaults of Python multiplied."""
+    given = (settings.VLLM_GC_THR_GEN0, settings.VLLM_GC_THR_GEN1, settings.VLLM_GC_THR_GEN2)
+    if given != _GC_DEFAULTS:
+        return given
+    first, second, third = (value * settings.VLLM_GC_THR_MULTIPLIER for value in _GC_DEFAULTS)
+    return first, second, third
+
+
+def _const_norm(settings: envs.Envs) -> float | None:
+    if not settings.VLLM_SOFTMAX_CONST_NORM:
+        return None
+    if settings.VLLM_PA_SOFTMAX_IMPL is not None:
+        raise ConfigError(
+            "VLLM_SOFTMAX_CONST_NORM=1 and VLLM_PA_SOFTMAX_IMPL are two ways to normalise one "
+            "softmax; set one of them"
+        )
+    return settings.VLLM_SOFTMAX_CONST_NORM_VALUE
+
+
+def _step_log(some: bool, every: bool) -> StepLog:
+    if every:
+        return "all"
+    return "some" if some else "off"

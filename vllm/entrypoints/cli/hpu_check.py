@@ -1,0 +1,118 @@
+"""`vllm hpu-check`: does the Gaudi card of this machine compute what the engine needs?"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from vllm.platforms.hpu import (
+    create_hpu_platform,
+    has_card,
+    has_vendor_library,
+    num_cards,
+    simulated_card,
+)
+from vllm.utils import FlexibleArgumentParser
+
+if TYPE_CHECKING:
+    from vllm.hpu_check import CheckResult
+
+_DOCS = "https://docs.habana.ai/en/latest"
+_HOW_TO_INSTALL = f"""\
+Driver and firmware, on the host:
+  {_DOCS}/Installation_Guide/Driver_Installation.html
+The vendor's image has the library; the versions are those of
+{_DOCS}/Support_Matrix/Support_Matrix.html, for example:
+  docker run -it --runtime=habana -e HABANA_VISIBLE_DEVICES=all \\
+    -e OMPI_MCA_btl_vader_single_copy_mechanism=none --cap-add=sys_nice --net=host --ipc=host \\
+    vault.habana.ai/gaudi-docker/1.21.3/ubuntu22.04/habanalabs/pytorch-installer-2.6.0:latest
+Without a card, on a simulated one:
+  VLLM_HPU_SIM=gaudi2 vllm hpu-check
+"""
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
+) -> FlexibleArgumentParser:
+    """Declare the subcommand and return its parser."""
+    parser = subparsers.add_parser(
+        "hpu-check",
+        help="check that a Gaudi card computes what the engine needs",
+        description="Check memory, kernels, attention, graphs and compilation of a Gaudi card, in "
+        "the mode that PT_HPU_LAZY_MODE gives. Exit code: 0 nothing failed, 1 something did, 2 "
+        "there is no card.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the card, real or simulated, and print a row for each check as it ends.
+
+    Returns:
+        The exit code.
+    """
+    model = simulated_card()
+    if model is None and not has_card():
+        missing = list(_missing())
+        if args.json:
+            sys.stdout.write(json.dumps({"card": None, "missing": missing}) + "\n")
+        else:
+            sys.stderr.write("".join(f"no Gaudi card: {text}\n" for text in missing))
+            sys.stderr.write(_HOW_TO_INSTALL)
+        return 2
+
+    from vllm.hpu_check import run_checks
+
+    results = run_checks(create_hpu_platform(), 1 if model else max(1, num_cards()))
+    if args.json:
+        done = list(results)
+        sys.stdout.write(json.dumps(_as_object(model, done)) + "\n")
+    else:
+        done = _print_table(model, results)
+    return 1 if any(result.status == "fail" for result in done) else 0
+
+
+def _missing() -> Iterable[str]:
+    if not has_vendor_library():
+        yield "the package habana_frameworks (habana-torch-plugin) is not installed"
+    if not num_cards():
+        yield "there is no device /dev/accel/accel* or /dev/hl*: no card, or no driver"
+
+
+def _as_object(model: str | None, results: "list[CheckResult]") -> dict[str, Any]:
+    return {
+        "card": model or "hpu",
+        "is_simulated": model is not None,
+        "checks": [asdict(result) for result in results],
+        "totals": _totals(results),
+    }
+
+
+def _print_table(model: str | None, results: "Iterable[CheckResult]") -> "list[CheckResult]":
+    from vllm.hpu_check import NAMES
+
+    width = max(map(len, NAMES))
+    what = f"SIMULATED card ({model}): nothing below ran on hardware" if model else "Gaudi card"
+    sys.stdout.write(f"{what}\n{'check':<{width}}  result  detail\n")
+    done = []
+    for result in results:
+        took = f" [{result.elapsed_ms:.0f} ms]"
+        sys.stdout.write(f"{result.name:<{width}}  {result.status:<6}  {result.detail}{took}\n")
+        sys.stdout.flush()  # a card compiles for minutes in the worst case
+        done.append(result)
+    totals = _totals(done)
+    elapsed_s = sum(result.elapsed_ms for result in done) / 1e3
+    sys.stdout.write(
+        f"{totals['pass']} passed, {totals['fail']} failed, {totals['skip']} skipped "
+        f"in {elapsed_s:.1f} s\n"
+    )
+    return done
+
+
+def _totals(results: "list[CheckResult]") -> dict[str, int]:
+    count = Counter(result.status for result in results)
+    return {status: count[status] for status in ("pass", "fail", "skip")}

@@ -1,0 +1,119 @@
+"""Environment variables that other software reads: this package leaves them alone.
+
+They do have an effect, so no warning speaks of them. The documentation lists them, with what this
+package relies on.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OtherReader:
+    """Some software, and those of its variables that a user of this package meets."""
+
+    reader: str
+    names: tuple[str, ...]
+    note: str = ""
+    """What this package does about them."""
+
+
+def _read_by(reader: str, names: str, note: str = "") -> OtherReader:
+    return OtherReader(reader, tuple(names.split()), note)
+
+
+OTHER_READERS = (
+    _read_by(
+        "the Habana bridge: graphs",
+        "PT_HPUGRAPH_DISABLE_TENSOR_CACHE",
+        "graphs are wrapped with `disable_tensor_cache=True` whatever it says",
+    ),
+    _read_by(
+        "the Habana bridge: collectives",
+        "PT_HPU_ENABLE_LAZY_COLLECTIVES",
+        "must be `true` for several cards with HPU graphs; this version uses one card",
+    ),
+    _read_by(
+        "the Habana bridge: metrics",
+        "PT_HPU_METRICS_GC_DETAILS",
+        "set it with VLLM_HPU_LOG_STEP_GRAPH_COMPILATION for more detailed figures",
+    ),
+    _read_by(
+        "the Habana bridge and the graph compiler",
+        """
+        PT_COMPILE_ONLY_MODE PT_HPU_GPU_MIGRATION PT_HPU_USE_EAGER_FALLBACK
+        PT_HPU_ENABLE_EAGER_CACHE PT_HPU_MAX_COMPOUND_OP_SIZE PT_HPU_ENABLE_RESTORE_KV_LAYOUT
+        PT_HPU_SDPA_QKV_SLICE_MODE_FWD PT_HPU_SDPA_BC_FACTOR PT_HPU_WEIGHT_SHARING
+        EXPERIMENTAL_WEIGHT_SHARING PT_HPU_H2D_TRIVIAL_SCALES_MODE RUNTIME_SCALE_PATCHING
+        ENABLE_EXPERIMENTAL_FLAGS ENABLE_SKIP_REMOVAL_OF_GRAPH_INPUT_IDENTITY_NODES
+        FUSER_ENABLE_MULTI_THREADED_INVOCATIONS
+        """,
+        "passed on as they are",
+    ),
+    _read_by(
+        "the driver, the container runtime and the profiler of Habana",
+        """
+        HABANA_VISIBLE_DEVICES HABANA_VISIBLE_MODULES HABANA_PROFILE HABANA_PROFILE_WRITE_HLTV
+        HABANA_LOGS HABANA_PLUGINS_LIB_PATH HABANA_SCAL_BIN_PATH GC_KERNEL_PATH
+        GRAPH_VISUALIZATION LOG_LEVEL_ALL ENABLE_CONSOLE
+        """,
+    ),
+    _read_by(
+        "collective libraries and launchers",
+        """
+        HCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME CCL_ATL_TRANSPORT
+        OMPI_MCA_btl_vader_single_copy_mechanism LOCAL_RANK RANK WORLD_SIZE LOCAL_WORLD_SIZE ID
+        """,
+        "this version runs in one process, on one card",
+    ),
+    _read_by(
+        "huggingface_hub and transformers",
+        "HF_TOKEN HF_HOME HF_HUB_OFFLINE XDG_CACHE_HOME",
+        "models that are named and not folders are downloaded by huggingface_hub",
+    ),
+    _read_by(
+        "PyTorch, OpenMP and Python",
+        """
+        OMP_NUM_THREADS KMP_AFFINITY TORCHINDUCTOR_COMPILE_THREADS TORCHINDUCTOR_CACHE_DIR
+        TRITON_CACHE_DIR LD_LIBRARY_PATH LD_PRELOAD PYTHONHASHSEED
+        """,
+        "OMP_NUM_THREADS is the number of threads of the CPU device",
+    ),
+    _read_by("the build of this package", "CXX", "the C++ compiler of the CPU kernels"),
+    _read_by(
+        "Ray",
+        "RAY_ADDRESS RAY_USAGE_STATS_ENABLED RAY_CGRAPH_get_timeout",
+        "this version starts no Ray",
+    ),
+    _read_by(
+        "libraries of other devices",
+        """
+        CUDA_HOME CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER HIP_VISIBLE_DEVICES NVCC_THREADS
+        NCCL_CUMEM_ENABLE PYTORCH_NVML_BASED_CUDA_CHECK TORCH_NCCL_AVOID_RECORD_STREAMS
+        PYTORCH_CUDA_ALLOC_CONF FLASHINFER_KV_CACHE_LAYOUT LIBTPU_INIT_ARGS PJRT_DEVICE
+        TPU_VISIBLE_CHIPS CLOUD_TPU_TASK_ID NEURON_ON_DEVICE_SAMPLING_DISABLED NEURON_QUANT_DTYPE
+        NEURON_COMPILED_ARTIFACTS NEURON_CORES
+        """,
+        "this package does not load them",
+    ),
+    _read_by(
+        "clients, object stores and connectors",
+        """
+        OPENAI_API_KEY OPENAI_API_BASE S3_ACCESS_KEY_ID S3_SECRET_ACCESS_KEY S3_ENDPOINT_URL
+        AWS_ENDPOINT_URL RUNAI_STREAMER_CONCURRENCY RUNAI_STREAMER_MEMORY_LIMIT
+        RUNAI_STREAMER_S3_ENDPOINT PROMETHEUS_MULTIPROC_DIR LLGUIDANCE_LOG_LEVEL
+        NIXL_BUFFER_DEVICE NIXL_DIR NIXL_HOME NIXL_INIT_AGENT UCX_TLS UCX_MEMTYPE_CACHE UCX_HOME
+        UCX_DIR DO_NOT_TRACK XDG_CONFIG_HOME
+        """,
+        "this package does not use them; no usage data is ever sent",
+    ),
+    _read_by(
+        "the start-up script of the vendor's container",
+        """
+        VLLM_SERVER_CONFIG_FILE VLLM_SERVER_CONFIG_NAME VLLM_BENCHMARK_CONFIG_FILE
+        VLLM_BENCHMARK_CONFIG_NAME MODEL DRY_RUN DTYPE TENSOR_PARALLEL_SIZE MAX_MODEL_LEN
+        MAX_NUM_SEQS MAX_NUM_BATCHED_TOKENS BLOCK_SIZE GPU_MEM_UTILIZATION ENABLE_PREFIX_CACHING
+        ASYNC_SCHEDULING EXTRA_ARGS NUM_CPUS INPUT_TOK OUTPUT_TOK CONCURRENT_REQ
+        """,
+        "it writes a command line out of them",
+    ),
+)

@@ -1,0 +1,10 @@
+"""Whether a Gaudi card computes what the engine needs: `vllm hpu-check`.
+
+Small cases of every fused kernel, of attention, of graphs and of compilation, against torch on the
+host. Knows no model, and prints nothing.
+"""
+
+from vllm.hpu_check.check import CheckResult, Outcome
+from vllm.hpu_check.run import CHECKS, NAMES, run_checks
+
+__all__ = ["CHECKS", "NAMES", "CheckResult", "Outcome", "run_checks"]

@@ -1,0 +1,85 @@
+"""What a check returns, and how results of the card are compared with those of the host."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Status = Literal["pass", "fail", "skip"]
+
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
+"""Largest error of a type, as a share of the largest value. A card rounds in other places than the
+host and has an approximate exponent; a kernel that computes something else is far off."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check found."""
+
+    status: Status
+    detail: str
+    """What was seen, why it failed, or why it was not tried; one line."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One row of the report."""
+
+    name: str
+    status: Status
+    detail: str
+    elapsed_ms: float
+    """Of the whole check on the host, compilation and reference included."""
+
+
+class Comparison:
+    """The largest error over the cases of one check."""
+
+    def __init__(self) -> None:
+        self._num_cases = 0
+        self._largest = 0.0
+        self._failures: list[str] = []
+
+    def add(self, case: str, got: Tensor, want: Tensor) -> None:
+        """Compare one result.
+
+        Args:
+            case: what to call it if it is wrong.
+            got: of the card. Its type sets the limit.
+            want: of the host, in any type.
+        """
+        self._num_cases += 1
+        limit = LIMITS[got.dtype]
+        if got.shape != want.shape:
+            self._failures.append(f"{case}: shape {list(got.shape)}, not {list(want.shape)}")
+            return
+        reference = want.float()
+        difference = (got.cpu().float() - reference).abs().max()
+        error = float(difference / reference.abs().max())
+        self._largest = max(self._largest, error)
+        if not error <= limit:  # so that NaN fails too
+            self._failures.append(f"{case}: max error {error:.1e}, limit {limit:.0e}")
+
+    def outcome(self, note: str = "") -> Outcome:
+        """Pass, or the first failure. `note` goes before the figures of a pass."""
+        if self._failures:
+            count = f"{len(self._failures)} of {self._num_cases} cases"
+            return Outcome("fail", f"{self._failures[0]} ({count})")
+        figures = f"max error {self._largest:.1e} over {self._num_cases} cases"
+        return Outcome("pass", f"{note}, {figures}" if note else figures)
+
+
+def run_check(name: str, check: Callable[[], Outcome]) -> CheckResult:
+    """Run one check; what it raises is a failure, so that the others still run."""
+    start = time.perf_counter()
+    torch.manual_seed(0)
+    try:
+        with torch.inference_mode():
+            outcome = check()
+    except Exception as error:  # of a vendor library, anything
+        lines = str(error).strip().splitlines() or ["no message"]
+        outcome = Outcome("fail", f"{type(error).__name__}: {lines[0]}")
+    return CheckResult(name, outcome.status, outcome.detail, (time.perf_counter() - start) * 1e3)

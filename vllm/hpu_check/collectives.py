@@ -1,0 +1,95 @@
+"""Check of the collectives: one process for each card, and a sum over all of them."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from vllm.distributed import TPGroup
+from vllm.hpu_check.check import Outcome
+from vllm.platforms.hpu import create_hpu_platform
+
+_TIMEOUT_S = 120.0
+"""The first collective connects the cards, which takes seconds."""
+_RANK_PROGRAM = f"import sys; from {__name__} import exchange; exchange(*sys.argv[1:])"
+
+
+def check_collectives(num_cards: int) -> Outcome:
+    """Sum and gather over all cards, none of which may be open in this process."""
+    if num_cards < 2:
+        return Outcome("skip", "there is one card")
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = [_start(rank, num_cards, folder) for rank in range(num_cards)]
+        try:
+            _wait(processes)
+        finally:
+            codes = [process.poll() for process in processes]
+            for process in processes:
+                process.kill()
+                process.wait()
+        for rank, code in enumerate(codes):
+            if code:
+                lines = _errors(folder, rank).read_text().strip().splitlines()
+                reason = lines[-1] if lines else f"exit code {code}"
+                return Outcome("fail", f"rank {rank} of {num_cards}: {reason}")
+    if None in codes:
+        return Outcome("fail", f"rank {codes.index(None)} of {num_cards}: no answer")
+    return Outcome("pass", f"sum and gather over {num_cards} cards")
+
+
+def exchange(rank_text: str, world_size_text: str, store: str) -> None:
+    """The program of one rank; the arguments are those of a command line.
+
+    Args:
+        store: path of a file that the ranks meet at; does not exist yet.
+
+    Raises:
+        RuntimeError: the values are not those of all ranks.
+    """
+    rank, world_size = int(rank_text), int(world_size_text)
+    bridge = create_hpu_platform().bridge
+    torch.distributed.init_process_group(
+        bridge.collectives_backend, init_method=f"file://{store}", rank=rank, world_size=world_size
+    )
+    group = TPGroup(rank, world_size)
+    ranks = torch.arange(world_size).float()
+    with torch.inference_mode():
+        mine = torch.full((64,), float(rank)).to(bridge.device)
+        gathered = group.all_gather(mine).cpu()
+        summed = group.all_reduce(mine).cpu()
+    torch.distributed.destroy_process_group()
+    if not torch.equal(gathered, ranks.repeat_interleave(64)):
+        raise RuntimeError(f"gathered {gathered[::64].tolist()} over {world_size} cards")
+    if not torch.equal(summed, ranks.sum().expand(64)):
+        raise RuntimeError(f"the sum over {world_size} cards is {summed[0].item()}")
+
+
+def _start(rank: int, num_cards: int, folder: Path) -> "subprocess.Popen[bytes]":
+    # The bridge takes the place of a process among the cards from these variables.
+    place = [f"RANK={rank}", f"LOCAL_RANK={rank}", f"WORLD_SIZE={num_cards}"]
+    arguments = [str(rank), str(num_cards), str(folder / "store")]
+    with _errors(folder, rank).open("wb") as errors:
+        return subprocess.Popen(
+            ["env", *place, sys.executable, "-c", _RANK_PROGRAM, *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
+
+
+def _errors(folder: Path, rank: int) -> Path:
+    return folder / f"errors-{rank}"
+
+
+def _wait(processes: "Sequence[subprocess.Popen[bytes]]") -> None:
+    """Until all have ended, or one has failed, or time is up."""
+    end = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < end:
+        codes = [process.poll() for process in processes]
+        if any(codes) or None not in codes:
+            return
+        time.sleep(0.05)

@@ -1,0 +1,85 @@
+"""Checks of the card itself: what it is, its memory, and how data gets there and back."""
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from vllm.hpu_check.check import Outcome
+from vllm.platforms.habana.bridge import HabanaBridge
+
+_DRIVER = Path("/sys/module/habanalabs/version")
+_MIB = 2**20
+_ALLOCATION_MIB = 256
+
+
+def describe(bridge: HabanaBridge) -> Outcome:
+    """Names and versions."""
+    mode = "lazy" if bridge.is_lazy else "eager"
+    try:
+        plugin = version("habana-torch-plugin")
+    except PackageNotFoundError:
+        plugin = "none"
+    driver = _DRIVER.read_text().strip() if _DRIVER.is_file() else "unknown"
+    return Outcome(
+        "pass",
+        f"{bridge.device_name}, {mode} mode, torch {torch.__version__}, "
+        f"habana-torch-plugin {plugin}, driver {driver}",
+    )
+
+
+def check_memory(bridge: HabanaBridge) -> Outcome:
+    """Memory that is taken is missing, and there again when it is given back."""
+    before = bridge.memory_info()
+    block = bridge.zeros((_ALLOCATION_MIB * _MIB,), torch.int8)
+    taken_mib = (before.free_bytes - bridge.memory_info().free_bytes) / _MIB
+    del block
+    lost_mib = (before.free_bytes - bridge.memory_info().free_bytes) / _MIB
+    figures = f"{before.free_bytes / 2**30:.2f} of {before.total_bytes / 2**30:.2f} GiB free"
+    # A pool rounds up, by how much is its own business.
+    if taken_mib < _ALLOCATION_MIB or lost_mib > 1:
+        return Outcome(
+            "fail",
+            f"{figures}; {_ALLOCATION_MIB} MiB took {taken_mib:.1f} MiB, and {lost_mib:.1f} MiB "
+            f"did not come back",
+        )
+    return Outcome("pass", f"{figures}; {_ALLOCATION_MIB} MiB taken and given back")
+
+
+def check_host_copies(bridge: HabanaBridge) -> Outcome:
+    """What goes to the card comes back the same, with and without waiting."""
+    integers = torch.randint(-(2**31), 2**31, (1000,))
+    samples = [torch.randn(1000).to(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    samples += [integers, integers.int(), integers.to(torch.uint8), integers > 0]
+    for sample in samples:
+        on_card = sample.to(bridge.device)
+        later = on_card.to("cpu", non_blocking=True)
+        bridge.synchronize()
+        for how, back in (("waiting", on_card.cpu()), ("not waiting", later)):
+            if back.dtype != sample.dtype or not torch.equal(back, sample):
+                return Outcome("fail", f"{sample.dtype} came back different from a copy {how}")
+    return Outcome("pass", f"{len(samples)} types, with and without waiting")
+
+
+def check_index_types(bridge: HabanaBridge) -> Outcome:
+    """Rows of a bfloat16 cache are read and written by int32 and int64 indices.
+
+    As attention uses them: an index may be read often, and be written often where nobody reads.
+    """
+    cache, rows = torch.randn(8, 3, 16).bfloat16(), torch.randn(4, 3, 16).bfloat16()
+    reads, writes = torch.tensor([7, 0, 7, 3, 0]), torch.tensor([0, 5, 0, 2])
+    want = cache.clone()
+    want[[5, 2]] = rows[[1, 3]]
+    on_card, new = cache.to(bridge.device), rows.to(bridge.device)
+    for dtype in (torch.int32, torch.int64):
+        read = on_card.index_select(0, reads.to(bridge.device, dtype)).cpu()
+        if not torch.equal(read, cache[reads]):
+            return Outcome("fail", f"index_select with {dtype} read other rows")
+    # Slots are int32 in a launch, and become int64 on the card.
+    on_card.index_copy_(0, writes.to(bridge.device, torch.int32).long(), new)
+    written = on_card.cpu()
+    if not torch.equal(written[1:], want[1:]):
+        return Outcome("fail", "index_copy_ wrote other rows")
+    if not any(torch.equal(written[0], rows[i]) for i in (0, 2)):
+        return Outcome("fail", "index_copy_ of a repeated index wrote neither of its rows")
+    return Outcome("pass", "int32 and int64 indices of bfloat16 rows")

@@ -1,0 +1,162 @@
+"""Checks of the fused kernels, one by one, against torch in float32 on the host."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.hpu_check.check import LIMITS, Comparison, Outcome
+from vllm.ops.hpu import HPUOps
+from vllm.ops.interface import Ops
+from vllm.ops.native import NativeOps
+from vllm.platforms.habana.bridge import HabanaBridge
+
+_NATIVE = NativeOps()
+_EPS = 1e-5
+_BATCH, _HEADS, _TOKENS, _HEAD_SIZE = 2, 4, 96, 64
+
+
+def check_sdpa_causal(bridge: HabanaBridge) -> Outcome:
+    """Every token sees itself and what is before it; with the exact and the fast exponent."""
+    comparison = _KernelComparison(bridge)
+    reference = partial(F.scaled_dot_product_attention, is_causal=True)
+    for dtype, modes in ((torch.float32, ("None",)), (torch.bfloat16, ("None", "fast"))):
+        inputs = _sdpa_inputs(_HEADS, dtype)
+        for mode in modes:
+            kernel = partial(bridge.kernels.sdpa, is_causal=True, softmax_mode=mode)
+            comparison.run(f"{dtype}, softmax {mode}", kernel, reference, *inputs)
+    return comparison.outcome()
+
+
+def check_sdpa_shared_heads(bridge: HabanaBridge) -> Outcome:
+    """Several query heads share a key head: grouped-query and multi-query attention."""
+    comparison = _KernelComparison(bridge)
+    kernel = partial(bridge.kernels.sdpa, is_causal=True)
+    reference = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    for dtype in LIMITS:
+        for num_kv_heads in (1, 2):
+            case = f"{dtype}, {_HEADS} heads over {num_kv_heads}"
+            comparison.run(case, kernel, reference, *_sdpa_inputs(num_kv_heads, dtype))
+    return comparison.outcome()
+
+
+def check_sdpa_mask(bridge: HabanaBridge) -> Outcome:
+    """A mask of its own for each row, bool or added; there are more keys than queries."""
+    comparison = _KernelComparison(bridge)
+    kernel = partial(bridge.kernels.sdpa, scale=0.2)
+    reference = partial(F.scaled_dot_product_attention, scale=0.2, enable_gqa=True)
+    for dtype in LIMITS:
+        query, key, value = _sdpa_inputs(2, dtype)
+        query = query[:, :, :32].contiguous()
+        mask = torch.rand(_BATCH, 1, 32, _TOKENS) < 0.5
+        mask[..., 0] = True  # no query without a key
+        added = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -3e4)
+        for kind, given in (("bool", mask), ("added", added)):
+            inputs = query, key, value, given
+            comparison.run(f"{dtype}, {kind} mask", kernel, reference, *inputs)
+    return comparison.outcome()
+
+
+def check_sdpa_valid_lengths(bridge: HabanaBridge) -> Outcome:
+    """Rows padded on the right. What they hold after their lengths is not looked at."""
+    comparison = _KernelComparison(bridge)
+    lengths = (1, 70)
+
+    def tokens(out: Tensor) -> Tensor:
+        return torch.cat([out[row, :, :length] for row, length in enumerate(lengths)], dim=1)
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
+        return tokens(bridge.kernels.sdpa(query, key, value, is_causal=True, valid_seq_len=valid))
+
+    def reference(query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
+        # Padding on the right comes after every token, so that causality alone hides it.
+        return tokens(
+            F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        )
+
+    valid = torch.tensor(lengths, dtype=torch.int32)
+    for dtype in LIMITS:
+        comparison.run(str(dtype), kernel, reference, *_sdpa_inputs(2, dtype), valid)
+    return comparison.outcome()
+
+
+def check_rms_norm(bridge: HabanaBridge) -> Outcome:
+    """Of tokens, of heads, and of a sum."""
+    ops, comparison = HPUOps(bridge), _KernelComparison(bridge)
+
+    def norm(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
+        return ops.rms_norm(x, weight, _EPS)
+
+    def sum_and_norm(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat(ops.fused_add_rms_norm(x, x + 1, weight, _EPS))
+
+    for dtype in LIMITS:
+        for function, shape in ((norm, (33, 256)), (norm, (5, 4, 64)), (sum_and_norm, (33, 256))):
+            inputs = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+            case = f"{dtype}, {function.__name__} of {list(shape)}"
+            comparison.run(case, partial(function, ops), partial(function, _NATIVE), *inputs)
+    return comparison.outcome()
+
+
+def check_rotary_neox(bridge: HabanaBridge) -> Outcome:
+    """The halves of a head are pairs."""
+    return _check_rotary(bridge, is_neox=True)
+
+
+def check_rotary_gptj(bridge: HabanaBridge) -> Outcome:
+    """Neighbours are pairs."""
+    return _check_rotary(bridge, is_neox=False)
+
+
+def _check_rotary(bridge: HabanaBridge, *, is_neox: bool) -> Outcome:
+    ops, comparison = HPUOps(bridge), _KernelComparison(bridge)
+
+    def rotate(ops: Ops, positions: Tensor, query: Tensor, key: Tensor, table: Tensor) -> Tensor:
+        return torch.cat(ops.rotary_embedding(positions, query, key, table, is_neox), dim=1)
+
+    positions = torch.randint(128, (40,), dtype=torch.int32)
+    for dtype in LIMITS:
+        for rot_dim in (_HEAD_SIZE, _HEAD_SIZE // 2):
+            query, key = (torch.randn(40, heads, _HEAD_SIZE).to(dtype) for heads in (4, 2))
+            angles = torch.rand(128, rot_dim // 2) * 7
+            inputs = positions, query, key, torch.cat((angles.cos(), angles.sin()), dim=-1)
+            case = f"{dtype}, {rot_dim} of {_HEAD_SIZE} rotated"
+            comparison.run(case, partial(rotate, ops), partial(rotate, _NATIVE), *inputs)
+    return comparison.outcome()
+
+
+def check_silu_and_mul(bridge: HabanaBridge) -> Outcome:
+    """The activation of a gated MLP."""
+    ops, comparison = HPUOps(bridge), _KernelComparison(bridge)
+    for dtype in LIMITS:
+        x = torch.randn(33, 512).to(dtype) * 4
+        comparison.run(str(dtype), ops.silu_and_mul, _NATIVE.silu_and_mul, x)
+    return comparison.outcome()
+
+
+class _KernelComparison(Comparison):
+    """Cases that are one function of the card and one of the host, on the same inputs."""
+
+    def __init__(self, bridge: HabanaBridge) -> None:
+        super().__init__()
+        self._device = bridge.device
+
+    def run(
+        self,
+        case: str,
+        kernel: Callable[..., Tensor],
+        reference: Callable[..., Tensor],
+        *inputs: Tensor,
+    ) -> None:
+        """Compare the kernel on the inputs with the reference on them in float32."""
+        got = kernel(*[x.to(self._device) for x in inputs])
+        want = reference(*[x.float() if x.is_floating_point() else x for x in inputs])
+        self.add(case, got, want)
+
+
+def _sdpa_inputs(num_kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    query = torch.randn(_BATCH, _HEADS, _TOKENS, _HEAD_SIZE).to(dtype)
+    key, value = torch.randn(2, _BATCH, num_kv_heads, _TOKENS, _HEAD_SIZE).to(dtype)
+    return query, key, value

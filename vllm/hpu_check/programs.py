@@ -1,0 +1,103 @@
+"""Checks of what runs as a whole: HPU graphs, torch.compile, and how often it compiles."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from vllm.hpu_check.check import Comparison, Outcome
+from vllm.ops.hpu import HPUOps
+from vllm.ops.interface import Ops
+from vllm.ops.native import NativeOps
+from vllm.platforms.habana.bridge import COMPILE_BACKEND, HabanaBridge
+
+_HIDDEN = 64
+
+
+class _Layer(nn.Module):
+    """A norm, a matrix product and an activation."""
+
+    weight: Tensor
+    matrix: Tensor
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__()
+        self._ops = ops
+        self.register_buffer("weight", torch.randn(_HIDDEN))
+        self.register_buffer("matrix", torch.randn(_HIDDEN, 2 * _HIDDEN) / _HIDDEN**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._ops.silu_and_mul(self._ops.rms_norm(x, self.weight, 1e-5) @ self.matrix)
+
+
+def check_graph_replay(bridge: HabanaBridge) -> Outcome:
+    """A captured graph computes on the inputs of each call, not on those of the capture."""
+    if not bridge.is_lazy:
+        return Outcome("skip", "HPU graphs need lazy mode (PT_HPU_LAZY_MODE=1)")
+    before = bridge.counters()
+    outcome = _compare(bridge, bridge.wrap_in_hpu_graph, "one capture, two replays")
+    after = bridge.counters()
+    if before.graph_captures is None or after.graph_captures is None:  # not counted by this card
+        return outcome
+    num_captures = after.graph_captures - before.graph_captures
+    if outcome.status == "pass" and num_captures != 1:
+        return Outcome("fail", f"{num_captures} graphs were captured for one shape")
+    return outcome
+
+
+def check_torch_compile(bridge: HabanaBridge) -> Outcome:
+    """A compiled layer computes what the layer does."""
+    if bridge.is_lazy:
+        return Outcome("skip", f"{COMPILE_BACKEND} needs eager mode (PT_HPU_LAZY_MODE=0)")
+    return _compare(bridge, _compiled, f"backend {COMPILE_BACKEND}")
+
+
+def check_compile_counting(bridge: HabanaBridge) -> Outcome:
+    """A known shape compiles nothing, a new one does, and the counter tells."""
+    layer = _Layer(HPUOps(bridge)).to(bridge.device)
+    run = layer if bridge.is_lazy else _compiled(layer)
+    # The rows are those of no other check: a recipe is shared by all who need it.
+    first, again, new = (_compilations(bridge, run, num_rows) for num_rows in (19, 19, 23))
+    counts = f"first shape {first}, again {again}, new shape {new}"
+    if not first and not new:
+        return Outcome("skip", f"{counts}: no compilation was counted; a recipe cache on disk?")
+    if again or not first or not new:
+        return Outcome("fail", f"compilations: {counts}")
+    return Outcome("pass", f"compilations: {counts}")
+
+
+def check_host_fallbacks(bridge: HabanaBridge) -> Outcome:
+    """No operator since the card was opened ran on the host for want of a kernel."""
+    fallbacks = bridge.counters().cpu_fallbacks
+    if fallbacks:
+        listed = ", ".join(f"{name} ({count})" for name, count in sorted(fallbacks.items()))
+        return Outcome("fail", f"ran on the host: {listed}")
+    return Outcome("pass", "every operator so far ran on the card")
+
+
+def _compare(
+    bridge: HabanaBridge, prepare: Callable[[nn.Module], Callable[[Tensor], Tensor]], note: str
+) -> Outcome:
+    reference, layer = _Layer(NativeOps()), _Layer(HPUOps(bridge))
+    layer.load_state_dict(reference.state_dict())
+    run, comparison = prepare(layer.to(bridge.device)), Comparison()
+    for call in ("first call", "second call", "third call"):
+        x = torch.randn(4, _HIDDEN)
+        comparison.add(call, run(x.to(bridge.device)), reference(x))
+    return comparison.outcome(note)
+
+
+def _compiled(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    compiled: Callable[[Tensor], Tensor] = torch.compile(
+        layer, backend=COMPILE_BACKEND, dynamic=False
+    )
+    return compiled
+
+
+def _compilations(bridge: HabanaBridge, run: Callable[[Tensor], Tensor], num_rows: int) -> int:
+    x = torch.randn(num_rows, _HIDDEN).to(bridge.device)
+    bridge.synchronize()  # what is recorded so far is not of this run
+    before = bridge.counters().compilations
+    run(x)
+    bridge.synchronize()
+    return bridge.counters().compilations - before

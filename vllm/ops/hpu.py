@@ -1,0 +1,79 @@
+"""Operators of a Gaudi card: the fused kernels of the bridge, torch for the rest.
+
+Shapes depend on the arguments alone and no value is read on the host, so every operator here can
+be captured in a graph. Attention is not here: its layouts are those of `attention.backends`.
+"""
+
+import torch
+from torch import Tensor
+
+from vllm.ops.native import NativeOps
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.platforms.hpu import HPUPlatform
+from vllm.platforms.registry import resolve_platform
+
+
+class HPUOps(NativeOps):
+    """Operators of the HPU platform. Writes over no argument but the caches.
+
+    `fused_add_rms_norm` is the sum of the reference, then the kernel of `rms_norm`. Positions may
+    be int32 too, which is what a launch has.
+    """
+
+    def __init__(self, bridge: HabanaBridge | None = None) -> None:
+        """
+        Args:
+            bridge: the card; None is that of this process.
+
+        Raises:
+            ConfigError: there is no card.
+        """
+        if bridge is None:
+            platform = resolve_platform("hpu")
+            assert isinstance(platform, HPUPlatform)
+            bridge = platform.bridge
+        self._kernels = bridge.kernels
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.shape != x.shape[-1:]:
+            raise ValueError(f"weight is {list(weight.shape)}, x is {list(x.shape)}")
+        # The kernel takes three dimensions or more; models launch with [T, hidden].
+        shaped = x if x.dim() > 2 else x.reshape(1, -1, x.shape[-1])
+        return self._kernels.rms_norm(shaped, weight, eps).view(x.shape)
+
+    def rotary_embedding(
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+    ) -> tuple[Tensor, Tensor]:
+        rot_dim, head_size = cos_sin_cache.shape[1], query.shape[2]
+        if rot_dim % 2 or rot_dim > head_size:
+            raise ValueError(f"rot_dim is {rot_dim}: not even, or above head size {head_size}")
+        num_tokens = positions.shape[0]
+        if query.shape[0] != num_tokens or key.shape[0] != num_tokens:
+            raise ValueError(
+                f"{num_tokens} positions for {query.shape[0]} queries and {key.shape[0]} keys"
+            )
+        # Rounded before they get there: one float32 operand makes the kernel return float32.
+        angles = cos_sin_cache.index_select(0, positions).to(query.dtype)[:, None]
+        cos, sin = (_widen(half, is_neox) for half in angles.chunk(2, dim=-1))
+        return self._rotate(query, cos, sin, is_neox), self._rotate(key, cos, sin, is_neox)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
+        """Rotate the first elements of every head of x [T, H, D], as many as cos is wide."""
+        rot_dim = cos.shape[-1]
+        rotated = self._kernels.rotary(x[..., :rot_dim], cos, sin, interleaved=not is_neox)
+        if rot_dim == x.shape[-1]:
+            return rotated
+        return torch.cat((rotated, x[..., rot_dim:]), dim=-1)
+
+
+def _widen(half: Tensor, is_neox: bool) -> Tensor:
+    """From one value per pair, [T, 1, rot_dim / 2], to one per element, in the order of pairs."""
+    if is_neox:
+        return torch.cat((half, half), dim=-1)
+    # Unlike repeat_interleave, a view of fixed shape.
+    return torch.stack((half, half), dim=-1).flatten(-2)

@@ -1,0 +1,261 @@
+"""Splits a step into launches that have a bucket.
+
+    decodes    all rows with one token in as few launches as the largest bucket allows
+    prefills   a prompt longer than the longest bucket in pieces; neighbours share a launch where
+               padding them to one shape costs less than another launch
+
+The catalog is closed (`vllm.bucketing.closure`), so every launch finds a bucket. Should it be
+wrong, the launch gets the shape it has: it compiles, which is logged, and nothing is lost.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm.attention.backends.hpu_metadata import count_decode_blocks
+from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
+from vllm.bucketing.bucket import prefill
+from vllm.bucketing.catalog import padded_cost
+from vllm.bucketing.step_limits import round_up
+from vllm.messages import IntArray, SchedulerOutput
+from vllm.worker.input_batch import InputBatch
+from vllm.worker.launch import Launch
+
+_LAUNCH_COST = padded_cost(prefill(1, 32))
+"""What one more prefill launch costs besides its tokens, as so many tokens: host time, weights
+read."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLaunch(Launch):
+    """A launch that is padded to a bucket."""
+
+    bucket: Bucket
+    is_contiguous: bool = False
+    """Decode: the first `bucket.blocks` blocks of the cache are read as a slice."""
+    merged_prompts: int = 0
+    """Prefill: rows are laid end to end in one, with room for so many; 0: each is its own."""
+
+    @property
+    def shape(self) -> "LaunchShape":
+        """What decides the recipe of this launch."""
+        return LaunchShape(self.bucket, self.is_contiguous, self.merged_prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """Padded sizes of a launch: the key of what is compiled, captured and warmed up."""
+
+    bucket: Bucket
+    is_contiguous: bool = False
+    merged_prompts: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the logits."""
+        return self.merged_prompts or self.bucket.batch
+
+    @property
+    def num_shared(self) -> int:
+        """Entries beside the slice of a contiguous decode, for references to a block that another
+        row of the launch has too."""
+        return self.bucket.batch if self.is_contiguous else 0
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of the block list of a decode."""
+        return self.bucket.blocks + self.num_shared
+
+
+def launch_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int = 0) -> list[LaunchShape]:
+    """Every shape in which launches of a bucket can run.
+
+    A contiguous decode of rows that share more blocks than it has room for runs as a plain one.
+    """
+    plain = LaunchShape(bucket)
+    if bucket.phase is Phase.PREFILL:
+        return [LaunchShape(bucket, merged_prompts=merged_prompts)]
+    if not limits.contiguous_pa:
+        return [plain]
+    shapes = [LaunchShape(bucket, is_contiguous=True)] if _is_slice(bucket, limits) else []
+    if limits.enable_prefix_caching or not shapes:
+        shapes.append(plain)
+    return shapes
+
+
+def _is_slice(bucket: Bucket, limits: StepLimits) -> bool:
+    return limits.num_blocks is None or bucket.blocks <= limits.num_blocks
+
+
+class _Rows(NamedTuple):
+    """What a launch, or a part of a step, runs. A row may occur twice, in order of its tokens."""
+
+    ids: IntArray
+    computed: IntArray
+    scheduled: IntArray
+
+    def part(self, start: int, end: int | None = None) -> "_Rows":
+        """Entries from `start` up to `end`."""
+        return _Rows(*(column[start:end] for column in self))
+
+
+class HPULaunchPlanner:
+    """Plans steps for one runner.
+
+    Args:
+        catalog: the buckets; it is asked anew for every launch, so it may be warming up.
+        limits: what a launch may ask for; larger ones are split.
+        batch: block tables of the rows.
+        merged_prompts: most prompts in one row of a merged prefill; 0: prompts have rows of
+            their own.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        limits: StepLimits,
+        batch: InputBatch,
+        merged_prompts: int = 0,
+    ) -> None:
+        self.catalog = catalog
+        self._limits = limits
+        self._batch = batch
+        self._merged_prompts = merged_prompts
+        self._size = limits.block_size
+
+    def plan(self, step: SchedulerOutput) -> list[Launch]:
+        """The launches of a step: decodes, then prefills in the order of its rows."""
+        rows = _Rows(step.rows, step.num_computed_tokens, step.num_scheduled_tokens)
+        num_decodes = int(np.count_nonzero(rows.scheduled == 1))
+        launches: list[Launch] = []
+        for part in self._split_decodes(rows.part(0, num_decodes)):
+            launches.append(self._decode(part))
+        for part, bucket in self._group_prefills(self._split_prompts(rows.part(num_decodes))):
+            launches.append(_launch(part, bucket, merged_prompts=self._merged_prompts))
+        return launches
+
+    # ---- decodes --------------------------------------------------------------------------
+
+    def _split_decodes(self, rows: _Rows) -> list[_Rows]:
+        """Runs of rows within the largest batch and the most blocks of one launch."""
+        if not len(rows.ids):
+            return []
+        limits = self._limits
+        most = limits.max_block_refs
+        refs = _num_blocks(rows.computed + 1, self._size)
+        if len(refs) <= limits.max_decode_batch and (most is None or refs.sum() <= most):
+            return [rows]
+        parts, start, total = [], 0, 0
+        for end, count in enumerate(refs.tolist()):
+            is_full = end - start == limits.max_decode_batch
+            if is_full or (most is not None and total + count > most):
+                parts.append(rows.part(start, end))
+                start, total = end, 0
+            total += count
+        return [*parts, rows.part(start)]
+
+    def _decode(self, rows: _Rows) -> BucketLaunch:
+        batch, seq_lens = len(rows.ids), rows.computed + 1
+        if not self._limits.contiguous_pa:
+            refs = int(_num_blocks(seq_lens, self._size).sum())
+            return _launch(rows, self._fit(Phase.DECODE, batch, 1, refs))
+        counts = count_decode_blocks(self._batch.block_table[rows.ids], seq_lens, self._size)
+        bucket = self._fit(Phase.DECODE, batch, 1, counts.span)
+        shape = LaunchShape(bucket, is_contiguous=True)
+        if _is_slice(bucket, self._limits) and counts.shared <= shape.num_shared:
+            return _launch(rows, bucket, is_contiguous=True)
+        if self._limits.enable_prefix_caching:
+            bucket = self._fit(Phase.DECODE, batch, 1, counts.references)
+        # Without it only buckets beyond the cache are warmed up for plain launches, and this one,
+        # which is beyond it, has room for all: no block is referenced twice.
+        return _launch(rows, bucket)
+
+    # ---- prefills -------------------------------------------------------------------------
+
+    def _split_prompts(self, rows: _Rows) -> _Rows:
+        """Prompts longer than a launch may be in pieces, each of which has those before it as
+        context. Pieces may even share a launch: all of its keys are written before any is read."""
+        longest = self._limits.max_query_len
+        if not len(rows.ids) or rows.scheduled.max() <= longest:
+            return rows
+        counts = _num_blocks(rows.scheduled, longest)
+        index = np.repeat(np.arange(len(counts)), counts)
+        piece = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+        done = (piece * longest).astype(np.int32)
+        return _Rows(
+            rows.ids[index],
+            rows.computed[index] + done,
+            np.minimum(rows.scheduled[index] - done, longest).astype(np.int32),
+        )
+
+    def _group_prefills(self, rows: _Rows) -> list[tuple[_Rows, Bucket]]:
+        """Launches of neighbours, in the order of the rows, that cost the least together."""
+        scheduled = rows.scheduled.tolist()
+        contexts = _num_blocks(rows.computed, self._size).tolist()
+        # For each number of leading rows: their cost, and start and bucket of their last launch.
+        best: list[tuple[float, int, Bucket]] = []
+        for end in range(1, len(scheduled) + 1):
+            options = []
+            for start, shape in self._groups_before(scheduled[:end], contexts):
+                bucket = self._find(Phase.PREFILL, *shape)
+                if bucket is None:
+                    break  # and larger groups have none either
+                before = best[start - 1][0] if start else 0
+                options.append((before + padded_cost(bucket) + _LAUNCH_COST, start, bucket))
+            if not options:
+                alone = self._own_shape(Phase.PREFILL, 1, scheduled[end - 1], contexts[end - 1])
+                options = [(0, end - 1, alone)]
+            best.append(min(options))
+        groups: list[tuple[_Rows, Bucket]] = []
+        end = len(best)
+        while end:
+            _, start, bucket = best[end - 1]
+            groups.append((rows.part(start, end), bucket))
+            end = start
+        return groups[::-1]
+
+    def _groups_before(
+        self, scheduled: list[int], contexts: list[int]
+    ) -> Iterator[tuple[int, tuple[int, int, int]]]:
+        """First row and shape of each group that ends with the last row, the smallest first."""
+        longest = tokens = most = blocks = 0
+        for start in range(len(scheduled) - 1, -1, -1):
+            count = len(scheduled) - start
+            longest, tokens = max(longest, scheduled[start]), tokens + scheduled[start]
+            most, blocks = max(most, contexts[start]), blocks + contexts[start]
+            if not self._merged_prompts:
+                yield start, (count, longest, most)
+            elif count > self._merged_prompts:
+                return
+            else:
+                yield start, (1, tokens, blocks)
+
+    # ---- buckets --------------------------------------------------------------------------
+
+    def _find(self, phase: Phase, batch: int, query_len: int, blocks: int) -> Bucket | None:
+        """A bucket that is warmed up, even if a smaller one is not."""
+        warmed = self.catalog.fit(phase, batch, query_len, blocks, warmed_only=True)
+        return warmed or self.catalog.fit(phase, batch, query_len, blocks)
+
+    def _fit(self, phase: Phase, batch: int, query_len: int, blocks: int) -> Bucket:
+        found = self._find(phase, batch, query_len, blocks)
+        return found or self._own_shape(phase, batch, query_len, blocks)
+
+    def _own_shape(self, phase: Phase, batch: int, query_len: int, blocks: int) -> Bucket:
+        """What a launch without a bucket is padded to."""
+        padded = 1 if phase is Phase.DECODE else round_up(query_len, self._size)
+        return Bucket(phase, batch, padded, blocks)
+
+
+def _launch(
+    rows: _Rows, bucket: Bucket, *, is_contiguous: bool = False, merged_prompts: int = 0
+) -> BucketLaunch:
+    return BucketLaunch(
+        rows.ids, rows.computed, rows.scheduled, bucket, is_contiguous, merged_prompts
+    )
+
+
+def _num_blocks(num_tokens: IntArray, block_size: int) -> IntArray:
+    return -(-num_tokens // block_size)

@@ -1,0 +1,110 @@
+"""What a part of the start took of device and host memory, as users of Gaudi read it in the log."""
+
+import gc
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import psutil
+
+from vllm.attention import set_metadata
+from vllm.bucketing import format_bytes
+from vllm.platforms.habana.bridge import OUT_OF_MEMORY_TEXT, HabanaBridge
+
+_REFUSED = re.compile(re.escape(OUT_OF_MEMORY_TEXT) + r"(\d+)")
+
+
+class MemoryProfile:
+    """Measures the block it is entered for; `str()` is the text of the log afterwards.
+
+    `15.05 GiB of device memory (15.05 GiB/94.62 GiB used) and 1.067 GiB of host memory
+    (8.199 GiB/108.2 GiB used)`. Negative numbers are memory that was released.
+
+    Args:
+        bridge: the card.
+        is_peak: what the block needed at its peak, in place of what it left in use.
+    """
+
+    def __init__(self, bridge: HabanaBridge, *, is_peak: bool = False) -> None:
+        self._bridge = bridge
+        self._is_peak = is_peak
+        self._before = (0, 0)
+        self._after = (0, 0)
+        self._totals = (0, 0)
+
+    def __enter__(self) -> "MemoryProfile":
+        self._before = self._measure()
+        if self._is_peak:
+            self._bridge.reset_peak()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        device_bytes, host_bytes = self._measure()
+        if self._is_peak:
+            device_bytes = self._bridge.peak_bytes()
+        self._after = device_bytes, host_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory in use after the block, or at its peak, that was not before it."""
+        return self._after[0] - self._before[0]
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.device_bytes)} of device memory "
+            f"({format_bytes(self._after[0])}/{format_bytes(self._totals[0])} used) and "
+            f"{format_bytes(self._after[1] - self._before[1])} of host memory "
+            f"({format_bytes(self._after[1])}/{format_bytes(self._totals[1])} used)"
+        )
+
+    def _measure(self) -> tuple[int, int]:
+        """Bytes in use on the device and on the host."""
+        device, host = self._bridge.memory_info(), psutil.virtual_memory()
+        self._totals = (device.total_bytes, host.total)
+        return device.total_bytes - device.free_bytes, host.total - host.available
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What became of a launch that may have needed more memory than there was."""
+
+    profile: MemoryProfile
+    """Of its peak."""
+    refused_bytes: int | None
+    """The allocation it came to grief on; None if it ran to its end."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Device memory it needs at a time, beside what was in use; at least that much if it
+        did not run to its end."""
+        return max(0, self.profile.device_bytes) + (self.refused_bytes or 0)
+
+
+def attempt(bridge: HabanaBridge, run: Callable[[], None]) -> Attempt:
+    """Run a launch and measure it. Out of memory is an outcome; nothing is left of the launch."""
+    profile = MemoryProfile(bridge, is_peak=True)
+    refused: int | None = None
+    try:
+        with profile:
+            run()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        found = _REFUSED.search(str(error))
+        refused = int(found[1]) if found else 0
+        set_metadata(None)  # the forward pass has ended before it could do so
+    if refused is not None:
+        gc.collect()  # of what the frames of the error held
+        bridge.mark_step()  # what it has recorded must not begin another recipe
+    return Attempt(profile, refused)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device had no memory left; the bridge has no exception of its own for that."""
+    return OUT_OF_MEMORY_TEXT in str(error)

@@ -1,0 +1,160 @@
+"""What a step cost that it should not: compilations, operators on the host, shapes not warmed up.
+
+The lines are those that users of the Gaudi stack grep for, at level WARNING. Reading the counters
+makes the host wait for the device, so nothing is read unless a report is asked for.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm.bucketing.bucket import Phase
+from vllm.logger import init_logger
+from vllm.platforms.habana.bridge import DeviceCounters, HabanaBridge
+
+logger = init_logger(__name__)
+
+ReportMode = Literal["off", "some", "all"]
+"""No step, steps in which something happened, or every step."""
+
+_CONTEXT_LEN_OF_NO_ROWS = 128
+_OFF = nullcontext()
+_Stats = list[tuple[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The size of a step, as its report shows it."""
+
+    is_prompt: bool
+    """Whether any row is in its prompt."""
+    num_seqs: int
+    max_context_len: int
+    """Longest row in tokens, prompt and output."""
+    block_size: int
+
+    @classmethod
+    def of(cls, seq_lens: Sequence[int], block_size: int, *, is_prompt: bool) -> "StepShape":
+        """The shape of rows with these lengths in tokens; a step without rows has 128."""
+        longest = max(seq_lens, default=_CONTEXT_LEN_OF_NO_ROWS)
+        return cls(is_prompt, len(seq_lens), longest, block_size)
+
+    def __str__(self) -> str:
+        max_num_blocks = (self.max_context_len - 1) // self.block_size + 1
+        return (
+            f"is_prompt: {self.is_prompt}, num_seqs: {self.num_seqs}, "
+            f"max_context_len: {self.max_context_len}, max_num_blocks {max_num_blocks}"
+        )
+
+
+class StepReport:
+    """Reports of one worker.
+
+    Args:
+        bridge: whose counters are read.
+        log_compilations: which steps report their graph compilations.
+        log_fallbacks: which steps report their operators that ran on the host.
+    """
+
+    def __init__(
+        self,
+        bridge: HabanaBridge,
+        log_compilations: ReportMode = "off",
+        log_fallbacks: ReportMode = "off",
+    ) -> None:
+        self._bridge = bridge
+        self._log_compilations = log_compilations
+        self._log_fallbacks = log_fallbacks
+        self._known: set[tuple[Phase, int, int, int]] = set()
+        self._warmup_compilations: int | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any step is reported."""
+        return self._log_compilations != "off" or self._log_fallbacks != "off"
+
+    def step(self, describe: Callable[[], StepShape]) -> AbstractContextManager[None]:
+        """Report the step that runs inside, once it has ended; one that raises is not reported.
+
+        When on, leaving waits for the device: what is still being compiled is counted too.
+
+        Args:
+            describe: called on entering, and only when a report is on.
+        """
+        return self._measured(describe()) if self.is_on else _OFF
+
+    @contextmanager
+    def _measured(self, shape: StepShape) -> Iterator[None]:
+        before = self._bridge.counters()
+        yield
+        self._bridge.synchronize()
+        after = self._bridge.counters()
+        for tag, mode, (count, stats) in (
+            ("GRAPH_COMPILATION", self._log_compilations, _compilation_stats(before, after)),
+            ("CPU_FALLBACK", self._log_fallbacks, _fallback_stats(before, after)),
+        ):
+            if mode == "all" or (mode == "some" and count):
+                logger.warning("VLLM_HPU_STEP_%s: %s, %s", tag, stats, shape)
+
+    def mark_warmed(self, phase: Phase, batch: int, query_len: int, blocks: int) -> None:
+        """This shape has been launched by the warm-up."""
+        self._known.add((phase, batch, query_len, blocks))
+
+    def check_warmed(self, phase: Phase, batch: int, query_len: int, blocks: int) -> bool:
+        """Whether a padded shape is known; if not, warn, and know it from now on."""
+        shape = (phase, batch, query_len, blocks)
+        if shape in self._known:
+            return True
+        self._known.add(shape)
+        logger.warning(not_warmed_line(phase, batch, query_len, blocks))
+        return False
+
+    def finish_warmup(self) -> None:
+        """From here on `compilations_after_warmup` counts."""
+        self._bridge.synchronize()
+        self._warmup_compilations = self._bridge.counters().compilations
+
+    def compilations_after_warmup(self) -> int:
+        """Since `finish_warmup`, 0 before it. Reads the counters: not for every step."""
+        if self._warmup_compilations is None:
+            return 0
+        return self._bridge.counters().compilations - self._warmup_compilations
+
+
+def report_mode(*, is_on: bool, is_all: bool) -> ReportMode:
+    """The mode of a pair of switches such as VLLM_HPU_LOG_STEP_CPU_FALLBACKS and its `_ALL`."""
+    if is_all:
+        return "all"
+    return "some" if is_on else "off"
+
+
+def not_warmed_line(phase: Phase, batch: int, query_len: int, blocks: int) -> str:
+    """`Configuration: (prompt, 1, 36864) was not warmed-up!`
+
+    A prompt with context names its blocks too: (prompt, batch, length, blocks). A decode is
+    (decode, batch, blocks).
+    """
+    if phase is Phase.DECODE:
+        shape = f"decode, {batch}, {blocks}"
+    else:
+        shape = f"prompt, {batch}, {query_len}" + (f", {blocks}" if blocks else "")
+    return f"Configuration: ({shape}) was not warmed-up!"
+
+
+def _compilation_stats(before: DeviceCounters, after: DeviceCounters) -> tuple[int, _Stats]:
+    """How many, and what the bridge's metric shows of them; times in microseconds."""
+    count = after.compilations - before.compilations
+    total_us = round((after.compile_s - before.compile_s) * 1e6)
+    average_us = total_us // count if count else 0
+    return count, [("TotalNumber", count), ("TotalTime", total_us), ("AvgTime", average_us)]
+
+
+def _fallback_stats(before: DeviceCounters, after: DeviceCounters) -> tuple[int, _Stats]:
+    ops = {
+        name: total - before.cpu_fallbacks.get(name, 0)
+        for name, total in after.cpu_fallbacks.items()
+        if total > before.cpu_fallbacks.get(name, 0)
+    }
+    count = sum(ops.values())
+    return count, [("TotalNumber", count), ("FallbackOps", ops)]
