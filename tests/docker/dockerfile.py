@@ -1,0 +1,172 @@
+"""A strict reader of the part of the Dockerfile language that our Dockerfiles use.
+
+What it does not know is an error, never skipped: a Dockerfile that it accepts holds no surprise.
+The language: https://docs.docker.com/reference/dockerfile/
+"""
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+INSTRUCTIONS = {
+    "ARG",
+    "CMD",
+    "COPY",
+    "ENTRYPOINT",
+    "ENV",
+    "FROM",
+    "LABEL",
+    "RUN",
+    "USER",
+    "WORKDIR",
+}
+
+
+class DockerfileError(Exception):
+    """The file does not mean anything, or nothing that this reader knows."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    line: int
+    """Where it begins; the first line is 1."""
+    name: str
+    text: str
+    """The rest, on one line, with its variables as they are written."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A RUN instruction, taken apart."""
+
+    mounts: tuple[Mapping[str, str], ...]
+    command: str
+    """For the shell."""
+
+
+def parse(text: str) -> list[Instruction]:
+    """The instructions of a Dockerfile.
+
+    Raises:
+        DockerfileError: an instruction is unknown, empty or not in capitals, or the last line
+            is to be continued.
+    """
+    instructions = []
+    pending = ""
+    start = 0
+    for number, line in enumerate(text.splitlines(), start=1):
+        stripped = line.strip()
+        if stripped.startswith("#") or not stripped:
+            if pending and not stripped:
+                raise DockerfileError(f"line {number}: empty, inside an instruction")
+            continue  # a comment is no part of the instruction that it interrupts
+        start = start if pending else number
+        pending += stripped
+        if pending.endswith("\\"):
+            pending = f"{pending[:-1].rstrip()} "
+            continue
+        instructions.append(_instruction(start, pending))
+        pending = ""
+    if pending:
+        raise DockerfileError(f"line {start}: continued after the end of the file")
+    return instructions
+
+
+def _instruction(line: int, text: str) -> Instruction:
+    name, _, rest = text.partition(" ")
+    if name not in INSTRUCTIONS:
+        raise DockerfileError(f"line {line}: unknown instruction {name!r}")
+    if not rest.strip():
+        raise DockerfileError(f"line {line}: {name} of nothing")
+    if "<<" in rest:
+        raise DockerfileError(f"line {line}: here-documents are not used here")
+    return Instruction(line, name, rest.strip())
+
+
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+
+
+def substitute(text: str, variables: Mapping[str, str]) -> str:
+    """`text` with its variables filled in.
+
+    Raises:
+        DockerfileError: one of them is not declared. Docker would take it for empty.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in variables:
+            raise DockerfileError(f"{name} is not declared in {text!r}")
+        return variables[name]
+
+    return _VARIABLE.sub(value, text)
+
+
+def read_pairs(text: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """The NAME=value pairs of ENV and LABEL."""
+    pairs = {}
+    for word in shlex.split(text):
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise DockerfileError(f"{word!r} is no NAME=value")
+        pairs[name] = substitute(value, variables)
+    return pairs
+
+
+def read_run(text: str) -> Run:
+    """Mounts and command of RUN in its shell form."""
+    mounts = []
+    while text.startswith("--"):
+        flag, _, text = text.partition(" ")
+        if not flag.startswith("--mount="):
+            raise DockerfileError(f"unknown flag {flag}")
+        options = flag.removeprefix("--mount=").split(",")
+        mounts.append(dict(option.split("=", 1) for option in options))
+    return Run(tuple(mounts), text.strip())
+
+
+def base_image(instructions: Iterable[Instruction], args: Mapping[str, str]) -> str:
+    """The image of the first stage, built with `--build-arg` for each of `args`."""
+    variables: dict[str, str] = {}
+    for instruction in instructions:
+        if instruction.name == "FROM":
+            return substitute(instruction.text.split()[0], variables)
+        if instruction.name != "ARG":
+            raise DockerfileError(f"line {instruction.line}: {instruction.name} before FROM")
+        name, _, default = instruction.text.partition("=")
+        variables[name] = args.get(name, substitute(default, variables))
+    raise DockerfileError("no FROM")
+
+
+class IgnoreFile:
+    """A .dockerignore: which paths of the checkout a build does not see.
+
+    The last pattern that matches a path or a folder above it decides; `!` lets it in again.
+    """
+
+    def __init__(self, text: str) -> None:
+        lines = [line.strip() for line in text.splitlines()]
+        patterns = [line for line in lines if line and not line.startswith("#")]
+        self._rules = [(_regex(p.removeprefix("!")), p.startswith("!")) for p in patterns]
+
+    def excludes(self, path: str) -> bool:
+        """Whether the file at `path`, relative to the checkout, stays outside."""
+        names = [str(PurePosixPath(path)), *map(str, PurePosixPath(path).parents)]
+        is_excluded = False
+        for regex, lets_in in self._rules:
+            if any(regex.fullmatch(name) for name in names):
+                is_excluded = not lets_in
+        return is_excluded
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(\*\*/?|\*|\?|\[[^]]+\])", pattern.strip("/"))
+    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return re.compile(
+        "".join(
+            known.get(part, part if part.startswith("[") and part else re.escape(part))
+            for part in parts
+        )
+    )

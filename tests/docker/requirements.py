@@ -1,0 +1,42 @@
+"""What our requirement files bring in, read from the metadata of the packages installed here."""
+
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+
+def read_file(path: Path) -> list[Requirement]:
+    """The requirements of a file, with the files that its `-r` lines name."""
+    requirements = []
+    for line in path.read_text().splitlines():
+        text = line.split("#")[0].strip()
+        if text.startswith("-r"):
+            requirements += read_file(path.parent / text.removeprefix("-r").strip())
+        elif text:
+            requirements.append(Requirement(text))
+    return requirements
+
+
+def with_dependencies(requirements: list[Requirement]) -> dict[str, Distribution]:
+    """Every package that installing `requirements` installs: normalised name -> what is here.
+
+    Raises:
+        PackageNotFoundError: one of them is not installed.
+    """
+    found: dict[str, Distribution] = {}
+    pending = [(requirement, "") for requirement in requirements]
+    seen = set()
+    while pending:
+        requirement, extra = pending.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        for wanted in ("", *requirement.extras):
+            if (name, wanted) in seen:
+                continue
+            seen.add((name, wanted))
+            found[name] = distribution(name)
+            pending += [(Requirement(text), wanted) for text in found[name].requires or ()]
+    return found

@@ -1,0 +1,150 @@
+"""The Dockerfiles are carried out: see image_build.py for what stands for what."""
+
+import re
+import shutil
+import sys
+import venv
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from tests.docker.dockerfile import DockerfileError
+from tests.docker.image_build import (
+    Builder,
+    Image,
+    write_full_wheel,
+    write_vendor_package,
+    write_wheel,
+)
+from tests.docker.requirements import read_file, with_dependencies
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+TORCH = "2.6.0+hpu.1.21.3.57.gitabc"
+# A machine that builds images has no card, and torch of the vendor may look for one.
+FAILS = "raise ImportError('torch was imported while the image is built')\n"
+WANTS_TORCH = """Metadata-Version: 2.1
+Name: wants_torch
+Version: 1
+Requires-Dist: torch>=2.7
+"""
+
+
+@pytest.fixture(scope="module")
+def package_folder(tmp_path_factory) -> Path:
+    """What the image finds on its package index."""
+    folder = tmp_path_factory.mktemp("wheels")
+    for package in with_dependencies(read_file(ROOT / "requirements-hpu.txt")).values():
+        text = package.read_text("METADATA")
+        write_wheel(package.metadata["Name"], package.version, text, folder)
+    write_full_wheel(distribution("setuptools"), folder)
+    write_wheel("torch", "2.13.0", "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n", folder)
+    write_wheel("wants_torch", "1", WANTS_TORCH, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """The image of the vendor."""
+    root = tmp_path_factory.mktemp("base")
+    venv.create(root / "usr", with_pip=True, symlinks=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = root / "usr" / "lib" / version / "site-packages"
+    write_vendor_package("torch", TORCH, packages, FAILS)
+    write_vendor_package("habana_torch_plugin", "1.21.3.57", packages)
+    return root
+
+
+@pytest.fixture(scope="module")
+def pip_settings(package_folder) -> dict[str, str]:
+    return {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(package_folder),
+        "PIP_CONFIG_FILE": "/dev/null",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_NO_COMPILE": "1",
+        "CXX": "no-compiler",  # tests/ops builds the kernels
+    }
+
+
+@pytest.fixture(scope="module", params=["Dockerfile.hpu", "Dockerfile.hpu.ubi"])
+def image(request, tmp_path_factory, base, pip_settings) -> Image:
+    builder = Builder(ROOT, base, tmp_path_factory.mktemp("image"), pip_settings)
+    return builder.build(ROOT / request.param)
+
+
+def torch_version(image: Image) -> str:
+    code = "from importlib.metadata import version; print(version('torch'))"
+    return image.run(f'python3 -c "{code}"').stdout.strip()
+
+
+def test_the_torch_of_the_vendor_is_still_there(image):
+    assert torch_version(image) == TORCH
+
+
+def test_all_requirements_are_met(image):
+    done = image.run("python3 -m pip check")
+    assert (done.returncode, done.stdout) == (0, "No broken requirements found.\n")
+
+
+def test_the_entry_point_knows_the_default_command(image):
+    done = image.run_entrypoint(["--help"])
+    assert done.returncode == 0
+    assert "generate" in done.stdout
+    assert image.command[0] in done.stdout
+
+
+def test_the_package_is_imported_from_the_image_without_torch(image):
+    done = image.run('python3 -c "import vllm; print(vllm.__file__)"')
+    assert done.stdout.startswith(str(image.root))
+
+
+def test_the_image_has_the_bundled_model_and_no_sources(image):
+    assert list(image.root.glob("usr/**/vllm/assets/models/*/model.safetensors"))
+    assert not (image.root / "src").exists()
+    assert not list(image.root.rglob("kernels.cpp"))
+
+
+def test_any_user_of_group_0_can_write_to_its_home(image):
+    home = Path(image.moved(image.env["HOME"]))
+    assert home.stat().st_mode & 0o070 == 0o070
+    assert image.moved(image.workdir) == str(home)
+
+
+def test_pip_refuses_to_replace_torch_in_the_finished_image(image, pip_settings):
+    done = image.run("python3 -m pip install wants_torch", **pip_settings)
+    assert done.returncode != 0
+    assert "The user requested (constraint) torch==" in done.stdout
+    assert torch_version(image) == TORCH
+
+
+def test_a_step_that_replaces_torch_all_the_same_is_found(image, pip_settings, tmp_path):
+    changed = Image(tmp_path / "image", dict(image.env), dict(image.args))
+    shutil.copytree(image.root, changed.root, symlinks=True)
+    changed.env["PIP_CONSTRAINT"] = ""
+    done = changed.run("python3 -m pip install torch==2.13.0", **pip_settings)
+    assert done.returncode == 0
+    check = "python3 /opt/vllm/vendor_packages.py check /opt/vllm/vendor-packages.txt"
+    done = changed.run(check)
+    assert done.returncode == 1
+    assert done.stderr == f"changed since the image: torch=={TORCH} is now 2.13.0\n"
+    assert image.run(check).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "step, message",
+    [
+        ("RUN echo why && false", "Dockerfile:2: exit code 1 of echo why && false\nwhy"),
+        ("COPY tests tests", "Dockerfile:2: COPY of tests: not there, or in .dockerignore"),
+        ("COPY no-such-file .", "Dockerfile:2: COPY of no-such-file: not there"),
+        ("RUN cp /etc/passwd /opt", "Dockerfile:2: unexpected path /etc in"),
+    ],
+)
+def test_a_step_that_fails_stops_the_build_and_is_named(tmp_path, step, message):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "Dockerfile").write_text(f"FROM base\n{step}\n")
+    builder = Builder(ROOT, tmp_path / "base", tmp_path / "image", {})
+    with pytest.raises(DockerfileError, match=f"^{re.escape(message)}"):
+        builder.build(tmp_path / "Dockerfile")

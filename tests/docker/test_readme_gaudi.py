@@ -1,0 +1,69 @@
+"""README_GAUDI.md names only what there is."""
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from tests.docker.dockerfile import parse
+from vllm.entrypoints.cli.main import _create_parser
+from vllm.envs import Envs
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README_GAUDI.md").read_text()
+SHELL = "".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).replace("\\\n", " ")
+
+
+def commands() -> list[list[str]]:
+    """The arguments of every `vllm` command, here or in a container."""
+    found = []
+    for line in SHELL.splitlines():
+        words = shlex.split(line, comments=True)
+        program = "vllm-hpu-env" if words[:2] == ["docker", "run"] else "vllm"
+        if program in words:
+            arguments = words[words.index(program) + 1 :]
+            found.append(arguments[: arguments.index(">")] if ">" in arguments else arguments)
+    return [arguments for arguments in found if arguments]
+
+
+def test_the_commands_are_found():
+    assert [arguments[0] for arguments in commands()].count("generate") >= 4
+
+
+@pytest.mark.parametrize("arguments", commands(), ids=" ".join)
+def test_a_command_has_flags_that_exist(arguments):
+    assert _create_parser().parse_args(arguments).command == arguments[0]
+
+
+def test_links_lead_somewhere():
+    headings = re.findall(r"^#+ (.*)$", TEXT, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    targets = re.findall(r"\]\(([^)]+)\)", TEXT)
+    local = [target for target in targets if not target.startswith("https://docs.habana.ai/")]
+    assert len(local) > 10
+    assert not [t for t in local if t.startswith("#") and t[1:] not in anchors]
+    assert not [t for t in local if not t.startswith("#") and not (ROOT / t).exists()]
+
+
+def test_variables_that_are_recommended_have_an_effect():
+    """Ours are declared; those of other software are on the page of variables."""
+    declared = {field.name for field in fields(Envs)}
+    page = (ROOT / "docs" / "env_variables.md").read_text()
+    names = set(re.findall(r"\b(?:VLLM|PT_HPU|FUSER|HABANA|HF)_[A-Z0-9_]*[A-Z0-9]\b(?!_)", TEXT))
+    assert {"VLLM_GRAPH_RESERVED_MEM", "PT_HPU_LAZY_MODE"} <= names
+    ours = {name for name in names if name.startswith("VLLM_")}
+    assert not ours - declared
+    assert not [name for name in names - ours if f"`{name}`" not in page]
+
+
+def test_the_table_of_build_arguments_is_that_of_the_dockerfile():
+    table = dict(re.findall(r"^\| `([A-Z_]+)` \| `([^`]+)`", TEXT, re.MULTILINE))
+    arguments = dict(
+        instruction.text.split("=", 1)
+        for instruction in parse((ROOT / "Dockerfile.hpu").read_text())
+        if instruction.name == "ARG"
+    )
+    arguments.pop("BASE_IMAGE")  # made of the others
+    assert arguments.items() <= table.items()

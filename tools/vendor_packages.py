@@ -1,0 +1,81 @@
+"""Keeps the packages of a Gaudi image as they are while others are installed beside them.
+
+    python tools/vendor_packages.py write FILE    what is installed now, as pip constraints
+    python tools/vendor_packages.py check FILE    fail if one of them is no longer what FILE says
+
+The torch of the image belongs to its driver and is on no package index: pip, asked for another
+version, replaces it for good and the card is no longer found. With `pip install -c FILE` (or
+PIP_CONSTRAINT=FILE) pip refuses. Standard library only, so that it runs before any install.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+
+# torch and what is built against it, the bridge, the quantization toolkit.
+_VENDOR = re.compile(r"(torch|habana|lightning-habana|neural-compressor)")
+
+
+def installed() -> dict[str, str]:
+    """Normalised name -> version, of everything that this Python finds."""
+    found: dict[str, str] = {}
+    for distribution in distributions():
+        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"]).lower()
+        found.setdefault(name, distribution.version)  # the first on the path is the one imported
+    return found
+
+
+def constraints(packages: dict[str, str]) -> list[str]:
+    """Exact pins of the vendor's packages, and the major version of numpy.
+
+    Numpy: compiled packages of the image only work with the major version they were built for.
+
+    Raises:
+        SystemExit: the vendor's torch or bridge is not among `packages`.
+    """
+    for needed in ("torch", "habana-torch-plugin"):
+        if needed not in packages:
+            raise SystemExit(
+                f"{needed} is not installed for {sys.executable}: this is not an image of the "
+                f"vendor, or not the Python that it set up"
+            )
+    return _pins(packages)
+
+
+def _pins(packages: dict[str, str]) -> list[str]:
+    pins = [f"{name}=={packages[name]}" for name in sorted(packages) if _VENDOR.match(name)]
+    if "numpy" in packages:
+        pins.append(f"numpy<{int(packages['numpy'].split('.')[0]) + 1}")
+    return pins
+
+
+def changes(wanted: Sequence[str], packages: dict[str, str]) -> list[str]:
+    """What differs from the constraints, one text per package."""
+    now = _pins(packages)
+    return [
+        f"{line} is now {packages.get(re.split('[=<]', line)[0], 'gone')}"
+        for line in wanted
+        if line not in now
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("action", choices=("write", "check"))
+    parser.add_argument("file", type=Path)
+    args = parser.parse_args(argv)
+    if args.action == "write":
+        args.file.write_text("".join(f"{line}\n" for line in constraints(installed())))
+        return 0
+    changed = changes(args.file.read_text().split(), installed())
+    for text in changed:
+        sys.stderr.write(f"changed since the image: {text}\n")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
