@@ -10,9 +10,8 @@ import pytest
 
 from tests.e2e.reference import Reference, assert_same_tokens, generate, random_prompts
 from tests.hpu import simulated_hpu
-from tests.tiny_models import FAMILIES, make_tiny_model
+from tests.tiny_models import FAMILIES
 from vllm import LLM, SamplingParams
-from vllm.assets import BUNDLED_MODEL
 
 MAX_MODEL_LEN = 160
 MAX_TOKENS = 8
@@ -65,19 +64,6 @@ SETTINGS = {
     "plain attention": (CHUNKS, {"VLLM_PROMPT_USE_FUSEDSDPA": False}),
 }
 """Engine arguments and variables."""
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory):
-    """Folder of a tiny model of a family, made once; 'bundled' is the trained one."""
-
-    @cache
-    def folder(family: str) -> Path:
-        if family == "bundled":
-            return BUNDLED_MODEL
-        return make_tiny_model(family, tmp_path_factory.mktemp(family))
-
-    return folder
 
 
 @pytest.fixture(scope="module")

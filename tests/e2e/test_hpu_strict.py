@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from tests.hpu import simulated_hpu
 from vllm import LLM, SamplingParams
@@ -139,3 +140,18 @@ def test_random_requests_compile_nothing_and_wait_only_for_tokens(mode, load, mo
     replays = after.graph_replays - before.graph_replays
     assert replays == (len(launches) if mode == "HPU graphs" else 0)
     assert seen_by_user(outputs) == load.want[:count]
+
+
+def only_300(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor."""
+    return torch.full_like(logits, float("-inf")).index_fill(0, torch.tensor([300]), 0.0)
+
+
+def test_code_of_a_user_may_read_logits():
+    params = SamplingParams(
+        temperature=0, max_tokens=3, ignore_eos=True, logits_processors=[only_300]
+    )
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+        llm = LLM(**ENGINE)
+        output = llm.generate(["import os\n"], params, use_tqdm=False)[0].outputs[0]
+    assert output.token_ids == [300, 300, 300]

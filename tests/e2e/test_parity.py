@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.e2e.reference import Reference, assert_same_tokens, generate, random_prompts
-from tests.tiny_models import FAMILIES, make_tiny_model
+from tests.tiny_models import FAMILIES
 from vllm import LLM, SamplingParams
-from vllm.assets import BUNDLED_MODEL
 
 MAX_MODEL_LEN = 160
 MAX_TOKENS = 16
@@ -45,19 +44,6 @@ SETTINGS = {
         **TINY_CACHE,
     },
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory):
-    """Folder of a tiny model of a family, made once; 'bundled' is the trained one."""
-
-    @cache
-    def folder(family: str) -> Path:
-        if family == "bundled":
-            return BUNDLED_MODEL
-        return make_tiny_model(family, tmp_path_factory.mktemp(family))
-
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ be captured in a graph. Attention is not here: its layouts are those of `attenti
 import torch
 from torch import Tensor
 
-from vllm.ops.native import NativeOps
+from vllm.ops.native import NativeOps, check_rotary
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import HPUPlatform
 from vllm.platforms.registry import resolve_platform
@@ -49,14 +49,7 @@ class HPUOps(NativeOps):
         cos_sin_cache: Tensor,
         is_neox: bool,
     ) -> tuple[Tensor, Tensor]:
-        rot_dim, head_size = cos_sin_cache.shape[1], query.shape[2]
-        if rot_dim % 2 or rot_dim > head_size:
-            raise ValueError(f"rot_dim is {rot_dim}: not even, or above head size {head_size}")
-        num_tokens = positions.shape[0]
-        if query.shape[0] != num_tokens or key.shape[0] != num_tokens:
-            raise ValueError(
-                f"{num_tokens} positions for {query.shape[0]} queries and {key.shape[0]} keys"
-            )
+        check_rotary(positions, query, key, cos_sin_cache)
         # Rounded before they get there: one float32 operand makes the kernel return float32.
         angles = cos_sin_cache.index_select(0, positions).to(query.dtype)[:, None]
         cos, sin = (_widen(half, is_neox) for half in angles.chunk(2, dim=-1))

@@ -49,14 +49,7 @@ class NativeOps(Ops):
         cos_sin_cache: Tensor,
         is_neox: bool,
     ) -> tuple[Tensor, Tensor]:
-        rot_dim, head_size = cos_sin_cache.shape[1], query.shape[2]
-        if rot_dim % 2 or rot_dim > head_size:
-            raise ValueError(f"rot_dim is {rot_dim}: not even, or above head size {head_size}")
-        num_tokens = positions.shape[0]
-        if query.shape[0] != num_tokens or key.shape[0] != num_tokens:
-            raise ValueError(
-                f"{num_tokens} positions for {query.shape[0]} queries and {key.shape[0]} keys"
-            )
+        check_rotary(positions, query, key, cos_sin_cache)
         # [T, 1, rot_dim / 2] each: one row of angles per token, the same for every head
         cos, sin = cos_sin_cache[positions].to(query.dtype)[:, None].chunk(2, dim=-1)
         return _rotate(query, cos, sin, is_neox), _rotate(key, cos, sin, is_neox)
@@ -158,6 +151,18 @@ class NativeOps(Ops):
             )
             out[start:end] = attended[0].transpose(0, 1)
         return out
+
+
+def check_rotary(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
+    """Raise ValueError for what no `rotary_embedding` takes."""
+    rot_dim, head_size = cos_sin_cache.shape[1], query.shape[2]
+    if rot_dim % 2 or rot_dim > head_size:
+        raise ValueError(f"rot_dim is {rot_dim}: not even, or above head size {head_size}")
+    num_tokens = positions.shape[0]
+    if query.shape[0] != num_tokens or key.shape[0] != num_tokens:
+        raise ValueError(
+            f"{num_tokens} positions for {query.shape[0]} queries and {key.shape[0]} keys"
+        )
 
 
 def check_attention(

@@ -87,6 +87,11 @@ class SamplingState:
         """A row that nobody takes: in a launch it is greedy and its token is of no interest."""
         return self._padding_row
 
+    @property
+    def has_processors(self) -> bool:
+        """A request brings code of its user, which reads logits on the host."""
+        return bool(self._processors)
+
     def add(self, row: int, request: EngineRequest, output_token_ids: list[int]) -> None:
         """Place a request.
 

@@ -161,8 +161,10 @@ class HPUModelRunner(ModelRunner):
         return self.report.check_warmed(bucket.phase, bucket.batch, bucket.query_len, bucket.blocks)
 
     def _warmed(self, is_known: bool) -> AbstractContextManager[None]:
-        """What must not compile. After a full warm-up that is everything, expected or not."""
+        """What must not compile or wait. After a full warm-up that is everything, expected or
+        not; code of a user is nobody's promise."""
         is_promised = self._is_warm and (is_known or self._full_warmup)
+        is_promised = is_promised and not self.sampling.has_processors
         return self._bridge.warmed_section() if is_promised else nullcontext()
 
     # ---- warm-up --------------------------------------------------------------------------

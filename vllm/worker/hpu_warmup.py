@@ -84,10 +84,11 @@ class WarmUp:
         """
         started, free_before = time.perf_counter(), self._bridge.memory_info().free_bytes
         self._runner.execution.allow_shapes(2 * len(self._catalog))
-        for phase in Phase:
-            self._compile(phase)
-        if isinstance(self._runner.execution, GraphExecution):
-            self._capture(self._runner.execution)
+        with self._bridge.dry_run():
+            for phase in Phase:
+                self._compile(phase)
+            if isinstance(self._runner.execution, GraphExecution):
+                self._capture(self._runner.execution)
         seconds = time.perf_counter() - started
         allocated = free_before - self._bridge.memory_info().free_bytes
         logger.info(warmup_finished_line(seconds, allocated))

@@ -124,7 +124,8 @@ class HPUWorker:
         """Run the largest launches on next to no cache; the bytes they need besides it."""
         most = self._most_workspace()
         self._bind_caches(_PROFILE_BLOCKS)
-        profile = profile_launches(self.config, self.bridge, self.runner, most)
+        with self.bridge.dry_run():
+            profile = profile_launches(self.config, self.bridge, self.runner, most)
         self._release_caches()
         gc.collect()  # what is garbage by now is not in use
         if profile is None:

@@ -7,6 +7,7 @@ Letters: B rows, Q new tokens of a row, K keys of a row, H query heads, G key/va
 multiple of G), D head size.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Protocol
 
@@ -177,7 +178,9 @@ def require_flex(device: torch.device) -> None:
     """
     token = torch.zeros(1, 1, 1, 16, device=device)
     try:
-        flex_sdpa(token, token, token, None, 1.0, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is not compiled, which is no matter here
+            flex_sdpa(token, token, token, None, 1.0, None)
     except (ImportError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"flex_attention of torch {torch.__version__} does not run on device "

@@ -1,9 +1,8 @@
 """Runs the operators of the simulated device.
 
 Refuses what a card refuses, tells the card what an operator costs, and computes on the CPU, unless
-the card only compiles. What
-depends only on the operator and on the shapes, types and numbers of its operands is found out
-once: the overhead of this module is the time of every test in simulation.
+the card only compiles. What depends only on the operator and on the shapes, types and numbers of
+its operands is found out once: the overhead of this module is the time of every test in simulation.
 """
 
 from collections.abc import Callable
