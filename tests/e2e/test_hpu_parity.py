@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.reference import Reference, assert_same_tokens, generate, random_prompts
-from tests.hpu import simulated_hpu
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.tiny_models import FAMILIES
 from vllm import LLM, SamplingParams
 
@@ -17,22 +17,12 @@ MAX_MODEL_LEN = 160
 MAX_TOKENS = 8
 NUM_PROMPTS = 24
 
-MODES = {
-    "torch.compile": (0, False),
-    "eager": (0, True),
-    "HPU graphs": (1, False),
-    "lazy": (1, True),
-}
-"""PT_HPU_LAZY_MODE and enforce_eager."""
-
-FEW_BUCKETS = {
+BUCKETS = FEW_BUCKETS | {
     "VLLM_PROMPT_BS_BUCKET_MAX": 2,
     "VLLM_PROMPT_SEQ_BUCKET_MIN": 64,
     "VLLM_PROMPT_SEQ_BUCKET_STEP": 64,
     "VLLM_PROMPT_SEQ_BUCKET_MAX": 64,
     "VLLM_DECODE_BS_BUCKET_MIN": 8,
-    "VLLM_DECODE_BLOCK_BUCKET_MIN": 32,
-    "VLLM_DECODE_BLOCK_BUCKET_STEP": 32,
 }
 """Prompts beyond 64 tokens are launched in pieces."""
 
@@ -84,7 +74,7 @@ def check(folder: Path, want: list[Reference], mode: str, setting: str) -> LLM:
     arguments, variables = SETTINGS[setting]
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
     fewer = FEWER_TO_COMPILE if mode == "torch.compile" else {}
-    with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **(FEW_BUCKETS | fewer | variables)) as bridge:
+    with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **(BUCKETS | fewer | variables)) as bridge:
         llm = LLM(
             model=str(folder),
             dtype="float32",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.hpu import simulated_hpu
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from vllm import LLM, SamplingParams
 from vllm.worker.model_runner import LaunchResult
 
@@ -18,21 +18,7 @@ NUM_REQUESTS = {"HPU graphs": 200, "torch.compile": 50, "eager": 50}
 LOGPROB_COPIES = 3
 """Token ids, log-probabilities and ranks."""
 
-MODES = {
-    "HPU graphs": {"PT_HPU_LAZY_MODE": 1},
-    "torch.compile": {"PT_HPU_LAZY_MODE": 0},
-    "eager": {"PT_HPU_LAZY_MODE": 0},
-}
-
-FEW_BUCKETS = {
-    "VLLM_PROMPT_BS_BUCKET_MAX": 1,
-    "VLLM_PROMPT_SEQ_BUCKET_MIN": 32,
-    "VLLM_PROMPT_SEQ_BUCKET_STEP": 32,
-    "VLLM_PROMPT_SEQ_BUCKET_MAX": 32,
-    "VLLM_DECODE_BS_BUCKET_MIN": 8,
-    "VLLM_DECODE_BLOCK_BUCKET_MIN": 32,
-    "VLLM_DECODE_BLOCK_BUCKET_STEP": 32,
-}
+BUCKETS = FEW_BUCKETS | {"VLLM_DECODE_BS_BUCKET_MIN": 8}
 
 ENGINE = {
     "dtype": "float32",
@@ -119,11 +105,12 @@ def expected_syncs(launches: list[LaunchResult]) -> int:
     return syncs
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", NUM_REQUESTS)
 def test_random_requests_compile_nothing_and_wait_only_for_tokens(mode, load, monkeypatch):
     count = NUM_REQUESTS[mode]
-    with simulated_hpu(**FEW_BUCKETS, **MODES[mode]) as bridge:
-        llm = LLM(**ENGINE, enforce_eager=mode == "eager")
+    is_lazy, enforce_eager = MODES[mode]
+    with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **BUCKETS) as bridge:
+        llm = LLM(**ENGINE, enforce_eager=enforce_eager)
         core = llm.llm_engine.engine_core
         runner = core.executor._worker.runner
         launches: list[LaunchResult] = []
@@ -151,7 +138,7 @@ def test_code_of_a_user_may_read_logits():
     params = SamplingParams(
         temperature=0, max_tokens=3, ignore_eos=True, logits_processors=[only_300]
     )
-    with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, **BUCKETS):
         llm = LLM(**ENGINE)
         output = llm.generate(["import os\n"], params, use_tqdm=False)[0].outputs[0]
     assert output.token_ids == [300, 300, 300]
