@@ -32,12 +32,15 @@ CXX_FLAGS = [
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas"),
 ]
 # Instruction sets beyond the one the compiler targets; csrc/cpu/dispatch.cpp picks at run time.
+_AVX512 = [
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
+    "-mprefer-vector-width=512",
+]
 X86_ISAS = {
     "avx2": ["-mavx2", "-mfma"],
-    "avx512": [
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
-        "-mprefer-vector-width=512",
-    ],
+    "avx512": _AVX512,
+    "avx512_vnni": [*_AVX512, "-mavx512vnni"],
+    "avx512_bf16": [*_AVX512, "-mavx512vnni", "-mavx512bf16"],
 }
 
 

@@ -56,6 +56,7 @@ inline bool fill_tile(const DecodeCall<T>& call, int64_t b, int64_t g, int64_t f
   const int32_t* const table = call.block_tables + b * call.table_stride;
   const int64_t token_stride = call.num_kv_heads * call.head_size;
   tile.num_keys = end - first < kTileKeys ? end - first : kTileKeys;
+  tile.distance = call.end_key(b) - 1 - first;
   for (int64_t k = 0; k < tile.num_keys;) {
     const int64_t block = table[(first + k) / call.block_size];
     if (block < 0 || block >= call.num_blocks) return false;
@@ -100,6 +101,7 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const DecodeScra
   }
   if (item.begin >= item.end) return true;
 
+  const ScoreOptions options{call.scale, call.soft_cap, call.alibi_slopes, 0};
   // A ring: the tile at `used`, and those after it up to the one that is being fetched.
   Tile<T> tiles[kTilesAhead + 1];
   int64_t num_filled = 0;
@@ -116,7 +118,7 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const DecodeScra
     const int64_t h = used % num_kv_heads * group;
     attend_tile(scratch.query + h * query_stride, scratch.scores, states + h * state_stride, group,
                 tiles[used % (kTilesAhead + 1)], tiles[(num_filled - 1) % (kTilesAhead + 1)],
-                head_size, call.scale);
+                head_size, options, first_head + h);
   }
   return true;
 }

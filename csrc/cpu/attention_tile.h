@@ -16,12 +16,33 @@ VLLM_INLINE int64_t padded(int64_t head_size) { return (head_size + kLanes - 1) 
 // largest, total, then out.
 constexpr int64_t kHeader = kLanes;
 
+// What is done to a product of query and key, in this order.
+struct ScoreOptions {
+  float scale;
+  float soft_cap;       // cap * tanh(score / cap); 0: none
+  const float* slopes;  // ALiBi: minus the slope of the head times the distance of the key, or null
+  int64_t window;       // most recent keys a query sees; 0: all. For decode the caller leaves the
+                        // others out.
+};
+
+// tanh within 3e-7. By its series near zero, where the difference from one would cancel.
+VLLM_INLINE Vec tanh(Vec x) {
+  const Vec square = x * x;
+  Vec p = fma(square, splat(62.0f / 2835), splat(-17.0f / 315));
+  p = fma(p, square, splat(2.0f / 15));
+  p = fma(p, square, splat(-1.0f / 3));
+  const Vec near = fma(p * square, x, x);
+  const Vec far = 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
+  return square < 0.09f ? near : far;
+}
+
 // Rows of some keys of one kv head, and of their values. All kTileKeys pointers are readable.
 template <typename T>
 struct Tile {
   const T* keys[kTileKeys];
   const T* values[kTileKeys];
   int64_t num_keys;
+  int64_t distance;  // positions from the first key to the query
 };
 
 // A row is 256 bytes or so and the next one is far away, which the processor does not foresee. Into
@@ -160,15 +181,32 @@ inline void softmax_tile(float* scores, int64_t num_keys, float scale, float* st
   state[1] = total + sum_lanes(total_each);
 }
 
-// One tile for kHeads query heads that share the loaded keys and values.
+// All of ScoreOptions, for the products of one head.
+inline void finish_scores(float* scores, const ScoreOptions& options, int64_t head,
+                          int64_t num_keys, int64_t distance) {
+  const float slope = options.slopes != nullptr ? options.slopes[head] : 0;
+  for (int64_t k = 0; k < num_keys; k += kLanes) {
+    Vec score = load(scores + k) * options.scale, distances;
+    if (options.soft_cap != 0) score = options.soft_cap * tanh(score / options.soft_cap);
+    for (int j = 0; j < kLanes; ++j) distances[j] = static_cast<float>(distance - k - j);
+    store(scores + k, score - slope * distances);
+  }
+}
+
+// One tile for kHeads query heads that share the loaded keys and values. first_head: the first of
+// them, as `options.slopes` counts.
 template <int kHeads, typename T>
 inline void attend_heads(const float* query, float* scores, float* states, const Tile<T>& tile,
-                         const Tile<T>* next, int64_t head_size, float scale) {
+                         const Tile<T>* next, int64_t head_size, const ScoreOptions& options,
+                         int64_t first_head) {
   const int64_t query_stride = padded(head_size), state_stride = kHeader + padded(head_size);
   score_tile<kHeads>(query, query_stride, tile, next, head_size, scores);
+  const bool is_plain = options.soft_cap == 0 && options.slopes == nullptr;
   for (int h = 0; h < kHeads; ++h) {
-    softmax_tile(scores + h * kTileKeys, tile.num_keys, scale, states + h * state_stride,
-                 head_size);
+    float* const of_head = scores + h * kTileKeys;
+    if (!is_plain) finish_scores(of_head, options, first_head + h, tile.num_keys, tile.distance);
+    softmax_tile(of_head, tile.num_keys, is_plain ? options.scale : 1.0f,
+                 states + h * state_stride, head_size);
   }
   add_tile<kHeads>(scores, tile, next, head_size, states + kHeader, state_stride);
 }
@@ -176,20 +214,24 @@ inline void attend_heads(const float* query, float* scores, float* states, const
 // One tile for all query heads of its kv head, in steps of as many as the registers hold.
 template <typename T>
 inline void attend_tile(const float* query, float* scores, float* states, int64_t group,
-                        const Tile<T>& tile, const Tile<T>& next, int64_t head_size, float scale) {
+                        const Tile<T>& tile, const Tile<T>& next, int64_t head_size,
+                        const ScoreOptions& options, int64_t first_head) {
   const int64_t query_stride = padded(head_size), state_stride = kHeader + padded(head_size);
   for (int64_t h = 0; h < group;) {
     const float* const q = query + h * query_stride;
     float* const state = states + h * state_stride;
     const Tile<T>* const fetch = h == 0 ? &next : nullptr;
     if (kLanes >= 16 && group - h >= 4) {
-      attend_heads<(kLanes >= 16 ? 4 : 1)>(q, scores, state, tile, fetch, head_size, scale);
+      attend_heads<(kLanes >= 16 ? 4 : 1)>(q, scores, state, tile, fetch, head_size, options,
+                                           first_head + h);
       h += 4;
     } else if (kLanes >= 8 && group - h >= 2) {
-      attend_heads<(kLanes >= 8 ? 2 : 1)>(q, scores, state, tile, fetch, head_size, scale);
+      attend_heads<(kLanes >= 8 ? 2 : 1)>(q, scores, state, tile, fetch, head_size, options,
+                                          first_head + h);
       h += 2;
     } else {
-      attend_heads<1>(q, scores, state, tile, fetch, head_size, scale);
+      attend_heads<1>(q, scores, state, tile, fetch, head_size, options,
+                      first_head + h);
       h += 1;
     }
   }

@@ -21,6 +21,12 @@ VLLM_DECLARE(vllm_avx2)
 #ifdef VLLM_WITH_AVX512
 VLLM_DECLARE(vllm_avx512)
 #endif
+#ifdef VLLM_WITH_AVX512_VNNI
+VLLM_DECLARE(vllm_avx512_vnni)
+#endif
+#ifdef VLLM_WITH_AVX512_BF16
+VLLM_DECLARE(vllm_avx512_bf16)
+#endif
 
 namespace {
 
@@ -31,15 +37,29 @@ struct Isa {
   const vllm_cpu::Kernels<bf16>* half;
 };
 
+#if defined(VLLM_WITH_AVX512) || defined(VLLM_WITH_AVX512_VNNI) || defined(VLLM_WITH_AVX512_BF16)
+bool runs_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
 // Best first.
 const Isa kIsas[] = {
-#ifdef VLLM_WITH_AVX512
-    {"avx512",
+#ifdef VLLM_WITH_AVX512_BF16  // with VNNI: every processor that has the one has the other
+    {"avx512_bf16",
      [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+       return runs_avx512() && __builtin_cpu_supports("avx512vnni") &&
+              __builtin_cpu_supports("avx512bf16");
      },
-     &vllm_avx512::kernels_f32, &vllm_avx512::kernels_bf16},
+     &vllm_avx512_bf16::kernels_f32, &vllm_avx512_bf16::kernels_bf16},
+#endif
+#ifdef VLLM_WITH_AVX512_VNNI
+    {"avx512_vnni", [] { return runs_avx512() && __builtin_cpu_supports("avx512vnni"); },
+     &vllm_avx512_vnni::kernels_f32, &vllm_avx512_vnni::kernels_bf16},
+#endif
+#ifdef VLLM_WITH_AVX512
+    {"avx512", runs_avx512, &vllm_avx512::kernels_f32, &vllm_avx512::kernels_bf16},
 #endif
 #ifdef VLLM_WITH_AVX2
     {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); },
@@ -102,18 +122,42 @@ VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
                                          num_tokens, row_size, key_stride, value_stride,          \
                                          num_slots, num_threads);                                 \
   }                                                                                               \
-  VLLM_EXPORT int64_t vllm_paged_attention_decode_##suffix(                                       \
-      const T* query, const T* key_cache, const T* value_cache, const int32_t* block_tables,      \
-      const int32_t* seq_lens, T* out, int64_t num_requests, int64_t num_heads,                   \
-      int64_t num_kv_heads, int64_t head_size, int64_t num_blocks, int64_t block_size,            \
-      int64_t max_blocks, int64_t query_stride, int64_t table_stride, float scale,                \
-      int64_t sliding_window, int num_threads) {                                                  \
-    return isa->table->paged_attention_decode(                                                    \
-        {query, key_cache, value_cache, block_tables, seq_lens, out, num_requests, num_heads,     \
-         num_kv_heads, head_size, num_blocks, block_size, max_blocks, query_stride, table_stride, \
-         scale, sliding_window},                                                                  \
-        num_threads);                                                                             \
+  VLLM_EXPORT int64_t vllm_paged_attention_decode_##suffix(const vllm_cpu::DecodeArgs<T>* args,   \
+                                                           int num_threads) {                     \
+    return isa->table->paged_attention_decode(*args, num_threads);                                \
+  }                                                                                               \
+  VLLM_EXPORT int64_t vllm_paged_attention_prefill_##suffix(                                      \
+      const vllm_cpu::PrefillArgs<T>* args, int num_threads) {                                    \
+    return isa->table->paged_attention_prefill(*args, num_threads);                               \
+  }                                                                                               \
+  VLLM_EXPORT int64_t vllm_linear_##suffix(const vllm_cpu::LinearWeight* weight, const T* x,      \
+                                           const T* bias, T* out, int64_t rows, int64_t x_stride, \
+                                           int num_threads) {                                     \
+    return isa->table->linear(*weight, x, bias, out, rows, x_stride, num_threads);                \
+  }                                                                                               \
+  VLLM_EXPORT int64_t vllm_quantize_weight_##suffix(const vllm_cpu::LinearWeight* weight,         \
+                                                    const T* from, int num_threads) {             \
+    return isa->table->quantize_weight(*weight, from, num_threads);                               \
+  }                                                                                               \
+  VLLM_EXPORT int64_t vllm_linear_rows_##suffix(const vllm_cpu::LinearWeight* weight,             \
+                                                const int64_t* ids, int64_t count, T* out,        \
+                                                int num_threads) {                                \
+    return isa->table->linear_rows(*weight, ids, count, out, num_threads);                        \
   }
 
 VLLM_ENTRIES(f32, float, f32)
 VLLM_ENTRIES(bf16, bf16, half)
+
+// In place; for weights that are not quantized.
+VLLM_EXPORT int64_t vllm_pack_panels(uint32_t* panels, int64_t num_panels, int64_t words,
+                                     int num_threads) {
+  return isa->f32->pack_panels(panels, num_panels, words, num_threads);
+}
+
+// Bytes of the packed panels of a weight; the format as in linear_format.h.
+VLLM_EXPORT int64_t vllm_packed_bytes(int64_t format, int64_t in_features, int64_t out_features) {
+  using vllm_cpu::kPanel;
+  const auto weight_format = static_cast<vllm_cpu::WeightFormat>(format);
+  return vllm_cpu::ceil_div(out_features, kPanel) *
+         vllm_cpu::panel_words(weight_format, in_features) * 4;
+}

@@ -4,7 +4,9 @@
 
 #include "activation.h"
 #include "attention.h"
+#include "attention_prefill.h"
 #include "cache.h"
+#include "linear_pack.h"
 #include "norm.h"
 #include "rotary.h"
 
@@ -12,8 +14,17 @@ namespace VLLM_ISA {
 
 template <typename T>
 constexpr vllm_cpu::Kernels<T> all_kernels() {
-  return {rms_norm<T>,         fused_add_rms_norm<T>, silu_and_mul<T>,
-          rotary_embedding<T>, reshape_and_cache<T>,  paged_attention_decode<T>};
+  return {rms_norm<T>,
+          fused_add_rms_norm<T>,
+          silu_and_mul<T>,
+          rotary_embedding<T>,
+          reshape_and_cache<T>,
+          paged_attention_decode<T>,
+          paged_attention_prefill<T>,
+          linear<T>,
+          quantize_weight<T>,
+          linear_rows<T>,
+          pack_panels};
 }
 
 extern const vllm_cpu::Kernels<float> kernels_f32 = all_kernels<float>();

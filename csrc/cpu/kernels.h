@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "linear_format.h"
+
 namespace vllm_cpu {
 
 // Arguments of paged decode attention.
@@ -14,11 +16,31 @@ struct DecodeArgs {
   const T* value_cache;         // the same
   const int32_t* block_tables;  // [num_requests, max_blocks], requests table_stride apart
   const int32_t* seq_lens;      // [num_requests]
+  const float* alibi_slopes;    // [num_heads], or null
   T* out;                       // [num_requests, num_heads, head_size], dense
   int64_t num_requests, num_heads, num_kv_heads, head_size, num_blocks, block_size, max_blocks;
   int64_t query_stride, table_stride;
   float scale;
+  float soft_cap;          // 0: none
   int64_t sliding_window;  // 0: none
+};
+
+// Arguments of paged prefill attention.
+template <typename T>
+struct PrefillArgs {
+  const T* query;                  // [num_tokens, num_heads, head_size], tokens query_stride apart
+  const T* key_cache;              // [num_blocks, block_size, num_kv_heads, head_size], dense
+  const T* value_cache;            // the same
+  const int32_t* block_tables;     // [num_requests, max_blocks], requests table_stride apart
+  const int32_t* query_start_loc;  // [num_requests + 1]
+  const int32_t* seq_lens;         // [num_requests]
+  const float* alibi_slopes;       // [num_heads], or null
+  T* out;                          // [num_tokens, num_heads, head_size], dense
+  int64_t num_tokens, num_requests, num_heads, num_kv_heads, head_size, num_blocks, block_size;
+  int64_t max_blocks, query_stride, table_stride;
+  float scale;
+  float soft_cap;          // 0: none
+  int64_t sliding_window;  // 0: none; below 2^31
 };
 
 template <typename T>
@@ -38,6 +60,13 @@ struct Kernels {
                                int64_t key_stride, int64_t value_stride, int64_t num_slots,
                                int num_threads);
   int64_t (*paged_attention_decode)(const DecodeArgs<T>& args, int num_threads);
+  int64_t (*paged_attention_prefill)(const PrefillArgs<T>& args, int num_threads);
+  int64_t (*linear)(const LinearWeight& weight, const T* x, const T* bias, T* out, int64_t rows,
+                    int64_t x_stride, int num_threads);
+  int64_t (*quantize_weight)(const LinearWeight& weight, const T* from, int num_threads);
+  int64_t (*linear_rows)(const LinearWeight& weight, const int64_t* ids, int64_t count, T* out,
+                         int num_threads);
+  int64_t (*pack_panels)(uint32_t* panels, int64_t num_panels, int64_t words, int num_threads);
 };
 
 }  // namespace vllm_cpu

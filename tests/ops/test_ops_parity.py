@@ -34,7 +34,7 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["avx512", "avx2", "base"])
+@pytest.fixture(params=["avx512_bf16", "avx512_vnni", "avx512", "avx2", "base"])
 def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     """The C++ kernels, once for each instruction set that this machine can run."""
     library = load_cpu_kernels()

@@ -6,14 +6,17 @@ checks are plain attribute reads: a call costs a few microseconds, and a decode 
 hundreds.
 """
 
+from collections.abc import Sequence
 from ctypes import CDLL
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.ops.cpu_attention import paged_attention_decode, paged_attention_prefill
 from vllm.ops.cpu_library import load_cpu_kernels
-from vllm.ops.native import NativeOps, check_attention
+from vllm.ops.native import NativeOps
 
 __all__ = ["CPUOps", "load_cpu_kernels"]
 
@@ -30,12 +33,15 @@ class _Kernels:
         self.rotary_embedding: Any = getattr(library, f"vllm_rotary_embedding_{suffix}")
         self.reshape_and_cache: Any = getattr(library, f"vllm_reshape_and_cache_{suffix}")
         self.paged_attention_decode: Any = getattr(library, f"vllm_paged_attention_decode_{suffix}")
+        self.paged_attention_prefill: Any = getattr(
+            library, f"vllm_paged_attention_prefill_{suffix}"
+        )
 
 
 class CPUOps(NativeOps):
     """Operators of the CPU platform. `rotary_embedding` and `fused_add_rms_norm` work in place.
 
-    Takes CPU tensors only. Prefill attention stays with torch, whose fused kernel is good at it.
+    Takes CPU tensors only.
     """
 
     def __init__(self) -> None:
@@ -209,59 +215,43 @@ class CPUOps(NativeOps):
         seq_lens: Tensor,
         scale: float,
         sliding_window: int | None,
+        alibi_slopes: Tensor | None = None,
+        logits_soft_cap: float | None = None,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
+        shared = (scale, sliding_window, alibi_slopes, logits_soft_cap)
         if kernels is None:
             return super().paged_attention_decode(
-                query, key_cache, value_cache, block_tables, seq_lens, scale, sliding_window
+                query, key_cache, value_cache, block_tables, seq_lens, *shared
             )
-        check_attention(query, key_cache, value_cache, sliding_window)
-        num_requests, num_heads, head_size = query.shape
-        num_blocks, block_size, num_kv_heads, _ = key_cache.shape
-        if seq_lens.shape != (num_requests,) or block_tables.shape[0] != num_requests:
-            raise ValueError(
-                f"seq_lens is {list(seq_lens.shape)}, block_tables is "
-                f"{list(block_tables.shape)}, query is {list(query.shape)}"
-            )
-        _check_caches(key_cache, value_cache)
-        _check_indices("seq_lens", seq_lens, torch.int32)
-        if block_tables.dtype != torch.int32:
-            raise ValueError(f"block_tables is {block_tables.dtype}, it must be torch.int32")
-        _check_rows("block_tables", block_tables)
-        _check_rows("query", query)
-        out = query.new_empty(num_requests, num_heads, head_size)
-        bad = kernels.paged_attention_decode(
-            query.data_ptr(),
-            key_cache.data_ptr(),
-            value_cache.data_ptr(),
-            block_tables.data_ptr(),
-            seq_lens.data_ptr(),
-            out.data_ptr(),
-            num_requests,
-            num_heads,
-            num_kv_heads,
-            head_size,
-            num_blocks,
-            block_size,
-            block_tables.shape[1],
-            query.stride(0),
-            block_tables.stride(0),
-            scale,
-            sliding_window or 0,
-            _num_threads(),
+        kernel = kernels.paged_attention_decode
+        return paged_attention_decode(
+            kernel, query, key_cache, value_cache, block_tables, seq_lens, *shared
         )
-        if bad >= 0:
-            raise IndexError(
-                f"request {bad} has {seq_lens[bad]} tokens and the blocks "
-                f"{block_tables[bad].tolist()}; its table holds "
-                f"{block_tables.shape[1] * block_size} tokens, the cache has {num_blocks} blocks"
+
+    def paged_attention_prefill(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Sequence[int] | np.ndarray,
+        seq_lens: Sequence[int] | np.ndarray,
+        scale: float,
+        sliding_window: int | None,
+        alibi_slopes: Tensor | None = None,
+        logits_soft_cap: float | None = None,
+    ) -> Tensor:
+        kernels = self._kernels.get(query.dtype)
+        shared = (scale, sliding_window, alibi_slopes, logits_soft_cap)
+        if kernels is None:
+            return super().paged_attention_prefill(
+                query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *shared
             )
-        if bad == _NO_MEMORY:
-            raise MemoryError("no scratch memory for paged attention")
-        return out
-
-
-_NO_MEMORY = -2
+        kernel = kernels.paged_attention_prefill
+        return paged_attention_prefill(
+            kernel, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *shared
+        )
 
 
 def _check_rows(name: str, x: Tensor) -> None:

@@ -25,9 +25,15 @@ _ARGTYPES: dict[str, list[type]] = {
     "silu_and_mul": [_POINTER] * 2 + [_SIZE] * 3 + [_INT],
     "rotary_embedding": [_POINTER] * 4 + [_SIZE] * 8 + [_INT, _INT],
     "reshape_and_cache": [_POINTER] * 5 + [_SIZE] * 5 + [_INT],
-    "paged_attention_decode": [_POINTER] * 6 + [_SIZE] * 9 + [_FLOAT, _SIZE, _INT],
+    "paged_attention_decode": [_POINTER, _INT],
+    "paged_attention_prefill": [_POINTER, _INT],
 }
-_RETURNS_BAD_ROW = {"rotary_embedding", "reshape_and_cache", "paged_attention_decode"}
+_RETURNS_BAD_ROW = {
+    "rotary_embedding",
+    "reshape_and_cache",
+    "paged_attention_decode",
+    "paged_attention_prefill",
+}
 
 
 @functools.cache

@@ -145,6 +145,8 @@ class Ops(ABC):
         seq_lens: Tensor,
         scale: float,
         sliding_window: int | None,
+        alibi_slopes: Tensor | None = None,
+        logits_soft_cap: float | None = None,
     ) -> Tensor:
         """Attention of one new token per request over everything its request has cached.
 
@@ -161,13 +163,17 @@ class Ops(ABC):
             seq_lens: [B], int32, the new token included. 0 marks a padding row.
             scale: multiplies query @ key, usually 1 / sqrt(D).
             sliding_window: None sees all keys; W sees the W most recent ones, itself included.
+            alibi_slopes: [H] float32, dense: each score gets minus the slope of its head times
+                the distance of the key (after the soft cap); None without ALiBi.
+            logits_soft_cap: C > 0 replaces each score s by C * tanh(s / C); None does not.
 
         Returns:
             [B, H, D], new and dense. Padding rows are zero. What the unused part of a block
             holds (even NaN) has no effect.
 
         Raises:
-            ValueError: H is not a multiple of G, or shapes, dtypes or the window are wrong.
+            ValueError: H is not a multiple of G, or shapes, dtypes, the window or the cap are
+                wrong.
         """
 
     @abstractmethod
@@ -181,6 +187,8 @@ class Ops(ABC):
         seq_lens: Sequence[int] | np.ndarray,
         scale: float,
         sliding_window: int | None,
+        alibi_slopes: Tensor | None = None,
+        logits_soft_cap: float | None = None,
     ) -> Tensor:
         """Causal attention of several new tokens per request, ragged.
 
@@ -198,6 +206,8 @@ class Ops(ABC):
             scale: multiplies query @ key, usually 1 / sqrt(D).
             sliding_window: None sees all earlier keys; W sees the W most recent ones of each
                 query token, itself included.
+            alibi_slopes: as for decode.
+            logits_soft_cap: as for decode.
 
         Returns:
             [T, H, D], new and dense. Rows from query_start_loc[B] on (padding) are zero.

@@ -90,8 +90,11 @@ class NativeOps(Ops):
         seq_lens: Tensor,
         scale: float,
         sliding_window: int | None,
+        alibi_slopes: Tensor | None = None,
+        logits_soft_cap: float | None = None,
     ) -> Tensor:
         check_attention(query, key_cache, value_cache, sliding_window)
+        check_scores(query, alibi_slopes, logits_soft_cap)
         num_kv_heads = key_cache.shape[2]
         grouped = query.float().unflatten(1, (num_kv_heads, -1))  # [B, G, H / G, D]
         # [B, max_blocks, S, G, D] -> [B, K, G, D], K = keys a table can hold
@@ -104,6 +107,11 @@ class NativeOps(Ops):
         # What a block holds past the end may be NaN, and 0 * NaN is NaN: clear it.
         values = values.masked_fill(is_hidden[:, :, None, None], 0.0)
         scores = torch.einsum("bgrd,bkgd->bgrk", grouped, keys) * scale
+        distance = (seq_lens[:, None] - 1 - position)[:, None, None]  # [B, 1, 1, K]
+        adjusted = _adjust(
+            scores.flatten(1, 2)[:, :, None], distance, alibi_slopes, logits_soft_cap
+        )
+        scores = adjusted.view(scores.shape)
         scores = scores.masked_fill(is_hidden[:, None, None], float("-inf"))
         weights = scores.softmax(-1).masked_fill((seq_lens == 0)[:, None, None, None], 0.0)
         return torch.einsum("bgrk,bkgd->bgrd", weights, values).flatten(1, 2).to(query.dtype)
@@ -118,9 +126,12 @@ class NativeOps(Ops):
         seq_lens: Sequence[int] | np.ndarray,
         scale: float,
         sliding_window: int | None,
+        alibi_slopes: Tensor | None = None,
+        logits_soft_cap: float | None = None,
     ) -> Tensor:
         check_attention(query, key_cache, value_cache, sliding_window)
-        block_size, num_kv_heads = key_cache.shape[1:3]
+        check_scores(query, alibi_slopes, logits_soft_cap)
+        block_size = key_cache.shape[1]
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         for b, seq_len in enumerate(map(int, seq_lens)):
             start, end = int(query_start_loc[b]), int(query_start_loc[b + 1])
@@ -139,15 +150,8 @@ class NativeOps(Ops):
                 cache[block_ids].flatten(0, 1)[:seq_len].transpose(0, 1)[None]
                 for cache in (key_cache, value_cache)
             )
-            mask, is_causal = _prefill_mask(end - start, seq_len, sliding_window, query.device)
-            attended = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=query.shape[1] != num_kv_heads,
+            attended = _prompt_attention(
+                q, k, v, scale, sliding_window, alibi_slopes, logits_soft_cap
             )
             out[start:end] = attended[0].transpose(0, 1)
         return out
@@ -190,6 +194,26 @@ def check_attention(
         raise ValueError(f"sliding_window is {sliding_window}; it must be at least 1, or None")
 
 
+def check_scores(query: Tensor, alibi_slopes: Tensor | None, logits_soft_cap: float | None) -> None:
+    """The part of the attention contract that is about what is done to scores.
+
+    Raises:
+        ValueError: the slopes do not fit the heads, or the cap is not positive.
+    """
+    if logits_soft_cap is not None and not logits_soft_cap > 0:
+        raise ValueError(f"logits_soft_cap is {logits_soft_cap}; it must be positive, or None")
+    if alibi_slopes is not None and (
+        alibi_slopes.shape != query.shape[1:2]
+        or alibi_slopes.dtype != torch.float32
+        or not alibi_slopes.is_contiguous()
+    ):
+        raise ValueError(
+            f"alibi_slopes is {alibi_slopes.dtype} {list(alibi_slopes.shape)} with strides "
+            f"{list(alibi_slopes.stride())}, not one dense torch.float32 for each of "
+            f"{query.shape[1]} heads"
+        )
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
     """Rotate pairs of the first 2 * cos.shape[-1] elements of every head of x [T, H, D]."""
     rot_dim = 2 * cos.shape[-1]
@@ -222,3 +246,47 @@ def _prefill_mask(
     if sliding_window is not None:
         mask &= key_pos > query_pos - sliding_window
     return mask, False
+
+
+def _prompt_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    alibi_slopes: Tensor | None,
+    logits_soft_cap: float | None,
+) -> Tensor:
+    """[1, H, Q, D]: the last Q tokens of one request; q [1, H, Q, D], k and v [1, G, K, D]."""
+    query_len, seq_len = q.shape[2], k.shape[2]
+    mask, is_causal = _prefill_mask(query_len, seq_len, sliding_window, q.device)
+    if alibi_slopes is None and logits_soft_cap is None:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    position = torch.arange(seq_len, device=q.device)
+    distance = position[seq_len - query_len :, None] - position
+    scores = _adjust(
+        (q.float() @ k.transpose(2, 3) * scale)[0], distance, alibi_slopes, logits_soft_cap
+    )
+    is_hidden = distance < 0 if mask is None else ~mask
+    return (scores.masked_fill(is_hidden, float("-inf")).softmax(-1) @ v).to(q.dtype)
+
+
+def _adjust(
+    scores: Tensor, distance: Tensor, alibi_slopes: Tensor | None, logits_soft_cap: float | None
+) -> Tensor:
+    """Soft cap, then ALiBi. scores: [..., H, Q, K]; distance: from key to query, without H."""
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, None, None] * distance
+    return scores

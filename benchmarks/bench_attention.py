@@ -1,0 +1,154 @@
+"""Times paged attention, torch reference against C++ kernels, for prompts and for decodes.
+
+    python benchmarks/bench_attention.py [--dtype bfloat16] [--threads N] [--seconds 2] [--only 1b]
+
+Prints JSON on standard output and a table on standard error. The two sides take turns, because a
+shared machine changes its speed from one second to the next; a time is that of the fastest call,
+in microseconds, Python wrapper included. The ratio is what counts.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from vllm.ops.cpu import CPUOps, load_cpu_kernels
+from vllm.ops.interface import Ops
+from vllm.ops.native import NativeOps
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    batch: int
+    query_len: int
+    """1: a decode."""
+    seq_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int = 128
+    sliding_window: int | None = None
+
+    @property
+    def flops(self) -> float:
+        """Of the two products, over the keys that causality leaves."""
+        context_len = self.seq_len - self.query_len
+        keys = self.query_len * context_len + self.query_len * (self.query_len + 1) / 2
+        return 4.0 * self.batch * self.num_heads * self.head_size * keys
+
+
+@dataclass(frozen=True)
+class Row:
+    shape: str
+    native_us: float
+    cpu_us: float
+    speedup: float
+    cpu_gflop_per_s: float
+
+
+def shapes() -> Iterator[Shape]:
+    yield Shape("one token: call overhead", 1, 2, 2, 1, 1, 64)
+    yield Shape("tiny 64 x 32", 64, 32, 32, 4, 2, 64, block_size=16)
+    for query_len in (128, 1024, 4096):
+        yield Shape(f"1b prompt {query_len}", 1, query_len, query_len, 32, 8, 64)
+    yield Shape("1b 16 prompts of 128", 16, 128, 128, 32, 8, 64)
+    yield Shape("1b chunk 512 after 3584", 1, 512, 4096, 32, 8, 64)
+    yield Shape("8b prompt 1024", 1, 1024, 1024, 32, 8, 128)
+    yield Shape("8b prompt 1024, window 256", 1, 1024, 1024, 32, 8, 128, sliding_window=256)
+    yield Shape("no groups, prompt 512", 1, 512, 512, 16, 16, 64)
+    for seq_len in (128, 1024, 8192):
+        yield Shape(f"1b decode after {seq_len}", 1, 1, seq_len, 32, 8, 64)
+    yield Shape("1b 64 decodes after 512", 64, 1, 512, 32, 8, 64)
+
+
+def call_of(shape: Shape, dtype: torch.dtype) -> Callable[[Ops], object]:
+    """One launch of this shape, with the caches it reads."""
+    max_blocks = -(-shape.seq_len // shape.block_size)
+    num_blocks = shape.batch * max_blocks
+    cache_shape = (2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_size)
+    keys, values = torch.randn(cache_shape).to(dtype)
+    tables = torch.randperm(num_blocks).view(shape.batch, max_blocks).int()
+    num_tokens = shape.batch * shape.query_len
+    packed = torch.randn(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_size)
+    query = packed.to(dtype)[:, : shape.num_heads]
+    scale = shape.head_size**-0.5
+    if shape.query_len == 1:
+        lens = torch.full((shape.batch,), shape.seq_len, dtype=torch.int32)
+        return lambda ops: ops.paged_attention_decode(
+            query, keys, values, tables, lens, scale, shape.sliding_window
+        )
+    starts = np.arange(shape.batch + 1, dtype=np.int32) * shape.query_len
+    host_lens = np.full(shape.batch, shape.seq_len, dtype=np.int32)
+    return lambda ops: ops.paged_attention_prefill(
+        query, keys, values, tables, starts, host_lens, scale, shape.sliding_window
+    )
+
+
+def best_in_turns_us(calls: list[Callable[[], object]], seconds: float) -> list[float]:
+    """Time of the fastest of each, called in turns for `seconds`, and at least five times."""
+    for call in calls:
+        call()
+    best = [float("inf")] * len(calls)
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < 5 or time.perf_counter() < end:
+        rounds += 1
+        for i, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            best[i] = min(best[i], time.perf_counter() - start)
+    return [1e6 * time_s for time_s in best]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=2.0, help="per shape, both sides")
+    parser.add_argument("--only", default="", help="shapes whose name has this text")
+    parser.add_argument("--isa", default=None, help="avx512_bf16, avx512, avx2 or base")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    library = load_cpu_kernels()
+    if library is None:
+        sys.exit("the C++ kernels are not built: python setup.py build_ext --inplace")
+    if args.isa is not None and not library.vllm_cpu_set_isa(args.isa.encode()):
+        sys.exit(f"this machine or this build has no {args.isa} kernels")
+
+    native, cpu = NativeOps(), CPUOps()
+    rows = []
+    print(f"{'shape':30}{'native us':>12}{'cpu us':>12}{'x':>8}{'GFLOP/s':>9}", file=sys.stderr)
+    with torch.inference_mode():
+        for shape in shapes():
+            if args.only not in shape.name:
+                continue
+            call = call_of(shape, getattr(torch, args.dtype))
+            native_us, cpu_us = best_in_turns_us(
+                [lambda call=call: call(native), lambda call=call: call(cpu)],  # type: ignore[misc]
+                args.seconds,
+            )
+            rows.append(
+                Row(shape.name, native_us, cpu_us, native_us / cpu_us, shape.flops / cpu_us / 1e3)
+            )
+            print(
+                f"{shape.name:30}{native_us:12.1f}{cpu_us:12.1f}{native_us / cpu_us:8.1f}"
+                f"{rows[-1].cpu_gflop_per_s:9.1f}",
+                file=sys.stderr,
+            )
+    result = {
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "isa": library.vllm_cpu_isa().decode(),
+        "rows": [asdict(row) for row in rows],
+    }
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

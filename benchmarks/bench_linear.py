@@ -1,0 +1,139 @@
+"""Times linear layers: torch's F.linear against packed weights, dense, int8 and int4.
+
+    python benchmarks/bench_linear.py [--dtype bfloat16] [--rows 1,16,1024] [--threads N]
+
+Shapes are those of a 1.24 B-parameter Llama. Every round calls each side once and reads a large
+tensor, so that all see the same state of the machine; the weights are several copies, so that
+they come from memory. Prints JSON on standard output and a table on standard error: medians in
+milliseconds, the best of them, and at the best time GB/s of weights as they are stored and
+GFLOP/s. With one thread the clock is that of the thread, which other processes do not stop.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vllm.ops.cpu import load_cpu_kernels
+from vllm.ops.cpu_linear import PackedWeight, WeightFormat
+
+SHAPES = {  # out_features, in_features
+    "qkv_proj": (3072, 2048),
+    "o_proj": (2048, 2048),
+    "gate_up_proj": (16384, 2048),
+    "down_proj": (2048, 8192),
+    "tiny": (512, 256),
+}
+CACHE_BYTES = 128 << 20
+"""Copies of a weight together are at least this large, at most 16 of them."""
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+def make_sides(
+    num_out: int, num_in: int, dtype: torch.dtype
+) -> tuple[dict[str, list[Call]], dict[str, int]]:
+    """Name -> one product for each copy of the weight, and the bytes of one copy."""
+    weight = torch.randn(num_out, num_in, dtype=dtype)
+    num_bytes = weight.numel() * weight.element_size()
+    num_copies = min(16, -(-CACHE_BYTES // num_bytes))
+    plain = [weight.clone() for _ in range(num_copies)]
+    packed = {
+        "packed": [PackedWeight.pack(weight.clone()) for _ in plain],
+        "int8": [PackedWeight.quantize(weight, WeightFormat.INT8) for _ in plain],
+        "int4": [PackedWeight.quantize(weight, WeightFormat.INT4) for _ in plain],
+    }
+    sides: dict[str, list[Call]] = {"torch": [lambda x, w=w: F.linear(x, w) for w in plain]}
+    sides.update({name: [w.linear for w in weights] for name, weights in packed.items()})
+    sizes = {"torch": num_bytes}
+    sizes.update({name: weights[0].num_bytes for name, weights in packed.items()})
+    return sides, sizes
+
+
+def run_rounds(
+    sides: dict[str, list[Call]], x: torch.Tensor, seconds: float, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Seconds of each call, by side; `read` is one pass over 64 MiB."""
+    large = torch.ones(16 << 20)
+    times: dict[str, list[float]] = {name: [] for name in [*sides, "read"]}
+    num_copies = len(sides["torch"])
+    end, index = time.perf_counter() + seconds, 0
+    while index < num_copies + 3 or time.perf_counter() < end:
+        for name, calls in sides.items():
+            call = calls[index % num_copies]
+            start = clock()
+            call(x)
+            times[name].append(clock() - start)
+        start = clock()
+        large.sum()
+        times["read"].append(clock() - start)
+        index += 1
+    return {name: values[1:] for name, values in times.items()}
+
+
+def measure(shape: str, num_rows: int, dtype: torch.dtype, seconds: float) -> list[dict[str, Any]]:
+    num_out, num_in = SHAPES[shape]
+    sides, sizes = make_sides(num_out, num_in, dtype)
+    x = torch.randn(num_rows, num_in, dtype=dtype)
+    is_alone = torch.get_num_threads() == 1
+    times = run_rounds(sides, x, seconds, time.thread_time if is_alone else time.perf_counter)
+    rows = []
+    for name in sides:
+        median, best = statistics.median(times[name]), min(times[name])
+        rows.append(
+            {
+                "shape": shape,
+                "rows": num_rows,
+                "side": name,
+                "median_ms": round(median * 1e3, 4),
+                "best_ms": round(best * 1e3, 4),
+                "times_torch": round(statistics.median(times["torch"]) / median, 2),
+                "gb_per_s": round(sizes[name] / best / 1e9, 1),
+                "gflop_per_s": round(2 * num_rows * num_out * num_in / best / 1e9, 1),
+                "read_gb_per_s": round((64 << 20) / min(times["read"]) / 1e9, 1),
+                "rounds": len(times[name]),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--rows", default="1,4,16,64,1024")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=2.0, help="per shape and number of rows")
+    parser.add_argument("--isa", default=None, help="such as avx2; default: the best")
+    args = parser.parse_args()
+    library = load_cpu_kernels()
+    if library is None:
+        sys.exit("the C++ kernels are not built: python setup.py build_ext --inplace")
+    if args.isa is not None and not library.vllm_cpu_set_isa(args.isa.encode()):
+        sys.exit(f"this machine or this build has no {args.isa} kernels")
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    results = []
+    with torch.inference_mode():
+        for shape in args.shapes.split(","):
+            for num_rows in map(int, args.rows.split(",")):
+                rows = measure(shape, num_rows, getattr(torch, args.dtype), args.seconds)
+                results += rows
+                for row in rows:
+                    print("  ".join(f"{k} {v}" for k, v in row.items()), file=sys.stderr)
+    settings = {
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "isa": library.vllm_cpu_isa().decode(),
+    }
+    print(json.dumps({"benchmark": "linear", "settings": settings, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+// The inner loops of prefill attention: a block of query rows against one tile of keys and
+// values. Knows no requests and no blocks of the cache.
+//
+// One query row per lane: scores are [keys][rows] and results [head size][rows], so that the
+// softmax of a row never leaves its lane, and what is done for a row does not depend on the rows
+// beside it.
+#pragma once
+
+#include "attention_pack.h"
+#include "attention_tile.h"
+
+namespace VLLM_ISA {
+
+constexpr int kPrefillKeys = 64;                 // keys of a tile
+constexpr int kRowVectors = 3;                   // vectors of rows of a block, and
+constexpr int kColumns = kLanes >= 16 ? 8 : 4;   // columns: 24 (12) sums in 32 (16) registers
+constexpr int64_t kQueryRows = kRowVectors * kLanes;
+
+// Scratch of one block of rows, each [...][kQueryRows].
+struct RowBlock {
+  uint32_t* query;  // words of the head
+  float* out;       // [padded head size]: sum(e^(score - largest) * value)
+  float* largest;   // [1]
+  float* total;     // [1]: sum(e^(score - largest))
+  float* slopes;    // [1]
+  int32_t* positions;  // [1], in the request
+  int64_t num_rows;
+  int64_t first_position, last_position;  // of its rows
+};
+
+// sums[c][v] += words of kVectors vectors of rows * the numbers of kColumns columns.
+// number_at(c, j): the word of column c that belongs to word j of the rows.
+template <class Dot, int kVectors, typename NumberAt>
+VLLM_INLINE void multiply(const uint32_t* rows, int64_t num_words, NumberAt number_at,
+                          Vec (&sums)[kColumns][kVectors]) {
+  for (int64_t j = 0; j < num_words; ++j) {
+    Bits words[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) words[v] = load_bits(rows + j * kQueryRows + v * kLanes);
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) {
+      const auto number =
+          Dot::splat_of(reinterpret_cast<const typename Dot::Input*>(number_at(c, j)));
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sums[c][v] = Dot::dot(sums[c][v], words[v], number);
+    }
+  }
+}
+
+// scores[k] of keys [0, num_keys); a little more is written, up to a multiple of kColumns.
+template <class Dot, int kVectors>
+inline void score_block(const RowBlock& block, const uint32_t* keys, int64_t key_stride,
+                        int64_t num_words, int64_t num_keys, float* scores) {
+  for (int64_t k = 0; k < num_keys; k += kColumns) {
+    const uint32_t* key[kColumns];
+    for (int c = 0; c < kColumns; ++c) key[c] = keys + (k + c) * key_stride;
+    Vec sums[kColumns][kVectors] = {};
+    multiply<Dot, kVectors>(
+        block.query, num_words,
+        [&](int c, int64_t j) __attribute__((always_inline)) { return key[c] + j; }, sums);
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        store(scores + (k + c) * kQueryRows + v * kLanes, sums[c][v]);
+      }
+    }
+  }
+}
+
+// out = out * shrink + weights * values.
+template <class Dot, int kVectors>
+inline void add_values(const RowBlock& block, const uint32_t* values, int64_t value_stride,
+                       int64_t head_size, const uint32_t* weights, int64_t num_words,
+                       const Vec (&shrink)[kVectors]) {
+  for (int64_t i = 0; i < head_size; i += kColumns) {
+    float* const out = block.out + i * kQueryRows;
+    Vec sums[kColumns][kVectors];
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        sums[c][v] = load(out + c * kQueryRows + v * kLanes) * shrink[v];
+      }
+    }
+    multiply<Dot, kVectors>(
+        weights, num_words,
+        [&](int c, int64_t j)
+            __attribute__((always_inline)) { return values + j * value_stride + i + c; },
+        sums);
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) store(out + c * kQueryRows + v * kLanes, sums[c][v]);
+    }
+  }
+}
+
+// How many positions each row is after `key`; negative when the key is later.
+VLLM_INLINE Ints distance(const RowBlock& block, int v, int64_t key) {
+  Ints positions;
+  __builtin_memcpy(&positions, block.positions + v * kLanes, sizeof positions);
+  return positions - static_cast<int32_t>(key);
+}
+
+// All ones where a row sees a key at this distance.
+VLLM_INLINE Ints sees(Ints distance, int64_t window) {
+  const Ints is_past = distance >= 0;
+  return window > 0 ? is_past & (distance < static_cast<int32_t>(window)) : is_past;
+}
+
+// Turns products into scores, and returns the largest of each row (-inf when it sees no key).
+template <int kVectors>
+inline void finish_scores(const RowBlock& block, const ScoreOptions& options, int64_t begin,
+                          int64_t num_keys, bool is_masked, float* scores,
+                          Vec (&largest)[kVectors]) {
+  for (int v = 0; v < kVectors; ++v) largest[v] = splat(-__builtin_inff());
+  const bool is_plain = options.soft_cap == 0 && options.slopes == nullptr && !is_masked;
+  for (int64_t k = 0; k < num_keys; ++k) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      float* const at = scores + k * kQueryRows + v * kLanes;
+      Vec score = load(at) * options.scale;
+      if (!is_plain) {
+        if (options.soft_cap != 0) score = options.soft_cap * tanh(score / options.soft_cap);
+        if (options.slopes != nullptr) {
+          score -= load(block.slopes + v * kLanes) *
+                   __builtin_convertvector(distance(block, v, begin + k), Vec);
+        }
+        if (is_masked) {
+          score = sees(distance(block, v, begin + k), options.window)
+                      ? score
+                      : splat(-__builtin_inff());
+        }
+      }
+      store(at, score);
+      largest[v] = max(largest[v], score);
+    }
+  }
+}
+
+// Weights of one or two keys as words. first, second: those of key k and k + 1.
+template <class Dot>
+VLLM_INLINE void store_weights(uint32_t* to, Vec first, Vec second) {
+#ifdef __AVX512BF16__
+  if constexpr (Dot::kInputs == 2) {
+    const __m512bh halves =
+        _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));
+    const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9,
+                                           24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
+                                           16, 0);
+    _mm512_storeu_si512(to,
+                        _mm512_permutexvar_epi16(pairs, reinterpret_cast<__m512i>(halves)));
+    return;
+  }
+#endif
+  __builtin_memcpy(to, &first, sizeof first);
+  if constexpr (Dot::kInputs == 2) __builtin_memcpy(to + kQueryRows, &second, sizeof second);
+}
+
+// weights = e^(score - largest), zero where a row does not see the key. Adds them to total.
+template <class Dot, int kVectors>
+inline void weigh_scores(const RowBlock& block, const ScoreOptions& options, int64_t begin,
+                         int64_t num_keys, bool is_masked, const float* scores,
+                         const Vec (&largest)[kVectors], Vec (&total)[kVectors],
+                         uint32_t* weights) {
+  const auto weight_at = [&](int64_t k, int v) __attribute__((always_inline)) {
+    const Vec weight = exp(load(scores + k * kQueryRows + v * kLanes) - largest[v]);
+    if (!is_masked) return weight;
+    return sees(distance(block, v, begin + k), options.window) ? weight : Vec{};
+  };
+  for (int64_t k = 0; k < num_keys; k += Dot::kInputs, weights += kQueryRows) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const Vec first = weight_at(k, v);
+      total[v] += first;
+      Vec second = {};
+      if (Dot::kInputs == 2 && k + 1 < num_keys) {
+        second = weight_at(k + 1, v);
+        total[v] += second;
+      }
+      store_weights<Dot>(weights + v * kLanes, first, second);
+    }
+  }
+}
+
+// Scratch of one thread for a tile and the block that attends to it.
+struct TileScratch {
+  uint32_t* keys;     // [kPrefillKeys][key_stride]
+  uint32_t* values;   // [kPrefillKeys / kInputs][value_stride]
+  float* scores;      // [kPrefillKeys][kQueryRows]
+  uint32_t* weights;  // [kPrefillKeys / kInputs][kQueryRows]
+  int64_t key_stride, value_stride;
+};
+
+// One step of the online softmax: brings the block up to date with keys [0, num_keys) of a tile
+// that begins at position `begin`.
+template <class Dot, int kVectors>
+inline void attend_block(const RowBlock& block, const TileScratch& tile,
+                         const ScoreOptions& options, int64_t begin, int64_t num_keys,
+                         int64_t head_size) {
+  const bool is_masked =
+      begin + num_keys - 1 > block.first_position ||
+      (options.window > 0 && block.last_position - begin >= options.window);
+  score_block<Dot, kVectors>(block, tile.keys, tile.key_stride,
+                             (head_size + Dot::kInputs - 1) / Dot::kInputs, num_keys, tile.scores);
+  Vec largest[kVectors], total[kVectors], shrink[kVectors];
+  finish_scores<kVectors>(block, options, begin, num_keys, is_masked, tile.scores, largest);
+  for (int v = 0; v < kVectors; ++v) {
+    const Vec before = load(block.largest + v * kLanes);
+    largest[v] = max(before, largest[v]);
+    // Nothing new is larger: exactly one, also when nothing was seen yet (-inf - -inf is NaN).
+    shrink[v] = largest[v] == before ? splat(1.0f) : exp(before - largest[v]);
+    total[v] = load(block.total + v * kLanes) * shrink[v];
+  }
+  weigh_scores<Dot, kVectors>(block, options, begin, num_keys, is_masked, tile.scores, largest,
+                              total, tile.weights);
+  for (int v = 0; v < kVectors; ++v) {
+    store(block.largest + v * kLanes, largest[v]);
+    store(block.total + v * kLanes, total[v]);
+  }
+  add_values<Dot, kVectors>(block, tile.values, tile.value_stride, head_size, tile.weights,
+                            (num_keys + Dot::kInputs - 1) / Dot::kInputs, shrink);
+}
+
+// The same for as many keys as the block sees, and vectors as it has rows.
+template <class Dot>
+inline void attend_tile(const RowBlock& block, const TileScratch& tile,
+                        const ScoreOptions& options, int64_t begin, int64_t num_keys,
+                        int64_t head_size) {
+  const int64_t visible = block.last_position + 1 - begin;
+  const int64_t last_key = begin + num_keys - 1;
+  const bool is_forgotten =
+      options.window > 0 && block.first_position - last_key >= options.window;
+  if (visible <= 0 || is_forgotten) return;
+  if (visible < num_keys) num_keys = visible;
+  if (block.num_rows > 2 * kLanes) {
+    attend_block<Dot, 3>(block, tile, options, begin, num_keys, head_size);
+  } else if (block.num_rows > kLanes) {
+    attend_block<Dot, 2>(block, tile, options, begin, num_keys, head_size);
+  } else {
+    attend_block<Dot, 1>(block, tile, options, begin, num_keys, head_size);
+  }
+}
+
+}  // namespace VLLM_ISA

@@ -1,0 +1,125 @@
+// Bringing queries, keys and values into the layouts that prefill attention computes with.
+//
+// It keeps one query row per lane. So queries are transposed once; keys and values are only
+// copied next to each other, because each of their numbers goes to all lanes. A word is 32 bits:
+// one float, or the pair of bf16 numbers that one instruction multiplies and adds.
+#pragma once
+
+#include "linear_dot.h"
+
+namespace VLLM_ISA {
+
+// What one word holds: T as it is where the processor multiplies pairs of it, or floats.
+template <typename T>
+struct PrefillDot {
+  using type = DotFloat;
+};
+#ifdef __AVX512BF16__
+template <>
+struct PrefillDot<bf16> {
+  using type = DotBf16;
+};
+#endif
+
+VLLM_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// Lanes of the lower (upper) half of a and b in turn: a0 b0 a1 b1 ...
+#if defined(__clang__)
+#define VLLM_SHUFFLE(...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define VLLM_SHUFFLE(...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+VLLM_INLINE Vec interleave_lower(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return VLLM_SHUFFLE(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#elif defined(__AVX2__)
+  return VLLM_SHUFFLE(0, 8, 1, 9, 2, 10, 3, 11);
+#else
+  return VLLM_SHUFFLE(0, 4, 1, 5);
+#endif
+}
+VLLM_INLINE Vec interleave_upper(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return VLLM_SHUFFLE(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif defined(__AVX2__)
+  return VLLM_SHUFFLE(4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  return VLLM_SHUFFLE(2, 6, 3, 7);
+#endif
+}
+#undef VLLM_SHUFFLE
+
+// Lane j of row i becomes lane i of row j.
+VLLM_INLINE void transpose(Vec (&rows)[kLanes]) {
+#pragma GCC unroll 4
+  for (int round = 1; round < kLanes; round *= 2) {
+    Vec next[kLanes];
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / 2; ++i) {
+      next[2 * i] = interleave_lower(rows[i], rows[i + kLanes / 2]);
+      next[2 * i + 1] = interleave_upper(rows[i], rows[i + kLanes / 2]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) rows[i] = next[i];
+  }
+}
+
+// The next kLanes words of a row of which `left` elements are left; zeros after its end.
+template <class Dot, typename T>
+VLLM_INLINE Bits load_words(const T* row, int64_t left) {
+  constexpr int64_t kElements = kLanes * Dot::kInputs;
+  if constexpr (Dot::kInputs == 1) {
+    return reinterpret_cast<Bits>(load(row, left < kElements ? left : kElements));
+  } else {
+    Bits words = {};
+    if (left >= kElements) return load_bits(row);
+    __builtin_memcpy(&words, row, left * sizeof(T));
+    return words;
+  }
+}
+
+// to[j * to_stride + lane]: word j of the row of each lane.
+template <class Dot, typename T>
+inline void pack_lanes(const T* const* rows, int64_t head_size, uint32_t* to, int64_t to_stride) {
+  const int64_t num_words = (head_size + Dot::kInputs - 1) / Dot::kInputs;
+  for (int64_t j = 0; j < num_words; j += kLanes) {
+    const int64_t i = j * Dot::kInputs;
+    Vec words[kLanes];
+#pragma GCC unroll 16
+    for (int r = 0; r < kLanes; ++r) {
+      words[r] = reinterpret_cast<Vec>(load_words<Dot>(rows[r] + i, head_size - i));
+    }
+    transpose(words);
+    // up to a multiple of kLanes: nobody reads the rest
+#pragma GCC unroll 16
+    for (int w = 0; w < kLanes; ++w) {
+      __builtin_memcpy(to + (j + w) * to_stride, &words[w], sizeof(Vec));
+    }
+  }
+}
+
+// A key as words next to each other, to the next multiple of kLanes.
+template <class Dot, typename T>
+VLLM_INLINE void pack_key(const T* key, int64_t head_size, uint32_t* to) {
+  constexpr int64_t kElements = kLanes * Dot::kInputs;
+  for (int64_t i = 0; i < head_size; i += kElements, to += kLanes) {
+    const Bits words = load_words<Dot>(key + i, head_size - i);
+    __builtin_memcpy(to, &words, sizeof words);
+  }
+}
+
+// kInputs values as one row of words, each with the same element of all of them, to the next
+// multiple of kLanes. The second may be null: zeros.
+template <class Dot, typename T>
+VLLM_INLINE void pack_values(const T* const* values, int64_t head_size, uint32_t* to) {
+  for_each_vector(head_size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    Bits words = reinterpret_cast<Bits>(load(values[0] + i, count));
+    if constexpr (Dot::kInputs == 2) {  // a bf16 is the upper half of its float
+      words >>= 16;
+      if (values[1] != nullptr) words |= reinterpret_cast<Bits>(load(values[1] + i, count));
+    }
+    __builtin_memcpy(to + i, &words, sizeof words);
+  });
+}
+
+}  // namespace VLLM_ISA

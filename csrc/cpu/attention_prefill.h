@@ -1,0 +1,318 @@
+// Paged prefill attention: several new query tokens per request over the keys and values in its
+// blocks, flash-style (online softmax over tiles of keys; Dao et al. 2022).
+//
+// The work is cut into (request, kv head, some query rows). A row is one token of one query head;
+// the heads that share keys are rows of the same item, so a tile is fetched once for all of them.
+// Tiles begin at multiples of kPrefillKeys in the request, and a row takes part in each as if it
+// were alone: its result has the same bits in any chunk, in any batch and on any threads.
+#pragma once
+
+#include "attention_block.h"
+#include "kernels.h"
+#include "parallel.h"
+#include "workspace.h"
+
+namespace VLLM_ISA {
+
+constexpr int64_t kItemRows = 192;  // a multiple of kQueryRows for every instruction set
+
+template <typename T>
+struct PrefillCall : vllm_cpu::PrefillArgs<T> {
+  int64_t group() const { return this->num_heads / this->num_kv_heads; }
+  int64_t query_len(int64_t b) const {
+    return this->query_start_loc[b + 1] - this->query_start_loc[b];
+  }
+  int64_t context_len(int64_t b) const { return this->seq_lens[b] - query_len(b); }
+  // True when what the caller says of request b fits its table and the query.
+  bool is_valid(int64_t b) const {
+    return this->query_start_loc[b] >= 0 && query_len(b) >= 0 && context_len(b) >= 0 &&
+           this->query_start_loc[b + 1] <= this->num_tokens &&
+           this->seq_lens[b] <= this->max_blocks * this->block_size;
+  }
+};
+
+// Rows [begin, end) of request b for kv head g; row = token * group + head in the group.
+struct PrefillItem {
+  int64_t b, g, begin, end;
+};
+
+// How the rows of all requests are numbered and cut into items.
+template <typename T>
+class PrefillWork {
+ public:
+  // first_tile: [num_requests + 1], filled here.
+  PrefillWork(const PrefillCall<T>& call, int64_t* first_tile, int num_threads)
+      : call_(call), first_tile_(first_tile) {
+    // Smaller items while there are too few to share evenly.
+    for (rows_ = kItemRows;; rows_ = round_up(rows_ / 2, kQueryRows)) {
+      first_tile[0] = 0;
+      for (int64_t b = 0; b < call.num_requests; ++b) {
+        first_tile[b + 1] =
+            first_tile[b] + (call.query_len(b) * call.group() + rows_ - 1) / rows_;
+      }
+      if (rows_ == kQueryRows || num_items() >= 4 * num_threads) return;
+    }
+  }
+
+  int64_t num_items() const { return first_tile_[call_.num_requests] * call_.num_kv_heads; }
+  int64_t rows() const { return rows_; }
+
+  // The last rows of a request see most keys, so they come first.
+  PrefillItem item(int64_t index) const {
+    int64_t b = 0, after = call_.num_requests;  // the request of the item: a binary search
+    while (after - b > 1) {
+      const int64_t middle = (b + after) / 2;
+      (first_tile_[middle] * call_.num_kv_heads <= index ? b : after) = middle;
+    }
+    const int64_t num_tiles = first_tile_[b + 1] - first_tile_[b];
+    index -= first_tile_[b] * call_.num_kv_heads;
+    const int64_t begin = (num_tiles - 1 - index % num_tiles) * rows_;
+    const int64_t num_rows = call_.query_len(b) * call_.group();
+    return {b, index / num_tiles, begin, begin + rows_ < num_rows ? begin + rows_ : num_rows};
+  }
+
+ private:
+  const PrefillCall<T>& call_;
+  int64_t* first_tile_;
+  int64_t rows_;
+};
+
+// What one thread needs for an item, and how that is laid out in words.
+template <class Dot>
+class PrefillScratch {
+ public:
+  static int64_t words(int64_t head_size, int64_t item_rows) {
+    const int64_t padded_head = padded(head_size), head_words = padded_words(head_size);
+    return kPrefillKeys * head_words + kPrefillKeys / Dot::kInputs * padded_head +
+           (kPrefillKeys + kPrefillKeys / Dot::kInputs) * kQueryRows +
+           item_rows / kQueryRows * block_words(head_size);
+  }
+
+  PrefillScratch(uint32_t* memory, int64_t head_size)
+      : block_words_(block_words(head_size)), head_words_(padded_words(head_size)) {
+    tile.key_stride = head_words_;
+    tile.value_stride = padded(head_size);
+    const auto take = [&](int64_t count) {
+      uint32_t* const at = memory;
+      memory += count;
+      return at;
+    };
+    tile.scores = reinterpret_cast<float*>(take(kPrefillKeys * kQueryRows));
+    tile.weights = take(kPrefillKeys / Dot::kInputs * kQueryRows);
+    tile.keys = take(kPrefillKeys * tile.key_stride);
+    tile.values = take(kPrefillKeys / Dot::kInputs * tile.value_stride);
+    blocks_ = memory;
+  }
+
+  // Block i of the item, without its numbers.
+  RowBlock block(int64_t i) const {
+    uint32_t* const query = blocks_ + i * block_words_;
+    uint32_t* const rows = query + head_words_ * kQueryRows;
+    float* const floats = reinterpret_cast<float*>(rows);
+    return {query,
+            floats + 4 * kQueryRows,
+            floats,
+            floats + kQueryRows,
+            floats + 2 * kQueryRows,
+            reinterpret_cast<int32_t*>(rows + 3 * kQueryRows),
+            0,
+            0,
+            0};
+  }
+
+  TileScratch tile;
+
+ private:
+  static int64_t padded_words(int64_t head_size) {
+    return padded((head_size + Dot::kInputs - 1) / Dot::kInputs);
+  }
+  static int64_t block_words(int64_t head_size) {
+    return (padded_words(head_size) + 4 + padded(head_size)) * kQueryRows;
+  }
+  uint32_t* blocks_;
+  int64_t block_words_, head_words_;
+};
+
+// Calls body(lane, token, head) for each lane of a block that begins at row `first` of an item.
+// Lanes without a row repeat the last one.
+template <typename T, typename Body>
+VLLM_INLINE void for_each_lane(const PrefillCall<T>& call, const PrefillItem& item, int64_t first,
+                               int64_t num_rows, Body body) {
+  const int64_t group = call.group();
+  int64_t token = first / group, head = first % group;
+  for (int64_t lane = 0; lane < kQueryRows; ++lane) {
+    body(lane, token, item.g * group + head);
+    if (lane + 1 < num_rows && ++head == group) {
+      head = 0;
+      ++token;
+    }
+  }
+}
+
+// Loads the rows of an item from `first` on into a block that has seen no key.
+template <class Dot, typename T>
+inline void start_block(const PrefillCall<T>& call, const PrefillItem& item, int64_t first,
+                        RowBlock& block) {
+  const int64_t head_size = call.head_size, left = item.end - first;
+  const int64_t context_len = call.context_len(item.b);
+  const int64_t first_token = call.query_start_loc[item.b];
+  block.num_rows = left < kQueryRows ? left : kQueryRows;
+  const T* queries[kQueryRows];
+  for_each_lane(call, item, first, block.num_rows, [&](int64_t r, int64_t token, int64_t head) {
+    block.largest[r] = -__builtin_inff();
+    block.total[r] = 0;
+    block.slopes[r] = call.alibi_slopes != nullptr ? call.alibi_slopes[head] : 0;
+    block.positions[r] = static_cast<int32_t>(context_len + token);
+    queries[r] = call.query + (first_token + token) * call.query_stride + head * head_size;
+    prefetch_row(queries[r], head_size);
+  });
+  block.first_position = block.positions[0];
+  block.last_position = block.positions[kQueryRows - 1];
+  __builtin_memset(block.out, 0, padded(head_size) * kQueryRows * sizeof(float));
+  for (int64_t r = 0; r < block.num_rows; r += kLanes) {
+    pack_lanes<Dot>(queries + r, head_size, block.query + r, kQueryRows);
+  }
+}
+
+// Where the keys and values of a tile are in the cache. Behind the last value is a null.
+template <typename T>
+struct TileRows {
+  const T* keys[kPrefillKeys];
+  const T* values[kPrefillKeys + 1];
+  int64_t num_keys;
+};
+
+// Finds keys [begin, end) of kv head g of request b, at most kPrefillKeys of them, and asks memory
+// for them. False when a block id is out of range.
+template <typename T>
+inline bool find_tile(const PrefillCall<T>& call, const PrefillItem& item, int64_t begin,
+                      int64_t end, TileRows<T>& rows) {
+  const int32_t* const table = call.block_tables + item.b * call.table_stride;
+  const int64_t token_stride = call.num_kv_heads * call.head_size;
+  rows.num_keys = end - begin < kPrefillKeys ? end - begin : kPrefillKeys;
+  for (int64_t k = 0; k < rows.num_keys;) {
+    const int64_t block = table[(begin + k) / call.block_size];
+    if (block < 0 || block >= call.num_blocks) return false;
+    int64_t offset = (begin + k) % call.block_size;
+    int64_t at = (block * call.block_size + offset) * token_stride + item.g * call.head_size;
+    for (; offset < call.block_size && k < rows.num_keys; ++offset, ++k, at += token_stride) {
+      rows.keys[k] = call.key_cache + at;
+      rows.values[k] = call.value_cache + at;
+      prefetch_row(rows.keys[k], call.head_size);
+      prefetch_row(rows.values[k], call.head_size);
+    }
+  }
+  rows.values[rows.num_keys] = nullptr;
+  return true;
+}
+
+// Copies a tile. Keys after the last, up to a multiple of kColumns, are zero.
+template <class Dot, typename T>
+inline void pack_tile(const TileRows<T>& rows, int64_t head_size, const TileScratch& tile) {
+  for (int64_t k = 0; k < rows.num_keys; ++k) {
+    pack_key<Dot>(rows.keys[k], head_size, tile.keys + k * tile.key_stride);
+  }
+  __builtin_memset(tile.keys + rows.num_keys * tile.key_stride, 0,
+                   (round_up(rows.num_keys, kColumns) - rows.num_keys) * tile.key_stride * 4);
+  for (int64_t k = 0; k < rows.num_keys; k += Dot::kInputs) {
+    pack_values<Dot>(rows.values + k, head_size,
+                     tile.values + k / Dot::kInputs * tile.value_stride);
+  }
+}
+
+// Writes the rows of a block whose softmax is finished.
+template <typename T>
+inline void write_block(const PrefillCall<T>& call, const PrefillItem& item, int64_t first,
+                        const RowBlock& block) {
+  const int64_t head_size = call.head_size, first_token = call.query_start_loc[item.b];
+  T* out[kQueryRows];
+  for_each_lane(call, item, first, block.num_rows, [&](int64_t r, int64_t token, int64_t head) {
+    out[r] = call.out + ((first_token + token) * call.num_heads + head) * head_size;
+  });
+  for (int64_t r = 0; r < block.num_rows; r += kLanes) {
+    const Vec factor = 1.0f / load(block.total + r);
+    const int64_t num_lanes = block.num_rows - r < kLanes ? block.num_rows - r : kLanes;
+    for_each_vector(head_size, [&](int64_t i, int64_t count) {
+      Vec rows[kLanes];
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) {
+        rows[j] = load(block.out + (i + j) * kQueryRows + r) * factor;
+      }
+      transpose(rows);
+      for (int64_t lane = 0; lane < num_lanes; ++lane) store(out[r + lane] + i, rows[lane], count);
+    });
+  }
+}
+
+// False, and no result, when a block id is out of range.
+template <class Dot, typename T>
+inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
+                        const PrefillScratch<Dot>& scratch) {
+  const ScoreOptions options{call.scale, call.soft_cap, call.alibi_slopes, call.sliding_window};
+  // Keys that no row of the item sees are not touched.
+  const int64_t context_len = call.context_len(item.b), group = call.group();
+  const int64_t first_seen = context_len + item.begin / group + 1 - options.window;
+  const int64_t begin =
+      options.window > 0 && first_seen > 0 ? first_seen / kPrefillKeys * kPrefillKeys : 0;
+  const int64_t end = context_len + (item.end - 1) / group + 1;
+  TileRows<T> rows[2];  // of the even tiles, and of the odd ones
+  if (!find_tile(call, item, begin, end, rows[begin / kPrefillKeys % 2])) return false;
+
+  RowBlock blocks[kItemRows / kQueryRows];
+  int num_blocks = 0;
+  for (int64_t first = item.begin; first < item.end; first += kQueryRows, ++num_blocks) {
+    blocks[num_blocks] = scratch.block(num_blocks);
+    start_block<Dot>(call, item, first, blocks[num_blocks]);
+  }
+  for (int64_t key = begin; key < end; key += kPrefillKeys) {
+    const TileRows<T>& now = rows[key / kPrefillKeys % 2];
+    pack_tile<Dot>(now, call.head_size, scratch.tile);
+    // The next tile is fetched while this one is computed.
+    const int64_t next = key + kPrefillKeys;
+    if (next < end && !find_tile(call, item, next, end, rows[next / kPrefillKeys % 2])) {
+      return false;
+    }
+    for (int i = 0; i < num_blocks; ++i) {
+      attend_tile<Dot>(blocks[i], scratch.tile, options, key, now.num_keys, call.head_size);
+    }
+  }
+  for (int i = 0; i < num_blocks; ++i) {
+    write_block(call, item, item.begin + i * kQueryRows, blocks[i]);
+  }
+  return true;
+}
+
+// Rows of out that belong to no request are zero. Returns -1, or a request whose lengths or block
+// table are out of range; the content of out is undefined then. -2: no memory.
+template <typename T>
+int64_t paged_attention_prefill(const vllm_cpu::PrefillArgs<T>& args, int num_threads) {
+  using Dot = typename PrefillDot<T>::type;
+  const PrefillCall<T> call{args};
+  for (int64_t b = 0; b < call.num_requests; ++b) {
+    if (!call.is_valid(b)) return b;
+  }
+  const int64_t most_words = PrefillScratch<Dot>::words(call.head_size, kItemRows);
+  char* const memory =
+      vllm_cpu::workspace(num_threads * most_words * 4 + (call.num_requests + 1) * 8);
+  if (memory == nullptr) return -2;
+  uint32_t* const words = reinterpret_cast<uint32_t*>(memory);
+  const PrefillWork<T> work(call, reinterpret_cast<int64_t*>(words + num_threads * most_words),
+                            num_threads);
+
+  int64_t bad_request = -1;
+  parallel_for(work.num_items(), 1, num_threads, [&](int64_t begin, int64_t end, int worker) {
+    const PrefillScratch<Dot> scratch(words + worker * most_words, call.head_size);
+    for (int64_t index = begin; index < end; ++index) {
+      const PrefillItem item = work.item(index);
+      if (!attend_item(call, item, scratch)) {
+        __atomic_store_n(&bad_request, item.b, __ATOMIC_RELAXED);
+      }
+    }
+  });
+  const int64_t row = call.num_heads * call.head_size;
+  const int64_t used = call.num_requests > 0 ? call.query_start_loc[call.num_requests] : 0;
+  __builtin_memset(call.out + used * row, 0, (call.num_tokens - used) * row * sizeof(T));
+  return bad_request;
+}
+
+}  // namespace VLLM_ISA

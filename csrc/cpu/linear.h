@@ -1,0 +1,270 @@
+// Linear layers: out = x @ weight.T + bias over a packed weight (linear_format.h).
+//
+// The sum of one output is made in the same order whatever the number of rows and threads, so a
+// row's result does not depend on what it is batched with. Float sums are made per stretch of
+// inputs and the stretches added up, which also keeps rounding errors small.
+#pragma once
+
+#include "linear_tile.h"
+#include "parallel.h"
+#include "workspace.h"
+
+namespace VLLM_ISA {
+
+using vllm_cpu::ceil_div;
+using vllm_cpu::LinearWeight;
+using vllm_cpu::WeightFormat;
+
+constexpr int64_t kSlabRows = 1024;   // rows that are converted and multiplied at a time
+constexpr int64_t kBlockRows = 512;   // rows whose sums stay in the second-level cache
+constexpr int64_t kNoMemory = -2;
+
+// A row of x as bytes: round(x * 127 / max |x|) + 128. Returns what one step is worth; NaN or
+// infinity when the row has one, so that it reaches the result.
+template <typename T>
+float quantize_row(const T* x, uint8_t* out, int64_t size) {
+  Ints largest = {};  // non-negative floats are ordered as their bits are, NaN last
+  for_each_vector(size, [&](int64_t i, int64_t count) {
+    const Ints bits = reinterpret_cast<Ints>(load(x + i, count)) & 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  });
+  int32_t max_bits = 0;
+  for (int i = 0; i < kLanes; ++i) max_bits = largest[i] > max_bits ? largest[i] : max_bits;
+  float max;
+  __builtin_memcpy(&max, &max_bits, sizeof max);
+  const float inverse = max > 0 ? 127.0f / max : 0.0f;
+  for_each_vector(size, [&](int64_t i, int64_t count) {
+    typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+    // 1.5 * 2^23 + n has n in its low bits. Product and sum round separately on every processor.
+    const Vec shifted = load(x + i, count) * inverse + (12582912.0f + 128.0f);
+    const Bytes bytes = __builtin_convertvector(reinterpret_cast<Bits>(shifted) & 0xffu, Bytes);
+    __builtin_memcpy(out + i, &bytes, count);
+  });
+  return max / 127.0f;
+}
+
+// All rows with one stretch of a panel, in tiles of about equal height.
+template <class Tile>
+void run_tiles(const typename Tile::Input* x, int64_t x_stride, int64_t rows, const uint32_t* w,
+               int64_t inputs, typename Tile::Acc (*total)[kPanel / kLanes], bool is_first,
+               const uint32_t* next) {
+  const int64_t num_tiles = ceil_div(rows, int64_t{kMaxTileRows});
+  const int64_t num_steps = inputs / Tile::kStepInputs;
+  int64_t lines = ceil_div(Tile::kStepLines, num_tiles);
+  if (num_tiles == 1 && Tile::kIsFollowed) lines = 0;
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t first = rows * tile / num_tiles;
+    const bool is_needed = tile * lines < Tile::kStepLines;
+    const Prefetch prefetch = {reinterpret_cast<const char*>(next) + tile * lines * num_steps * 64,
+                               is_needed ? lines : 0};
+    const auto run = [&](auto kernel) {
+      kernel(x + first * x_stride, x_stride, w, inputs, total + first, is_first, prefetch);
+    };
+    switch (rows * (tile + 1) / num_tiles - first) {
+      case 1:
+        run(Tile::template run<1>);
+        break;
+      case 2:
+        run(Tile::template run<2>);
+        break;
+      case 3:
+        run(Tile::template run<3>);
+        break;
+      case 4:
+        run(Tile::template run<4>);
+        break;
+      case 5:
+        run(Tile::template run<5>);
+        break;
+      default:
+        run(Tile::template run<6>);
+    }
+  }
+}
+
+// total[rows][64] of one panel.
+template <class Tile>
+void panel_sums(const LinearWeight& weight, int64_t panel, const typename Tile::Input* x,
+                int64_t x_stride, int64_t rows, typename Tile::Acc (*total)[kPanel / kLanes]) {
+  const uint32_t* w =
+      weight.panels + panel * vllm_cpu::panel_words(weight.format, weight.in_features);
+  for (int64_t k = 0; k < weight.in_features; k += Tile::kStretchInputs) {
+    const int64_t left = weight.in_features - k;
+    const int64_t inputs = left < Tile::kStretchInputs ? left : Tile::kStretchInputs;
+    const uint32_t* const next = w + Tile::words(inputs);
+    run_tiles<Tile>(x + k, x_stride, rows, w, inputs, total, k == 0, next);
+    w = next;
+  }
+}
+
+// How a product is shared: units of one panel and block_rows rows.
+struct Shares {
+  int64_t num_blocks, block_rows, units_per_turn;
+  int num_threads;
+
+  // Memory for the sums of all threads.
+  int64_t sum_bytes() const { return num_threads * block_rows * kPanel * 4; }
+};
+
+inline Shares share_out(const LinearWeight& weight, int64_t rows, int num_threads) {
+  const int64_t panels = vllm_cpu::num_panels(weight);
+  // Cycles, about: four cache lines of weights per word, and a product of each with every row.
+  const int64_t words = vllm_cpu::panel_words(weight.format, weight.in_features) / kPanel;
+  const int64_t cycles = panels * words * (8 + 4 * rows);
+  if (cycles < 10000 * int64_t{num_threads - 1}) num_threads = 1;  // 3 us: a second would not pay
+  int64_t num_blocks = ceil_div(rows, kBlockRows);
+  while (panels * num_blocks < 4 * num_threads && rows > num_blocks * 8 * kMaxTileRows) {
+    ++num_blocks;
+  }
+  const int64_t turns = 8 * int64_t{num_threads};
+  return {num_blocks, ceil_div(rows, num_blocks), ceil_div(panels * num_blocks, turns),
+          num_threads};
+}
+
+// Calls store(panel, first_row, rows, sums) for all of the result.
+template <class Tile, class Store>
+void multiply(const LinearWeight& weight, const typename Tile::Input* x, int64_t x_stride,
+              int64_t rows, const Shares& shares, char* scratch, Store store) {
+  typedef typename Tile::Acc Totals[kPanel / kLanes];
+  const int64_t num_units = vllm_cpu::num_panels(weight) * shares.num_blocks;
+  parallel_for(num_units, shares.units_per_turn, shares.num_threads,
+               [&](int64_t begin, int64_t end, int worker) {
+                 Totals* const totals =
+                     reinterpret_cast<Totals*>(scratch) + worker * shares.block_rows;
+                 for (int64_t unit = begin; unit < end; ++unit) {
+                   const int64_t panel = unit / shares.num_blocks;
+                   const int64_t first = unit % shares.num_blocks * shares.block_rows;
+                   const int64_t left = rows - first;
+                   const int64_t count = left < shares.block_rows ? left : shares.block_rows;
+                   if (count <= 0) continue;
+                   panel_sums<Tile>(weight, panel, x + first * x_stride, x_stride, count, totals);
+                   store(panel, first, count, totals);
+                 }
+               });
+}
+
+// One call: the operands and where their rows are.
+template <typename T>
+struct LinearCall {
+  const LinearWeight& weight;
+  const T* x;
+  const T* bias;  // null: none
+  T* out;         // [rows, out_features], dense
+  int64_t rows, x_stride;
+  int num_threads;
+
+  // Writes `rows` rows of a panel; value_of(row, vector, output) are the 16, 8 or 4 results from
+  // feature `output` on.
+  template <class Value>
+  VLLM_INLINE void store_panel(int64_t panel, int64_t first, int64_t count, Value value_of) const {
+    const int64_t begin = panel * kPanel;
+    const int64_t width =
+        weight.out_features - begin < kPanel ? weight.out_features - begin : int64_t{kPanel};
+    for (int64_t r = 0; r < count; ++r) {
+      T* const to = out + (first + r) * weight.out_features + begin;
+      for_each_vector(width, [&](int64_t i, int64_t lanes) {
+        Vec value = value_of(r, i / kLanes, begin + i);
+        if (bias != nullptr) value = value + load(bias + begin + i, lanes);
+        store(to + i, value, lanes);
+      });
+    }
+  }
+};
+
+// Rounds up so that what follows in the scratch memory is aligned.
+inline int64_t aligned(int64_t bytes) { return ceil_div(bytes, int64_t{64}) * 64; }
+
+// Float sums; Input may differ from T: then x is converted first.
+template <class Tile, typename T>
+int64_t linear_float(const LinearCall<T>& call) {
+  using Input = typename Tile::Input;
+  const Shares shares = share_out(call.weight, call.rows, call.num_threads);
+  const int64_t size = call.weight.in_features;
+  constexpr bool kConverts = sizeof(Input) != sizeof(T);
+  const int64_t x_bytes = kConverts ? aligned(call.rows * size * int64_t{sizeof(Input)}) : 0;
+  char* const scratch = vllm_cpu::workspace(x_bytes + shares.sum_bytes());
+  if (scratch == nullptr) return kNoMemory;
+  const Input* x;
+  int64_t x_stride = call.x_stride;
+  if constexpr (kConverts) {
+    Input* const converted = reinterpret_cast<Input*>(scratch);
+    parallel_rows(call.rows, size, call.num_threads, [&](int64_t row) {
+      for_each_vector(size, [&](int64_t i, int64_t count) {
+        store(converted + row * size + i, load(call.x + row * call.x_stride + i, count), count);
+      });
+    });
+    x = converted;
+    x_stride = size;
+  } else {
+    x = call.x;
+  }
+  multiply<Tile>(call.weight, x, x_stride, call.rows, shares, scratch + x_bytes,
+                 [&](int64_t panel, int64_t first, int64_t count, const auto* sums) {
+                   call.store_panel(panel, first, count,
+                                    [&](int64_t r, int64_t v, int64_t) { return sums[r][v]; });
+                 });
+  return 0;
+}
+
+template <typename T>
+int64_t linear_int8(const LinearCall<T>& call) {
+  const Shares shares = share_out(call.weight, call.rows, call.num_threads);
+  const int64_t size = call.weight.in_features;
+  const int64_t x_bytes = aligned(call.rows * size);
+  const int64_t scale_bytes = aligned(call.rows * int64_t{sizeof(float)});
+  char* const scratch = vllm_cpu::workspace(x_bytes + scale_bytes + shares.sum_bytes());
+  if (scratch == nullptr) return kNoMemory;
+  uint8_t* const x = reinterpret_cast<uint8_t*>(scratch);
+  float* const row_scales = reinterpret_cast<float*>(scratch + x_bytes);
+  parallel_rows(call.rows, 2 * size, call.num_threads, [&](int64_t row) {
+    row_scales[row] = quantize_row(call.x + row * call.x_stride, x + row * size, size);
+  });
+  const LinearWeight& weight = call.weight;
+  multiply<DenseTile<DotInt8>>(
+      weight, x, size, call.rows, shares, scratch + x_bytes + scale_bytes,
+      [&](int64_t panel, int64_t first, int64_t count, const auto* sums) {
+        call.store_panel(panel, first, count, [&](int64_t r, int64_t v, int64_t output) {
+          const Ints weights = reinterpret_cast<Ints>(load_bits(weight.sums + output));
+          const Vec sum = __builtin_convertvector(sums[r][v] - (weights << 7), Vec);
+          return sum * load(weight.scales + output) * row_scales[first + r];
+        });
+      });
+  return 0;
+}
+
+template <typename T>
+int64_t linear_slab(const LinearCall<T>& call) {
+  switch (call.weight.format) {
+    case WeightFormat::kFloat:
+      return linear_float<DenseTile<DotFloat>>(call);
+    case WeightFormat::kBf16:
+#ifdef __AVX512BF16__
+      if constexpr (sizeof(T) == sizeof(bf16)) return linear_float<DenseTile<DotBf16>>(call);
+#endif
+      return linear_float<DenseTile<DotWide>>(call);
+    case WeightFormat::kInt8:
+      return linear_int8(call);
+    default:
+#ifdef __AVX512BF16__
+      if constexpr (sizeof(T) == sizeof(bf16)) return linear_float<Int4Tile<DotBf16>>(call);
+#endif
+      return linear_float<Int4Tile<DotWide>>(call);
+  }
+}
+
+// x: [rows, in_features], rows x_stride elements apart; bias: [out_features] or null;
+// out: [rows, out_features], dense. Returns 0, or kNoMemory without scratch memory.
+template <typename T>
+int64_t linear(const LinearWeight& weight, const T* x, const T* bias, T* out, int64_t rows,
+               int64_t x_stride, int num_threads) {
+  for (int64_t first = 0; first < rows; first += kSlabRows) {
+    const int64_t count = rows - first < kSlabRows ? rows - first : kSlabRows;
+    const int64_t status = linear_slab<T>({weight, x + first * x_stride, bias,
+                                           out + first * weight.out_features, count, x_stride,
+                                           num_threads});
+    if (status != 0) return status;
+  }
+  return 0;
+}
+
+}  // namespace VLLM_ISA

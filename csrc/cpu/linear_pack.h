@@ -1,0 +1,148 @@
+// Bringing weights into the layout of linear_format.h, and reading rows back.
+#pragma once
+
+#include "linear.h"
+
+namespace VLLM_ISA {
+
+// Panels of words, in place: from [64 outputs][words] to [words][64 outputs].
+// Returns 0, or kNoMemory (nothing was changed).
+inline int64_t pack_panels(uint32_t* panels, int64_t num_panels, int64_t words, int num_threads) {
+  const int64_t size = words * kPanel;
+  char* const scratch = vllm_cpu::workspace(num_threads * aligned(size * 4));
+  if (scratch == nullptr) return kNoMemory;
+  parallel_for(num_panels, 1, num_threads, [&](int64_t begin, int64_t end, int worker) {
+    uint32_t* const plain = reinterpret_cast<uint32_t*>(scratch + worker * aligned(size * 4));
+    for (int64_t panel = begin; panel < end; ++panel) {
+      uint32_t* const packed = panels + panel * size;
+      __builtin_memcpy(plain, packed, size * 4);
+      for (int64_t word = 0; word < words; word += 16) {  // a cache line of each row at a time
+        const int64_t stop = word + 16 < words ? word + 16 : words;
+        for (int64_t row = 0; row < kPanel; ++row) {
+          for (int64_t i = word; i < stop; ++i) packed[i * kPanel + row] = plain[row * words + i];
+        }
+      }
+    }
+  });
+  return 0;
+}
+
+// One output to int8, in steps of scale; returns the sum of the steps.
+template <typename T>
+int32_t pack_int8_row(const T* from, int64_t size, uint32_t* to, float* scale, uint8_t* bytes) {
+  *scale = quantize_row(from, bytes, size);
+  int32_t sum = 0;
+  for (int64_t i = 0; i < size; ++i) sum += bytes[i];
+  for (int64_t i = 0; i < size; i += 4) {
+    uint32_t word;
+    __builtin_memcpy(&word, bytes + i, sizeof word);
+    to[i / 4 * kPanel] = word ^ 0x80808080u;  // from x + 128 to two's complement
+  }
+  return sum - static_cast<int32_t>(128 * size);
+}
+
+// One output to int4. The number of largest magnitude in a group becomes -8, whatever its sign:
+// the scale takes the sign.
+template <typename T>
+void pack_int4_row(const T* from, int64_t size, uint32_t* panel, int64_t output) {
+  for (int64_t k = 0; k < size; k += vllm_cpu::kGroupInputs) {
+    const int64_t left = size - k;
+    const int64_t count = left < vllm_cpu::kGroupInputs ? left : vllm_cpu::kGroupInputs;
+    float group[vllm_cpu::kGroupInputs] = {};
+    float extreme = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      group[i] = to_float(from[k + i]);
+      if (__builtin_fabsf(group[i]) > __builtin_fabsf(extreme)) extreme = group[i];
+    }
+    bf16 rounded[kLanes];
+    store(rounded, splat(extreme / -8.0f));
+    reinterpret_cast<bf16*>(panel)[output] = rounded[0];
+    const float scale = to_float(rounded[0]);
+    const float inverse = scale != 0 ? 1.0f / scale : 0.0f;
+    panel += vllm_cpu::kScaleWords;
+    for (int64_t i = 0; i < count; i += 8, panel += kPanel) {
+      uint32_t word = 0;
+      for (int64_t j = 0; j < 8; ++j) {
+        const float step = __builtin_rintf(group[i + j] * inverse) + 8.0f;
+        const uint32_t q = step > 15.0f ? 15u : step > 0.0f ? static_cast<uint32_t>(step) : 0u;
+        word |= q << (j % 2 * 16 + j / 2 * 4);
+      }
+      panel[output] = word;
+    }
+  }
+}
+
+// Fills `weight` (int8 or int4), whose memory is zeroed, from a plain matrix
+// [out_features, in_features]. Returns 0, or kNoMemory.
+template <typename T>
+int64_t quantize_weight(const LinearWeight& weight, const T* from, int num_threads) {
+  const int64_t size = weight.in_features;
+  char* const scratch = vllm_cpu::workspace(num_threads * aligned(size));
+  if (scratch == nullptr) return kNoMemory;
+  const int64_t words = vllm_cpu::panel_words(weight.format, size);
+  parallel_for(vllm_cpu::num_panels(weight), 1, num_threads,
+               [&](int64_t begin, int64_t end, int worker) {
+                 uint8_t* const bytes =
+                     reinterpret_cast<uint8_t*>(scratch + worker * aligned(size));
+                 const int64_t stop = end * kPanel;
+                 for (int64_t n = begin * kPanel; n < stop && n < weight.out_features; ++n) {
+                   uint32_t* const panel =
+                       const_cast<uint32_t*>(weight.panels) + n / kPanel * words;
+                   if (weight.format == WeightFormat::kInt4) {
+                     pack_int4_row(from + n * size, size, panel, n % kPanel);
+                   } else {
+                     const_cast<int32_t*>(weight.sums)[n] =
+                         pack_int8_row(from + n * size, size, panel + n % kPanel,
+                                       const_cast<float*>(weight.scales) + n, bytes);
+                   }
+                 }
+               });
+  return 0;
+}
+
+// One output of a packed weight that is not int4, as T.
+template <typename T>
+void unpack_row(const LinearWeight& weight, int64_t n, T* out) {
+  const int64_t words = vllm_cpu::panel_words(weight.format, weight.in_features);
+  const uint32_t* const from = weight.panels + n / kPanel * words + n % kPanel;
+  const int64_t per_word = weight.in_features * kPanel / words;
+  for (int64_t i = 0; i < weight.in_features; i += per_word) {
+    const uint32_t word = from[i / per_word * kPanel];
+    if (per_word * int64_t{sizeof(T)} == 4) {  // the same type
+      __builtin_memcpy(out + i, &word, sizeof word);
+      continue;
+    }
+    float values[4];
+    for (int64_t j = 0; j < per_word; ++j) {
+      if (weight.format == WeightFormat::kInt8) {
+        values[j] = static_cast<float>(static_cast<int8_t>(word >> (8 * j))) * weight.scales[n];
+      } else if (weight.format == WeightFormat::kBf16) {
+        values[j] = to_float(bf16{static_cast<uint16_t>(word >> (16 * j))});
+      } else {
+        __builtin_memcpy(values, &word, sizeof word);
+      }
+    }
+    for (int64_t j = 0; j < per_word; ++j) {
+      T lanes[kLanes];
+      store(lanes, splat(values[j]));
+      out[i + j] = lanes[0];
+    }
+  }
+}
+
+// out[i] = row ids[i] of the weight; out: [count, in_features], dense.
+// Returns -1, or the first i whose id is out of range; nothing is written then.
+template <typename T>
+int64_t linear_rows(const LinearWeight& weight, const int64_t* ids, int64_t count, T* out,
+                    int num_threads) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (ids[i] < 0 || ids[i] >= weight.out_features) return i;
+  }
+  // Each word is a cache line of its own: reading it costs as much as ten elements.
+  parallel_rows(count, 10 * weight.in_features, num_threads, [&](int64_t i) {
+    unpack_row(weight, ids[i], out + i * weight.in_features);
+  });
+  return -1;
+}
+
+}  // namespace VLLM_ISA

@@ -1,0 +1,309 @@
+"""Prefill attention of the C++ kernels, and soft cap and ALiBi in both phases, against the formula
+written out in float64; and the promise that chunks and batches do not change a bit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm.ops.cpu import CPUOps, load_cpu_kernels
+from vllm.ops.interface import Ops
+from vllm.ops.native import NativeOps
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Weights are rounded to bf16 (2^-9 relative) and so is the result, whose size is that of a value.
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 2**-6},
+}
+NO_OPTIONS: dict[str, Any] = {"sliding_window": None}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["avx512_bf16", "avx512", "avx2", "base"])
+def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
+    """The C++ kernels, once for each instruction set that this machine can run."""
+    library = load_cpu_kernels()
+    if library is None:
+        pytest.skip("the C++ kernels are not built")
+    best = library.vllm_cpu_isa()
+    if not library.vllm_cpu_set_isa(request.param.encode()):
+        pytest.skip(f"no {request.param} in this build or on this processor")
+    yield CPUOps()
+    library.vllm_cpu_set_isa(best)
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@dataclass
+class Heads:
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    size: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+
+
+class Prompts:
+    """Requests of `seq_lens` random tokens, in shuffled blocks; what belongs to no token is NaN."""
+
+    def __init__(self, seq_lens: list[int], heads: Heads) -> None:
+        self.seq_lens, self.heads = seq_lens, heads
+        block_size = heads.block_size
+        max_blocks = -(-max(seq_lens) // block_size)
+        num_blocks = len(seq_lens) * max_blocks
+        shape = (num_blocks, block_size, heads.num_kv_heads, heads.size)
+        self.keys = torch.full(shape, float("nan"), dtype=heads.dtype)
+        self.values = self.keys.clone()
+        self.tables = torch.randperm(num_blocks).view(len(seq_lens), max_blocks).int()
+        for b, seq_len in enumerate(seq_lens):
+            for cache in (self.keys, self.values):
+                row_shape = (seq_len, heads.num_kv_heads, heads.size)
+                cache.flatten(0, 1)[self.slots(b)] = torch.randn(row_shape).to(heads.dtype)
+        packed = heads.num_heads + 2 * heads.num_kv_heads  # queries are a slice of q, k and v
+        self.queries = [
+            torch.randn(seq_len, packed, heads.size).to(heads.dtype)[:, : heads.num_heads]
+            for seq_len in seq_lens
+        ]
+
+    def slots(self, b: int) -> Tensor:
+        block_size = self.heads.block_size
+        slots = self.tables[b].long()[:, None] * block_size + torch.arange(block_size)
+        return slots.flatten()[: self.seq_lens[b]]
+
+    def prefill(
+        self, ops: Ops, chunks: list[tuple[int, int, int]], options: dict[str, Any] = NO_OPTIONS
+    ) -> list[Tensor]:
+        """One launch; chunks: (request, first token, end). [tokens, H, D] of each."""
+        lens = [end - begin for _, begin, end in chunks]
+        starts = [0, *torch.tensor(lens).cumsum(0).tolist()]
+        padding = torch.full_like(self.queries[0][:1], float("nan"))
+        query = torch.cat([*(self.queries[b][begin:end] for b, begin, end in chunks), padding])
+        out = ops.paged_attention_prefill(
+            query,
+            self.keys,
+            self.values,
+            self.tables[[b for b, _, _ in chunks]],
+            starts,
+            [end for _, _, end in chunks],
+            scale=self.heads.size**-0.5,
+            **options,
+        )
+        assert not out[starts[-1] :].any(), "padding rows are zero"
+        return list(out[: starts[-1]].split(lens))
+
+    def formula(
+        self,
+        b: int,
+        sliding_window: int | None = None,
+        alibi_slopes: Tensor | None = None,
+        logits_soft_cap: float | None = None,
+    ) -> Tensor:
+        """[tokens, H, D] of request b."""
+        heads = self.heads
+        keys, values = (
+            cache.flatten(0, 1)[self.slots(b)]
+            .double()
+            .repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=1)
+            for cache in (self.keys, self.values)
+        )
+        scores = torch.einsum("qhd,khd->hqk", self.queries[b].double(), keys) / heads.size**0.5
+        if logits_soft_cap is not None:
+            scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
+        position = torch.arange(self.seq_lens[b])
+        distance = position[:, None] - position
+        if alibi_slopes is not None:
+            scores = scores - alibi_slopes.double()[:, None, None] * distance
+        is_seen = (distance >= 0) & (distance < (sliding_window or 10**9))
+        weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, values).to(heads.dtype)
+
+
+def assert_is_formula(
+    prompts: Prompts, ops: Ops, chunks: list[tuple[int, int, int]], options: dict[str, Any]
+) -> None:
+    for (b, begin, end), got in zip(chunks, prompts.prefill(ops, chunks, options), strict=True):
+        want = prompts.formula(b, **options)[begin:end]
+        torch.testing.assert_close(got, want, **TOLERANCES[got.dtype])
+
+
+def options_of(name: str, num_heads: int) -> dict[str, Any]:
+    slopes = 2.0 ** -torch.arange(1, num_heads + 1)
+    return {
+        "plain": {"sliding_window": None},
+        "window of 1": {"sliding_window": 1},
+        "window of 70": {"sliding_window": 70},
+        "endless window": {"sliding_window": 2**40},
+        "soft cap": {"sliding_window": None, "logits_soft_cap": 0.7},
+        "wide soft cap": {"sliding_window": None, "logits_soft_cap": 50.0},
+        "alibi": {"sliding_window": None, "alibi_slopes": slopes},
+        "all": {"sliding_window": 50, "logits_soft_cap": 2.0, "alibi_slopes": slopes},
+    }[name]
+
+
+OPTIONS = [
+    *("plain", "window of 1", "window of 70", "endless window"),
+    *("soft cap", "wide soft cap", "alibi", "all"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+@pytest.mark.parametrize("option", ["plain", "window of 70"])
+def test_prefill_is_the_formula_for_all_head_sizes_and_groups(ops, option, block_size, dtype):
+    sizes = [20, 32, 33, 64, 80, 96, 112, 127, 128, 256]
+    groups = [(1, 1), (4, 4), (6, 2), (7, 1), (12, 4)]
+    for i, size in enumerate(sizes):
+        num_heads, num_kv_heads = groups[i % len(groups)]
+        heads = Heads(num_heads, num_kv_heads, size, block_size, dtype)
+        prompts = Prompts([1, 150, 64], heads)
+        chunks = [(0, 0, 1), (1, 90, 150), (2, 0, 64)]
+        assert_is_formula(prompts, ops, chunks, options_of(option, num_heads))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_prefill_is_the_formula_for_all_options(ops, option, dtype):
+    prompts = Prompts([300, 65, 7, 129], Heads(6, 2, 40, 16, dtype))
+    chunks = [(0, 0, 300), (1, 64, 65), (2, 3, 3), (3, 1, 129)]
+    assert_is_formula(prompts, ops, chunks, options_of(option, 6))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_prefill_is_the_formula_for_any_batch(ops, data):
+    group, num_kv_heads = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3))
+    heads = Heads(
+        group * num_kv_heads,
+        num_kv_heads,
+        data.draw(st.integers(1, 140)),
+        data.draw(st.sampled_from([1, 5, 16, 128])),
+        data.draw(st.sampled_from(DTYPES)),
+    )
+    seq_lens = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=4))
+    ends = [data.draw(st.integers(1, n)) for n in seq_lens]
+    chunks = [(b, data.draw(st.integers(0, end)), end) for b, end in enumerate(ends)]
+    options = options_of(data.draw(st.sampled_from(OPTIONS)), heads.num_heads)
+    assert_is_formula(Prompts(seq_lens, heads), ops, chunks, options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("option", ["plain", "window of 70", "all"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_prefill_has_the_same_bits_in_any_chunks_in_any_batch_on_any_threads(
+    ops, group, option, dtype, restore_threads
+):
+    prompts = Prompts([300, 40], Heads(2 * group, 2, 64, 16, dtype))
+    options = options_of(option, 2 * group)
+    (whole,) = prompts.prefill(ops, [(0, 0, 300)], options)
+    for cuts in ([1, 64, 65, 129, 200], [37, 100, 299], list(range(10, 300, 10))):
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            edges = [0, *cuts, 300]
+            chunks = [(0, *edge) for edge in pairwise(edges)]
+            alone = [prompts.prefill(ops, [chunk], options)[0] for chunk in chunks]
+            assert torch.equal(torch.cat(alone), whole)
+            together = prompts.prefill(ops, [(1, 3, 40), *chunks, (1, 0, 3)], options)
+            assert torch.equal(torch.cat(together[1:-1]), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_only_tokens_that_see_a_bad_key_are_bad(ops, dtype):
+    prompts = Prompts([100], Heads(2, 1, 16, 16, dtype))
+    prompts.keys.flatten(0, 1)[prompts.slots(0)[70]] = float("nan")
+    (got,) = prompts.prefill(ops, [(0, 0, 100)])
+    assert got[70:].isnan().all()
+    assert not got[:70].isnan().any()
+
+
+def test_prefill_survives_large_scores(ops):
+    prompts = Prompts([200], Heads())
+    prompts.queries[0] *= 1e4
+    (got,) = prompts.prefill(ops, [(0, 0, 200)])
+    # float32 has steps of 1/256 at such scores: where two keys tie, the weights follow them.
+    torch.testing.assert_close(got, prompts.formula(0), rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("option", ["soft cap", "wide soft cap", "alibi", "all"])
+def test_decode_has_soft_cap_and_alibi(ops, option, dtype):
+    prompts = Prompts([300, 1, 65, 256, 31], Heads(14, 2, 40, 16, dtype))
+    options = options_of(option, 14)
+    want = torch.stack([prompts.formula(b, **options)[-1] for b in range(5)])
+    for implementation in (ops, NativeOps()):
+        got = implementation.paged_attention_decode(
+            torch.stack([query[-1] for query in prompts.queries]),
+            prompts.keys,
+            prompts.values,
+            prompts.tables,
+            torch.tensor(prompts.seq_lens, dtype=torch.int32),
+            scale=40**-0.5,
+            **options,
+        )
+        torch.testing.assert_close(got, want, **TOLERANCES[dtype])
+
+
+def test_other_dtypes_run_on_the_reference(ops):
+    prompts = Prompts([20], Heads(dtype=torch.float16))
+    (got,) = prompts.prefill(ops, [(0, 3, 20)])
+    assert torch.equal(got, prompts.prefill(NativeOps(), [(0, 3, 20)])[0])
+
+
+def test_the_reference_is_the_formula_for_soft_cap_and_alibi():
+    prompts = Prompts([90, 40], Heads(6, 2, 32))
+    for option in OPTIONS:
+        assert_is_formula(prompts, NativeOps(), [(0, 0, 90), (1, 17, 40)], options_of(option, 6))
+
+
+def test_what_does_not_fit_is_refused(ops):
+    prompts = Prompts([20, 20], Heads())
+
+    def prefill(**changes: Any) -> Tensor:
+        arguments = {
+            "query": torch.randn(30, 4, 64),
+            "key_cache": prompts.keys,
+            "value_cache": prompts.values,
+            "block_tables": prompts.tables,
+            "query_start_loc": [0, 10, 30],
+            "seq_lens": [20, 20],
+            "scale": 1.0,
+            "sliding_window": None,
+        }
+        return ops.paged_attention_prefill(**(arguments | changes))
+
+    assert not prefill().isnan().any()
+    for changes, message in [
+        ({"seq_lens": [20, 19]}, "request 1 has 20 new tokens of 19 in all"),
+        ({"seq_lens": [33, 20]}, "request 0 .* table of 2 blocks of 16"),
+        ({"query_start_loc": [0, 10, 31], "seq_lens": [20, 31]}, "request 1 has rows 10 to 31"),
+        ({"query_start_loc": [0, 10, 9]}, "request 1 has rows 10 to 9 of 30"),
+        ({"query_start_loc": [0, 10]}, "query_start_loc has 2 numbers and seq_lens 2"),
+        ({"block_tables": prompts.tables.long()}, "block_tables is torch.int64"),
+        ({"query": torch.randn(30, 64, 4).transpose(1, 2)}, "query is not dense"),
+        ({"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0; it must be positive"),
+        ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes is torch.float32 \[3\]"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            prefill(**changes)
+    for block_id in (-1, len(prompts.keys)):
+        tables = prompts.tables.clone()
+        tables[1, 1] = block_id
+        with pytest.raises(IndexError, match=rf"request 1 .*{block_id}"):
+            prefill(block_tables=tables)
