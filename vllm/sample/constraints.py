@@ -1,15 +1,13 @@
-"""What a request forbids or favours token by token: logit_bias, bad_words, min_tokens,
-allowed_token_ids.
+"""What a request forbids or favours token by token: logit_bias, bad_words, min_tokens.
 
-Bias and bans are a few (token, value) pairs per row, added to the logits; a ban adds -inf. A list
-of allowed tokens may be as long as the vocabulary and is a mask instead.
+Bias and bans are a few (token, value) pairs per row, added to the logits; a ban adds -inf. What may
+be about the whole vocabulary is in `masks`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -37,7 +35,8 @@ class RowConstraints:
         words = [w for w in request.bad_words_token_ids if w and max(w) < vocab_size]
         single = {w[0] for w in words if len(w) == 1}
         ends = request.stop_token_ids | {request.eos_token_id}
-        self._min_tokens = params.min_tokens
+        # Where the output has a form, its end is the matcher's business: it may be the only token.
+        self._min_tokens = params.min_tokens if params.guided_decoding is None else 0
         self._always = _pairs(bias, single)
         self._early = _pairs(bias, single | {t for t in ends if t is not None and t < vocab_size})
         self._words: dict[int, list[tuple[list[int], int]]] = {}
@@ -121,41 +120,6 @@ class LogitEdits:
     def apply(self, logits: Tensor) -> None:
         """Add to logits [n, P] float32 in place."""
         logits.scatter_add_(-1, self.token_ids.long(), self.values)
-
-
-@dataclass(frozen=True)
-class TokenMasks:
-    """Masks over the vocabulary for some rows of a launch."""
-
-    rows: npt.NDArray[np.int64]
-    """[m] indices into the launch, on the host; the last may be repeated as padding."""
-    forbidden: tuple[Tensor, ...]
-    """m times [V] bool on the device."""
-
-    def select(self, indices: npt.NDArray[np.int64]) -> "TokenMasks | None":
-        """Of some rows only, counted anew in the order of indices [k]."""
-        masks = dict(zip(self.rows.tolist(), self.forbidden, strict=True))
-        found = [(new, masks[old]) for new, old in enumerate(indices.tolist()) if old in masks]
-        if not found:
-            return None
-        rows, forbidden = zip(*found, strict=True)
-        return TokenMasks(np.array(rows, np.int64), forbidden)
-
-    def apply(self, logits: Tensor) -> None:
-        """Set forbidden logits [n, P] to -inf in place."""
-        # By index tensors and not by slices: an offset in a slice is a new graph on Gaudi.
-        rows = torch.from_numpy(self.rows).to(logits.device)
-        masks = torch.stack(self.forbidden)
-        chosen = logits.index_select(0, rows)
-        chosen[:, : masks.shape[-1]].masked_fill_(masks, _BAN)
-        logits.index_copy_(0, rows, chosen)
-
-
-def forbidden_mask(allowed_token_ids: Sequence[int], vocab_size: int) -> Tensor:
-    """[vocab_size] bool on the host: all but the allowed tokens, which are inside of it."""
-    mask = torch.ones(vocab_size, dtype=torch.bool)
-    mask[torch.tensor(list(allowed_token_ids))] = False
-    return mask
 
 
 def _pairs(bias: Mapping[int, float], banned: set[int]) -> tuple[IntArray, FloatArray]:

@@ -7,8 +7,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from vllm.sample.constraints import LogitEdits, TokenMasks
+from vllm.sample.constraints import LogitEdits
 from vllm.sample.features import SMALL_TOP_K, Feature, Param
+from vllm.sample.masks import TokenMasks
 from vllm.sample.penalties import Penalties
 from vllm.sample.processors import RowProcessors
 
@@ -61,7 +62,7 @@ class SamplingMetadata:
     edits: LogitEdits | None = None
     """logit_bias, bad_words and min_tokens."""
     masks: TokenMasks | None = None
-    """allowed_token_ids."""
+    """allowed_token_ids, and outputs that have a form."""
     penalties: Penalties | None = None
     logprobs: LogprobPlan | None = None
 

@@ -10,9 +10,10 @@ import torch
 
 from vllm.messages import EngineRequest, FloatArray, IntArray, LogprobRows
 from vllm.sample.blocks import num_draws
-from vllm.sample.constraints import LogitEdits, RowConstraints, TokenMasks, forbidden_mask
+from vllm.sample.constraints import LogitEdits, RowConstraints
 from vllm.sample.features import NEUTRAL, SMALL_TOP_K, Feature, Param
 from vllm.sample.logprobs import split_rows
+from vllm.sample.masks import MaskFiller, TokenMasks, TokenMatcher, bit_values, pack_allowed
 from vllm.sample.metadata import (
     ALL_GREEDY,
     FeatureArray,
@@ -77,7 +78,9 @@ class SamplingState:
         self._num_logprobs: IntArray = np.zeros(max_num_seqs + 1, np.int32)
         self._counts = TokenCounts(max_num_seqs + 1, vocab_size)
         self._constraints: dict[int, RowConstraints] = {}
-        self._masks: dict[int, torch.Tensor] = {}
+        self._masks: dict[int, IntArray] = {}
+        self._filler = MaskFiller(max_num_seqs, vocab_size)
+        self._bit_values = bit_values(device)
         self._processors: dict[int, RowProcessors] = {}
         self._recorded: set[int] = set()
         """Rows whose sampling depends on their output."""
@@ -92,7 +95,13 @@ class SamplingState:
         """A request brings code of its user, which reads logits on the host."""
         return bool(self._processors)
 
-    def add(self, row: int, request: EngineRequest, output_token_ids: list[int]) -> None:
+    def add(
+        self,
+        row: int,
+        request: EngineRequest,
+        output_token_ids: list[int],
+        matcher: TokenMatcher | None = None,
+    ) -> None:
         """Place a request.
 
         Args:
@@ -100,6 +109,7 @@ class SamplingState:
             request: token ids of its prompt, logit_bias and allowed_token_ids are inside the
                 vocabulary.
             output_token_ids: generated before a preemption; only read.
+            matcher: of a request whose output has a form; knows of allowed_token_ids too.
         """
         assert not self._features[row], f"row {row} is taken"
         params = request.sampling_params
@@ -117,10 +127,13 @@ class SamplingState:
             self._constraints[row] = constraints
             if constraints.needs_output:
                 self._recorded.add(row)
-        if params.allowed_token_ids is not None:
+        if matcher is not None:
             features |= Feature.MASK
-            mask = forbidden_mask(params.allowed_token_ids, self._vocab_size)
-            self._masks[row] = mask.to(self.device)
+            self._filler.add(row, matcher)
+            self._recorded.add(row)
+        elif params.allowed_token_ids is not None:
+            features |= Feature.MASK
+            self._masks[row] = pack_allowed(params.allowed_token_ids, self._vocab_size)
         if params.logits_processors:
             features |= Feature.PROCESSORS
             self._processors[row] = RowProcessors(request, output_token_ids)
@@ -163,6 +176,7 @@ class SamplingState:
             self._counts.remove(row)
         self._constraints.pop(row, None)
         self._masks.pop(row, None)
+        self._filler.remove(row)
         self._processors.pop(row, None)
         self._recorded.discard(row)
         self._features[row] = 0
@@ -182,6 +196,18 @@ class SamplingState:
                 constraints.record(token_id)
             if processors := self._processors.get(row):
                 processors.record(token_id)
+            if row in self._filler:
+                self._filler.accept(row, token_id)
+
+    def start_masks(self, rows: IntArray) -> None:
+        """Begin with the masks of outputs that have a form, in other threads.
+
+        To be called before the forward pass; `metadata` waits for them.
+
+        Args:
+            rows: [n] that will sample.
+        """
+        self._filler.start(rows)
 
     def metadata(
         self, rows: IntArray, num_output_tokens: IntArray, padded_size: int | None = None
@@ -259,6 +285,7 @@ class SamplingState:
             host_ids = sampled.host_ids.cpu().numpy()
         errors = {int(rows[i]): _INVALID for i in np.flatnonzero(host_ids[: len(rows)] < 0)}
         errors.update({int(rows[i]): error for i, error in sampled.errors.items()})
+        errors.update(self._filler.errors(rows))
         errors.pop(self.padding_row, None)
         return errors
 
@@ -301,7 +328,13 @@ class SamplingState:
         if self.shapes is not None:
             padding = class_of(len(found), len(rows)) - len(found)
             found = np.concatenate([found, np.repeat(found[-1:], padding)])
-        return TokenMasks(found, tuple(self._masks[int(rows[i])] for i in found))
+        own = {row: self._mask(row) for row in rows[found].tolist()}
+        words = torch.from_numpy(np.stack([own[row] for row in rows[found].tolist()]))
+        return TokenMasks(found, words.to(self.device), self._bit_values)
+
+    def _mask(self, row: int) -> IntArray:
+        """[W] on the host."""
+        return self._filler.mask(row) if row in self._filler else self._masks[row]
 
     def _penalties(self, rows: IntArray) -> Penalties:
         width = self._counts.max_distinct(rows.tolist())

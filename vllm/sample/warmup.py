@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from vllm.sample.blocks import num_draws
-from vllm.sample.constraints import LogitEdits, TokenMasks
+from vllm.sample.constraints import LogitEdits
 from vllm.sample.features import NEUTRAL, Feature
+from vllm.sample.masks import TokenMasks, bit_values, num_words
 from vllm.sample.metadata import ALL_GREEDY, LogprobPlan, SamplingMetadata
 from vllm.sample.penalties import Penalties
 from vllm.sample.state import SamplingState
@@ -75,12 +76,12 @@ def _with_all_stages(
     assert launch.features is not None
     num_rows = len(launch.features)
     rows = np.arange(num_rows)
-    mask = torch.from_numpy(np.zeros(shapes.vocab_size, np.bool_)).to(device)
+    words = np.full((num_masks, num_words(shapes.vocab_size)), -1, np.int32)
     token_ids = np.full((num_rows, num_penalties), shapes.vocab_size, np.int32)
     return replace(
         launch,
         edits=LogitEdits.build(num_rows, {}, num_edits, device),
-        masks=TokenMasks(rows[:num_masks], (mask,) * num_masks),
+        masks=TokenMasks(rows[:num_masks], torch.from_numpy(words).to(device), bit_values(device)),
         penalties=Penalties.build(token_ids, np.zeros(token_ids.shape, np.float32), device),
         logprobs=LogprobPlan(rows, np.full(num_rows, num_logprobs, np.int32), num_logprobs, None),
     )

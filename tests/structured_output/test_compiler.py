@@ -1,0 +1,305 @@
+"""From a request to a grammar: limits, cache, deadline, and processes that may be killed."""
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from vllm.assets import BUNDLED_MODEL
+from vllm.config import StructuredOutputConfig
+from vllm.errors import CapacityError, RequestError
+from vllm.sampling_params import GuidedDecodingParams
+from vllm.structured_output.compiler import GrammarCompiler
+from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.utils.deadline_worker import DeadlineExceeded, DeadlineWorker, WorkerDied
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+LEGACY_TAG = {
+    "structures": [{"begin": "<f=a>", "schema": OBJECT, "end": "</f>"}],
+    "triggers": ["<f="],
+}
+LEGACY_TAG_WITH_PATTERN = {
+    "structures": [{"begin": "<f=a>", "schema": {"type": "string", "pattern": "^a$"}, "end": ""}],
+    "triggers": ["<f="],
+}
+NEWER_TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<f="],
+        "tags": [
+            {
+                "begin": "<f=a>",
+                "content": {"type": "json_schema", "json_schema": OBJECT},
+                "end": "</f>",
+            }
+        ],
+    },
+}
+
+
+def make_compiler(**config) -> GrammarCompiler:
+    tokenizer = get_tokenizer(str(BUNDLED_MODEL))
+    return GrammarCompiler(StructuredOutputConfig(**config), tokenizer, len(tokenizer) + 5)
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    compiler = make_compiler(grammar_compile_timeout=5.0)
+    yield compiler
+    compiler.close()
+
+
+class FakeWorker(DeadlineWorker):
+    """Answers what a test wants, without a process."""
+
+    def __init__(self, answer) -> None:
+        super().__init__("no:where")
+        self.answer = answer
+        self.num_calls = 0
+
+    def start(self) -> None:
+        pass
+
+    def call(self, argument: bytes, timeout_s: float) -> bytes:
+        self.num_calls += 1
+        return self.answer(argument, timeout_s)
+
+
+def with_worker(answer, monkeypatch, **config) -> tuple[GrammarCompiler, FakeWorker]:
+    """A compiler that has one worker."""
+    worker = FakeWorker(answer)
+    monkeypatch.setattr("vllm.structured_output.compiler.NUM_WORKERS", 1)
+    monkeypatch.setattr(
+        "vllm.structured_output.compiler.DeadlineWorker", lambda target, setup: worker
+    )
+    return make_compiler(**config), worker
+
+
+def packed(text: str) -> bytes:
+    """The answer that there is no grammar, and why."""
+    return msgspec.msgpack.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "backend"),
+    [
+        ({"json": OBJECT}, "xgrammar"),
+        ({"json": json.dumps(OBJECT)}, "xgrammar"),
+        ({"json": {"type": "string", "minLength": 2}}, "llguidance"),
+        ({"json": OBJECT, "backend": "guidance"}, "llguidance"),
+        ({"json": OBJECT, "whitespace_pattern": r"[ \n]*"}, "llguidance"),
+        ({"json": {"type": "string", "minLength": 2}, "backend": "xgrammar"}, "llguidance"),
+        ({"json": OBJECT, "backend": "outlines"}, "xgrammar"),
+        ({"json_object": True}, "xgrammar"),
+        ({"regex": r"\d+"}, "llguidance"),
+        ({"choice": ["yes", "no"]}, "llguidance"),
+        ({"choice": ['q"\n', "é😀", ""], "backend": "xgrammar"}, "xgrammar"),
+        ({"grammar": 'root ::= "a" | "b"'}, "xgrammar"),
+        ({"grammar": 'start: "a" | "b"'}, "llguidance"),
+        ({"structural_tag": json.dumps(LEGACY_TAG)}, "xgrammar"),
+        ({"structural_tag": json.dumps(NEWER_TAG)}, "xgrammar"),
+        ({"structural_tag": json.dumps(LEGACY_TAG_WITH_PATTERN)}, "llguidance"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_the_backend_is_chosen_by_what_is_asked(compiler, asked, backend):
+    assert compiler.compile(GuidedDecodingParams(**asked)).backend == backend
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "message"),
+    [
+        ({}, "guided_decoding", "asks for nothing"),
+        ({"json": 3}, "guided_json", "must be JSON text or an object, got int"),
+        ({"json": "{"}, "guided_json", "not JSON"),
+        ({"json": '{"const": NaN}'}, "guided_json", "NaN is no number"),
+        ({"json": {"a": {1}}}, "guided_json", "not JSON"),
+        ({"json": {"uniqueItems": True}}, "guided_json", "'uniqueItems' of the schema"),
+        ({"json": {"a": "x" * 300_000}}, "guided_json", "300008 bytes; at most 262144"),
+        ({"json": '{"a":' * 90_000}, "guided_json", "450000 bytes; at most 262144"),
+        ({"json": '{"a":' * 20_000 + "1" + "}" * 20_000}, "guided_json", "nested too deeply"),
+        (
+            {
+                "json": {"type": "string", "minLength": 2},
+                "backend": "xgrammar",
+                "disable_fallback": True,
+            },
+            "guided_json",
+            "xgrammar does not enforce 'minLength'",
+        ),
+        ({"json": OBJECT, "whitespace_pattern": "x*"}, "guided_whitespace_pattern", "whitespace"),
+        ({"json": OBJECT, "backend": "best"}, "guided_decoding_backend", "one of auto"),
+        ({"json": OBJECT, "backend": "auto:x"}, "guided_decoding_backend", "options no-fallback"),
+        (
+            {"json": {"type": "string", "minLength": 2}, "backend": "xgrammar:no-fallback"},
+            "guided_json",
+            "the fallback is disabled",
+        ),
+        ({"regex": 3}, "guided_regex", "must be a string, got int"),
+        ({"regex": "(a"}, "guided_regex", "not a regular expression"),
+        ({"regex": "a" * 40_000}, "guided_regex", "40000 bytes; at most 32768"),
+        ({"regex": "\ud800"}, "guided_regex", "not valid text"),
+        ({"choice": []}, "guided_choice", "must not be empty"),
+        ({"choice": ["a", 1]}, "guided_choice", "must be a list of strings"),
+        ({"grammar": "rubbish"}, "guided_grammar", "guided_grammar: "),
+        ({"grammar": 'root ::= root "a"'}, "guided_grammar", "no output can satisfy it"),
+        ({"structural_tag": "{}"}, "structural_tag", "has 'structures' and 'triggers'"),
+        ({"json_object": 1}, "guided_json_object", "must be true"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_wrong_is_refused_and_names_the_field(compiler, asked, param, message):
+    with pytest.raises(RequestError) as failure:
+        compiler.compile(GuidedDecodingParams(**asked))
+    assert failure.value.param == param
+    assert message in str(failure.value)
+
+
+HOSTILE = [
+    {"regex": "(a+)+b"},
+    {"regex": "((a{1,100}){1,100}){1,100}b"},
+    {"regex": "(?:a|b)*a(?:a|b){200}"},
+    {"regex": "(.*a){1,30}b(.*c){1,30}"},
+    {"regex": "(" * 9000 + ")" * 9000},
+    {"json": {"enum": [f"x{i}" for i in range(20_000)]}},
+    {"json": {"type": "string", "maxLength": 10**9}},
+    {"json": {"type": "array", "items": {}, "minItems": 10**5, "maxItems": 10**6}},
+    {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 9}}}},
+    {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(5000)}}},
+    {"grammar": "root ::= a\na ::= b\nb ::= a"},
+    {"grammar": 'root ::= ("a"{0,1000}){0,1000}'},
+    {"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
+    {"grammar": 'start: x\nx: x x | "a" | '},
+]
+
+
+@pytest.mark.slow
+def test_hostile_grammars_end_in_time_and_do_not_hold_up_others():
+    compiler = make_compiler(grammar_compile_timeout=2.0)
+    compiler.compile(GuidedDecodingParams(regex="first"))
+
+    def attack(asked) -> float:
+        started = time.monotonic()
+        try:
+            compiler.compile(GuidedDecodingParams(**asked))
+        except RequestError as error:
+            assert error.param in ("guided_json", "guided_regex", "guided_grammar")
+        except CapacityError as error:
+            assert error.status == 503
+        return time.monotonic() - started
+
+    with ThreadPoolExecutor(len(HOSTILE)) as threads:
+        times = threads.map(attack, HOSTILE)
+        started = time.monotonic()
+        for _ in range(50):
+            compiler.compile(GuidedDecodingParams(regex="first"))
+        assert time.monotonic() - started < 1, "what is cached does not wait"
+        # Two turns of waiting and compiling, and a new process in between.
+        assert max(times) < 30
+    assert compiler.compile(GuidedDecodingParams(regex="x+")).backend == "llguidance"
+    compiler.close()
+
+
+def test_equal_requests_are_compiled_once(monkeypatch):
+    release = threading.Event()
+
+    def answer(argument: bytes, timeout_s: float) -> bytes:
+        release.wait(10)
+        return packed("no")
+
+    compiler, worker = with_worker(answer, monkeypatch)
+    failures = []
+
+    def ask() -> None:
+        with pytest.raises(RequestError, match="guided_regex: no") as failure:
+            compiler.compile(GuidedDecodingParams(regex="a"))
+        failures.append(failure.value)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert worker.num_calls == 1
+    assert len(set(map(id, failures))) == 8, "an exception belongs to one request"
+    ask()
+    assert worker.num_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(DeadlineExceeded(), "it takes more than 7 s to compile"), (WorkerDied(), "more memory")],
+)
+def test_a_grammar_that_kills_its_process_is_not_tried_again(error, message, monkeypatch):
+    def answer(argument: bytes, timeout_s: float) -> bytes:
+        assert timeout_s == 7
+        raise error
+
+    compiler, worker = with_worker(answer, monkeypatch, grammar_compile_timeout=7.0)
+    for _ in range(3):
+        with pytest.raises(RequestError, match=message):
+            compiler.compile(GuidedDecodingParams(regex="a"))
+    assert worker.num_calls == 1
+
+
+def test_a_request_does_not_wait_without_end_for_its_turn(monkeypatch):
+    release = threading.Event()
+    compiler, _ = with_worker(
+        lambda argument, timeout_s: release.wait(10) and packed("no"),
+        monkeypatch,
+        grammar_compile_timeout=0.05,
+    )
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(compiler.compile, GuidedDecodingParams(regex="a"))
+        while not compiler._workers or compiler._idle.qsize():
+            time.sleep(0.01)
+        with pytest.raises(CapacityError, match="try again later") as failure:
+            compiler.compile(GuidedDecodingParams(regex="b"))
+        assert failure.value.status == 503
+        release.set()
+        assert "no" in str(first.exception())
+
+
+def test_the_cache_is_bounded_in_bytes_and_keeps_what_was_used_last(monkeypatch):
+    compiler, worker = with_worker(
+        lambda argument, timeout_s: packed("x" * 1000), monkeypatch, grammar_cache_bytes=8192
+    )
+
+    def ask(pattern: str) -> None:
+        with pytest.raises(RequestError):
+            compiler.compile(GuidedDecodingParams(regex=pattern))
+
+    for pattern in "abcd":
+        ask(pattern)
+        ask("a")
+    assert worker.num_calls == 4
+    ask("e")
+    assert compiler._results_bytes <= 8192
+    ask("a")
+    assert worker.num_calls == 5, "used a moment ago"
+    ask("b")
+    assert worker.num_calls == 6, "the oldest was dropped"
+
+
+def test_what_is_asked_with_other_options_is_another_grammar(compiler):
+    variants = [
+        {},
+        {"disable_any_whitespace": True},
+        {"disable_additional_properties": True},
+        {"backend": "llguidance"},
+    ]
+    asked = [GuidedDecodingParams(json={"type": "object"}, **more) for more in variants]
+    assert len({compiler.compile(params).key for params in asked}) == 4
+    assert compiler.cached(asked[0]) == compiler.compile(asked[0])
+    assert compiler.cached(GuidedDecodingParams(regex="never seen")) is None
+
+
+def test_without_a_tokenizer_everything_is_refused():
+    compiler = GrammarCompiler(StructuredOutputConfig(), None, 100)
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        compiler.compile(GuidedDecodingParams(regex="a"))

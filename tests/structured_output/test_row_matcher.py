@@ -1,0 +1,138 @@
+"""What one request may generate next: the grammar, its end, and what else was asked."""
+
+import re
+
+import numpy as np
+import pytest
+
+from tests.structured_output.helpers import (
+    BYTES,
+    END,
+    compiled,
+    make_request,
+    next_tokens,
+    open_matcher,
+    row_matcher,
+)
+from vllm.structured_output.row_matcher import RowMatcher
+
+BOTH = pytest.mark.parametrize(
+    ("kind", "source"), [("regex", "ab[0-9]*"), ("ebnf", 'root ::= "ab" [0-9]*')]
+)
+DIGITS = list(b"0123456789")
+
+
+@BOTH
+def test_the_end_token_comes_only_where_the_output_is_complete(kind, source):
+    matcher = row_matcher(kind, source)
+    assert next_tokens(matcher) == [ord("a")]
+    matcher.accept(ord("a"))
+    assert next_tokens(matcher) == [ord("b")]
+    matcher.accept(ord("b"))
+    assert next_tokens(matcher) == [*DIGITS, END]
+    matcher.accept(END)
+    assert next_tokens(matcher) == [*DIGITS, END]
+
+
+@BOTH
+def test_an_output_goes_on_after_a_preemption(kind, source):
+    assert next_tokens(row_matcher(kind, source, b"ab7")) == [*DIGITS, END]
+
+
+@pytest.mark.parametrize(
+    ("output", "params", "expected"),
+    [
+        (b"", {"min_tokens": 3}, [ord("a")]),
+        (b"ab", {"min_tokens": 3}, DIGITS),
+        (b"ab0", {"min_tokens": 3}, [*DIGITS, END]),
+        (b"ab0", {"ignore_eos": True}, DIGITS),
+        (b"ab", {"stop": [END + 1]}, [*DIGITS, END, END + 1]),
+        (b"ab", {"stop": [END + 1], "eos": None}, [*DIGITS, END + 1]),
+        (b"ab", {"stop": [ord("5"), 100_000]}, [*DIGITS, END]),
+        (b"ab", {"stop": [ord("5")], "min_tokens": 9}, [d for d in DIGITS if d != ord("5")]),
+        (b"", {"stop": [ord("a")], "min_tokens": 9}, [ord("a")]),
+        (b"ab", {"allowed_token_ids": [ord("3"), END]}, [ord("3"), END]),
+        (b"ab", {"allowed_token_ids": [ord("3")]}, [ord("3")]),
+        (b"ab", {"allowed_token_ids": [ord("x")]}, [END]),
+    ],
+    ids=str,
+)
+def test_end_tokens_and_allowed_tokens(output, params, expected):
+    matcher = row_matcher("regex", "ab[0-9]*", output, **params)
+    assert next_tokens(matcher) == expected
+
+
+@pytest.mark.parametrize("params", [{"min_tokens": 50}, {"ignore_eos": True}])
+@pytest.mark.parametrize(("kind", "source"), [("regex", "ab"), ("ebnf", 'root ::= "ab"')])
+def test_an_output_that_can_only_end_ends(kind, source, params):
+    assert next_tokens(row_matcher(kind, source, b"ab", **params)) == [END]
+
+
+def test_an_end_token_that_has_text_ends_and_is_no_text():
+    matcher = row_matcher("regex", "ab[0-9]*", b"ab", eos=ord("7"))
+    assert next_tokens(matcher) == DIGITS
+    matcher.accept(ord("7"))
+    matcher.accept(ord("3"))
+    assert next_tokens(matcher) == DIGITS
+    early = row_matcher("regex", "ab[0-9]*", b"ab", eos=ord("7"), min_tokens=4)
+    assert next_tokens(early) == [d for d in DIGITS if d != ord("7")]
+
+
+@pytest.mark.parametrize(
+    ("output", "params", "message"),
+    [
+        (b"", {"allowed_token_ids": [ord("x")]}, "allowed_token_ids has none of the tokens"),
+        (b"b", {}, r"grammar"),
+    ],
+)
+@BOTH
+def test_a_failure_is_an_error_and_leaves_a_mask_to_sample_from(
+    kind, source, output, params, message
+):
+    matcher = row_matcher(kind, source, output, **params)
+    mask = np.zeros(BYTES.num_words, np.int32)
+    for _ in range(2):
+        matcher.fill(mask)
+        assert (mask == -1).all()
+        assert "structured output failed: " in matcher.error
+    assert re.search(message, matcher.error)
+
+
+def test_whatever_a_library_raises_ends_that_request_only(capsys):
+    class Broken:
+        def fill(self, mask):
+            raise OSError("broken")
+
+    matcher = RowMatcher(make_request(None), [], lambda: (BYTES, Broken()))
+    mask = np.zeros(BYTES.num_words, np.int32)
+    matcher.fill(mask)
+    assert matcher.error == "structured output failed: OSError('broken')"
+    assert "structured output of a failed" in capsys.readouterr().err
+
+
+def test_matchers_of_one_grammar_do_not_touch_each_other():
+    grammar = compiled("regex", "ab|cd")
+    first, second = (
+        RowMatcher(make_request(grammar), [], lambda: (BYTES, open_matcher(grammar)))
+        for _ in range(2)
+    )
+    first.accept(ord("a"))
+    assert next_tokens(first) == [ord("b")]
+    assert next_tokens(second) == [ord("a"), ord("c")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [("ebnf", 'root ::= "a" | root root'), ("lark", 'start: x\nx: x x | "a"')],
+)
+def test_a_grammar_that_takes_ever_longer_ends_its_request(kind, source, monkeypatch):
+    monkeypatch.setattr("vllm.structured_output.row_matcher._BUDGET_S", 0.1)
+    monkeypatch.setattr("vllm.structured_output.row_matcher._BUDGET_PER_TOKEN_S", 0.001)
+    matcher = row_matcher(kind, source, max_tokens=5000)
+    mask = np.empty(BYTES.num_words, np.int32)
+    for _ in range(2000):
+        matcher.fill(mask)
+        if matcher.error:
+            break
+        matcher.accept(ord("a"))
+    assert "too ambiguous" in matcher.error

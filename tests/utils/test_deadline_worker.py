@@ -1,0 +1,115 @@
+"""A process that answers calls and is killed when it does not."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from vllm.utils.deadline_worker import CallFailed, DeadlineExceeded, DeadlineWorker, WorkerDied
+
+
+@pytest.fixture
+def worker():
+    worker = DeadlineWorker("tests.utils.workers:echo", b"<", max_memory_bytes=2**28)
+    yield worker
+    worker.close()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ends_within(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_alive(pid)
+
+
+def test_it_answers_one_call_after_the_other_in_the_same_process(worker):
+    pid = worker.call(b"pid", 10)
+    assert int(pid) != os.getpid()
+    large = os.urandom(3_000_000)
+    for argument in (b"", b"print", large):
+        assert worker.call(argument, 10) == b"<" + argument
+    assert worker.call(b"pid", 10) == pid
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [(b"sleep", DeadlineExceeded), (b"crash", WorkerDied), (b"exit", WorkerDied)],
+)
+def test_a_call_that_does_not_answer_ends_its_process_and_not_the_next_call(worker, command, error):
+    pid = int(worker.call(b"pid", 10))
+    started = time.monotonic()
+    with pytest.raises(error):
+        worker.call(command, 0.3)
+    assert time.monotonic() - started < 5
+    assert not is_alive(pid)
+    assert worker.call(b"x", 10) == b"<x"
+
+
+@pytest.mark.parametrize(
+    ("command", "text"), [(b"raise", "argument is wrong"), (b"memory", "Memory")]
+)
+def test_what_the_function_raises_reaches_the_caller_and_the_process_goes_on(worker, command, text):
+    pid = worker.call(b"pid", 10)
+    with pytest.raises(CallFailed, match=text):
+        worker.call(command, 10)
+    assert worker.call(b"pid", 10) == pid
+
+
+def test_a_setup_that_fails_is_told():
+    with pytest.raises(CallFailed, match="cannot start with b'x'"):
+        DeadlineWorker("tests.utils.workers:broken", b"x").start()
+
+
+def test_threads_get_the_answers_to_their_own_calls(worker):
+    arguments = [str(i).encode() for i in range(20)]
+    answers = {}
+    threads = [
+        threading.Thread(target=lambda a=a: answers.update({a: worker.call(a, 10)}))
+        for a in arguments
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {a: b"<" + a for a in arguments}
+
+
+def test_closing_kills_the_process_and_so_does_forgetting_the_worker():
+    for end in (DeadlineWorker.close, lambda worker: None):
+        worker = DeadlineWorker("tests.utils.workers:echo")
+        pid = int(worker.call(b"pid", 10))
+        end(worker)
+        del worker
+        assert ends_within(pid, 5)
+
+
+@pytest.mark.parametrize("command", ["pid", "sleep"])
+def test_the_process_ends_when_its_parent_is_killed(command):
+    """Also in the middle of a call, by its own alarm."""
+    code = (
+        "from vllm.utils.deadline_worker import DeadlineWorker\n"
+        "worker = DeadlineWorker('tests.utils.workers:echo')\n"
+        "print(worker.call(b'pid', 10).decode(), flush=True)\n"
+        f"worker.call(b'{command}', 1.0)\n"
+        "input()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    with parent:
+        pid = int(parent.stdout.readline())
+        time.sleep(0.2)
+        parent.send_signal(signal.SIGKILL)
+    assert ends_within(pid, 8)

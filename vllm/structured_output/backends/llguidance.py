@@ -1,0 +1,155 @@
+"""llguidance: lexer and Earley parser at run time. Knows most of JSON schema, and Lark grammars."""
+
+import json
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from vllm.messages import IntArray
+from vllm.structured_output.backends import MAX_WHITESPACE, BackendError
+from vllm.structured_output.vocabulary import Vocabulary
+
+
+class _Tokens:
+    """A vocabulary as llguidance wants it. The last token is the end, which we write ourselves."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        # 0xFF is in no UTF-8: how the library marks tokens that are not text.
+        self.tokens = [
+            token or b"\xff<%d>" % token_id for token_id, token in enumerate(vocabulary.tokens)
+        ]
+        self.eos_token_id = len(self.tokens)
+        self.tokens.append(b"\xff<end>")
+        self.special_token_ids = [i for i, t in enumerate(self.tokens) if t.startswith(b"\xff")]
+        self.tokenizer: llguidance.LLTokenizer | None = None
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens of a text that the grammar forces."""
+        if self.tokenizer is None:
+            return []  # asked before there is one, whether bytes are taken
+        tokens: list[int] = self.tokenizer.greedy_tokenize(text.decode())
+        return tokens
+
+
+class LLGuidanceBackend:
+    """Compiles and loads; see `Backend`."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        tokens = _Tokens(vocabulary)
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(tokens), n_vocab=len(tokens.tokens)
+        )
+        tokens.tokenizer = self._tokenizer
+
+    def compile(
+        self,
+        kind: str,
+        source: Any,
+        *,
+        any_whitespace: bool = True,
+        whitespace_pattern: str | None = None,
+    ) -> bytes:
+        """See `Backend`."""
+        options = json_options(any_whitespace, whitespace_pattern)
+        try:
+            grammar = self._grammar(kind, source, options)
+        except (ValueError, AssertionError) as error:
+            raise BackendError(_first_lines(str(error))) from None
+        is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
+            grammar, self._tokenizer
+        )
+        if is_error:
+            raise BackendError(_first_lines(messages[0]))
+        return grammar.encode()
+
+    def _grammar(self, kind: str, source: Any, options: dict[str, Any]) -> str:
+        matcher = llguidance.LLMatcher
+        if kind == "json":
+            return matcher.grammar_from_json_schema(json.dumps({**source, "x-guidance": options}))
+        if kind == "regex":
+            return matcher.grammar_from_regex(source)
+        if kind == "choice":
+            return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, source)))
+        if kind == "lark":
+            return matcher.grammar_from_lark(source)
+        if kind == "structural_tag":
+            return matcher.grammar_from_lark(_structural_tag(source, options))
+        raise BackendError(f"llguidance does not know {kind} grammars")
+
+    def load(self, content: bytes) -> "LLGuidanceGrammar":
+        """See `Backend`."""
+        first = llguidance.LLMatcher(self._tokenizer, content.decode(), log_level=0)
+        if first.is_error():
+            raise BackendError(_first_lines(first.get_error()))
+        return LLGuidanceGrammar(first, -(-self._tokenizer.vocab_size // 32))
+
+
+class LLGuidanceGrammar:
+    """See `LoadedGrammar`."""
+
+    def __init__(self, first: llguidance.LLMatcher, num_words: int) -> None:
+        self._first = first
+        self._num_words = num_words
+
+    def matcher(self) -> "LLGuidanceMatcher":
+        """See `LoadedGrammar`."""
+        return LLGuidanceMatcher(self._first.deep_copy(), self._num_words)
+
+
+class LLGuidanceMatcher:
+    """See `BackendMatcher`."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, num_words: int) -> None:
+        self._matcher = matcher
+        self._words = np.empty(num_words, np.int32)
+
+    def fill(self, mask: IntArray) -> None:
+        """See `BackendMatcher`."""
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        self._check()
+        mask[:] = self._words[: len(mask)]
+
+    def is_complete(self) -> bool:
+        """See `BackendMatcher`."""
+        return self._matcher.is_accepting()
+
+    def accept(self, token_id: int) -> None:
+        """See `BackendMatcher`."""
+        if not self._matcher.consume_token(token_id):
+            self._check()
+            raise BackendError(f"token {token_id} does not follow the grammar")
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise BackendError(_first_lines(self._matcher.get_error()))
+
+
+def json_options(any_whitespace: bool, whitespace_pattern: str | None) -> dict[str, Any]:
+    """How JSON is written."""
+    if not any_whitespace:
+        return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    pattern = whitespace_pattern or rf"[ \t\n\r]{{1,{MAX_WHITESPACE}}}"
+    return {"whitespace_flexible": True, "whitespace_pattern": pattern}
+
+
+def _structural_tag(source: Any, options: dict[str, Any]) -> str:
+    """Of the form {"format": {"type": "triggered_tags", ...}} with JSON schemas as content."""
+    tags = []
+    for tag in source["format"]["tags"]:
+        begin = tag["begin"]
+        triggers = [t for t in source["format"]["triggers"] if begin.startswith(t)]
+        if not triggers:
+            raise BackendError(f"no trigger is the beginning of {begin!r}")
+        schema = {**tag["content"]["json_schema"], "x-guidance": options}
+        tags.append(
+            llguidance.StructTag(trigger=triggers[0], begin=begin, grammar=schema, end=tag["end"])
+        )
+    return llguidance.StructTag.to_grammar(tags, assume_special=False)
+
+
+def _first_lines(message: str) -> str:
+    """What is wrong, without the state of the parser."""
+    return message.partition("<state>")[0].strip()[:1000] or "the grammar cannot be used"

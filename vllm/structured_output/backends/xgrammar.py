@@ -1,0 +1,122 @@
+"""xgrammar: a pushdown automaton compiled against the vocabulary. Fast; knows plain schemas."""
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import xgrammar
+
+from vllm.messages import IntArray
+from vllm.structured_output.backends import MAX_WHITESPACE, BackendError
+from vllm.structured_output.vocabulary import Vocabulary
+
+_LOG_PREFIX = re.compile(r"^(?:\[[\d:]+\] \S+?:\d+: )+")
+
+
+class XGrammarBackend:
+    """Compiles and loads; see `Backend`."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        # One token more than the model has: the end, which we write ourselves.
+        end = len(vocabulary.tokens)
+        self._info = xgrammar.TokenizerInfo(
+            [*vocabulary.tokens, b""],
+            xgrammar.VocabType.RAW,
+            vocab_size=end + 1,
+            stop_token_ids=[end],
+        )
+        self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+        self._scratch_words = -(-(end + 1) // 32)
+
+    def compile(
+        self,
+        kind: str,
+        source: Any,
+        *,
+        any_whitespace: bool = True,
+        whitespace_pattern: str | None = None,
+    ) -> bytes:
+        """See `Backend`."""
+        if whitespace_pattern is not None:
+            raise BackendError("xgrammar takes no whitespace pattern")
+        try:
+            compiled = self._compile(kind, source, any_whitespace)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise BackendError(_message(error)) from None
+        return compiled.serialize_json().encode()
+
+    def _compile(self, kind: str, source: Any, any_whitespace: bool) -> Any:
+        if kind == "json":
+            return self._compiler.compile_json_schema(
+                json.dumps(source),
+                any_whitespace=any_whitespace,
+                max_whitespace_cnt=MAX_WHITESPACE if any_whitespace else None,
+                strict_mode=False,
+            )
+        if kind == "regex":
+            return self._compiler.compile_regex(source)
+        if kind == "choice":
+            choices = " | ".join(f'"{_escaped(choice)}"' for choice in source)
+            return self._compiler.compile_grammar(f"root ::= {choices}")
+        if kind == "ebnf":
+            return self._compiler.compile_grammar(source)
+        if kind == "structural_tag":
+            return self._compiler.compile_structural_tag(json.dumps(source))
+        raise BackendError(f"xgrammar does not know {kind} grammars")
+
+    def load(self, content: bytes) -> "XGrammar":
+        """See `Backend`."""
+        try:
+            compiled = xgrammar.CompiledGrammar.deserialize_json(content.decode(), self._info)
+        except (RuntimeError, ValueError) as error:
+            raise BackendError(_message(error)) from None
+        return XGrammar(compiled, self._scratch_words)
+
+
+class XGrammar:
+    """See `LoadedGrammar`."""
+
+    def __init__(self, compiled: Any, num_words: int) -> None:
+        self._compiled = compiled
+        self._num_words = num_words
+
+    def matcher(self) -> "XGrammarMatcher":
+        """See `LoadedGrammar`."""
+        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._num_words)
+
+
+class XGrammarMatcher:
+    """See `BackendMatcher`."""
+
+    def __init__(self, matcher: Any, num_words: int) -> None:
+        self._matcher = matcher
+        self._words = np.empty(num_words, np.int32)
+
+    def fill(self, mask: IntArray) -> None:
+        """See `BackendMatcher`."""
+        try:
+            self._matcher.fill_next_token_bitmask(self._words[None])
+        except RuntimeError as error:
+            raise BackendError(_message(error)) from None
+        mask[:] = self._words[: len(mask)]
+
+    def is_complete(self) -> bool:
+        """See `BackendMatcher`."""
+        return bool(self._matcher.is_completed())
+
+    def accept(self, token_id: int) -> None:
+        """See `BackendMatcher`."""
+        if not self._matcher.accept_token(token_id):
+            raise BackendError(f"token {token_id} does not follow the grammar")
+
+
+def _escaped(text: str) -> str:
+    return "".join(
+        c if c == " " or (c.isascii() and c.isalnum()) else f"\\U{ord(c):08X}" for c in text
+    )
+
+
+def _message(error: Exception) -> str:
+    """The text of a library's error without its place in the library."""
+    return _LOG_PREFIX.sub("", str(error)).strip() or repr(error)

@@ -1,0 +1,212 @@
+"""From what a request asks to a `Grammar`: cache, deadline, and who compiles."""
+
+import queue
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm.config import StructuredOutputConfig
+from vllm.errors import CapacityError, RequestError
+from vllm.logger import init_logger
+from vllm.messages import Grammar
+from vllm.sampling_params import GuidedDecodingParams
+from vllm.structured_output.spec import GrammarSpec, field_of, make_spec
+from vllm.structured_output.vocabulary import Vocabulary
+from vllm.utils.deadline_worker import CallFailed, DeadlineExceeded, DeadlineWorker, WorkerError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = init_logger(__name__)
+
+NUM_WORKERS = 2
+"""Processes that compile; the engine and the server need the rest of the machine."""
+
+_ENTRY_BYTES = 1024
+"""What an entry of the cache costs besides its content, roughly."""
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    """A grammar that cannot be compiled, and never will."""
+
+    reason: str
+
+
+_Result = Grammar | _Refusal
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer, in processes that are started when they are needed.
+
+    Thread-safe. A call blocks for as long as compiling may take, twice: once until it is its turn.
+
+    Args:
+        config: limits and defaults.
+        tokenizer: of the outputs; None refuses everything.
+        vocab_size: logits of the model.
+
+    Attributes:
+        tokenizer: the same.
+    """
+
+    def __init__(
+        self,
+        config: StructuredOutputConfig,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        vocab_size: int,
+    ) -> None:
+        self._config = config
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._results: OrderedDict[bytes, _Result] = OrderedDict()
+        self._results_bytes = 0
+        self._under_way: dict[bytes, Future[_Result]] = {}
+        self._start_lock = threading.Lock()
+        self._workers: list[DeadlineWorker] = []
+        self._idle: queue.LifoQueue[DeadlineWorker] = queue.LifoQueue()
+
+    # ---- compiling ------------------------------------------------------------------------
+
+    def compile(self, params: GuidedDecodingParams) -> Grammar:
+        """The grammar of a request, from the cache if it can be.
+
+        Raises:
+            RequestError: it is wrong, nobody enforces all of it, or it takes too much to
+                compile; names the field.
+            CapacityError: (503) others are being compiled, for longer than a request waits.
+        """
+        spec, field = make_spec(params, self._config), field_of(params)
+        result = self._known(spec.key)
+        if result is None:
+            result = self._compile_once(spec)
+        return _grammar_of(result, field)
+
+    def cached(self, params: GuidedDecodingParams) -> Grammar | None:
+        """The grammar if it needs no compiling; does not block. Raises as `compile`."""
+        spec, field = make_spec(params, self._config), field_of(params)
+        result = self._known(spec.key)
+        return None if result is None else _grammar_of(result, field)
+
+    def start(self) -> None:
+        """Start one process in the background, so that the first request need not wait for it."""
+        threading.Thread(target=self._start_first, name="grammar-start", daemon=True).start()
+
+    def close(self) -> None:
+        """End the processes; what is being compiled fails."""
+        for worker in self._workers:
+            worker.close()
+
+    def _compile_once(self, spec: GrammarSpec) -> _Result:
+        """Compile, or wait for a request that asked for the same a moment ago."""
+        with self._lock:
+            future = self._under_way.get(spec.key)
+            is_ours = future is None
+            if future is None:
+                future = self._under_way[spec.key] = Future()
+        if not is_ours:
+            return future.result()
+        try:
+            result = self._compile(spec)
+        except BaseException as error:
+            self._forget_future(spec.key)
+            future.set_exception(error)
+            raise
+        self._remember(spec.key, result)
+        self._forget_future(spec.key)
+        future.set_result(result)
+        return result
+
+    def _forget_future(self, key: bytes) -> None:
+        with self._lock:
+            del self._under_way[key]
+
+    def _compile(self, spec: GrammarSpec) -> _Result:
+        timeout_s = self._config.grammar_compile_timeout
+        self._make_workers()
+        try:
+            worker = self._idle.get(timeout=timeout_s)
+        except queue.Empty:
+            raise CapacityError(
+                f"{NUM_WORKERS} grammars have been compiling for {timeout_s:g} s: try again later",
+                status=503,
+            ) from None
+        try:
+            _start(worker)
+            answer = worker.call(msgspec.msgpack.encode(spec), timeout_s)
+        except DeadlineExceeded:
+            return _Refusal(f"it takes more than {timeout_s:g} s to compile")
+        except CallFailed as error:
+            logger.error("compiling a grammar failed: %s", error)
+            return _Refusal("it cannot be compiled")
+        except WorkerError:
+            return _Refusal("it takes more memory than it may to compile")
+        finally:
+            self._idle.put(worker)
+        result = msgspec.msgpack.decode(answer, type=Grammar | str)
+        return _Refusal(result) if isinstance(result, str) else result
+
+    # ---- processes ------------------------------------------------------------------------
+
+    def _make_workers(self) -> None:
+        with self._start_lock:
+            if not self._workers:
+                vocabulary = Vocabulary.of(self.tokenizer, self._vocab_size)
+                self._workers = [
+                    DeadlineWorker(
+                        "vllm.structured_output.compile_worker:serve", vocabulary.encoded
+                    )
+                    for _ in range(NUM_WORKERS)
+                ]
+                for worker in self._workers:
+                    self._idle.put(worker)
+
+    def _start_first(self) -> None:
+        try:
+            self._make_workers()
+            self._workers[-1].start()  # the one that is taken first
+        except (RequestError, WorkerError) as error:
+            logger.info("requests for structured output will be refused: %s", error)
+
+    # ---- the cache ------------------------------------------------------------------------
+
+    def _known(self, key: bytes) -> _Result | None:
+        with self._lock:
+            result = self._results.get(key)
+            if result is not None:
+                self._results.move_to_end(key)
+            return result
+
+    def _remember(self, key: bytes, result: _Result) -> None:
+        limit = self._config.grammar_cache_bytes
+        with self._lock:
+            if _cost(result) > limit:
+                return
+            self._results[key] = result
+            self._results_bytes += _cost(result)
+            while self._results_bytes > limit:
+                _, oldest = self._results.popitem(last=False)
+                self._results_bytes -= _cost(oldest)
+
+
+def _start(worker: DeadlineWorker) -> None:
+    try:
+        worker.start()
+    except WorkerError as error:
+        raise RequestError(
+            f"structured output is not available: {error}", param="guided_decoding"
+        ) from error
+
+
+def _grammar_of(result: _Result, field: str) -> Grammar:
+    if isinstance(result, Grammar):
+        return result
+    raise RequestError(f"{field}: {result.reason}", param=field)
+
+
+def _cost(result: _Result) -> int:
+    content = result.content if isinstance(result, Grammar) else result.reason.encode()
+    return len(content) + _ENTRY_BYTES

@@ -1,0 +1,179 @@
+"""A regular expression of Python in the dialect of the grammar libraries.
+
+They read patterns in the manner of Rust's regex crate, which takes some of Python's for something
+else (nested classes, `\\d` of a newer Unicode) and refuses others. So the pattern is read by
+Python's own parser and written anew, from the few things that are left: characters, classes,
+groups, alternatives, repetition.
+
+Whatever the written pattern matches, `re.fullmatch` of the original matches too. The reverse does
+not hold everywhere: `\\d`, `\\w` and `\\s` are ASCII, and `$` is the very end.
+"""
+
+import re
+import sys
+import warnings
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    from re import _constants as codes
+    from re import _parser as parser
+else:
+    import sre_constants as codes
+    import sre_parse as parser
+
+_MAX_REPEAT = int(codes.MAXREPEAT)
+
+# Fewer characters than Python's class, and more: what is excluded must be excluded wholly.
+_FEWER = {
+    codes.CATEGORY_DIGIT: "0-9",
+    codes.CATEGORY_NOT_DIGIT: r"\P{Nd}",
+    codes.CATEGORY_WORD: "0-9A-Z_a-z",
+    codes.CATEGORY_NOT_WORD: r"[^\p{L}\p{N}\p{M}\p{Nd}_]",
+    codes.CATEGORY_SPACE: r"\t\n\x0B\x0C\r ",
+    codes.CATEGORY_NOT_SPACE: r"[^\s\x1C-\x1F]",
+}
+_MORE = {
+    codes.CATEGORY_DIGIT: r"\p{Nd}",
+    codes.CATEGORY_NOT_DIGIT: "[^0-9]",
+    codes.CATEGORY_WORD: r"\p{L}\p{N}\p{M}_",
+    codes.CATEGORY_NOT_WORD: "[^0-9A-Z_a-z]",
+    codes.CATEGORY_SPACE: r"\s\x1C-\x1F",
+    codes.CATEGORY_NOT_SPACE: r"[^\t\n\x0B\x0C\r ]",
+}
+_REFUSED = {
+    codes.ASSERT: "look-ahead and look-behind",
+    codes.ASSERT_NOT: "look-ahead and look-behind",
+    codes.GROUPREF: "back-references",
+    codes.GROUPREF_EXISTS: "conditional groups",
+}
+_STARTS = {codes.AT_BEGINNING, codes.AT_BEGINNING_STRING}
+_ENDS = {codes.AT_END, codes.AT_END_STRING}
+
+
+class RegexError(ValueError):
+    """A pattern that is none, or has something that cannot be enforced; the message says what."""
+
+
+def translate(pattern: str, *, search: bool = False) -> str:
+    """Write a pattern anew.
+
+    Args:
+        pattern: of Python's `re`.
+        search: it may match anywhere in the text, as in a JSON schema: anchors are kept. Else it
+            matches the whole text, and anchors at the ends say nothing.
+
+    Raises:
+        RegexError: it does not parse, or a look-around, a back-reference or a condition inside
+            the text (an anchor, a word boundary) would have to be enforced.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what later versions will read differently
+            parsed: Any = parser.parse(pattern, 0)
+    except (re.error, OverflowError) as error:
+        raise RegexError(f"not a regular expression: {error}") from None
+    except RecursionError:
+        raise RegexError("the regular expression is nested too deeply") from None
+    writer = _Writer(parsed.state.flags, keep_anchors=search)
+    try:
+        return writer.sequence(list(parsed), at_start=True, at_end=True)
+    except RecursionError:
+        raise RegexError("the regular expression is nested too deeply") from None
+
+
+class _Writer:
+    def __init__(self, flags: int, *, keep_anchors: bool) -> None:
+        self._flags = flags
+        self._keep_anchors = keep_anchors
+        if flags & re.MULTILINE:
+            raise RegexError("the flag m is not supported")
+
+    def sequence(self, items: list[tuple[Any, Any]], *, at_start: bool, at_end: bool) -> str:
+        parts = []
+        for index, (code, value) in enumerate(items):
+            first = at_start and all(c is codes.AT for c, _ in items[:index])
+            last = at_end and all(c is codes.AT for c, _ in items[index + 1 :])
+            parts.append(self._item(code, value, at_start=first, at_end=last))
+        return "".join(parts)
+
+    def _item(self, code: Any, value: Any, *, at_start: bool, at_end: bool) -> str:
+        if code in _REFUSED:
+            raise RegexError(f"{_REFUSED[code]} are not supported")
+        if code is codes.AT:
+            return self._anchor(value, at_start=at_start, at_end=at_end)
+        if code in (codes.LITERAL, codes.NOT_LITERAL, codes.IN, codes.ANY):
+            return self._class(code, value)
+        if code is codes.BRANCH:
+            branches = [self.sequence(list(b), at_start=at_start, at_end=at_end) for b in value[1]]
+            return f"(?:{'|'.join(branches)})"
+        if code is codes.SUBPATTERN:
+            return self._group(value, at_start=at_start, at_end=at_end)
+        if code in (codes.MAX_REPEAT, codes.MIN_REPEAT):
+            return self._repeat(*value)
+        raise RegexError(f"{str(code).lower().replace('_', ' ')} is not supported")
+
+    def _anchor(self, value: Any, *, at_start: bool, at_end: bool) -> str:
+        if value in _STARTS and at_start:
+            return "^" if self._keep_anchors else ""
+        if value in _ENDS and at_end:
+            return "$" if self._keep_anchors else ""
+        if value in _STARTS | _ENDS:
+            raise RegexError("^ and $ are supported at the beginning and at the end only")
+        raise RegexError("word boundaries are not supported")
+
+    def _group(self, value: Any, *, at_start: bool, at_end: bool) -> str:
+        _, more_flags, fewer_flags, items = value
+        if more_flags & re.MULTILINE:
+            raise RegexError("the flag m is not supported")
+        before = self._flags
+        self._flags = (before | more_flags) & ~fewer_flags
+        inside = self.sequence(list(items), at_start=at_start, at_end=at_end)
+        self._flags = before
+        return f"(?:{inside})"
+
+    def _repeat(self, least: int, most: int, items: Any) -> str:
+        # What is repeated has something before it and after it.
+        inside = self.sequence(list(items), at_start=False, at_end=False)
+        least = int(least)
+        if int(most) == _MAX_REPEAT:
+            times = {0: "*", 1: "+"}.get(least, f"{{{least},}}")
+        else:
+            times = f"{{{least},{int(most)}}}"
+        return f"(?:{inside}){times}"
+
+    # ---- characters -----------------------------------------------------------------------
+
+    def _class(self, code: Any, value: Any) -> str:
+        if code is codes.ANY:
+            return r"[\s\S]" if self._flags & re.DOTALL else r"[^\n]"
+        if code is codes.LITERAL and not self._flags & re.IGNORECASE:
+            return _character(value)
+        members = [(code, value)] if code is not codes.IN else list(value)
+        is_negated = code is codes.NOT_LITERAL or members[0][0] is codes.NEGATE
+        members = [m for m in members if m[0] is not codes.NEGATE]
+        inside = "".join(self._member(c, v, wider=is_negated) for c, v in members)
+        if is_negated:
+            negated = f"[^{inside}]"
+            return f"(?i:{negated})" if self._flags & re.IGNORECASE else negated
+        return f"[{inside}]"
+
+    def _member(self, code: Any, value: Any, *, wider: bool) -> str:
+        if code is codes.CATEGORY:
+            return (_MORE if wider else _FEWER)[value]
+        if code is codes.RANGE:
+            return f"{_character(value[0])}-{_character(value[1])}"
+        text = _character(value)
+        if self._flags & re.IGNORECASE and not wider:
+            cases = {chr(value).lower(), chr(value).upper()} - {chr(value)}
+            text += "".join(_character(ord(c)) for c in sorted(cases) if len(c) == 1)
+        return text
+
+
+def _character(code_point: int) -> str:
+    """Plain, or by its number where it could mean something."""
+    character = chr(code_point)
+    if character.isascii() and character.isalnum():
+        return character
+    if 0xD800 <= code_point <= 0xDFFF:
+        raise RegexError("a surrogate is no character of a text")
+    return f"\\u{code_point:04X}" if code_point < 2**16 else f"\\U{code_point:08X}"

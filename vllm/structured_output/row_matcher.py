@@ -1,0 +1,130 @@
+"""The tokens that one request may generate next: its grammar, end tokens and what else it asks."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from vllm.logger import init_logger
+from vllm.messages import EngineRequest, IntArray
+from vllm.structured_output.backends import BackendError, BackendMatcher
+from vllm.structured_output.vocabulary import Vocabulary, pack_tokens
+
+logger = init_logger(__name__)
+
+_BUDGET_S = 2.0
+_BUDGET_PER_TOKEN_S = 0.005
+"""Processor time for the masks of one request. Everybody in the batch waits for them; an ambiguous
+grammar may take longer with every token, and its request ends. Usual is less than 1 ms."""
+
+
+class RowMatcher:
+    """Follows one output. All work is done by `fill`, in the thread that calls it.
+
+    The end tokens may come once the output is complete, and before that never. Until `min_tokens`
+    are there, and always with `ignore_eos`, they may come only when nothing else may. A stop token
+    that is text is text: the grammar decides, and it ends the output where it comes.
+
+    Args:
+        request: has a grammar.
+        output_token_ids: generated so far.
+        open_grammar: makes the vocabulary and a matcher at the beginning of the grammar; called
+            once, by the first `fill`. Raises BackendError or RequestError.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        output_token_ids: Sequence[int],
+        open_grammar: Callable[[], tuple[Vocabulary, BackendMatcher]],
+    ) -> None:
+        params = request.sampling_params
+        self._request_id = request.request_id
+        self._eos = request.eos_token_id
+        self._stop_token_ids = request.stop_token_ids
+        self._allowed_token_ids = params.allowed_token_ids
+        self._min_tokens = params.min_tokens
+        self._ends_late = params.ignore_eos
+        self._num_tokens = len(output_token_ids)
+        self._unread = list(output_token_ids)
+        self._open_grammar: Callable[[], tuple[Vocabulary, BackendMatcher]] | None = open_grammar
+        self._error: str | None = None
+        self._spent_s = 0.0
+
+    @property
+    def error(self) -> str | None:
+        """Why the output cannot go on; None while it can."""
+        return self._error
+
+    def accept(self, token_id: int) -> None:
+        """A token was generated."""
+        self._num_tokens += 1
+        self._unread.append(token_id)
+
+    def fill(self, mask: IntArray) -> None:
+        """Write the mask [W] of the next token; a failure becomes the `error`."""
+        try:
+            if self._error is None:
+                self._open()
+                started = time.thread_time()
+                self._fill(mask)
+                self._spend(time.thread_time() - started)
+                return
+        except ValueError as error:
+            self._error = f"structured output failed: {error}"
+        except Exception as error:  # of a library: the request's failure, nobody else's
+            logger.error("structured output of %s failed", self._request_id, exc_info=True)
+            self._error = f"structured output failed: {error!r}"
+        mask[:] = -1  # something has to be sampled; nobody will see it
+
+    def _open(self) -> None:
+        if self._open_grammar is not None:
+            vocabulary, self._matcher = self._open_grammar()
+            self._open_grammar = None
+            self._prepare(vocabulary)
+
+    def _spend(self, seconds: float) -> None:
+        self._spent_s += seconds
+        if self._spent_s > _BUDGET_S + _BUDGET_PER_TOKEN_S * self._num_tokens:
+            raise BackendError(
+                f"following the grammar took {self._spent_s:.1f} s for {self._num_tokens} tokens: "
+                f"it is too ambiguous"
+            )
+
+    def _fill(self, mask: IntArray) -> None:
+        unread, self._unread = self._unread, []
+        for token_id in unread:
+            if token_id not in self._end_ids:
+                self._matcher.accept(token_id)
+        self._matcher.fill(mask)
+        mask &= self._text
+        is_early = self._num_tokens < self._min_tokens
+        if is_early and (rest := mask & ~self._stops).any():
+            mask[:] = rest
+        has_text = bool(mask.any())
+        if self._matcher.is_complete():
+            if not has_text or not (is_early or self._ends_late):
+                mask |= self._ends
+            if not mask.any():
+                mask |= self._all_ends
+        elif not has_text:
+            raise BackendError("allowed_token_ids has none of the tokens that may come here")
+
+    def _prepare(self, vocabulary: Vocabulary) -> None:
+        """Masks that stay the same."""
+        tokens = vocabulary.tokens
+
+        def pack(token_ids: Sequence[int]) -> IntArray:
+            return pack_tokens(np.array(token_ids, np.int64), vocabulary.num_words)
+
+        self._end_ids = {t for t in self._stop_token_ids if t < len(tokens) and not tokens[t]}
+        if self._eos is not None:
+            self._end_ids.add(self._eos)
+        self._all_ends = pack(sorted(self._end_ids))
+        self._stops = pack(sorted(self._stop_token_ids - self._end_ids))
+        self._ends = self._all_ends
+        self._text = vocabulary.text_mask & ~self._all_ends
+        if self._allowed_token_ids is not None:
+            allowed = pack(self._allowed_token_ids)
+            self._ends = self._ends & allowed
+            self._text = self._text & allowed

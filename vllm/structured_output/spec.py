@@ -1,0 +1,187 @@
+"""What a request asks of its output, checked and made comparable. Cheap: compiles nothing."""
+
+import hashlib
+import json
+import re
+from typing import Any, NoReturn
+
+import msgspec
+
+from vllm.config import StructuredOutputConfig
+from vllm.errors import RequestError
+from vllm.sampling_params import GuidedDecodingParams
+
+MAX_TEXT_BYTES = 256 * 2**10
+"""Of a schema, grammar, tag or list of choices, as JSON or text."""
+MAX_REGEX_BYTES = 32 * 2**10
+
+_BACKENDS = {
+    "auto": "auto",
+    "xgrammar": "xgrammar",
+    "llguidance": "llguidance",
+    "guidance": "llguidance",
+    "outlines": "auto",
+    "lm-format-enforcer": "auto",
+}
+"""Name in a request -> ours. The last two are libraries that are not used here: what they enforce,
+the others do."""
+_OPTIONS = {
+    "no-fallback": "disable_fallback",
+    "disable-any-whitespace": "disable_any_whitespace",
+    "no-additional-properties": "disable_additional_properties",
+}
+"""An older way to set fields: "xgrammar:no-fallback,disable-any-whitespace"."""
+_WHITESPACE_ONLY = re.compile(r"(?:\\[nrts ]|[ \n\r\t\[\](){}*+?|,]|(?<=[{,\d])\d)*")
+_EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+
+FIELDS = {
+    "json": "guided_json",
+    "json_object": "guided_json_object",
+    "regex": "guided_regex",
+    "choice": "guided_choice",
+    "grammar": "guided_grammar",
+    "structural_tag": "structural_tag",
+}
+"""Field of `GuidedDecodingParams` -> its name in a request."""
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What to compile."""
+
+    kind: str
+    """json (a schema), regex, choice (a JSON list), ebnf, lark or structural_tag (JSON)."""
+    text: str
+    backend: str
+    """auto, xgrammar or llguidance."""
+    may_fall_back: bool
+    """Take another backend for what the named one does not enforce."""
+    any_whitespace: bool
+    whitespace_pattern: str | None
+    close_all_objects: bool
+
+    @property
+    def key(self) -> bytes:
+        """Equal for equal specifications."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
+
+
+def field_of(params: GuidedDecodingParams) -> str:
+    """The request field that errors name.
+
+    Raises:
+        RequestError: nothing is asked.
+    """
+    for name, field in FIELDS.items():
+        if getattr(params, name) not in (None, False):
+            return field
+    raise RequestError(
+        f"guided_decoding asks for nothing: give one of {', '.join(FIELDS)}",
+        param="guided_decoding",
+    )
+
+
+def make_spec(params: GuidedDecodingParams, config: StructuredOutputConfig) -> GrammarSpec:
+    """Check what can be checked at once.
+
+    Raises:
+        RequestError: too large, of the wrong type, or nothing at all; names the field.
+    """
+    field = field_of(params)
+    backend, options = _backend(params.backend or config.guided_decoding_backend)
+    kind, text = _text(params, field)
+    limit = MAX_REGEX_BYTES if kind == "regex" else MAX_TEXT_BYTES
+    try:
+        size = len(text) if len(text) > limit else len(text.encode())
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{field} is not valid text: {error.reason}", param=field) from None
+    if size > limit:
+        raise RequestError(f"{field} has {size} bytes; at most {limit} are allowed", param=field)
+
+    def is_on(switch: str) -> bool:
+        return bool(
+            switch in options
+            or getattr(params, switch)
+            or getattr(config, f"guided_decoding_{switch}")
+        )
+
+    return GrammarSpec(
+        kind=kind,
+        text=text,
+        backend=backend,
+        may_fall_back=not is_on("disable_fallback"),
+        any_whitespace=not is_on("disable_any_whitespace"),
+        whitespace_pattern=_whitespace(params.whitespace_pattern),
+        close_all_objects=is_on("disable_additional_properties"),
+    )
+
+
+def _backend(name: Any) -> tuple[str, set[str]]:
+    """Our name of a backend, and the switches that come with it."""
+    word, _, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
+    options = [option.strip() for option in rest.split(",") if option.strip()]
+    if word not in _BACKENDS or not all(option in _OPTIONS for option in options):
+        raise RequestError(
+            f"guided_decoding_backend must be one of {', '.join(_BACKENDS)}, with none or some of "
+            f"the options {', '.join(_OPTIONS)} after a colon; got {name!r}",
+            param="guided_decoding_backend",
+        )
+    return _BACKENDS[word], {_OPTIONS[option] for option in options}
+
+
+def _text(params: GuidedDecodingParams, field: str) -> tuple[str, str]:
+    if field == "guided_json_object":
+        if params.json_object is not True:
+            _refuse(field, "true", params.json_object)
+        return "json", '{"type":"object"}'
+    if field == "guided_json":
+        return "json", _json_text(params.json, field)
+    if field == "structural_tag":
+        return "structural_tag", _json_text(params.structural_tag, field)
+    if field == "guided_choice":
+        return "choice", _choices(params.choice, field)
+    value = params.regex if field == "guided_regex" else params.grammar
+    if not isinstance(value, str):
+        _refuse(field, "a string", value)
+    if field == "guided_regex":
+        return "regex", value
+    return ("ebnf" if _EBNF_RULE.search(value[:MAX_TEXT_BYTES]) else "lark"), value
+
+
+def _json_text(value: Any, field: str) -> str:
+    """JSON text as it came, or of the object."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, (dict, bool)):
+        _refuse(field, "JSON text or an object", value)
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{field} is not JSON: {error}", param=field) from None
+
+
+def _choices(value: Any, field: str) -> str:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(c, str) for c in value):
+        _refuse(field, "a list of strings", value)
+    if not value:
+        raise RequestError(f"{field} must not be empty", param=field)
+    return json.dumps(list(dict.fromkeys(value)), ensure_ascii=False, separators=(",", ":"))
+
+
+def _whitespace(pattern: Any) -> str | None:
+    """A pattern between the tokens of JSON; anything but whitespace would not be JSON."""
+    if pattern is None:
+        return None
+    field = "guided_whitespace_pattern"
+    if not isinstance(pattern, str) or len(pattern) > 256:
+        _refuse(field, "a short string", pattern)
+    if not _WHITESPACE_ONLY.fullmatch(pattern):
+        raise RequestError(
+            f"{field} must match whitespace only, got {pattern!r}; for example '[ \\n]*'",
+            param=field,
+        )
+    inside = r"\s" in pattern and re.search(r"\[[^\]]*\\s", pattern)
+    return pattern.replace(r"\s", r" \n\r\t" if inside else r"[ \n\r\t]")
+
+
+def _refuse(field: str, wanted: str, value: Any) -> NoReturn:
+    raise RequestError(f"{field} must be {wanted}, got {type(value).__name__}", param=field)

@@ -1,0 +1,82 @@
+"""The bytes of every token: all that a grammar has to know of a tokenizer."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from vllm.errors import RequestError
+from vllm.messages import IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_WORD_BITS = 32
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokens of a model; a mask over them has a bit per token, in words of 32."""
+
+    tokens: list[bytes]
+    """One per logit. Empty: no text, so no grammar allows it; special tokens and the padding of a
+    vocabulary that is larger than the tokenizer's."""
+
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int) -> "Vocabulary":
+        """The vocabulary of a tokenizer, for `vocab_size` logits.
+
+        Raises:
+            RequestError: there is no tokenizer, or none whose text is the bytes of its tokens.
+        """
+        from vllm.transformers_utils.token_bytes import ByteDecoding, TokenBytes
+
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoding = None if backend is None else ByteDecoding.of(backend)
+        if backend is None or decoding is None:
+            raise RequestError(
+                "structured output needs a tokenizer whose text is the bytes of its tokens "
+                "(byte-level BPE, or SentencePiece with byte fallback), and this engine has none",
+                param="guided_decoding",
+            )
+        token_bytes = TokenBytes(
+            backend, is_byte_level=decoding.is_byte_level, skip_special_tokens=True
+        )
+        return cls([token_bytes[token_id] for token_id in range(vocab_size)])
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Vocabulary":
+        """From `encoded`."""
+        return cls(msgspec.msgpack.decode(data, type=list[bytes]))
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """For another process."""
+        return msgspec.msgpack.encode(self.tokens)
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for equal vocabularies."""
+        return hashlib.sha256(self.encoded).digest()[:16]
+
+    @cached_property
+    def num_words(self) -> int:
+        """Words of a mask."""
+        return -(-len(self.tokens) // _WORD_BITS)
+
+    @cached_property
+    def text_mask(self) -> IntArray:
+        """[num_words] the tokens that are text."""
+        return pack_tokens(
+            np.array([i for i, token in enumerate(self.tokens) if token], np.int64), self.num_words
+        )
+
+
+def pack_tokens(token_ids: "np.typing.NDArray[np.int64]", num_words: int) -> IntArray:
+    """[num_words] the mask of some tokens; ids from 32 times `num_words` on are left out."""
+    bits = np.zeros(num_words * _WORD_BITS, np.uint8)
+    bits[token_ids[token_ids < len(bits)]] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
