@@ -1,6 +1,8 @@
 """Attention over the paged KV cache: the layer, what a launch looks like, and the backends."""
 
+from vllm.attention.backends.encoder_attn import EncoderMetadata
 from vllm.attention.backends.native_attn import RaggedMetadata
+from vllm.attention.encoder import EncoderAttention
 from vllm.attention.layer import Attention
 from vllm.attention.metadata import (
     LaunchMetadata,
@@ -11,6 +13,8 @@ from vllm.attention.metadata import (
 
 __all__ = [
     "Attention",
+    "EncoderAttention",
+    "EncoderMetadata",
     "LaunchMetadata",
     "RaggedMetadata",
     "attention_metadata",

@@ -13,8 +13,27 @@ def read_json_object(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, is not JSON, or holds something else.
     """
+    value = _read(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def read_json_array(path: Path) -> list[Any]:
+    """The array in a JSON file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not JSON, or holds something else.
+    """
+    value = _read(path)
+    if not isinstance(value, list):
+        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an array")
+    return value
+
+
+def _read(path: Path) -> Any:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
@@ -23,6 +42,3 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object")
-    return value

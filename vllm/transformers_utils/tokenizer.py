@@ -2,10 +2,26 @@
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import ModelConfig
 from vllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of an engine, or None where it shall work without one.
+
+    Raises:
+        ConfigError: there is none, or its files are damaged.
+    """
+    if model.skip_tokenizer_init:
+        return None
+    return get_tokenizer(
+        model.tokenizer or model.resolved_path,
+        tokenizer_mode=model.tokenizer_mode,
+        trust_remote_code=model.trust_remote_code,
+    )
 
 
 def get_tokenizer(

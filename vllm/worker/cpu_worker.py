@@ -4,13 +4,15 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.distributed import TPGroup
-from vllm.messages import SchedulerOutput
+from vllm.messages import RunnerStats, SchedulerOutput
 from vllm.model_executor.loader import load_model
+from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.ops import set_ops
 from vllm.platforms import resolve_platform
 from vllm.utils.imports import load_class
 from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block, count_blocks
 from vllm.worker.model_runner import ModelRunner, StepHandle
+from vllm.worker.pooling_runner import PoolingRunner
 
 
 class CPUWorker:
@@ -29,7 +31,12 @@ class CPUWorker:
     def load_model(self) -> None:
         """Build the model and read its weights."""
         model = load_model(self.config, TPGroup(), self.device)
-        self.runner = ModelRunner(self.config, model, self.device)
+        self.runner = self._make_runner(model)
+
+    def _make_runner(self, model: CausalLM | PoolingModel) -> ModelRunner | PoolingRunner:
+        if isinstance(model, PoolingModel):
+            return PoolingRunner(self.config, model, self.device)
+        return ModelRunner(self.config, model, self.device)
 
     def initialize_cache(self) -> int:
         """Size and allocate the KV cache; the number of blocks, the null block included."""
@@ -47,3 +54,11 @@ class CPUWorker:
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
         """Start a step; at most one is in flight."""
         return self.runner.execute(step)
+
+    def preload(self) -> None:
+        """Load in the background what only some requests need."""
+        self.runner.preload()
+
+    def stats(self) -> RunnerStats:
+        """What the runner has done."""
+        return self.runner.stats()

@@ -1,5 +1,6 @@
 """Runs scheduler steps on Gaudi: padded launches, nothing read back before the tokens."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -11,7 +12,7 @@ from vllm.attention.backends.normalisers import parse_normaliser
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
 from vllm.config import HPUConfig, VllmConfig
-from vllm.messages import SchedulerOutput
+from vllm.messages import RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.sample.sampler import Sampler, SamplerOutput
@@ -71,7 +72,7 @@ class HPUModelRunner(ModelRunner):
         )
         self._last_token_ids = last_token_ids
         self._inputs = HPUInputBuilder(self.batch, self.block_size)
-        hpu_model = HPUModel(
+        hpu_model = self._make_model(
             model, last_token_ids, self.block_size, kernel, _normaliser(config.hpu)
         )
         self.execution = make_execution(bridge, hpu_model, config)
@@ -81,6 +82,12 @@ class HPUModelRunner(ModelRunner):
             self._merged_prompts = min(config.scheduler.max_num_seqs, _MAX_MERGED_PROMPTS)
         self._full_warmup = config.hpu.full_warmup
         self._is_warm = False
+        self._num_run_tokens = 0
+
+    _make_model = HPUModel
+
+    phases: Sequence[Phase] = tuple(Phase)
+    """Of its launches."""
 
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         state = SamplingState(
@@ -116,6 +123,7 @@ class HPUModelRunner(ModelRunner):
         assert isinstance(launch, BucketLaunch)
         is_known, trace = self._check_warmed(launch.shape), get_trace()
         bucket, how = launch.bucket, self.execution.how(launch.shape)
+        self._num_run_tokens += bucket.batch * bucket.query_len
         span = trace.span(
             str(bucket.phase),
             how=how,
@@ -129,8 +137,22 @@ class HPUModelRunner(ModelRunner):
             trace_launch(trace, launch, self.block_size)
         return result
 
+    def stats(self) -> RunnerStats:
+        """What it has done. Tokens of padding are counted as the model sees them: the rows of a
+        bucket times its length, less those of requests."""
+        report = self.report
+        return RunnerStats(
+            num_steps=self._num_steps,
+            num_useful_tokens=self._num_useful_tokens,
+            num_padded_tokens=self._num_run_tokens - self._num_useful_tokens,
+            num_bucket_hits=report.num_hits,
+            num_bucket_misses=report.num_misses,
+            num_late_compilations=report.recent_compilations(),
+        )
+
     def _run_launch(self, launch: BucketLaunch) -> LaunchResult:
         packed, indices = self._inputs.pack(launch)
+        self.sampling.start_masks(launch.rows[indices])
         device_input = to_device(packed, self.device)
         logits, hidden_states = self.execution.run(device_input, launch.shape)
         prompt_logprobs: list[tuple[int, PendingLogprobs]] = []

@@ -136,6 +136,11 @@ class HPULaunchPlanner:
             launches.append(_launch(part, bucket, merged_prompts=self._merged_prompts))
         return launches
 
+    def plan_prompts(self, step: SchedulerOutput) -> list[Launch]:
+        """The launches of a step of whole prompts, none of which is split or decoded."""
+        rows = _Rows(step.rows, step.num_computed_tokens, step.num_scheduled_tokens)
+        return [_launch(part, bucket) for part, bucket in self._group_prefills(rows)]
+
     # ---- decodes --------------------------------------------------------------------------
 
     def _split_decodes(self, rows: _Rows) -> list[_Rows]:

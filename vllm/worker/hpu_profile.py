@@ -55,7 +55,7 @@ def profile_launches(
         return attempt(bridge, partial(_run_beside_others, config, bridge, runner, bucket))
 
     profiles = []
-    for phase in Phase:
+    for phase in runner.phases:
         profile = _largest_within(run, phase, plan.catalog, plan.limits, most_bytes)
         if profile is None:
             return None

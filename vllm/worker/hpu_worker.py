@@ -13,24 +13,39 @@ from vllm.attention.backends.sdpa import (
     naive_sdpa,
     require_flex,
 )
-from vllm.bucketing import BucketPlan, MemoryLedger, format_bytes, plan_buckets
+from vllm.bucketing import (
+    BucketPlan,
+    Catalog,
+    MemoryLedger,
+    Phase,
+    format_bytes,
+    plan_buckets,
+)
 from vllm.bucketing.ledger import MemoryClass, MemorySplit, open_ledger, split_memory
 from vllm.bucketing.log_lines import memory_split_line, num_blocks_line
 from vllm.config import VllmConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.messages import SchedulerOutput
+from vllm.messages import RunnerStats, SchedulerOutput
 from vllm.model_executor.loader import load_model
+from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.ops import set_ops
 from vllm.ops.hpu import HPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
+from vllm.utils import startup
 from vllm.worker.hpu_model_runner import HPUModelRunner
+from vllm.worker.hpu_pooling_runner import HPUPoolingRunner, WholePromptRunner
 from vllm.worker.hpu_profile import profile_launches
 from vllm.worker.hpu_warmup import WarmUp
-from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block, check_capacity
+from vllm.worker.kv_cache import (
+    bind_kv_caches,
+    bytes_per_block,
+    check_capacity,
+    count_blocks,
+)
 from vllm.worker.memory_profile import MemoryProfile, is_out_of_memory
 from vllm.worker.model_runner import StepHandle
 from vllm.worker.step_report import StepShape
@@ -70,9 +85,17 @@ class HPUWorker:
             logger.info("Pre-loading model weights on %s took %s", bridge.device, loading)
             with MemoryProfile(bridge) as wrapping:
                 kernel = _prompt_kernel(self.config, bridge.kernels, bridge.device)
-                self.runner = HPUModelRunner(self.config, model, bridge, kernel)
+                self.runner = self._make_runner(model, kernel)
             logger.info("Wrapping in HPU Graph took %s", wrapping)
         logger.info("Loading model weights took in total %s", total)
+
+    def _make_runner(self, model: CausalLM | PoolingModel, kernel: SDPAKernel) -> HPUModelRunner:
+        if isinstance(model, PoolingModel):
+            pooler = self.config.model.pooler
+            assert pooler is not None
+            kind = WholePromptRunner if pooler.needs_whole_prompts else HPUPoolingRunner
+            return kind(self.config, model, self.bridge, kernel)
+        return HPUModelRunner(self.config, model, self.bridge, kernel)
 
     def initialize_cache(self) -> int:
         """Divide the memory, allocate the KV cache and warm up.
@@ -105,6 +128,14 @@ class HPUWorker:
             handle.result()
         return handle
 
+    def preload(self) -> None:
+        """Load in the background what only some requests need."""
+        self.runner.preload()
+
+    def stats(self) -> RunnerStats:
+        """What the runner has done; compilations may be a second behind."""
+        return self.runner.stats()
+
     def _shape_of(self, step: SchedulerOutput) -> StepShape:
         """What a report says of a step that has not begun."""
         batch = self.runner.batch
@@ -123,6 +154,7 @@ class HPUWorker:
     def _profile(self) -> int:
         """Run the largest launches on next to no cache; the bytes they need besides it."""
         most = self._most_workspace()
+        startup.report("measuring the memory of launches")
         self._bind_caches(_PROFILE_BLOCKS)
         with self.bridge.dry_run():
             profile = profile_launches(self.config, self.bridge, self.runner, most)
@@ -166,13 +198,15 @@ class HPUWorker:
             workspace_bytes=memory.free_bytes - free_bytes,
             split=split,
             prompt_ratio=hpu.graph_prompt_ratio,
-            block_bytes=block_bytes,
+            block_bytes=max(1, block_bytes),
         )
         ledger.assign(MemoryClass.KV_CACHE, num_blocks * block_bytes)
         return num_blocks, ledger
 
     def _count_blocks(self, split: MemorySplit, block_bytes: int) -> int:
         cache = self.config.cache
+        if not block_bytes:
+            return count_blocks(self.config, 0, split.kv_bytes)
         override = cache.num_gpu_blocks_override
         if override is not None:
             if override * block_bytes > split.kv_bytes:
@@ -239,11 +273,15 @@ class HPUWorker:
             logger.warning(line)
         for line in plan.info:
             logger.info(line)
-        self.runner.use_catalog(plan.catalog, plan.limits)
+        catalog = plan.catalog
+        if Phase.DECODE not in self.runner.phases:
+            catalog = Catalog(catalog.prefill, ())
+        self.runner.use_catalog(catalog, plan.limits)
         if self.config.hpu.skip_warmup:
             logger.info("Skipping warmup...")
+            self.runner.report.finish_warmup()  # what compiles from here on, requests wait for
             return
-        WarmUp(self.config, self.bridge, self.runner, plan.catalog, plan.limits, self.ledger).run()
+        WarmUp(self.config, self.bridge, self.runner, catalog, plan.limits, self.ledger).run()
         if self.config.hpu.full_warmup:
             self.runner.execution.forbid_recompilation()
 

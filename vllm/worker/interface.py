@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from vllm.config import VllmConfig
-from vllm.messages import ModelRunnerOutput, SchedulerOutput
+from vllm.messages import ModelRunnerOutput, RunnerStats, SchedulerOutput
 
 
 class StepHandleLike(Protocol):
@@ -29,4 +29,12 @@ class Worker(Protocol):
 
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         """Start a step; at most one is in flight."""
+        ...
+
+    def preload(self) -> None:
+        """Load in the background what only some requests need."""
+        ...
+
+    def stats(self) -> RunnerStats:
+        """What it has done since it started; costs next to nothing, so may follow every step."""
         ...

@@ -26,13 +26,16 @@ def count_blocks(config: VllmConfig, block_bytes: int, free_bytes: int) -> int:
 
     Args:
         config: budget and limits.
-        block_bytes: of one block in all layers.
+        block_bytes: of one block in all layers; 0 for a model without a KV cache.
         free_bytes: device memory that is free now that the model is loaded.
 
     Raises:
         ConfigError: the cache would not hold one request of max_model_len tokens.
     """
     cache, scheduler = config.cache, config.scheduler
+    if not block_bytes:
+        # Nothing is cached: blocks only count the tokens of a full batch of the longest requests.
+        return scheduler.max_num_seqs * (config.max_blocks_per_request + 1) + 1
     if cache.num_gpu_blocks_override is not None:
         num_blocks, source = cache.num_gpu_blocks_override, "--num-gpu-blocks-override"
     elif cache.kv_cache_space_bytes is not None:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from vllm.attention import Attention, attention_metadata
 from vllm.config import VllmConfig
-from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput, SchedulerOutput
+from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
+from vllm.structured_output.matchers import GrammarMatchers
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.launch import Launch, LaunchPlanner, RaggedPlanner
 from vllm.worker.model_input import ModelInput, build_ragged_input
@@ -71,9 +72,12 @@ class ModelRunner:
             config.max_blocks_per_request,
         )
         self.sampling, self.sampler = self._make_sampler(config)
+        self.grammars = GrammarMatchers(config)
         self.prompt_logprobs = PromptLogprobs(model)
         self.planner: LaunchPlanner = RaggedPlanner()
         self._in_flight: StepHandle | None = None
+        self._num_steps = 0
+        self._num_useful_tokens = 0
 
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         vocab_size = config.model.resolved_arch.vocab_size
@@ -93,9 +97,19 @@ class ModelRunner:
         if self._in_flight is not None:
             self._in_flight.result()
         self._update_state(step)
+        self._num_steps += 1
+        self._num_useful_tokens += step.num_tokens
         results = [self._run(launch) for launch in self.planner.plan(step)]
         self._in_flight = StepHandle(lambda: self._collect(step.step_id, results))
         return self._in_flight
+
+    def preload(self) -> None:
+        """Load in the background what output with a form needs."""
+        self.grammars.preload()
+
+    def stats(self) -> RunnerStats:
+        """What it has done; on a device that takes any shape nothing is padded or compiled."""
+        return RunnerStats(num_steps=self._num_steps, num_useful_tokens=self._num_useful_tokens)
 
     def _update_state(self, step: SchedulerOutput) -> None:
         for row in step.freed_rows:
@@ -103,12 +117,15 @@ class ModelRunner:
             self.prompt_logprobs.remove(row)
         self.batch.update(step)
         for new in step.new_requests:
-            self.sampling.add(new.row, new.request, new.output_token_ids)
+            has_form = new.request.sampling_params.guided_decoding is not None
+            matcher = self.grammars.matcher(new.request, new.output_token_ids) if has_form else None
+            self.sampling.add(new.row, new.request, new.output_token_ids, matcher)
             self.prompt_logprobs.add(new.row, new.request)
 
     @torch.inference_mode()
     def _run(self, launch: Launch) -> LaunchResult:
         model_input = build_ragged_input(self.batch, launch, self.block_size, self.device)
+        self.sampling.start_masks(launch.rows[model_input.sampled])
         hidden_states = self._forward(model_input)
         starts = np.cumsum(launch.num_scheduled_tokens) - launch.num_scheduled_tokens
         prompt_logprobs = self.prompt_logprobs.compute(self.batch, launch, hidden_states, starts)

@@ -1,9 +1,10 @@
 """What a step cost that it should not: compilations, operators on the host, shapes not warmed up.
 
-The lines are those that users of the Gaudi stack grep for, at level WARNING. Reading the counters
-makes the host wait for the device, so nothing is read unless a report is asked for.
+The lines are those that users of the Gaudi stack grep for, at level WARNING. A report makes the
+host wait for the device after each step, so there is none unless it is asked for.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ ReportMode = Literal["off", "some", "all"]
 """No step, steps in which something happened, or every step."""
 
 _CONTEXT_LEN_OF_NO_ROWS = 128
+_MIN_READ_INTERVAL_S = 1.0
+"""The bridge makes a list of everything it has compiled to tell how much that was."""
 _OFF = nullcontext()
 _Stats = list[tuple[str, object]]
 
@@ -55,6 +58,10 @@ class StepReport:
         bridge: whose counters are read.
         log_compilations: which steps report their graph compilations.
         log_fallbacks: which steps report their operators that ran on the host.
+
+    Attributes:
+        num_hits: launches of a shape that was known.
+        num_misses: launches of a shape that was not; it is known from then on.
     """
 
     def __init__(
@@ -68,6 +75,10 @@ class StepReport:
         self._log_fallbacks = log_fallbacks
         self._known: set[tuple[Phase, int, int, int]] = set()
         self._warmup_compilations: int | None = None
+        self._recent_compilations = 0
+        self._next_read = 0.0
+        self.num_hits = 0
+        self.num_misses = 0
 
     @property
     def is_on(self) -> bool:
@@ -105,7 +116,10 @@ class StepReport:
         """Whether a padded shape is known; if not, warn, and know it from now on."""
         shape = (phase, batch, query_len, blocks)
         if shape in self._known:
+            self.num_hits += 1
             return True
+        self.num_misses += 1
+        self._next_read = 0.0
         self._known.add(shape)
         logger.warning(not_warmed_line(phase, batch, query_len, blocks))
         return False
@@ -120,6 +134,14 @@ class StepReport:
         if self._warmup_compilations is None:
             return 0
         return self._bridge.counters().compilations - self._warmup_compilations
+
+    def recent_compilations(self) -> int:
+        """`compilations_after_warmup` of at most a second ago; for every step."""
+        now = time.monotonic()
+        if now >= self._next_read:
+            self._next_read = now + _MIN_READ_INTERVAL_S
+            self._recent_compilations = self.compilations_after_warmup()
+        return self._recent_compilations
 
 
 def report_mode(*, is_on: bool, is_all: bool) -> ReportMode:

@@ -20,15 +20,18 @@ from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader.checkpoint import find_files, iterate_tensors
 from vllm.model_executor.loader.dummy import fill_with_dummy_weights
 from vllm.model_executor.loader.weights import load_weights
-from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.quantization import quantization_of
+from vllm.utils import startup
 
 logger = init_logger(__name__)
 
 
-def load_model(config: VllmConfig, tp: TPGroup, device: torch.device) -> CausalLM:
+def load_model(config: VllmConfig, tp: TPGroup, device: torch.device) -> CausalLM | PoolingModel:
     """The model of `config` with its weights on `device`, ready to run.
+
+    A `PoolingModel` where `config.model.pooler` is set.
 
     Args:
         config: `model.resolved_arch` and, unless the format is dummy, `model.resolved_path`
@@ -41,8 +44,10 @@ def load_model(config: VllmConfig, tp: TPGroup, device: torch.device) -> CausalL
         WeightLoadError: the checkpoint is missing, damaged or does not fit the model.
     """
     started = time.perf_counter()
+    startup.report("loading weights")
     arch = config.model.resolved_arch
-    model = build_model(arch, tp, getattr(torch, config.model.dtype_name))
+    is_pooling = config.model.pooler is not None
+    model = build_model(arch, tp, getattr(torch, config.model.dtype_name), is_pooling=is_pooling)
     materialize(model, device)
     if config.load.load_format == "dummy":
         fill_with_dummy_weights(model, config.model.seed)
@@ -59,19 +64,25 @@ def load_model(config: VllmConfig, tp: TPGroup, device: torch.device) -> CausalL
     return model
 
 
-def build_model(arch: ModelArch, tp: TPGroup, dtype: torch.dtype) -> CausalLM:
+def build_model(
+    arch: ModelArch, tp: TPGroup, dtype: torch.dtype, *, is_pooling: bool = False
+) -> CausalLM | PoolingModel:
     """The model in eval mode with parameters on the meta device: shapes without memory.
+
+    Args:
+        arch: of the model.
+        tp: the ranks that share it.
+        dtype: of parameters.
+        is_pooling: a `PoolingModel` is wanted; a generative model becomes one of embeddings.
 
     Raises:
         ConfigError: the architecture or format is not supported, or cannot be split over tp.
     """
-    model_class = ModelRegistry.resolve(arch.architecture)
-    if not issubclass(model_class, CausalLM):
-        raise ConfigError(f"{model_class.__qualname__} is not a subclass of CausalLM")
+    model_class = _model_class(arch.architecture, is_pooling)
     _check_split(arch, tp)
     quantization = quantization_of(arch)
     with torch.device("meta"), _default_dtype(dtype):
-        model: CausalLM = model_class(arch, tp)
+        model = model_class(arch, tp)
         if quantization is not None:
             for name, layer in model.named_modules():
                 if isinstance(layer, ParallelLinear):
@@ -79,6 +90,20 @@ def build_model(arch: ModelArch, tp: TPGroup, dtype: torch.dtype) -> CausalLM:
                     if method is not None:
                         layer.use_method(method)
     return model.eval()
+
+
+def _model_class(architecture: str, is_pooling: bool) -> type[CausalLM] | type[PoolingModel]:
+    found = ModelRegistry.resolve(architecture)
+    if is_pooling and issubclass(found, PoolingModel):
+        return found
+    if not issubclass(found, CausalLM):
+        wanted = "PoolingModel or CausalLM" if is_pooling else "CausalLM"
+        raise ConfigError(f"{found.__qualname__} is not a subclass of {wanted}")
+    if not is_pooling:
+        return found
+    from vllm.model_executor.models.pooling_decoders import embedding_class
+
+    return embedding_class(found)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Slice, SlicedModule, Source
 from vllm.model_executor.loader.checkpoint import name_some
-from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.models.interface import LoadableModel
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Targets:
 
 
 @torch.no_grad()
-def load_weights(model: CausalLM, tensors: Iterable[tuple[str, Source]], tp: TPGroup) -> None:
+def load_weights(model: LoadableModel, tensors: Iterable[tuple[str, Source]], tp: TPGroup) -> None:
     """Fill every parameter of `model`, converting to its dtype.
 
     Raises:
@@ -81,14 +81,14 @@ def load_weights(model: CausalLM, tensors: Iterable[tuple[str, Source]], tp: TPG
         )
 
 
-def _rename(name: str, model: CausalLM) -> str:
+def _rename(name: str, model: LoadableModel) -> str:
     for prefix, replacement in model.checkpoint_prefixes.items():
         if name.startswith(prefix):
             return replacement + name.removeprefix(prefix)
     return name
 
 
-def _find_targets(model: CausalLM) -> _Targets:
+def _find_targets(model: LoadableModel) -> _Targets:
     targets = _Targets()
     seen: set[int] = set()
     for path, module in model.named_modules():

@@ -10,8 +10,8 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 
 
-class CausalLM(nn.Module, ABC):
-    """A decoder over flattened tokens, T of one launch.
+class LoadableModel(nn.Module):
+    """Parameters that a checkpoint fills.
 
     Module names are those of the checkpoint, so most families need none of the renames below.
     """
@@ -27,6 +27,10 @@ class CausalLM(nn.Module, ABC):
         self.arch = arch
         self.tp = tp
 
+
+class CausalLM(LoadableModel, ABC):
+    """A decoder over flattened tokens, T of one launch."""
+
     @abstractmethod
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Token ids and positions, both [T] int64 -> hidden states [T, hidden] after the norm."""
@@ -34,3 +38,21 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Rows of the result of `forward`, [N, hidden] -> [N, vocab_size] on every rank."""
+
+
+class PoolingModel(LoadableModel, ABC):
+    """An encoder or a decoder whose hidden states are the result, or lead to it."""
+
+    num_token_types: int = 1
+    """Kinds of tokens that `forward` tells apart besides their ids, such as the parts of a pair."""
+
+    @abstractmethod
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Token ids, positions and types, [T] int64 -> hidden states [T, hidden]. No types: all
+        are 0."""
+
+    def head(self, pooled: Tensor) -> Tensor:
+        """Pooled hidden states [N, hidden] -> numbers [N, size], before any activation."""
+        return pooled

@@ -8,7 +8,30 @@ from vllm.errors import ConfigError
 
 _PACKAGE = "vllm.model_executor.models"
 
+_ENCODERS = {
+    name: f"{_PACKAGE}.{module}:{name}"
+    for module, names in {
+        "bert": ("BertModel", "BertForSequenceClassification"),
+        "roberta": (
+            *("RobertaModel", "RobertaForSequenceClassification"),
+            *("XLMRobertaModel", "XLMRobertaForSequenceClassification"),
+        ),
+    }.items()
+    for name in names
+}
+_POOLING_DECODERS = {
+    name: f"{_PACKAGE}.pooling_decoders:{name}"
+    for name in (
+        *("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"),
+        *("LlamaForSequenceClassification", "MistralForSequenceClassification"),
+        *("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification"),
+        *("Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"),
+    )
+}
+
 _BUILT_IN = {
+    **_ENCODERS,
+    **_POOLING_DECODERS,
     "LlamaForCausalLM": f"{_PACKAGE}.llama:LlamaForCausalLM",
     "MistralForCausalLM": f"{_PACKAGE}.mistral:MistralForCausalLM",
     "OPTForCausalLM": f"{_PACKAGE}.opt:OPTForCausalLM",
@@ -28,8 +51,8 @@ class _ModelRegistry:
 
         Args:
             arch_name: name in config.json.
-            model: a subclass of `models.interface.CausalLM`, or "module:Class", which is
-                imported when a model of this name is loaded.
+            model: a subclass of `CausalLM` or `PoolingModel` of `models.interface`, or
+                "module:Class", which is imported when a model of this name is loaded.
 
         Raises:
             ConfigError: a string that is not of the form "module:Class".
@@ -37,6 +60,14 @@ class _ModelRegistry:
         if isinstance(model, str) and not all(model.partition(":")):
             raise ConfigError(f"model {arch_name!r}: expected 'module:Class', got {model!r}")
         self._models[arch_name] = model
+
+    def plugins(self) -> dict[str, str]:
+        """What was registered besides the built-in ones, and can be told to another process."""
+        return {
+            name: model
+            for name, model in self._models.items()
+            if isinstance(model, str) and _BUILT_IN.get(name) != model
+        }
 
     def supported(self) -> list[str]:
         """Names of all architectures, sorted."""
@@ -68,6 +99,11 @@ class _ModelRegistry:
             f"model architecture {arch_name!r} is not supported; "
             f"supported architectures: {', '.join(ordered)}"
         )
+
+
+def is_encoder(arch_name: str) -> bool:
+    """Whether the tokens of a prompt all see each other, and none is generated."""
+    return arch_name in _ENCODERS
 
 
 ModelRegistry = _ModelRegistry(dict(_BUILT_IN))

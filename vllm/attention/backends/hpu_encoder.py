@@ -1,0 +1,45 @@
+"""Padded launches of whole prompts whose tokens all see each other; there is no cache."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm.attention.backends.hpu_attn import prompt_attention
+from vllm.attention.backends.sdpa import SDPAKernel
+from vllm.attention.metadata import AttentionLayer
+
+
+@dataclass(frozen=True)
+class HPUEncoderLaunch:
+    """B padded rows with Q padded tokens each."""
+
+    shape: tuple[int, int]
+    """B and Q."""
+    mask: Tensor
+    """[B, 1, Q, Q] bool, True where a query sees a key: everywhere but at keys of padding."""
+    kernel: SDPAKernel
+
+    @classmethod
+    def derive(
+        cls, query_lens: Tensor, shape: tuple[int, int], kernel: SDPAKernel
+    ) -> "HPUEncoderLaunch":
+        """A launch of rows with these lengths, [B] int32; derived on the device."""
+        _, query_len = shape
+        key = torch.arange(query_len, dtype=torch.int32, device=query_lens.device)
+        # A row of padding sees its first token, so that its softmax is of something.
+        is_there = key < query_lens.clamp(min=1)[:, None]
+        mask = is_there[:, None, None].repeat(1, 1, query_len, 1)
+        return cls(shape, mask, kernel)
+
+    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `LaunchMetadata`; T is B * Q, and nothing is stored."""
+        attended = prompt_attention(
+            query.unflatten(0, self.shape),
+            key.unflatten(0, self.shape),
+            value.unflatten(0, self.shape),
+            self.mask,
+            layer.scale,
+            kernel=self.kernel,
+        )
+        return attended.flatten(0, 1)

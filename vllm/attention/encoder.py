@@ -1,0 +1,37 @@
+"""The attention layer of encoders: every token sees all of its prompt, and nothing is kept."""
+
+from torch import Tensor, nn
+
+from vllm.attention.backends.encoder_attn import full_attention
+from vllm.attention.metadata import current_metadata
+
+
+class EncoderAttention(nn.Module):
+    """Scaled dot product attention in both directions, without a KV cache.
+
+    H heads, D head size; all per rank.
+
+    Args:
+        num_heads: H.
+        head_size: D.
+
+    Shape: query, key and value [T, H, D] -> [T, H, D]
+    """
+
+    key_cache: Tensor | None = None
+    """Never there; makes this an `AttentionLayer` like the others."""
+    value_cache: Tensor | None = None
+    sliding_window: int | None = None
+
+    def __init__(self, num_heads: int, head_size: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale: float = head_size**-0.5
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        metadata = current_metadata()
+        if metadata is None:
+            # All tokens are one prompt.
+            return full_attention(query[None], key[None], value[None], None, self.scale)[0]
+        return metadata.attend(self, query, key, value)

@@ -1,0 +1,91 @@
+"""Cutting tokenised texts to a length, special tokens kept.
+
+The tokenizer's own truncation is a setting of an object that threads share; this only reads.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def encode(
+    tokenizer: "PreTrainedTokenizerBase",
+    text: str,
+    other: str | None,
+    most: int | None,
+    add_special_tokens: bool = True,
+) -> tuple[list[int], list[int] | None]:
+    """Token ids of a text, or of a pair as the tokenizer joins it, and their types.
+
+    Args:
+        tokenizer: of the model.
+        text: the first text.
+        other: the second one of a pair, or None.
+        most: tokens; None is no limit. Of a pair the longer text is cut first.
+        add_special_tokens: False takes the text as it is.
+
+    Returns:
+        Token ids, and types of those of a pair.
+
+    Raises:
+        RequestError: the special tokens leave no room for the text.
+    """
+    encoded = tokenizer(
+        text,
+        other,
+        add_special_tokens=add_special_tokens,
+        return_token_type_ids=other is not None,
+        verbose=False,
+    )
+    token_ids: list[int] = encoded["input_ids"]
+    types: list[int] | None = None if other is None else encoded.get("token_type_ids")
+    if most is None or len(token_ids) <= most:
+        return token_ids, types
+    parts = _parts(tokenizer, encoded, token_ids)
+    kept = _kept(parts, most, is_left=tokenizer.truncation_side == "left")
+    return [token_ids[i] for i in kept], None if types is None else [types[i] for i in kept]
+
+
+def _parts(
+    tokenizer: "PreTrainedTokenizerBase", encoded: Any, token_ids: list[int]
+) -> list[int | None]:
+    """Which text each token is of; None: it is special."""
+    if tokenizer.is_fast:
+        parts: list[int | None] = encoded.sequence_ids(0)
+        return parts
+    special = set(tokenizer.all_special_ids)
+    return [None if token_id in special else 0 for token_id in token_ids]
+
+
+def _kept(parts: list[int | None], most: int, *, is_left: bool) -> list[int]:
+    """Places of the tokens that stay, in order."""
+    places = [[i for i, part in enumerate(parts) if part == text] for text in (0, 1)]
+    room = most - parts.count(None)
+    if room < 1:
+        raise RequestError(
+            f"truncate_prompt_tokens ({most}) leaves no room besides {parts.count(None)} special "
+            f"tokens",
+            param="truncate_prompt_tokens",
+        )
+    sizes = share_room(len(places[0]), len(places[1]), room)
+    kept = {i for i, part in enumerate(parts) if part is None}
+    for own, size in zip(places, sizes, strict=True):
+        kept.update(own[len(own) - size :] if is_left else own[:size])
+    return sorted(kept)
+
+
+def share_room(first: int, second: int, room: int) -> tuple[int, int]:
+    """Tokens that each of two texts keeps: the longer one is cut first, as by `tokenizers`.
+
+    >>> share_room(3, 100, 11), share_room(100, 100, 11)
+    ((3, 8), (5, 6))
+    """
+    if first + second <= room:
+        return first, second
+    if first > second:
+        return share_room(second, first, room)[::-1]
+    first = min(first, room // 2)
+    return first, room - first

@@ -1,0 +1,168 @@
+"""What a model is run for, and how it pools: architecture, files of the model, the user's word."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from vllm.config import ModelArch, ModelConfig, PoolerConfig
+from vllm.config.pooler import Activation, ModelTask, PoolingTask, PoolingType
+from vllm.errors import ConfigError
+from vllm.model_executor.models.registry import is_encoder
+from vllm.transformers_utils.sentence_transformers_config import (
+    SentenceTransformersConfig,
+    read_sentence_transformers_config,
+)
+
+_OVERRIDES = ("pooling_type", "normalize", "softmax", "step_tag_id", "returned_token_ids")
+_CLASSIFIER = "ForSequenceClassification"
+_QWEN_PRM = "Qwen2ForProcessRewardModel"
+_QWEN_PRM_STEP = 151651
+"""<extra_0>, which ends a step of Qwen2.5-Math-PRM."""
+
+
+def resolve_pooler(
+    asked: ModelConfig, arch: ModelArch, folder: Path
+) -> tuple[PoolerConfig | None, int | None]:
+    """How the model pools; None when it generates. And the length its files recommend, in tokens.
+
+    Raises:
+        ConfigError: the model cannot do the task, or `override_pooler_config` is wrong.
+    """
+    modules = None
+    if asked.task in ("auto", "embed", "embedding"):
+        modules = read_sentence_transformers_config(folder)
+    can_do = _tasks_of(arch, has_modules=modules is not None)
+    task = can_do[0] if asked.task == "auto" else asked.task.replace("embedding", "embed")
+    if task not in can_do:
+        raise ConfigError(
+            f"task {asked.task!r} is not one of {arch.architecture}, which can do: "
+            f"{', '.join(can_do)}"
+        )
+    if task == "generate":
+        if asked.override_pooler_config:
+            raise ConfigError(
+                f"override_pooler_config has no use with task 'generate'; {arch.architecture} "
+                f"can do: {', '.join(can_do)}"
+            )
+        return None, None
+    if task != "embed":
+        modules = None
+    values = _defaults(cast(PoolingTask, task), arch, modules)
+    values.update(_overrides(asked.override_pooler_config))
+    return PoolerConfig(**values), None if modules is None else modules.max_seq_length
+
+
+def _tasks_of(arch: ModelArch, *, has_modules: bool) -> tuple[ModelTask, ...]:
+    """What an architecture can do; the first is what it is run for when nobody says."""
+    name = arch.architecture
+    if name.endswith(_CLASSIFIER):
+        is_scorer = len(_labels(arch)) == 1
+        if not is_scorer:
+            return ("classify",)
+        return ("score", "classify") if is_encoder(name) else ("classify", "score")
+    if name.endswith("RewardModel"):
+        return ("reward",)
+    if name.endswith("Model"):
+        return ("embed",)
+    return ("embed", "generate") if has_modules else ("generate", "embed")
+
+
+def _defaults(
+    task: PoolingTask, arch: ModelArch, modules: SentenceTransformersConfig | None
+) -> dict[str, Any]:
+    is_causal = not is_encoder(arch.architecture)
+    pooling_type: PoolingType = "LAST" if is_causal else "CLS"
+    activation: Activation = "none"
+    labels: tuple[str, ...] = ()
+    step_tag_id = None
+    if task == "reward":
+        pooling_type = "ALL"
+        if arch.architecture == _QWEN_PRM:
+            pooling_type, activation, step_tag_id = "STEP", "softmax", _QWEN_PRM_STEP
+    elif task == "embed":
+        activation = "normalize"
+        if modules is not None:
+            pooling_type = modules.pooling_type
+            activation = "normalize" if modules.normalize else "none"
+    else:
+        labels = _labels(arch)
+        activation = _classifier_activation(arch, labels)
+    config = arch.hf_config
+    sizes = config.get("matryoshka_dimensions") or ()
+    return {
+        "task": task,
+        "pooling_type": pooling_type,
+        "activation": activation,
+        "is_causal": is_causal,
+        "step_tag_id": step_tag_id,
+        "labels": labels,
+        "is_matryoshka": task == "embed" and bool(config.get("is_matryoshka") or sizes),
+        "matryoshka_dimensions": tuple(sorted(int(size) for size in sizes)),
+    }
+
+
+def _labels(arch: ModelArch) -> tuple[str, ...]:
+    """Names of the classes, in order; transformers counts two where config.json names none."""
+    names: Mapping[Any, Any] = arch.hf_config.get("id2label") or {}
+    count = len(names) or int(arch.hf_config.get("num_labels") or 2)
+    by_index = {int(index): str(name) for index, name in names.items()}
+    return tuple(by_index.get(index, f"LABEL_{index}") for index in range(count))
+
+
+def _classifier_activation(arch: ModelArch, labels: tuple[str, ...]) -> Activation:
+    """What config.json says, for sentence-transformers or for transformers."""
+    config = arch.hf_config
+    named = (config.get("sentence_transformers") or {}).get("activation_fn")
+    named = named or config.get("sbert_ce_default_activation_function")
+    if named is not None:
+        known: dict[str, Activation] = {
+            "Identity": "none",
+            "Sigmoid": "sigmoid",
+            "Softmax": "softmax",
+        }
+        kind = str(named).rpartition(".")[2]
+        if kind not in known:
+            raise ConfigError(
+                f"config.json names the activation {named!r}; available are {', '.join(known)}"
+            )
+        return known[kind]
+    if config.get("problem_type") == "regression":
+        return "none"
+    if len(labels) == 1 or config.get("problem_type") == "multi_label_classification":
+        return "sigmoid"
+    return "softmax"
+
+
+def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
+    if unknown := [name for name in given if name not in _OVERRIDES]:
+        raise ConfigError(
+            f"override_pooler_config has no {', '.join(map(repr, unknown))}; "
+            f"it takes {', '.join(_OVERRIDES)}"
+        )
+    values = {name: value for name, value in given.items() if value is not None}
+    for name in ("normalize", "softmax"):
+        is_on = values.pop(name, None)
+        if is_on is None:
+            continue
+        if not isinstance(is_on, bool):
+            raise ConfigError(
+                f"{name} of override_pooler_config must be true or false, got {is_on!r}"
+            )
+        if is_on or "activation" not in values:
+            values["activation"] = name if is_on else "none"
+    ids = values.get("returned_token_ids", ())
+    if not isinstance(ids, (list, tuple)) or not all(type(i) is int and i >= 0 for i in ids):
+        raise ConfigError(
+            f"returned_token_ids of override_pooler_config must be a list of integers of at "
+            f"least 0, got {ids!r}"
+        )
+    if type(values.get("step_tag_id", 0)) is not int:
+        raise ConfigError(
+            f"step_tag_id of override_pooler_config must be an integer, "
+            f"got {values['step_tag_id']!r}"
+        )
+    if "pooling_type" in values:
+        values["pooling_type"] = str(values["pooling_type"]).upper()
+    if "returned_token_ids" in values:
+        values["returned_token_ids"] = tuple(ids)
+    return values

@@ -1,0 +1,40 @@
+"""Pairs of texts and the scores of their embeddings."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm.errors import RequestError
+from vllm.messages import FloatArray
+
+
+def pair_up(
+    text_1: str | Sequence[str], text_2: str | Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Both sides of every pair, of the same length.
+
+    Raises:
+        RequestError: there are none, or neither one nor as many on the left as on the right.
+    """
+    first = [text_1] if isinstance(text_1, str) else list(text_1)
+    second = [text_2] if isinstance(text_2, str) else list(text_2)
+    for name, texts in (("text_1", first), ("text_2", second)):
+        if not texts:
+            raise RequestError(f"{name} has no texts; at least one is needed", param=name)
+        if not all(isinstance(text, str) for text in texts):
+            raise RequestError(f"{name} must be a text or a list of texts", param=name)
+    if len(first) == 1:
+        first *= len(second)
+    if len(first) != len(second):
+        raise RequestError(
+            f"text_1 has {len(first)} texts and text_2 {len(second)}: give one and any number, "
+            f"or as many of both",
+            param="text_1",
+        )
+    return first, second
+
+
+def cosine(left: FloatArray, right: FloatArray) -> float:
+    """Of the angle between two vectors; 0 when one has no length."""
+    lengths = float(np.linalg.norm(left)) * float(np.linalg.norm(right))
+    return float(left @ right) / lengths if lengths else 0.0

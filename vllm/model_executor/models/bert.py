@@ -1,0 +1,234 @@
+"""BERT: a post-norm encoder with learned positions, and its classifier for texts and pairs."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from vllm.attention import EncoderAttention
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup, divide
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.activation import get_activation
+from vllm.model_executor.layers.embedding import LearnedPositionalEmbedding, VocabParallelEmbedding
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.models.interface import PoolingModel
+
+PRETRAINING_TENSORS = (
+    "embeddings.position_ids",
+    "cls.predictions.bias",
+    "cls.predictions.decoder.bias",
+    "cls.predictions.decoder.weight",
+    "cls.predictions.transform.dense.bias",
+    "cls.predictions.transform.dense.weight",
+    "cls.predictions.transform.LayerNorm.bias",
+    "cls.predictions.transform.LayerNorm.weight",
+    "cls.seq_relationship.bias",
+    "cls.seq_relationship.weight",
+)
+"""What checkpoints may have of the heads that the encoder was trained with."""
+
+
+class EncoderEmbeddings(nn.Module):
+    """The sum of token, position and type embeddings, normed.
+
+    Args:
+        arch: of the model.
+        tp: the ranks that share the token table.
+        position_offset: rows of the position table before that of the first token.
+
+    Shape: input_ids, positions and token_type_ids [T] -> [T, hidden]
+    """
+
+    def __init__(self, arch: ModelArch, tp: TPGroup, position_offset: int = 0) -> None:
+        super().__init__()
+        kind = arch.hf_config.get("position_embedding_type") or "absolute"
+        if kind != "absolute":
+            raise ConfigError(
+                f"position_embedding_type {kind!r} is not supported by {arch.architecture}; "
+                f"supported is absolute"
+            )
+        size, num_types = arch.hidden_size, int(arch.hf_config.get("type_vocab_size") or 1)
+        self.word_embeddings = VocabParallelEmbedding(arch.vocab_size, size, tp)
+        self.position_embeddings = LearnedPositionalEmbedding(
+            arch.max_position_embeddings, size, position_offset
+        )
+        self.token_type_embeddings = nn.Embedding(num_types, size)
+        self.LayerNorm = nn.LayerNorm(size, eps=arch.norm_eps)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
+        if types is None:
+            of_type = self.token_type_embeddings.weight[0]
+        else:
+            of_type = self.token_type_embeddings(types)
+        x: Tensor = self.LayerNorm(
+            self.word_embeddings(input_ids) + self.position_embeddings(positions) + of_type
+        )
+        return x
+
+
+class EncoderSelfAttention(nn.Module):
+    """Query, key and value of every head, and attention over the whole prompt.
+
+    Shape: [T, hidden] -> [T, hidden / tp.size]
+    """
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__()
+        size = arch.hidden_size
+        self.head_size = arch.head_size
+        self.qkv_proj = ColumnParallelLinear(
+            size, {"query": size, "key": size, "value": size}, tp, bias=True
+        )
+        self.attn = EncoderAttention(divide(arch.num_heads, tp.size), arch.head_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.qkv_proj(x).split(self.qkv_proj.split_sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in packed)
+        attended: Tensor = self.attn(q, k, v).flatten(1)
+        return attended
+
+
+class EncoderResidual(nn.Module):
+    """norm(dense(x) + residual), the end of both blocks of a layer.
+
+    Shape: x [T, input_size / tp.size], residual [T, hidden] -> [T, hidden]
+    """
+
+    def __init__(self, arch: ModelArch, input_size: int, tp: TPGroup) -> None:
+        super().__init__()
+        self.dense = RowParallelLinear(input_size, arch.hidden_size, tp, bias=True)
+        self.LayerNorm = nn.LayerNorm(arch.hidden_size, eps=arch.norm_eps)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        out: Tensor = self.LayerNorm(self.dense(x) + residual)
+        return out
+
+
+class EncoderAttentionBlock(nn.Module):
+    """The level `attention` of the checkpoint's names."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__()
+        self.self = EncoderSelfAttention(arch, tp)
+        self.output = EncoderResidual(arch, arch.hidden_size, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.output(self.self(x), x)
+        return out
+
+
+class EncoderIntermediate(nn.Module):
+    """The first half of the MLP.
+
+    Shape: [T, hidden] -> [T, intermediate / tp.size]
+    """
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__()
+        self.dense = ColumnParallelLinear(
+            arch.hidden_size, {"": arch.intermediate_size}, tp, bias=True
+        )
+        self.act = get_activation(arch.hidden_act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.dense(x))
+
+
+class EncoderLayer(nn.Module):
+    """Attention and MLP, each normed after its addition."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__()
+        self.attention = EncoderAttentionBlock(arch, tp)
+        self.intermediate = EncoderIntermediate(arch, tp)
+        self.output = EncoderResidual(arch, arch.intermediate_size, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        out: Tensor = self.output(self.intermediate(x), x)
+        return out
+
+
+class EncoderStack(nn.Module):
+    """The level `encoder` of the checkpoint's names."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(EncoderLayer(arch, tp) for _ in range(arch.num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layer:
+            x = layer(x)
+        return x
+
+
+class Encoder(nn.Module):
+    """Embeddings and layers.
+
+    Shape: input_ids, positions and token_type_ids [T] -> [T, hidden]
+    """
+
+    def __init__(self, arch: ModelArch, tp: TPGroup, position_offset: int = 0) -> None:
+        super().__init__()
+        self.embeddings = EncoderEmbeddings(arch, tp, position_offset)
+        self.encoder = EncoderStack(arch, tp)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
+        out: Tensor = self.encoder(self.embeddings(input_ids, positions, types))
+        return out
+
+
+class EncoderModel(PoolingModel):
+    """An `Encoder` whose hidden states are the result; a family says where positions begin."""
+
+    ignored_tensors: ClassVar[tuple[str, ...]] = (
+        *("pooler.dense.weight", "pooler.dense.bias"),
+        *PRETRAINING_TENSORS,
+    )
+
+    def __init__(self, arch: ModelArch, tp: TPGroup, position_offset: int = 0) -> None:
+        super().__init__(arch, tp)
+        self.num_token_types = int(arch.hf_config.get("type_vocab_size") or 1)
+        self.model = Encoder(arch, tp, position_offset)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        out: Tensor = self.model(input_ids, positions, token_type_ids)
+        return out
+
+
+class BertModel(EncoderModel):
+    """Devlin et al. 2019 (arXiv 1810.04805)."""
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
+        "bert.": "model.",
+        "embeddings.": "model.embeddings.",
+        "encoder.": "model.encoder.",
+    }
+
+
+class BertForSequenceClassification(EncoderModel):
+    """A dense layer with tanh on the first token, and a linear classifier."""
+
+    ignored_tensors: ClassVar[tuple[str, ...]] = PRETRAINING_TENSORS
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
+        "bert.pooler.dense.": "pooler.",
+        "bert.": "model.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp)
+        self.pooler = nn.Linear(arch.hidden_size, arch.hidden_size)
+        self.classifier = nn.Linear(arch.hidden_size, num_labels(arch))
+
+    def head(self, pooled: Tensor) -> Tensor:
+        """[N, hidden] of the first tokens -> [N, labels]"""
+        out: Tensor = self.classifier(self.pooler(pooled).tanh())
+        return out
+
+
+def num_labels(arch: ModelArch) -> int:
+    """Classes of a classifier; transformers counts two where config.json does not say."""
+    return len(arch.hf_config.get("id2label") or ()) or int(arch.hf_config.get("num_labels") or 2)

@@ -1,0 +1,147 @@
+"""Generative families as pooling models: hidden states of the decoder, and heads in place of its
+output head.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.models.bert import num_labels
+from vllm.model_executor.models.interface import CausalLM, PoolingModel
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+_PREFIXES: Mapping[str, str] = {
+    "score.": "score.",
+    # Saved without its head, a decoder loses the first level of its names.
+    "embed_tokens.": "decoder.model.embed_tokens.",
+    "layers.": "decoder.model.layers.",
+    "norm.": "decoder.model.norm.",
+    "": "decoder.",
+}
+
+
+class DecoderPooling(PoolingModel):
+    """The decoder of a `CausalLM` without its output head.
+
+    Checkpoints of the generative model load as well as those of the bare decoder.
+    """
+
+    generative_class: ClassVar[type[CausalLM]]
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = _PREFIXES
+    ignored_tensors: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq", "lm_head.weight")
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp)
+        self.decoder = self.generative_class(arch, tp)
+        # Built on the meta device: it never had memory.
+        self.decoder._modules.pop("lm_head", None)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        out: Tensor = self.decoder(input_ids, positions)
+        return out
+
+
+class LlamaModel(DecoderPooling):
+    """Embeddings of a Llama."""
+
+    generative_class = LlamaForCausalLM
+
+
+class MistralModel(DecoderPooling):
+    """Embeddings of a Mistral."""
+
+    generative_class = MistralForCausalLM
+
+
+class Qwen2Model(DecoderPooling):
+    """Embeddings of a Qwen2."""
+
+    generative_class = Qwen2ForCausalLM
+
+
+class Qwen3Model(DecoderPooling):
+    """Embeddings of a Qwen3."""
+
+    generative_class = Qwen3ForCausalLM
+
+
+class DecoderForSequenceClassification(DecoderPooling):
+    """A linear classifier on the last token."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp)
+        self.score = nn.Linear(arch.hidden_size, num_labels(arch), bias=False)
+
+    def head(self, pooled: Tensor) -> Tensor:
+        """[N, hidden] -> [N, labels]"""
+        out: Tensor = self.score(pooled)
+        return out
+
+
+class LlamaForSequenceClassification(DecoderForSequenceClassification):
+    """A Llama that classifies."""
+
+    generative_class = LlamaForCausalLM
+
+
+class MistralForSequenceClassification(DecoderForSequenceClassification):
+    """A Mistral that classifies."""
+
+    generative_class = MistralForCausalLM
+
+
+class Qwen2ForSequenceClassification(DecoderForSequenceClassification):
+    """A Qwen2 that classifies."""
+
+    generative_class = Qwen2ForCausalLM
+
+
+class Qwen3ForSequenceClassification(DecoderForSequenceClassification):
+    """A Qwen3 that classifies."""
+
+    generative_class = Qwen3ForCausalLM
+
+
+class Qwen2ForRewardModel(DecoderPooling):
+    """One reward per token, by an MLP (Qwen2.5-Math-RM)."""
+
+    generative_class = Qwen2ForCausalLM
+    num_rewards: ClassVar[int] = 1
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp)
+        size = arch.hidden_size
+        self.score = nn.Sequential(
+            nn.Linear(size, size), nn.ReLU(), nn.Linear(size, self.num_rewards)
+        )
+
+    def head(self, pooled: Tensor) -> Tensor:
+        """[N, hidden] -> [N, num_rewards]"""
+        out: Tensor = self.score(pooled)
+        return out
+
+
+class Qwen2ForProcessRewardModel(Qwen2ForRewardModel):
+    """Two logits per step, wrong and right, at the token that ends it (Qwen2.5-Math-PRM)."""
+
+    num_rewards: ClassVar[int] = 2
+
+
+def embedding_class(generative_class: type[CausalLM]) -> type[DecoderPooling]:
+    """A pooling model of a generative one, for task=embed."""
+    prefixes = {old: f"decoder.{new}" for old, new in generative_class.checkpoint_prefixes.items()}
+    values = {
+        "generative_class": generative_class,
+        "checkpoint_prefixes": {**prefixes, **_PREFIXES},
+        "ignored_tensors": (*generative_class.ignored_tensors, "lm_head.weight"),
+    }
+    return type(f"{generative_class.__name__}ForEmbedding", (DecoderPooling,), values)

@@ -1,0 +1,195 @@
+"""Runs scheduler steps of a pooling model: one forward pass, and a result for each prompt that is
+computed with it. Nothing is sampled, so no step depends on the result of another.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.attention import Attention, EncoderMetadata, LaunchMetadata, attention_metadata
+from vllm.config import VllmConfig
+from vllm.messages import FloatArray, IntArray, ModelRunnerOutput, RunnerStats, SchedulerOutput
+from vllm.model_executor.layers.pooler import finish, pool_tokens, split_results
+from vllm.model_executor.models.interface import PoolingModel
+from vllm.pooling_params import PoolingParams
+from vllm.worker.input_batch import InputBatch
+from vllm.worker.launch import Launch, RaggedPlanner
+from vllm.worker.model_input import build_ragged_input
+from vllm.worker.model_runner import StepHandle
+
+_NOT_FINITE = (
+    "the model's result has values that are not finite: they have overflowed in {dtype}; "
+    "dtype float32 or bfloat16 has a larger range"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Results of one launch, on the device."""
+
+    rows: IntArray
+    """[n]"""
+    counts: IntArray
+    """[n] tokens of each."""
+    numbers: Tensor
+    """[n, size], or [sum(counts), size] with one result per token."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingInput:
+    """A ragged launch of T tokens, ready to run."""
+
+    input_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64."""
+    token_type_ids: Tensor | None
+    """[T] int64; None: all 0."""
+    metadata: LaunchMetadata
+
+
+class PoolingRequests:
+    """What the rows of a pooling model want, and how it is told.
+
+    Args:
+        config: of the engine.
+        batch: has the prompts.
+    """
+
+    def __init__(self, config: VllmConfig, batch: InputBatch) -> None:
+        assert config.model.pooler is not None
+        self.pooler = config.model.pooler
+        self._dtype_name = config.model.dtype_name
+        self._batch = batch
+        self._params: dict[int, PoolingParams] = {}
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Forget rows that are freed, and note the new ones."""
+        for row in step.freed_rows:
+            self._params.pop(row, None)
+        for new in step.new_requests:
+            assert new.request.pooling_params is not None
+            self._params[new.row] = new.request.pooling_params
+
+    def output(self, step_id: int, launches: list[PooledRows]) -> ModelRunnerOutput:
+        """The results of a step; waits for the device."""
+        pooled: dict[int, FloatArray] = {}
+        errors: dict[int, str] = {}
+        for launch in launches:
+            numbers = launch.numbers.cpu().float().numpy()
+            parts = split_results(numbers, self.pooler, launch.counts)
+            for row, part in zip(launch.rows.tolist(), parts, strict=True):
+                if np.isfinite(part).all():
+                    pooled[row] = self._finish(row, part)
+                else:
+                    errors[row] = _NOT_FINITE.format(dtype=self._dtype_name)
+        none = np.empty(0, np.int32)
+        return ModelRunnerOutput(
+            step_id=step_id, rows=none, token_ids=none, pooled=pooled, errors=errors
+        )
+
+    def _finish(self, row: int, numbers: FloatArray) -> FloatArray:
+        token_ids = self._batch.token_ids[row, : self._batch.num_prompt_tokens[row]]
+        return finish(numbers, self.pooler, self._params[row], token_ids)
+
+
+class TokenTypes:
+    """Types of the prompt tokens of every row.
+
+    Attributes:
+        values: [rows, max_model_len] int32.
+    """
+
+    def __init__(self, batch: InputBatch) -> None:
+        self.values: IntArray = np.zeros_like(batch.token_ids)
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Note those of new requests."""
+        for new in step.new_requests:
+            types, num_prompt = new.request.token_type_ids, len(new.request.prompt_token_ids)
+            self.values[new.row, :num_prompt] = 0 if types is None else types
+
+
+class PoolingRunner:
+    """One pooling model on a device that takes any shape.
+
+    Args:
+        config: of the engine; `model.pooler` is set.
+        model: loaded, on the device.
+        device: where it is.
+    """
+
+    def __init__(self, config: VllmConfig, model: PoolingModel, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.block_size = config.cache.block_size
+        limits = config.scheduler
+        self.batch = InputBatch(
+            limits.max_num_seqs, limits.max_model_len, config.max_blocks_per_request
+        )
+        self.requests = PoolingRequests(config, self.batch)
+        self._planner = RaggedPlanner()
+        self._types = TokenTypes(self.batch) if model.num_token_types > 1 else None
+        self._num_steps = 0
+        self._num_useful_tokens = 0
+
+    @property
+    def attention_layers(self) -> list[Attention]:
+        """The layers that own a KV cache, in the order of the model; an encoder has none."""
+        return [module for module in self.model.modules() if isinstance(module, Attention)]
+
+    def preload(self) -> None:
+        """All requests need the same."""
+
+    def stats(self) -> RunnerStats:
+        """What it has done; on a device that takes any shape nothing is padded or compiled."""
+        return RunnerStats(num_steps=self._num_steps, num_useful_tokens=self._num_useful_tokens)
+
+    def execute(self, step: SchedulerOutput) -> StepHandle:
+        """Start a step."""
+        self._num_steps += 1
+        self._num_useful_tokens += step.num_tokens
+        self.requests.update(step)
+        self.batch.update(step)
+        if self._types is not None:
+            self._types.update(step)
+        launches = [self._run(launch) for launch in self._planner.plan(step)]
+        handle = StepHandle(lambda: self.requests.output(step.step_id, launches))
+        # Rows may be given away in the next step, so their results are made now.
+        handle.result()
+        return handle
+
+    @torch.inference_mode()
+    def _run(self, launch: Launch) -> PooledRows:
+        given = self._build(launch)
+        with attention_metadata(given.metadata):
+            hidden_states = self.model(given.input_ids, given.positions, given.token_type_ids)
+        counts = launch.num_scheduled_tokens
+        ends = launch.num_computed_tokens + counts
+        done = np.flatnonzero(ends >= self.batch.num_tokens[launch.rows])
+        starts = (np.cumsum(counts) - counts)[done]
+        counts = counts[done]
+        pooled = pool_tokens(hidden_states, self.requests.pooler, starts, counts)
+        return PooledRows(launch.rows[done], counts, self.model.head(pooled))
+
+    def _build(self, launch: Launch) -> PoolingInput:
+        if self.requests.pooler.is_causal:
+            given = build_ragged_input(self.batch, launch, self.block_size, self.device)
+            return PoolingInput(given.input_ids, given.positions, None, given.metadata)
+        counts = launch.num_scheduled_tokens
+        ends = np.cumsum(counts)
+        rows = np.repeat(launch.rows, counts)
+        positions = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        metadata = EncoderMetadata.build(np.concatenate([[0], ends]), self.device)
+        types = None if self._types is None else self._types.values
+        return PoolingInput(
+            self._to_device(self.batch.token_ids[rows, positions]),
+            self._to_device(positions),
+            None if types is None else self._to_device(types[rows, positions]),
+            metadata,
+        )
+
+    def _to_device(self, values: IntArray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self.device)
