@@ -1,0 +1,173 @@
+"""Each format, as models write it."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tests.entrypoints.openai.tool_parsers.formats import CALLS, OUTPUTS, TIME, decoded, extract
+from vllm.entrypoints.openai.tool_parsers import ToolParserManager
+
+
+@pytest.mark.parametrize(("name", "text"), OUTPUTS)
+def test_calls_are_found_and_nothing_else_is_content(name, text):
+    content, calls = extract(name, text)
+    assert decoded(calls) == CALLS
+    assert content == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        # Content around calls.
+        ("hermes", f"Sure.\n<tool_call>{TIME}</tool_call>\nDone.", "Sure.\n\nDone.", ["time"]),
+        ("mistral", f"Sure. [TOOL_CALLS][{TIME}]", "Sure. ", ["time"]),
+        ("xlam", f"<think>Hm.</think>\n[{TIME}]", "<think>Hm.</think>", ["time"]),
+        # Ends that models forget or repeat.
+        ("hermes", f"<tool_call>{TIME}", "", ["time"]),
+        ("hermes", '<tool_call>{"name": "time", "arguments": {}</tool_call>', "", ["time"]),
+        ("hermes", f"<tool_call>{TIME}}}</tool_call>", "}</tool_call>", ["time"]),
+        ("granite", f"<tool_call>[{TIME}", "", ["time"]),
+        ("qwen3_coder", "<function=f><parameter=a>1</function>", "", ["f"]),
+        ("jamba", f"<tool_calls>[{TIME}, oops]</tool_calls>", ", oops]</tool_calls>", ["time"]),
+        ("pythonic", "[f(a=1), and so on", ", and so on", ["f"]),
+        # A key that no one knows; the other order; no arguments; arguments within a string.
+        (
+            "llama3_json",
+            '{"type": "function", "parameters": {}, "x": [1, "]"], "name": "f"}',
+            "",
+            ["f"],
+        ),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", ["f"]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", ["f"]),
+        ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": "{\\"a\\": 1}"}', "", ["f"]),
+    ],
+)
+def test_variations(name, text, content, calls):
+    found, found_calls = extract(name, text)
+    assert (found, [call for call, _ in found_calls]) == (content, calls)
+    assert all(isinstance(arguments, dict) for _, arguments in decoded(found_calls))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "<tool_call>"),
+        ("hermes", "<tool_call>not JSON</tool_call>"),
+        ("hermes", "<tool_call>{}</tool_call>"),
+        ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "argum'),
+        ("hermes", "  </tool_call> "),
+        ("hermes", " \n"),
+        ("llama3_json", '{"name": "Bob"}'),
+        ("llama3_json", 'See {"name": "f", "parameters": {}}'),
+        ("granite", "[1, 2]"),
+        ("granite", "[]"),
+        ("internlm", f"<|action_start|>{TIME}"),
+        ("jamba", "<tool_calls>[]</tool_calls>"),
+        ("mistral", "[TOOL_CALLS]weather in Łódź"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\nno"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1"),
+        ("qwen3_coder", "<tool_call><function=f>text"),
+        ("pythonic", "[1, 2, 3]"),
+        ("pythonic", "[f(1)]"),
+        ("pythonic", "[f(a=g())]"),
+        ("pythonic", "[f(a=__import__('os').system('x'))]"),
+        ("pythonic", "[f(a=lambda: 0)]"),
+        ("llama4_pythonic", "<|python_start|><|python_end|>"),
+        ("phi4_mini", "functools.partial(f)[0]"),
+        ("xlam", '```json\n{"name": "Bob"}\n```'),
+        ("xlam", "```python\nprint()\n```"),
+    ],
+)
+def test_what_is_no_call_is_content_as_it_was_written(name, text):
+    assert extract(name, text) == (text, [])
+
+
+def test_arguments_are_passed_on_as_they_were_written():
+    arguments = '{ "a" :1e2,\n"b":"\\u00e9" , "c": [ ] }'
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    assert extract("hermes", text)[1] == [["f", arguments]]
+
+
+def test_parameters_get_the_types_of_the_request_s_tool():
+    properties = {"zip": {"type": "string"}, "days": {"type": "integer"}}
+    function = SimpleNamespace(name="f", parameters={"properties": properties})
+    text = "<function=f>" + "".join(
+        f"<parameter={key}>\n{value}\n</parameter>"
+        for key, value in [("zip", "01234"), ("days", "3"), ("on", "True"), ("x", "NaN")]
+    )
+    for tool in (SimpleNamespace(function=function), {"function": vars(function)}):
+        _, calls = extract("qwen3_coder", text + "</function>", SimpleNamespace(tools=[tool]))
+        assert decoded(calls) == [("f", {"zip": "01234", "days": 3, "on": True, "x": "NaN"})]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", {}),
+        ("a=1,", {"a": 1}),
+        ("a=-1.5, b=+2, c=1_000, d=.5, e=1e3", {"a": -1.5, "b": 2, "c": 1000, "d": 0.5, "e": 1e3}),
+        ("a=True, b=None, c=false, d=null", {"a": True, "b": None, "c": False, "d": None}),
+        ("a=[], b={}, c=(), d=(1,), e=(1, 2)", {"a": [], "b": {}, "c": [], "d": [1], "e": [1, 2]}),
+        ("a={'x': 1, 2: [{}], None: 3}", {"a": {"x": 1, "2": [{}], "null": 3}}),
+        (
+            r"""a='it\'s', b="\"\n", c='\x41\u00e9\101\q'""",
+            {"a": "it's", "b": '"\n', "c": "AéA\\q"},
+        ),
+        ("a='two\nlines', b='''three''', c=''", {"a": "two\nlines", "b": "three", "c": ""}),
+    ],
+)
+def test_python_literals_become_json(arguments, expected):
+    assert decoded(extract("pythonic", f"[f({arguments})]")[1]) == [("f", expected)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("1", "a", "a=", "a=b", "a=(1)", "a={1}", "a=1 b=2", "a==1", "a=[1", "a=1]", "a=[1,,2]"),
+        *(",", "a=1_0e999", "a='x", "a=1.2.3", "a=f'x'", "a='x' 'y'", "a=1+1"),
+        "a=" + "1" * 5000 + "_0",
+    ],
+)
+def test_what_is_no_python_literal_makes_no_call(arguments):
+    text = f"[f({arguments})]"
+    assert extract("pythonic", text) == (text, [])
+
+
+def test_ids_differ_and_have_the_form_that_templates_ask_for():
+    for name, text in OUTPUTS:
+        calls = ToolParserManager.get(name)().extract_tool_calls(text).tool_calls
+        assert len({call.id for call in calls}) == 2
+        if name == "mistral":
+            assert all(len(call.id) == 9 and call.id.isalnum() for call in calls)
+
+
+def test_arguments_stream_as_they_grow():
+    parser = ToolParserManager.get("hermes")()
+    deltas = [
+        parser.feed(piece)
+        for piece in ('<tool_call>{"name": "f", "arguments": ', '{"a": "on', "e", ' two"}', "}")
+    ]
+    assert deltas[0] == []
+    first = deltas[1][0].tool_calls[0]
+    assert (first["function"], first["type"]) == (
+        {"name": "f", "arguments": '{"a": "on'},
+        "function",
+    )
+    assert deltas[2][0].tool_calls == [{"index": 0, "function": {"arguments": "e"}}]
+    assert json.loads(first["function"]["arguments"] + "e" + ' two"}') == {"a": "one two"}
+    assert deltas[4] == [] == parser.finish()
+
+
+def test_a_marker_is_held_back_until_it_is_certain():
+    parser = ToolParserManager.get("hermes")()
+    assert [d.content for piece in ("a<", "b<tool", "<tool_", "x") for d in parser.feed(piece)] == [
+        "a",
+        "<b",
+        "<tool",
+        "<tool_x",
+    ]

@@ -1,0 +1,89 @@
+"""Parsers by name, plug-ins, and what a request needs for its answers to be read."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.entrypoints.openai.tool_parsers import ToolParser, ToolParserManager
+from vllm.entrypoints.openai.tool_parsers.flags import check_parser_flags
+from vllm.errors import ConfigError
+from vllm.reasoning import ReasoningParserManager
+
+DOCUMENTATION = Path(__file__).parents[4] / "docs" / "tool_calling.md"
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """Names that a test registers are forgotten after it."""
+    monkeypatch.setattr(ToolParserManager, "_parsers", dict(ToolParserManager._parsers))
+
+
+def test_the_plug_in_of_the_documentation_adds_a_parser(tmp_path):
+    [source] = re.findall(r"```python\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)
+    path = tmp_path / "plugin.py"
+    path.write_text(source)
+    check_parser_flags(ServerArgs(tool_parser_plugin=str(path), tool_call_parser="call_word"))
+    parser = ToolParserManager.get("call_word")()
+    found = parser.extract_tool_calls('Yes: CALL f {"a": [1]} CALL me')
+    assert [(c.function.name, c.function.arguments) for c in found.tool_calls] == [
+        ("f", '{"a": [1]}')
+    ]
+    assert found.content == "Yes:  CALL me"
+
+
+def test_the_documentation_names_every_parser():
+    text = DOCUMENTATION.read_text()
+    for name in [*ToolParserManager.names(), *ReasoningParserManager.names()]:
+        assert f"`{name}`" in text
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "there is no file"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("def", "SyntaxError"),
+        ("a = 1", "registers no parser"),
+    ],
+)
+def test_a_plug_in_that_cannot_be_used_is_told_of(tmp_path, source, message):
+    path = tmp_path / "plugin.py"
+    if source is not None:
+        path.write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        check_parser_flags(ServerArgs(tool_parser_plugin=str(path)))
+
+
+def test_an_unknown_name_is_told_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"'hermse' is none of .*granite-20b-fc, hermes,"):
+        check_parser_flags(ServerArgs(tool_call_parser="hermse"))
+    with pytest.raises(ConfigError, match=r"'r1' is none of deepseek_r1, granite, qwen3"):
+        check_parser_flags(ServerArgs(reasoning_parser="r1"))
+    with pytest.raises(TypeError, match="not a subclass of ToolParser"):
+        ToolParserManager.register_module("x")(object)
+    assert all(
+        issubclass(ToolParserManager.get(name), ToolParser) for name in ToolParserManager.names()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "special", "tools", "choice", "expected"),
+    [
+        ("mistral", "[TOOL_CALLS]", ["f"], "auto", False),
+        ("internlm", "<|plugin|>", ["f"], "auto", False),
+        ("deepseek_v3", "<｜tool▁sep｜>", ["f"], "auto", False),
+        ("hermes", "<|im_end|>", ["f"], "auto", True),
+        ("mistral", "[TOOL_CALLS]", None, "auto", True),
+        ("mistral", "[TOOL_CALLS]", ["f"], "none", True),
+    ],
+)
+def test_special_tokens_stay_in_the_text_where_calls_are_made_of_them(
+    name, special, tools, choice, expected
+):
+    tokenizer = SimpleNamespace(all_special_tokens=["<s>", special])
+    request = SimpleNamespace(tools=tools, tool_choice=choice, skip_special_tokens=True)
+    assert ToolParserManager.get(name)(tokenizer).adjust_request(request) is request
+    assert request.skip_special_tokens is expected

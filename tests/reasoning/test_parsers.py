@@ -1,0 +1,105 @@
+"""Thoughts and answer, in pieces and as a whole."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm.errors import ConfigError
+from vllm.reasoning import ReasoningParser, ReasoningParserManager
+
+THOUGHTS = "Here is my thought process:"
+ANSWER = "Here is my response:"
+
+
+def read(name, pieces, **options):
+    parser = ReasoningParserManager.get(name)(None, **options)
+    parts = [*map(parser.feed, pieces), parser.finish()]
+    joined = ("".join(part[kind] or "" for part in parts) for kind in (0, 1))
+    return tuple(text or None for text in joined)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reasoning", "content"),
+    [
+        ("deepseek_r1", "<think>a</think>b", "a", "b"),
+        ("deepseek_r1", "\n<think>\na\n</think>\n\nb", "\na\n", "\n\nb"),
+        ("deepseek_r1", "a</think>b", "a", "b"),
+        ("deepseek_r1", " a </think>", " a ", None),
+        ("deepseek_r1", "a < b, </thin", "a < b, </thin", None),
+        ("deepseek_r1", "a</think>b</think><think>c", "a", "b</think><think>c"),
+        ("deepseek_r1", "<think></think>b", None, "b"),
+        ("deepseek_r1", "", None, None),
+        ("qwen3", "<think>a</think>b", "a", "b"),
+        ("qwen3", "<think>a", "a", None),
+        ("qwen3", "b", None, "b"),
+        ("qwen3", " <thin", None, " <thin"),
+        ("qwen3", "b<think>a</think>", None, "b<think>a</think>"),
+        ("granite", f"{THOUGHTS} a {ANSWER} b", " a ", " b"),
+        ("granite", "Here's my thought process: a. Here's my response: b", " a. ", " b"),
+        ("granite", f"Here is an answer. {ANSWER}", None, f"Here is an answer. {ANSWER}"),
+        ("granite", "Here", None, "Here"),
+    ],
+)
+def test_thoughts_and_answer_are_taken_apart_however_the_text_is_cut(
+    name, text, reasoning, content
+):
+    assert ReasoningParserManager.get(name)().split(text) == (reasoning, content)
+    for i in range(len(text)):
+        assert read(name, [text[:i], text[i:]]) == (reasoning, content)
+    assert read(name, text) == (reasoning, content)
+
+
+def test_a_model_that_was_told_not_to_think_has_no_thoughts():
+    for name in ReasoningParserManager.names():
+        assert read(name, ["<think>a", "</think>b"], is_thinking=False) == (
+            None,
+            "<think>a</think>b",
+        )
+
+
+PIECES = st.sampled_from(["<think>", "</think>", THOUGHTS, ANSWER, "Here", "<", " ", "\n", "a"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.lists(PIECES | st.text(max_size=2)).map("".join), size=st.integers(1, 9))
+def test_any_text_is_read_the_same_in_pieces_and_nothing_is_made_up(text, size):
+    for name in ReasoningParserManager.names():
+        found = ReasoningParserManager.get(name)().split(text)
+        assert read(name, [text[i : i + size] for i in range(0, len(text), size)]) == found
+        reasoning, content = (part or "" for part in found)
+        assert text.endswith(content) and reasoning in text
+        markers = len(text) - len(reasoning) - len(content)
+        assert markers == 0 or reasoning != text
+
+
+class Tokenizer:
+    """One token per letter."""
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+
+def test_the_end_of_the_thoughts_is_found_among_tokens():
+    parser = ReasoningParserManager.get("qwen3")(Tokenizer())
+    text = [ord(letter) for letter in "<think>a</think>b"]
+    assert parser.reasoning_end_token_ids(Tokenizer()) == [ord(letter) for letter in "</think>"]
+    assert [end for end in range(len(text) + 1) if parser.is_reasoning_end(text[:end])] == [16, 17]
+    assert not ReasoningParserManager.get("qwen3")().is_reasoning_end(text)
+
+
+def test_parsers_are_registered_by_name(monkeypatch):
+    monkeypatch.setattr(ReasoningParserManager, "_parsers", dict(ReasoningParserManager._parsers))
+
+    @ReasoningParserManager.register_module(["muse", "mull"])
+    class Muse(ReasoningParser):
+        starts, ends = ("(",), (")",)
+
+    assert ReasoningParserManager.get("mull") is Muse
+    assert read("muse", "(a)b") == ("a", "b")
+    with pytest.raises(
+        ConfigError, match="'r1' is none of deepseek_r1, granite, mull, muse, qwen3"
+    ):
+        ReasoningParserManager.get("r1")
+    with pytest.raises(TypeError, match="not a subclass of ReasoningParser"):
+        ReasoningParserManager.register_module("x")(object)

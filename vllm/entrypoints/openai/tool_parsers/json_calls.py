@@ -1,0 +1,175 @@
+"""Calls written as JSON: `{"name": ..., "arguments": {...}}`, one, several, or an array of them."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from vllm.entrypoints.openai.tool_parsers.base import ToolParser
+from vllm.entrypoints.openai.tool_parsers.json_reader import (
+    JSON,
+    decode_string,
+    read_group,
+    read_string,
+    read_text,
+    read_value,
+)
+from vllm.utils.text_stream import Wait
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+class JsonToolParser(ToolParser):
+    """A call is an object with `name` and `arguments` or `parameters`.
+
+    It begins as soon as both are known to be there; from then on arguments are passed on as the
+    model writes them. An object without arguments is a call only after a marker.
+    """
+
+    closing: ClassVar[tuple[str, ...]] = ()
+    """What may stand after the calls; left out of the content."""
+    separator: ClassVar[str] = ""
+    """What stands between objects that are in no array."""
+
+    def read_calls(self, marker: str) -> Wait[None]:
+        """See `ToolParser.read_calls`."""
+        if (yield from self.read_json(is_marked=bool(marker))):
+            yield from self.read_closing(*self.closing)
+
+    def read_json(self, *, is_marked: bool) -> Wait[bool]:
+        """Read an array of calls, one call, or calls with separators. False: there is no call.
+
+        Args:
+            is_marked: a marker came before; else an object must have arguments to be a call.
+        """
+        char = yield from self.stream.skip_space()
+        if char == "[":
+            return (yield from self._read_array(is_marked))
+        if char != "{" or not (yield from self._read_object(is_marked)):
+            return False
+        while self.separator:
+            yield from self.stream.skip_space()
+            if not (yield from self.stream.read_literal(self.separator)):
+                break
+            if (yield from self.stream.skip_space()) != "{":
+                break
+            if not (yield from self._read_object(is_marked)):
+                break
+        return True
+
+    def read_closing(self, *texts: str) -> Wait[None]:
+        """Read one of these texts after white space, if it is there."""
+        yield from self.stream.skip_space()
+        for text in texts:
+            if (yield from self.stream.read_literal(text)):
+                self.accept()
+                return
+
+    def _read_array(self, is_marked: bool) -> Wait[bool]:
+        stream = self.stream
+        stream.take(1)
+        is_called = False
+        while (yield from stream.skip_space()) == "{":
+            if not (yield from self._read_object(is_marked)):
+                return is_called
+            is_called = True
+            char = yield from stream.skip_space()
+            if char and char in ",]":
+                stream.take(1)
+            if char == "]":
+                self.accept()
+            if char != ",":
+                break
+        return is_called
+
+    def _read_object(self, is_marked: bool) -> Wait[bool]:
+        """Read an object, whose bracket is next. False: it is no call."""
+        stream = self.stream
+        stream.take(1)
+        call = _Call(self)
+        if (yield from stream.skip_space()) != "}":
+            while (yield from self._read_member(call)):
+                if (yield from stream.skip_space()) != ",":
+                    break
+                stream.take(1)
+        if (yield from stream.skip_space()) != "}":
+            return call.is_started
+        stream.take(1)
+        if is_marked and not call.has_arguments:
+            call.add_arguments("{}")
+        if call.is_started:
+            self.accept()
+        return call.is_started
+
+    def _read_member(self, call: "_Call") -> Wait[bool]:
+        """Read a key and its value. False: that is not what comes."""
+        stream = self.stream
+        key = yield from read_text(stream)
+        if key is None or (yield from stream.skip_space()) != ":":
+            return False
+        stream.take(1)
+        if key == "name" and not call.name:
+            name = yield from read_text(stream)
+            if not name:
+                return False
+            call.set_name(name)
+            return True
+        if key in _ARGUMENT_KEYS and not call.has_arguments:
+            return (yield from self._read_arguments(call.add_arguments))
+        return (yield from read_value(stream, _ignore))
+
+    def _read_arguments(self, sink: Callable[[str], None]) -> Wait[bool]:
+        """Read an object; also null, and an object that was written into a string."""
+        stream = self.stream
+        char = yield from stream.skip_space()
+        if char == "{":
+            return (yield from read_group(stream, sink, JSON))
+        pieces: list[str] = []
+        if char == '"' and (yield from read_string(stream, pieces.append)):
+            text = (decode_string("".join(pieces)) or "").strip()
+        elif char == "n" and (yield from stream.read_literal("null")):
+            text = "{}"
+        else:
+            text = ""
+        if not text.startswith("{"):
+            return False
+        sink(text)
+        return True
+
+
+class _Call:
+    """A call of which name and arguments may come in either order."""
+
+    def __init__(self, parser: ToolParser) -> None:
+        self.name = ""
+        self.has_arguments = False
+        self._parser = parser
+        self._held: list[str] = []
+
+    @property
+    def is_started(self) -> bool:
+        return bool(self.name) and self.has_arguments
+
+    def set_name(self, name: str) -> None:
+        self.name = name
+        if self.has_arguments:
+            self._start()
+
+    def add_arguments(self, text: str) -> None:
+        is_first = not self.has_arguments
+        self.has_arguments = True
+        self._held.append(text)
+        if self.name and is_first:
+            self._start()
+        elif self.name:
+            self._pass()
+
+    def _start(self) -> None:
+        self._parser.start_call(self.name)
+        self._pass()
+
+    def _pass(self) -> None:
+        self._parser.add_arguments("".join(self._held))
+        self._held.clear()
+
+
+def _ignore(text: str) -> None:
+    """For values that no one asks for."""

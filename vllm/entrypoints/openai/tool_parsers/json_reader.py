@@ -1,0 +1,120 @@
+"""Reads values out of a growing text: JSON, and what has strings and brackets like it.
+
+Checks what is needed to find the end of a value: quotes, escapes and brackets that match. What
+stands between them is passed on as it was written.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from vllm.utils.text_stream import TextStream, Wait
+
+Sink = Callable[[str], None]
+
+_IN_STRING = {quote: re.compile(rf"[^{quote}\\]+") for quote in "\"'"}
+_SCALAR = re.compile(r"[-+.\w]+")
+
+
+@dataclass(frozen=True)
+class Syntax:
+    """What strings and brackets look like."""
+
+    closers: dict[str, str]
+    """Opening bracket -> closing bracket."""
+    quotes: str
+    """Characters that open and close a string."""
+    plain: "re.Pattern[str]"
+    """What may stand between brackets and strings."""
+
+
+# "<" begins a marker: outside of a string it means that the value was left unfinished.
+JSON = Syntax({"{": "}", "[": "]"}, '"', re.compile(r'[^"{}\[\]<]+'))
+PYTHON = Syntax({"{": "}", "[": "]", "(": ")"}, "\"'", re.compile(r"""[^"'{}()\[\]<]+"""))
+
+
+def read_string(stream: TextStream, sink: Sink) -> Wait[bool]:
+    """Read a string, whose quote is next, with its quotes. False: the text ended within it."""
+    quote = stream.text[stream.position]
+    inside = _IN_STRING[quote]
+    sink(stream.take(1))
+    while stream.position < len(stream.text) or (yield from stream.more()):
+        if run := inside.match(stream.text, stream.position):
+            sink(stream.take(run.end() - stream.position))
+        elif stream.text[stream.position] == quote:
+            sink(stream.take(1))
+            return True
+        elif stream.position + 1 < len(stream.text) or (yield from stream.grow()):
+            sink(stream.take(2))  # a backslash, and what it escapes
+        else:
+            sink(stream.take(1))
+    return False
+
+
+def read_group(stream: TextStream, sink: Sink, syntax: Syntax) -> Wait[bool]:
+    """Read from an opening bracket, which is next, to the one that closes it.
+
+    Returns:
+        False: the text ended before, or has a bracket that fits none; reading stops there.
+    """
+    expected: list[str] = []
+    while stream.position < len(stream.text) or (yield from stream.more()):
+        char = stream.text[stream.position]
+        if closer := syntax.closers.get(char):
+            expected.append(closer)
+            sink(stream.take(1))
+        elif char in syntax.quotes:
+            yield from read_string(stream, sink)
+        elif char == expected[-1]:
+            expected.pop()
+            sink(stream.take(1))
+            if not expected:
+                return True
+        elif run := syntax.plain.match(stream.text, stream.position):
+            sink(stream.take(run.end() - stream.position))
+        else:
+            return False
+    return False
+
+
+def read_value(stream: TextStream, sink: Sink) -> Wait[bool]:
+    """Read any JSON value after white space. False: there is none, or it does not end."""
+    char = yield from stream.skip_space()
+    if char == '"':
+        return (yield from read_string(stream, sink))
+    if char and char in JSON.closers:
+        return (yield from read_group(stream, sink, JSON))
+    scalar = yield from stream.read_run(_SCALAR)
+    sink(scalar)
+    return bool(scalar)
+
+
+def read_text(stream: TextStream) -> Wait[str | None]:
+    """Read a JSON string after white space; returns its value. None: there is none."""
+    if (yield from stream.skip_space()) != '"':
+        return None
+    pieces: list[str] = []
+    is_closed = yield from read_string(stream, pieces.append)
+    return decode_string("".join(pieces)) if is_closed else None
+
+
+def decode_string(literal: str) -> str | None:
+    """The value of a JSON string. None: it is not one, or holds half a character."""
+    try:
+        text = cast(str, json.loads(literal, strict=False))
+        text.encode()
+    except ValueError:  # also UnicodeEncodeError, of a surrogate without its pair
+        return None
+    return text
+
+
+def encode_string(text: str) -> str:
+    """A text as JSON; readable, unless it holds half characters."""
+    literal = json.dumps(text, ensure_ascii=False)
+    try:
+        literal.encode()
+    except UnicodeEncodeError:
+        return json.dumps(text)
+    return literal

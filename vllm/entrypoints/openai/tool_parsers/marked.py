@@ -1,0 +1,85 @@
+"""Formats that are JSON between markers, and nothing else."""
+
+from vllm.entrypoints.openai.tool_parsers.json_calls import JsonToolParser
+from vllm.utils.text_stream import Wait
+
+_XLAM_CLOSING = {"```": ("```",), "<tool_call>": ("</tool_call>",)}
+
+
+class HermesToolParser(JsonToolParser):
+    """`<tool_call>{...}</tool_call>`: Hermes 2 and 3, Qwen 2.5 and 3."""
+
+    markers = ("<tool_call>",)
+    closing = ("</tool_call>",)
+
+
+class LlamaJsonToolParser(JsonToolParser):
+    """`{...}`, or several with semicolons between, also after `<|python_tag|>`: Llama 3 and 4."""
+
+    markers = ("<|python_tag|>",)
+    bare = "{"
+    separator = ";"
+
+
+class GraniteToolParser(JsonToolParser):
+    """`<|tool_call|>[{...}]`, also with `<tool_call>` or without a marker: Granite 3."""
+
+    markers = ("<|tool_call|>", "<tool_call>")
+    bare = "["
+
+
+class Granite20bToolParser(JsonToolParser):
+    """`<function_call> {...}`, repeated for each call: granite-20b-functioncalling."""
+
+    markers = ("<function_call>",)
+
+
+class InternLMToolParser(JsonToolParser):
+    """`<|action_start|><|plugin|>{...}<|action_end|>`: InternLM 2.5."""
+
+    markers = ("<|action_start|>",)
+    further_tokens = ("<|plugin|>", "<|action_end|>")
+    closing = ("<|action_end|>",)
+
+    def read_calls(self, marker: str) -> Wait[None]:
+        """See `ToolParser.read_calls`."""
+        yield from self.stream.skip_space()
+        if (yield from self.stream.read_literal("<|plugin|>")):
+            yield from super().read_calls(marker)
+
+
+class JambaToolParser(JsonToolParser):
+    """`<tool_calls>[{...}]</tool_calls>`: Jamba 1.5 and later."""
+
+    markers = ("<tool_calls>",)
+    closing = ("</tool_calls>",)
+
+
+class Phi4MiniToolParser(JsonToolParser):
+    """`functools[{...}]`: Phi-4-mini."""
+
+    markers = ("functools",)
+
+    def read_calls(self, marker: str) -> Wait[None]:
+        """See `ToolParser.read_calls`."""
+        # In prose the word is a Python module; only a list that follows at once is a call.
+        if (yield from self.stream.peek()) == "[":
+            yield from super().read_calls(marker)
+
+
+class XlamToolParser(JsonToolParser):
+    """`[{...}]`: alone, after `</think>`, `[TOOL_CALLS]` or `<tool_call>`, or fenced: xLAM 2."""
+
+    markers = ("</think>", "```", "[TOOL_CALLS]", "<tool_call>")
+    bare = "[{"
+
+    def read_calls(self, marker: str) -> Wait[None]:
+        """See `ToolParser.read_calls`."""
+        if marker == "</think>":
+            self.release()  # it ends the thoughts before it, which are content here
+        if marker == "```":
+            yield from self.stream.read_literal("json")
+        # Code and answers may be JSON as well: only what has arguments is a call.
+        is_marked = marker in ("[TOOL_CALLS]", "<tool_call>")
+        if (yield from self.read_json(is_marked=is_marked)):
+            yield from self.read_closing(*_XLAM_CLOSING.get(marker, ()))

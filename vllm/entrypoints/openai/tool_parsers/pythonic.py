@@ -1,0 +1,70 @@
+"""Calls written as Python: `[f(a=1), g(b="x")]`. Read, never run."""
+
+import re
+
+from vllm.entrypoints.openai.tool_parsers.base import ToolParser
+from vllm.entrypoints.openai.tool_parsers.json_reader import PYTHON, read_group
+from vllm.entrypoints.openai.tool_parsers.python_literals import arguments_to_json
+from vllm.utils.text_stream import Wait
+
+_NAME = re.compile(r"[\w.-]+")
+
+
+class PythonicToolParser(ToolParser):
+    """A list of calls with keyword arguments, which are literals: Llama 3.2 and 4, ToolACE.
+
+    A call is passed on when it is complete.
+    """
+
+    bare = "["
+
+    def read_calls(self, marker: str) -> Wait[None]:
+        """See `ToolParser.read_calls`."""
+        yield from self.read_list()
+
+    def read_list(self) -> Wait[bool]:
+        """Read a list of calls after white space. False: there is none, or it breaks off."""
+        stream = self.stream
+        yield from stream.skip_space()
+        if not (yield from stream.read_literal("[")):
+            return False
+        while (yield from self._read_call()):
+            char = yield from stream.skip_space()
+            if not char or char not in ",]":
+                break
+            stream.take(1)
+            if char == "]":
+                self.accept()
+                return True
+        return False
+
+    def _read_call(self) -> Wait[bool]:
+        stream = self.stream
+        yield from stream.skip_space()
+        name = yield from stream.read_run(_NAME)
+        if not name or name[0] in "0123456789.-" or (yield from stream.peek()) != "(":
+            return False
+        pieces: list[str] = []
+        if not (yield from read_group(stream, pieces.append, PYTHON)):
+            return False
+        arguments = arguments_to_json("".join(pieces)[1:-1])
+        if arguments is None:
+            return False
+        self.start_call(name)
+        self.add_arguments(arguments)
+        return True
+
+
+class Llama4PythonicToolParser(PythonicToolParser):
+    """The same, also between `<|python_start|>` and `<|python_end|>`: Llama 4."""
+
+    markers = ("<|python_start|>",)
+    further_tokens = ("<|python_end|>",)
+
+    def read_calls(self, marker: str) -> Wait[None]:
+        """See `ToolParser.read_calls`."""
+        if not (yield from self.read_list()) or not marker:
+            return
+        yield from self.stream.skip_space()
+        if (yield from self.stream.read_literal("<|python_end|>")):
+            self.accept()

@@ -1,0 +1,126 @@
+"""Takes thoughts and answer apart while the text grows. Knows no server and no device."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from vllm.utils.text_stream import Markers, TextStream, Wait
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ReasoningParser:
+    """Reads one output: thoughts between two markers, then the answer. Never raises for a text.
+
+    Only one run of thoughts is taken, at the beginning: what comes after the first end marker is
+    the answer, whatever it holds.
+
+    Args:
+        tokenizer: the model's; None where there is none.
+        is_thinking: False: the model was told not to think, so that all of its text is the answer.
+    """
+
+    starts: ClassVar[tuple[str, ...]] = ("<think>",)
+    """Markers with which thoughts begin, after white space."""
+    ends: ClassVar[tuple[str, ...]] = ("</think>",)
+    """Markers with which they end."""
+    is_start_optional: ClassVar[bool] = False
+    """Whether a text without a marker at its beginning begins with thoughts."""
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase | None" = None, *, is_thinking: bool = True
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._is_thinking = is_thinking
+        self._stream = TextStream()
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._steps = self._parse()
+
+    def feed(self, delta_text: str) -> tuple[str | None, str | None]:
+        """Read on. Returns what there is now of (thoughts, answer), each None for nothing."""
+        self._stream.add(delta_text)
+        next(self._steps, None)
+        return self._take()
+
+    def finish(self) -> tuple[str | None, str | None]:
+        """The text has ended: what was held back, as from `feed`."""
+        self._stream.is_complete = True
+        next(self._steps, None)
+        return self._take()
+
+    def split(self, text: str) -> tuple[str | None, str | None]:
+        """(thoughts, answer) of a whole text. The same as feeding it, however it is cut."""
+        parser = type(self)(self.tokenizer, is_thinking=self._is_thinking)
+        first, last = parser.feed(text), parser.finish()
+        return _join(first[0], last[0]), _join(first[1], last[1])
+
+    @classmethod
+    def reasoning_end_token_ids(cls, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+        """The tokens of the first end marker: after them the answer begins."""
+        return list(tokenizer.encode(cls.ends[0], add_special_tokens=False))
+
+    def is_reasoning_end(self, token_ids: Sequence[int]) -> bool:
+        """Whether these output tokens hold the end of the thoughts. False without a tokenizer."""
+        if self.tokenizer is None:
+            return False
+        end = self.reasoning_end_token_ids(self.tokenizer)
+        ids = list(token_ids)
+        return any(ids[i : i + len(end)] == end for i in range(len(ids) - len(end) + 1))
+
+    def _parse(self) -> Wait[None]:
+        stream = self._stream
+        if self._is_thinking and (yield from self._read_start()):
+            end = yield from stream.read_until(Markers(self.ends), self._add_reasoning)
+            stream.take(len(end))
+        yield from stream.read_until(Markers(()), self._add_content)
+
+    def _read_start(self) -> Wait[bool]:
+        """Read the start marker. False: the text begins with its answer."""
+        stream = self._stream
+        yield from stream.skip_space()
+        for start in self.starts:
+            if (yield from stream.read_literal(start)):
+                return True
+        # White space belongs to what it stands before.
+        (self._reasoning if self.is_start_optional else self._content).append(stream.forget())
+        return self.is_start_optional
+
+    def _add_reasoning(self, piece: str) -> None:
+        self._stream.forget()
+        self._reasoning.append(piece)
+
+    def _add_content(self, piece: str) -> None:
+        self._stream.forget()
+        self._content.append(piece)
+
+    def _take(self) -> tuple[str | None, str | None]:
+        taken = "".join(self._reasoning), "".join(self._content)
+        self._reasoning.clear()
+        self._content.clear()
+        return taken[0] or None, taken[1] or None
+
+
+class DeepSeekR1ReasoningParser(ReasoningParser):
+    """Everything before `</think>`; `<think>` may be missing, as chat templates write it already.
+
+    DeepSeek R1 and its distillations, QwQ, and models that always think. A text without
+    `</think>` is nothing but thoughts.
+    """
+
+    is_start_optional = True
+
+
+class Qwen3ReasoningParser(ReasoningParser):
+    """`<think>...</think>`: Qwen3. A text that does not begin with `<think>` has no thoughts."""
+
+
+class GraniteReasoningParser(ReasoningParser):
+    """Thoughts and answer each after a phrase: Granite 3.2."""
+
+    starts = ("Here is my thought process:", "Here's my thought process:")
+    ends = ("Here is my response:", "Here's my response:")
+
+
+def _join(first: str | None, last: str | None) -> str | None:
+    return None if first is None and last is None else (first or "") + (last or "")

@@ -1,0 +1,161 @@
+"""Model output as it grows, for parsers that are written as if all of it were there.
+
+A parser is a generator. It reads from a `TextStream`, and where everything is read and more may
+come it waits: `yield from` any method that returns a `Wait`. Whoever owns the stream calls `add`,
+then resumes the generator. What a parser makes of a text cannot depend on how the text was cut,
+as long as it decides by what it has read, never by what happens to be there.
+
+Every character is looked at a bounded number of times: the work is linear in the text.
+"""
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+Wait = Generator[None, None, T]
+"""Reads on, waiting for text where it must; the result is what `yield from` gives."""
+
+_SPACE = re.compile(r"\s+")
+
+
+class Markers:
+    """Fixed texts to look for. None of them may hold another one.
+
+    Args:
+        texts: not empty ones; no texts at all are never found.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = tuple(texts)
+        self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self._first_letter = re.compile("|".join({re.escape(text[0]) for text in texts}) or r"(?!)")
+        self._longest = max(map(len, texts), default=1)
+
+    def search(self, text: str, start: int) -> "re.Match[str] | None":
+        """The first marker at or after `start`."""
+        return self._pattern.search(text, start)
+
+    def safe_end(self, text: str, start: int) -> int:
+        """Where the end of a text may be the beginning of a marker; else the text's length.
+
+        For texts in which `search` finds nothing.
+        """
+        start = max(start, len(text) - self._longest + 1)
+        while found := self._first_letter.search(text, start):
+            end = text[found.start() :]
+            if any(marker.startswith(end) for marker in self._texts):
+                return found.start()
+            start = found.end()
+        return len(text)
+
+
+class TextStream:
+    """A text that grows at its end and is read from its beginning.
+
+    Attributes:
+        text: what may be read is here from `position` on.
+        position: where reading goes on.
+        is_complete: nothing will be added any more.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.position = 0
+        self.is_complete = False
+        self._taken: list[str] = []
+
+    def add(self, text: str) -> None:
+        """More of the text has come."""
+        # Readers leave no more than a part of a marker unread, so that little is copied.
+        self.text = self.text[self.position :] + text
+        self.position = 0
+
+    def take(self, num_characters: int) -> str:
+        """Read so many characters, which must be there."""
+        piece = self.text[self.position : self.position + num_characters]
+        self.position += num_characters
+        self._taken.append(piece)
+        return piece
+
+    def forget(self) -> str:
+        """What was read since the last call of this method."""
+        taken, self._taken = self._taken, []
+        return "".join(taken)
+
+    def more(self) -> Wait[bool]:
+        """Wait until something can be read. False: the text has ended."""
+        while self.position >= len(self.text):
+            if self.is_complete:
+                return False
+            yield
+        return True
+
+    def grow(self) -> Wait[bool]:
+        """Wait for text beyond what is there. False: the text has ended."""
+        size = len(self.text) - self.position
+        while len(self.text) - self.position == size:
+            if self.is_complete:
+                return False
+            yield
+        return True
+
+    def peek(self) -> Wait[str]:
+        """The next character, unread. Empty: the text has ended."""
+        return self.text[self.position] if (yield from self.more()) else ""
+
+    def skip_space(self) -> Wait[str]:
+        """Read white space; returns the character after it, unread. Empty: the text has ended."""
+        yield from self.read_run(_SPACE)
+        return (yield from self.peek())
+
+    def read_run(self, pattern: "re.Pattern[str]") -> Wait[str]:
+        """Read as many characters as match.
+
+        Args:
+            pattern: one or more characters of a set, such as `[a-z]+`.
+        """
+        pieces = []
+        while (yield from self.more()):
+            match = pattern.match(self.text, self.position)
+            if match is None:
+                break
+            pieces.append(self.take(match.end() - self.position))
+        return "".join(pieces)
+
+    def read_literal(self, literal: str) -> Wait[bool]:
+        """Read exactly this text, or nothing. Returns whether the stream goes on with it."""
+        while not self.text.startswith(literal, self.position):
+            num_unread = len(self.text) - self.position
+            if num_unread >= len(literal) or not literal.startswith(self.text[self.position :]):
+                return False
+            if not (yield from self.grow()):
+                return False
+        self.take(len(literal))
+        return True
+
+    def read_until(self, markers: Markers, sink: Callable[[str], None]) -> Wait[str]:
+        """Read what comes before the first marker.
+
+        Args:
+            markers: where to stop.
+            sink: gets the text in pieces, as soon as they cannot belong to a marker.
+
+        Returns:
+            The marker, unread. Empty: the text has ended without one.
+        """
+        while True:
+            found = markers.search(self.text, self.position)
+            if found:
+                end = found.start()
+            elif self.is_complete:
+                end = len(self.text)
+            else:
+                end = markers.safe_end(self.text, self.position)
+            if end > self.position:
+                sink(self.take(end - self.position))
+            if found:
+                return found.group()
+            if self.is_complete:
+                return ""
+            yield
