@@ -48,7 +48,7 @@ def test_every_variable_a_reason_points_to_has_an_effect():
         "VLLM_RPC_TIMEOUT",
         "VLLM_DISABLE_MARK_SCALES_AS_CONST",
         "VLLM_DELAYED_SAMPLING",
-        "VLLM_API_KEY",
+        "VLLM_HPU_MULTI_MODEL_CONFIG",
     ],
 )
 def test_variables_that_users_of_the_fork_set_are_known(name):

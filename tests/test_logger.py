@@ -70,10 +70,13 @@ def test_an_unknown_variable_is_reported_once_per_process_on_one_line():
 
 def test_a_variable_without_effect_is_reported_once_with_the_reason():
     code = LOG_ONE_LINE.format(level="info") * 2
-    result = run_python(code, VLLM_API_KEY="sesame", VLLM_USE_V1="1", VLLM_PLUGINS="")
+    result = run_python(
+        code, VLLM_HPU_MULTI_MODEL_CONFIG="sesame", VLLM_USE_V1="1", VLLM_PLUGINS=""
+    )
     first, *others = result.stderr.splitlines()
     assert first.endswith(
-        "] environment variable VLLM_API_KEY has no effect: there is no server in this version"
+        "] environment variable VLLM_HPU_MULTI_MODEL_CONFIG has no effect: "
+        "a server serves one model"
     )
     assert len(others) == 2 and not any("environment" in line for line in others)
     assert "sesame" not in result.stderr
@@ -171,3 +174,41 @@ print(caught.getvalue().endswith("inside\\n"))
 """
     result = run_python(code)
     assert (result.stdout, result.stderr) == ("True\n", "")
+
+
+LOG_FAILURE = """
+from vllm.logger import init_logger
+logger = init_logger("vllm.some.module")
+try:
+    1 / 0
+except ZeroDivisionError:
+    logger.exception("two\\nlines", extra={"fields": {"status": 500}})
+"""
+
+
+def test_a_line_may_be_a_json_object():
+    result = run_python(LOG_FAILURE, VLLM_LOGGING_FORMAT="json", VLLM_LOGGING_PREFIX="unused")
+    (line,) = result.stderr.splitlines()
+    record = json.loads(line)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", record.pop("time"))
+    assert "ZeroDivisionError" in record.pop("exception")
+    assert record == {
+        "level": "ERROR",
+        "logger": "vllm.some.module",
+        "place": "<string>:7",
+        "message": "two\nlines",
+        "status": 500,
+    }
+
+
+def test_the_format_may_change_and_be_shared():
+    code = """
+import logging
+from vllm import logger
+logger.init_logger("vllm.a")
+logger.use_format("json")
+logger.share_handlers("other")
+logging.getLogger("other").warning("%d", 3)
+"""
+    (line,) = run_python(code).stderr.splitlines()
+    assert json.loads(line)["message"] == "3"

@@ -18,6 +18,8 @@ sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.config.fields import ConfigField, config_fields, config_sections  # noqa: E402
 from vllm.engine.compat_args import COMPAT_ARGUMENTS, CompatArgument  # noqa: E402
+from vllm.entrypoints.openai.cli_args import SERVER_COMPAT  # noqa: E402
+from vllm.entrypoints.openai.server_args import ServerArgs  # noqa: E402
 from vllm.env_compat import COMPAT_VARIABLES  # noqa: E402
 from vllm.env_others import OTHER_READERS  # noqa: E402
 from vllm.envs import Envs  # noqa: E402
@@ -107,6 +109,28 @@ def engine_arguments() -> Iterator[str]:
     yield from _compat_section()
 
 
+def server_arguments() -> Iterator[str]:
+    """The page about flags of the server."""
+    yield _NOTE
+    yield "# Server arguments"
+    yield ""
+    yield "Flags of `vllm serve [MODEL]` and of `python -m vllm.entrypoints.openai.api_server`,"
+    yield "besides those of [the engine](engine_arguments.md). A switch has a `--no-` form. A list"
+    yield "takes several words after one flag, or the flag several times."
+    yield ""
+    yield "`--config FILE` names a YAML file of flags without their dashes, of server and engine."
+    yield "What the command line says wins, and a name that is no flag is an error:"
+    yield ""
+    yield from ("```yaml", "model: /models/Llama-3.1-8B", "max-model-len: 16k", "port: 9000", "```")
+    yield from _table("Flags", "flag", "value", "default", "meaning")
+    for field in config_fields(ServerArgs):
+        yield _row(f"`{field.flag}`", _value(field), _default(field.default), field.help)
+    yield from _table("Flags of the fork", "flag", "default", "why it has no effect")
+    for argument in SERVER_COMPAT.values():
+        reason = argument.reason if argument.available else f"refused: {argument.reason}"
+        yield _row(f"`{argument.flag}`", _default(argument.off), reason)
+
+
 def _compat_section() -> Iterator[str]:
     yield ""
     yield "## Arguments of the vLLM 0.9 Gaudi fork"
@@ -170,6 +194,7 @@ def _all_text(values: tuple[object, ...]) -> "typing.TypeGuard[tuple[str, ...]]"
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "env_variables.md": env_variables,
     "engine_arguments.md": engine_arguments,
+    "server_arguments.md": server_arguments,
 }
 
 

@@ -34,16 +34,16 @@ def _refused(reason: str, name: str, same_as: bool | None = None) -> CompatVaria
 
 _V0 = "it belongs to the V0 engine, which does not exist here"
 _IN_PROCESS = (
-    "the engine runs in the caller's process in this version, so there is nothing to connect to"
+    "LLM computes in the caller's process, and the engine process of a server is reached by a "
+    "socket file of its own"
 )
-_NO_SERVER = "there is no server in this version"
 _QUANTIZATION = "quantization is not available yet"
 _MULTIMODAL = "multimodal input is not available yet"
 _EXPERTS = "mixture-of-experts models are not available yet"
 _RECURRENT = "models with recurrent state are not available yet"
 _LATENT = "models with latent attention are not available yet"
 _LORA = "LoRA is not available yet"
-_STRUCTURED = "structured output is not available yet"
+_STRUCTURED = "compiled grammars are kept within grammar_cache_bytes"
 _DISAGGREGATED = "disaggregated prefill is not available yet"
 _TENSOR_PARALLEL = "tensor parallelism is not available yet"
 _DATA_PARALLEL = "data parallelism is not available yet"
@@ -254,14 +254,12 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         "VLLM_ALLOW_INSECURE_SERIALIZATION",
         same_as=False,
     ),
+    *_ignored("responses are not logged", "VLLM_DEBUG_LOG_API_SERVER_RESPONSE", same_as=False),
     *_ignored(
-        _NO_SERVER,
-        """
-        VLLM_API_KEY VLLM_SERVER_DEV_MODE VLLM_HTTP_TIMEOUT_KEEP_ALIVE
-        VLLM_DEBUG_LOG_API_SERVER_RESPONSE VLLM_DETOKENIZE_ON_OPENAI_SERVER
-        VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS VLLM_HPU_MULTI_MODEL_CONFIG
-        """,
+        "the API process always detokenises", "VLLM_DETOKENIZE_ON_OPENAI_SERVER", same_as=True
     ),
+    *_ignored("no tool parser needs a timeout", "VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS"),
+    *_ignored("a server serves one model", "VLLM_HPU_MULTI_MODEL_CONFIG"),
     # What never concerned a Gaudi card, or this package.
     *_ignored(_V0, "VLLM_LOGITS_PROCESSOR_THREADS"),
     *_ignored(_NO_CACHE_FOLDER, "VLLM_CACHE_ROOT VLLM_CONFIG_ROOT"),

@@ -45,6 +45,7 @@ def env(
 
 
 _general = partial(env, section="General")
+_server = partial(env, section="Server")
 _cpu = partial(env, section="CPU")
 _buckets = partial(env, section="Gaudi: buckets")
 _warmup = partial(env, section="Gaudi: warm-up and graphs")
@@ -79,10 +80,22 @@ class Envs:
         "JSON file for `logging.config.dictConfig`, in place of the handler and the level of "
         "this package.",
     )
+    VLLM_LOGGING_FORMAT: str = _general("text", "Form of the log lines.", ("text", "json"))
     VLLM_ALLOW_LONG_MAX_MODEL_LEN: bool = _general(
         False,
         "Accept a max_model_len above what config.json of the model allows, if it has rotary "
         "positions; what it then writes may be of poor quality.",
+    )
+    VLLM_API_KEY: str | None = _server(
+        None, "Key that clients must send, where the flag --api-key names none."
+    )
+    VLLM_SERVER_DEV_MODE: bool = _server(
+        False,
+        "Serve the routes for development too: /server_info, /reset_prefix_cache, /sleep, "
+        "/wake_up, /is_sleeping.",
+    )
+    VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int = _server(
+        5, "Seconds that a connection without a request stays open.", at_least=1
     )
     VLLM_CPU_KVCACHE_SPACE: float | None = _cpu(
         None,
@@ -289,6 +302,16 @@ def _parse(name: str, raw: str, annotation: Any, metadata: Mapping[str, Any]) ->
 def get() -> Envs:
     """The environment of this process, read at the first call."""
     return Envs.load()
+
+
+def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process of our own.
+
+    Args:
+        defaults: where this process's says nothing.
+        overrides: in place of what it says.
+    """
+    return {**defaults, **os.environ, **overrides}
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:

@@ -4,7 +4,9 @@
     |- ConfigError            a flag, variable or model the engine cannot start with (exit code 2)
     |  `- WeightLoadError     checkpoint and model do not match
     |- RequestError           one request is wrong; the engine keeps serving (HTTP 400)
-    |  `- PromptTooLongError  the prompt does not fit max_model_len
+    |  |- PromptTooLongError  the prompt does not fit max_model_len
+    |  `- NotFoundError        what it names is not there (HTTP 404)
+    |- RequestTimeoutError    a request took longer than the server allows (504)
     |- CapacityError          can never fit (400) or cannot fit now (503)
     `- EngineDeadError        the engine core is gone (500; health fails)
 
@@ -48,6 +50,18 @@ class PromptTooLongError(RequestError):
             f"{max_model_len - 1} (max_model_len={max_model_len}, one is kept for the output)",
             param="prompt",
         )
+
+
+class NotFoundError(RequestError):
+    """A model, a response or an adapter of this name does not exist."""
+
+    status = 404
+
+
+class RequestTimeoutError(VllmError, TimeoutError):
+    """A request was ended because it took longer than the server allows."""
+
+    status = 504
 
 
 class CapacityError(VllmError, ValueError):

@@ -9,6 +9,8 @@ class TextPrompt(TypedDict):
     """A prompt as text."""
 
     prompt: str
+    add_special_tokens: NotRequired[bool]
+    """False: the text has its special tokens already, as a rendered chat template has."""
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[dict[str, Any]]
 
@@ -19,6 +21,8 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     """Text of the token ids, where it is known; shown in outputs, and not tokenised."""
+    token_type_ids: NotRequired[list[int]]
+    """One per token, for pooling models that tell the parts of a pair apart."""
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[dict[str, Any]]
 

@@ -2,13 +2,15 @@
 
 Configured on the first `init_logger` call. An application that has put handlers on the `vllm`
 logger by then keeps them, its level and its propagation, and VLLM_CONFIGURE_LOGGING=0 leaves
-everything to it. VLLM_LOGGING_CONFIG_PATH names a file that says it all.
+everything to it. VLLM_LOGGING_CONFIG_PATH names a file that says it all. With
+VLLM_LOGGING_FORMAT=json a line is a JSON object.
 """
 
 import json
 import logging
 import logging.config
 import sys
+import time
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +33,52 @@ class _CurrentStderr(logging.Handler):
             self.handleError(record)
 
 
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per line; `extra={"fields": {...}}` of a call adds to it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "place": f"{record.filename}:{record.lineno}",
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def use_format(form: str) -> None:
+    """Write lines as "text" or "json" from now on, where this module has set up the logger."""
+    for handler in logging.getLogger("vllm").handlers:
+        if isinstance(handler, _CurrentStderr):
+            handler.setFormatter(_formatter(form))
+
+
+def current_format() -> str:
+    """How lines are written: "text" or "json"."""
+    handlers = logging.getLogger("vllm").handlers
+    return "json" if any(isinstance(h.formatter, _JsonFormatter) for h in handlers) else "text"
+
+
+def share_handlers(name: str) -> None:
+    """Let another package's logger write to where this one writes."""
+    _configure()
+    root, other = logging.getLogger("vllm"), logging.getLogger(name)
+    other.handlers, other.propagate = list(root.handlers), root.propagate
+
+
+def _formatter(form: str) -> logging.Formatter:
+    if form == "json":
+        return _JsonFormatter()
+    prefix = envs.get().VLLM_LOGGING_PREFIX.replace("%", "%%")
+    return logging.Formatter(prefix + _FORMAT, _DATE_FORMAT)
+
+
 def init_logger(name: str) -> logging.Logger:
     """The logger of a module; `name` is its `__name__`.
 
@@ -50,8 +98,7 @@ def _configure() -> None:
         _configure_from_file(settings.VLLM_LOGGING_CONFIG_PATH, settings.VLLM_CONFIGURE_LOGGING)
     elif settings.VLLM_CONFIGURE_LOGGING and not root.handlers:
         handler = _CurrentStderr()
-        prefix = settings.VLLM_LOGGING_PREFIX.replace("%", "%%")
-        handler.setFormatter(logging.Formatter(prefix + _FORMAT, _DATE_FORMAT))
+        handler.setFormatter(_formatter(settings.VLLM_LOGGING_FORMAT))
         root.addHandler(handler)
         root.setLevel(settings.VLLM_LOGGING_LEVEL)
         root.propagate = False

@@ -4,6 +4,7 @@
     SchedulerOutput    Scheduler -> ModelRunner          who runs, how many tokens, which blocks
     ModelRunnerOutput  ModelRunner -> Scheduler          the sampled tokens
     EngineOutput       EngineCore -> OutputProcessor     what is new for each request
+    SchedulerStats     EngineCore -> metrics             how full it is, and what it has done
 
 A running request has a `row`: its index in every per-request array of the scheduler and of the
 runner, from admission until it finishes or is preempted. Per-step data are arrays over rows, so
@@ -16,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int32]
@@ -37,6 +39,18 @@ class FinishReason(IntEnum):
         return self.name.lower()
 
 
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """The form that an output must have, compiled for one vocabulary."""
+
+    backend: str
+    """Whose `content` it is: "xgrammar" or "llguidance"."""
+    content: bytes
+    key: bytes
+    """Hash of all the rest: equal grammars have equal keys."""
+    vocabulary_key: bytes
+    """Of the vocabulary it was compiled for."""
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request, ready to be scheduled."""
 
@@ -56,8 +70,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     """Requests share cached prefixes only when their salts are equal."""
+    grammar: Grammar | None = None
+    """None while `sampling_params.guided_decoding` is not compiled, or not set."""
     cache_extra_keys: tuple[str, ...] = ()
     """What else decides the content of the KV cache: LoRA name, hashes of media."""
+    pooling_params: PoolingParams | None = None
+    """Of a request to a pooling model, which samples nothing; None: it generates."""
+    token_type_ids: list[int] | None = None
+    """One per prompt token, for models that tell the parts of a pair apart; None: all 0."""
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +149,9 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     asked."""
     errors: dict[int, str] = {}
     """row -> why sampling failed for this row alone; its token id is meaningless."""
+    pooled: dict[int, FloatArray] = {}
+    """row -> result of a pooling model for a prompt that is computed now: [numbers], or
+    [tokens, numbers] with one result per token. Such rows have no token id."""
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -137,6 +160,39 @@ class Finished(msgspec.Struct, frozen=True):
     reason: FinishReason
     stop_reason: int | str | None = None
     error: str | None = None
+
+
+class RunnerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker has done since it started. Counters only grow."""
+
+    num_steps: int = 0
+    num_useful_tokens: int = 0
+    """Tokens of requests that went through the model."""
+    num_padded_tokens: int = 0
+    """Tokens of padding that went through the model besides them."""
+    num_bucket_hits: int = 0
+    """Launches whose shape had run before; 0 on a device without buckets."""
+    num_bucket_misses: int = 0
+    """First launches of a shape that was not warmed up."""
+    num_late_compilations: int = 0
+    """Graphs compiled after the warm-up."""
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """State of the engine core after a step. Counters only grow."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    """Share of the blocks that requests hold, 0 to 1."""
+    num_kv_blocks: int = 0
+    """Blocks there are, without the null block."""
+    num_prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    num_prefix_hits: int = 0
+    """Of those, tokens that were there."""
+    num_preemptions: int = 0
+    runner: RunnerStats = RunnerStats()
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,3 +207,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: dict[str, LogprobRows] = {}
     num_cached_tokens: dict[str, int] = {}
     """Prefix-cache hits of requests admitted for the first time."""
+    scheduled_times: dict[str, float] = {}
+    """When requests were admitted for the first time, in seconds of `time.time()`."""
+    pooled: dict[str, FloatArray] = {}
+    """Results of a pooling model, [numbers] or [tokens, numbers], of requests in `finished`."""

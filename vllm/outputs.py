@@ -1,7 +1,7 @@
 """What a user gets back: one `RequestOutput` per request, one `CompletionOutput` per sample."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 
 @dataclass(slots=True)
@@ -56,6 +56,9 @@ class RequestMetrics:
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
+    first_scheduled_time: float | None = None
+    """When the engine began to compute it."""
+    last_token_time: float | None = None
 
 
 class RequestOutput:
@@ -137,3 +140,98 @@ class BeamSearchOutput:
     """The best beams of one prompt, best first."""
 
     sequences: list[BeamSearchSequence] = field(default_factory=list)
+
+
+@dataclass
+class PoolingOutput:
+    """What a pooling model makes of one prompt, in whatever form it gives it.
+
+    Attributes:
+        data: [numbers] float32, or [tokens, numbers] with one result per token. A numpy array
+            from an engine, a torch tensor from `LLM.encode`.
+    """
+
+    data: Any
+
+
+@dataclass
+class EmbeddingOutput:
+    """One vector.
+
+    Attributes:
+        embedding: its numbers.
+    """
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many there are."""
+        return len(self.embedding)
+
+
+@dataclass
+class ClassificationOutput:
+    """Probabilities.
+
+    Attributes:
+        probs: one per label.
+    """
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many there are."""
+        return len(self.probs)
+
+
+@dataclass
+class ScoringOutput:
+    """How well two texts go together.
+
+    Attributes:
+        score: the cosine of two embeddings, or what a cross-encoder says, 0 to 1.
+    """
+
+    score: float
+
+
+_Pooled = TypeVar("_Pooled", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+@dataclass
+class PoolingRequestOutput(Generic[_Pooled]):
+    """What a pooling model made of one prompt.
+
+    Attributes:
+        request_id: the id the request was added with.
+        outputs: the result.
+        prompt_token_ids: tokens of the prompt as it was run.
+        finished: always true.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        error: why there is no result; the data are empty then.
+    """
+
+    request_id: str
+    outputs: _Pooled
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """An embedding."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """A classification."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """A score."""
+
+
+AnyRequestOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
+"""What comes of a request, to a generative model or to a pooling model."""

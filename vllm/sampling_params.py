@@ -46,7 +46,25 @@ class SamplingType(IntEnum):
 
 
 class GuidedDecodingParams(msgspec.Struct, kw_only=True):
-    """Constraints on the form of the output; at most one kind may be set."""
+    """The form of the output; at most one kind may be set.
+
+    Args:
+        json: a JSON schema, or its text.
+        regex: a pattern of Python's `re` that matches the whole output.
+        choice: the output is one of these.
+        grammar: EBNF with a rule `root`, or Lark with a rule `start`.
+        json_object: any JSON object.
+        structural_tag: free text with JSON between tags; JSON text.
+        backend: auto, xgrammar or llguidance; None is the engine's.
+        whitespace_pattern: between the tokens of JSON.
+        disable_any_whitespace: no whitespace that JSON does not need.
+        disable_additional_properties: objects have only the properties that their schema names.
+        disable_fallback: refuse what the backend does not enforce.
+
+    Raises:
+        RequestError: (a ValueError) more than one kind is set. What it holds is checked when the
+            request is.
+    """
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None

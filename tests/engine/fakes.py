@@ -21,6 +21,7 @@ def make_config(max_model_len: int = 64, **model: Any) -> VllmConfig:
     return VllmConfig(
         model=ModelConfig(
             model="stdlib",
+            served_model_name=("stdlib",),
             arch=ModelArch.from_hf(hf_config),
             path=str(BUNDLED_MODEL),
             max_model_len=max_model_len,

@@ -76,7 +76,6 @@ def test_flags_of_the_fork_are_accepted(capsys):
         ["-q", "awq"],
         ["--cpu-offload-gb", "1.5"],
         ["--speculative-config", '{"model": "x"}'],
-        ["--task", "embed"],
         ["-dp", "2"],
     ],
 )

@@ -25,6 +25,7 @@ class FakeExecutor(Executor):
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at = fails_at
         self.is_shut_down = False
+        self.is_preloaded = False
         self.num_tokens: dict[int, int] = {}
 
     def initialize_cache(self) -> int:
@@ -52,6 +53,9 @@ class FakeExecutor(Executor):
                 token_ids=np.full(len(rows), 7, np.int32),
             )
         )
+
+    def preload(self) -> None:
+        self.is_preloaded = True
 
     def shutdown(self) -> None:
         self.is_shut_down = True
@@ -130,3 +134,9 @@ def test_shutdown_lets_the_workers_go():
     core = make_core()
     core.shutdown()
     assert core.executor.is_shut_down
+
+
+def test_preloading_is_left_to_the_workers():
+    core = make_core()
+    assert core.preload()
+    assert core.executor.is_preloaded

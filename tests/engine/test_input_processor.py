@@ -142,8 +142,8 @@ def test_without_a_tokenizer_the_end_token_is_that_of_config_json():
         ({"logit_bias": {4096: 1.0}}, "logit_bias has token id 4096"),
         ({"stop_token_ids": [4096]}, "stop_token_ids has token id 4096"),
         (
-            {"guided_decoding": GuidedDecodingParams(regex="a")},
-            "not available in this engine yet: structured output",
+            {"guided_decoding": GuidedDecodingParams(backend="auto")},
+            "guided_decoding asks for nothing: give one of json, json_object, regex, choice",
         ),
     ],
 )

@@ -29,7 +29,7 @@ def write_model(folder: Path, **changes: Any) -> str:
 def test_the_default_config_is_complete():
     config = resolve()
     assert config.model.model == config.model.path == config.model.tokenizer == str(BUNDLED_MODEL)
-    assert config.model.served_model_name == "stdlib-llama-5m"
+    assert config.model.served_model_name == ("stdlib-llama-5m",)
     assert config.model.arch.architecture == "LlamaForCausalLM"
     assert config.model.dtype == "bfloat16"
     assert config.model.max_model_len == config.scheduler.max_model_len == 2048
@@ -66,7 +66,7 @@ def test_given_values_arrive_in_their_config():
     assert config.model.seed == 5
     assert config.load.load_format == "dummy"
     assert config.model.dtype == "float16"
-    assert config.model.served_model_name == "me"
+    assert config.model.served_model_name == ("me",)
 
 
 def test_a_step_holds_all_requests_by_default():

@@ -11,7 +11,9 @@ from vllm.config.load import LoadConfig
 from vllm.config.model import ModelArch, ModelConfig, RopeConfig
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
+from vllm.config.pooler import PoolerConfig
 from vllm.config.scheduler import SchedulerConfig
+from vllm.config.structured_output import StructuredOutputConfig
 from vllm.config.vllm import VllmConfig
 
 __all__ = [
@@ -23,7 +25,9 @@ __all__ = [
     "ModelConfig",
     "ObservabilityConfig",
     "ParallelConfig",
+    "PoolerConfig",
     "RopeConfig",
     "SchedulerConfig",
+    "StructuredOutputConfig",
     "VllmConfig",
 ]

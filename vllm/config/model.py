@@ -6,9 +6,10 @@ transformers 5, `rope_theta`, `rope_scaling` and `torch_dtype` of transformers 4
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from vllm.config.checks import check_at_least, check_one_of
+from vllm.config.pooler import ModelTask, PoolerConfig
 from vllm.errors import ConfigError
 
 ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
@@ -46,6 +47,7 @@ class ModelArch:
     num_kv_heads: int
     head_size: int
     max_position_embeddings: int
+    """Positions that tokens can have."""
     norm_eps: float
     hidden_act: str
     tie_word_embeddings: bool
@@ -87,7 +89,8 @@ class ModelArch:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            max_position_embeddings=_number(config, "max_position_embeddings"),
+            max_position_embeddings=_number(config, "max_position_embeddings")
+            - _num_unused_positions(config),
             norm_eps=config.get("rms_norm_eps", config.get("layer_norm_eps", 1e-5)),
             hidden_act=config.get("hidden_act") or config.get("activation_function") or "silu",
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -116,6 +119,13 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
         if config.get(name) is not None:
             return int(config[name])
     raise ConfigError(f"config.json has no {' or '.join(names)}")
+
+
+def _num_unused_positions(config: Mapping[str, Any]) -> int:
+    """Rows at the start of a learned position table that no token uses."""
+    if config.get("model_type") in ("roberta", "xlm-roberta", "camembert"):
+        return int(config.get("pad_token_id") or 0) + 1
+    return 0
 
 
 def _divide(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
@@ -178,8 +188,13 @@ class ModelConfig:
     model: str = ""
     """Folder or Hugging Face name of the model. Not set: the bundled demonstration model."""
 
-    served_model_name: str | None = None
-    """Name of the model in answers. Not set: as `model`."""
+    task: ModelTask = "auto"
+    """What to run the model for: generate, embed (or embedding), classify, score or reward. auto:
+    what its architecture and files say. A generative model can embed, too."""
+
+    served_model_name: tuple[str, ...] = ()
+    """Names that requests may give for the model; the first is that of answers. Not set: as
+    `model`."""
 
     tokenizer: str | None = None
     """Folder or name of the tokenizer. Not set: as `model`."""
@@ -218,6 +233,10 @@ class ModelConfig:
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)
     """Default sampling parameters (JSON) on top of generation_config."""
 
+    override_pooler_config: Mapping[str, Any] = field(default_factory=dict)
+    """Pooling (JSON) in place of what the model's files say: pooling_type, normalize, softmax,
+    step_tag_id, returned_token_ids."""
+
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values (JSON) to put in place of those in config.json."""
 
@@ -230,9 +249,13 @@ class ModelConfig:
     path: str | None = field(default=None, metadata={"cli": False})
     """Local folder of the model; set by the time an engine starts."""
 
+    pooler: PoolerConfig | None = field(default=None, metadata={"cli": False})
+    """Set by the time an engine starts, for a pooling model; None: the model generates."""
+
     def __post_init__(self) -> None:
         check_one_of(self, "dtype", ("auto", "half", "float16", "bfloat16", "float", "float32"))
         check_one_of(self, "tokenizer_mode", ("auto", "slow"))
+        check_one_of(self, "task", get_args(ModelTask))
         if self.max_model_len is not None:
             check_at_least(self, 1, "max_model_len")
         check_at_least(self, 0, "max_logprobs")

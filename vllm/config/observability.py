@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class ObservabilityConfig:
-    """Traces."""
+    """Statistics and traces."""
+
+    disable_log_stats: bool = False
+    """Do not log throughput, queue and use of the KV cache every 10 seconds."""
 
     profiler_enabled: bool = field(default=False, metadata={"cli": False})
     """Write a trace that Perfetto opens (VLLM_PROFILER_ENABLED)."""

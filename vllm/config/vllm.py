@@ -10,6 +10,7 @@ from vllm.config.model import ModelConfig
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
+from vllm.config.structured_output import StructuredOutputConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class VllmConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
     hpu: HPUConfig = field(default_factory=HPUConfig)
+    structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     @property

@@ -8,6 +8,7 @@ and the token it will sample as there, before their values are known.
 """
 
 import itertools
+import time
 from collections import Counter, deque
 from collections.abc import Iterable
 
@@ -30,6 +31,7 @@ from vllm.messages import (
     ModelRunnerOutput,
     NewRequest,
     SchedulerOutput,
+    SchedulerStats,
 )
 from vllm.request import Request, RequestStatus
 
@@ -58,6 +60,8 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.running = RunningBatch(config.max_num_seqs)
         self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
         self._by_priority = config.scheduling_policy == "priority"
         self._chunk_limit = (
             config.prefill_chunk_limit
@@ -84,7 +88,9 @@ class Scheduler:
         num_prompt, limit = len(spec.prompt_token_ids), spec.max_total_tokens
         if spec.request_id in self._requests:
             raise RequestError(f"request {spec.request_id!r} is already being processed")
-        if not 0 < num_prompt < limit <= self.config.max_model_len:
+        if spec.pooling_params is not None:
+            limit -= 1  # the last token is never sampled, and needs no place
+        if not 0 < num_prompt < spec.max_total_tokens or limit > self.config.max_model_len:
             raise RequestError(
                 f"{num_prompt} prompt tokens that may grow to {limit} tokens: the prompt must "
                 f"not be empty, one more token must be allowed, and at most max_model_len "
@@ -159,6 +165,8 @@ class Scheduler:
         """Take in the result of the oldest step in flight."""
         step = self._in_flight.popleft()
         assert step.step_id == output.step_id, f"step {output.step_id} is out of order"
+        if output.pooled:
+            return self._finish_pooled(step, output)
         num_cached_tokens = step.num_cached_tokens()
         prompt_logprobs = step.unsent_prompt_logprobs(output)
         finished: dict[str, Finished] = {}
@@ -178,6 +186,21 @@ class Scheduler:
             logprobs=step.logprobs(output),
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=num_cached_tokens,
+            scheduled_times=dict.fromkeys(num_cached_tokens, step.started_at),
+        )
+
+    def stats(self) -> SchedulerStats:
+        """How full it is now, and what it has done; without what the runner knows."""
+        pool = self.cache.pool
+        num_running = len(self.running)
+        return SchedulerStats(
+            num_running=num_running,
+            num_waiting=len(self._requests) - num_running,
+            kv_cache_usage=1 - pool.num_free / pool.num_usable_blocks,
+            num_kv_blocks=pool.num_usable_blocks,
+            num_prefix_queries=self.num_prefix_queries,
+            num_prefix_hits=self.num_prefix_hits,
+            num_preemptions=self.num_preemptions,
         )
 
     # ---- planning: those who run ----------------------------------------------------------
@@ -263,6 +286,8 @@ class Scheduler:
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = start
             plan.first_admitted.append(request)
+            self.num_prefix_queries += len(request.token_ids)
+            self.num_prefix_hits += start
         self.cache.admit(request, shared)
         self.running.add(request, start, len(request.block_ids) * self.cache.block_size)
         # Findable at once: the launch that computes these tokens writes all keys and values
@@ -360,6 +385,7 @@ class Scheduler:
                 request_ids=request_ids,
                 num_tokens=running.num_tokens[rows],
                 admitted=first_admitted,
+                started_at=time.time() if first_admitted else 0.0,
                 prompt_chunks=prompt_chunks,
             )
         )
@@ -389,6 +415,22 @@ class Scheduler:
         return requests, ids
 
     # ---- results --------------------------------------------------------------------------
+
+    def _finish_pooled(self, step: Step, output: ModelRunnerOutput) -> EngineOutput:
+        """End the requests of a pooling model whose prompts are computed."""
+        num_cached_tokens = step.num_cached_tokens()
+        finished = self._finish_failed(step, output.errors)
+        step, _ = step.without(step.gone.union(output.errors))
+        names = zip(step.rows.tolist(), step.request_ids, strict=True)
+        pooled = {name: output.pooled[row] for row, name in names}
+        self.abort_requests(pooled)
+        finished.update(dict.fromkeys(pooled, Finished(FinishReason.STOP)))
+        return EngineOutput(
+            finished=finished,
+            num_cached_tokens=num_cached_tokens,
+            scheduled_times=dict.fromkeys(num_cached_tokens, step.started_at),
+            pooled=pooled,
+        )
 
     def _finish_failed(self, step: Step, errors: dict[int, str]) -> dict[str, Finished]:
         """End the requests whose own sampling failed, if they are still there."""

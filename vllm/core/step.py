@@ -19,6 +19,8 @@ class Step:
     """Tokens of each request, the sampled one included."""
     admitted: list[Request]
     """Requests whose first admission this step is."""
+    started_at: float
+    """When it was scheduled, in seconds of `time.time()`; 0 without `admitted`."""
     prompt_chunks: dict[int, tuple[Request, int]]
     """row -> request and first position, where a prompt's log-probabilities are wanted."""
     gone: set[int] = field(default_factory=set)

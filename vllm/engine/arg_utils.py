@@ -81,12 +81,12 @@ class EngineArgs:
         for section in config_sections(VllmConfig).values():
             group = parser.add_argument_group(section.__name__, (section.__doc__ or "").strip())
             for config_field in config_fields(section):
-                _add_flag(group, config_field)
+                add_flag(group, config_field)
         for name, read in _HF_OVERRIDES.items():
             flag, help = f"--{name.replace('_', '-')}", argparse.SUPPRESS
             parser.add_argument(flag, type=_checked(read), help=help, default=help)
         for argument in COMPAT_ARGUMENTS.values():
-            _add_compat_flag(parser, argument)
+            add_compat_flag(parser, argument)
         return parser
 
     @classmethod
@@ -108,6 +108,10 @@ class EngineArgs:
         return resolve_config({f.name: getattr(self, f.name) for f in fields(self)})
 
 
+class AsyncEngineArgs(EngineArgs):
+    """The same arguments, for `AsyncLLM`."""
+
+
 def _unknown(name: str) -> str:
     names = [*_FIELDS, *_HF_OVERRIDES, *COMPAT_ARGUMENTS]
     near = difflib.get_close_matches(name, names, n=1)
@@ -118,7 +122,8 @@ def _unknown(name: str) -> str:
 _METAVARS = {"int": "N", "size": "N[kKmM]", "float": "X", "str": "TEXT", "mapping": "JSON"}
 
 
-def _add_flag(group: argparse._ArgumentGroup, config_field: ConfigField) -> None:
+def add_flag(group: argparse._ArgumentGroup, config_field: ConfigField) -> None:
+    """Add the flag of a field to a group of a parser."""
     options: dict[str, Any] = {"default": config_field.default}
     if config_field.kind == "bool":
         options["action"] = argparse.BooleanOptionalAction
@@ -131,20 +136,21 @@ def _add_flag(group: argparse._ArgumentGroup, config_field: ConfigField) -> None
         options.update(type=_checked(config_field.convert), metavar=metavar)
     action = group.add_argument(config_field.flag, *config_field.aliases, **options)
     # Set afterwards: BooleanOptionalAction adds the default by itself in some versions.
-    action.help = f"{config_field.help} {_describe_default(config_field)}".replace("%", "%%")
+    action.help = f"{config_field.help} {describe_default(config_field)}".replace("%", "%%")
 
 
-def _describe_default(config_field: ConfigField) -> str:
+def describe_default(config_field: ConfigField) -> str:
+    """The default of a field for its help; empty where the help says it."""
     default = config_field.default
-    if default in (None, "", {}):
+    if default in (None, "", {}, ()):
         return ""  # the help says what "Not set" means
     if isinstance(default, tuple):
         default = " ".join(default)
     return f"(default: {default})"
 
 
-def _add_compat_flag(parser: argparse.ArgumentParser, argument: CompatArgument) -> None:
-    """Without a line in `--help`, and absent from the namespace unless given."""
+def add_compat_flag(parser: argparse.ArgumentParser, argument: CompatArgument) -> None:
+    """Add a flag without a line in `--help`, and absent from the namespace unless given."""
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     off = argument.off
     if isinstance(off, bool):

@@ -49,7 +49,6 @@ _NO_CUDA_GRAPHS = "there are no CUDA graphs here"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
 _LORA_OFF = "it only matters with LoRA, which is not available yet"
 _DP_OFF = "it only matters with data parallelism, which is not available yet"
-_STRUCTURED_OFF = "structured output is not available yet; requests that ask for it are refused"
 _LORA = "LoRA adapters"
 _MULTIMODAL = "multimodal input"
 _OBSERVABILITY = "tracing"
@@ -85,7 +84,6 @@ _ARGUMENTS = (
     _ignored("tokenizer_pool_type", "ray", _TOKENIZER_POOL),
     _ignored("tokenizer_pool_extra_config", {}, _TOKENIZER_POOL),
     _ignored("disable_log_requests", False, "requests are not logged"),
-    _ignored("disable_log_stats", False, "statistics are not logged yet"),
     _ignored("show_hidden_metrics_for_version", None, "no metrics are hidden"),
     _ignored("weights_load_device", None, "weights are read on the host, one tensor at a time"),
     _ignored("pt_load_map_location", "cpu", "weights are read on the host, one tensor at a time"),
@@ -106,11 +104,6 @@ _ARGUMENTS = (
     _ignored("data_parallel_address", None, _DP_OFF),
     _ignored("data_parallel_rpc_port", None, _DP_OFF),
     _ignored("data_parallel_backend", "mp", _DP_OFF),
-    _ignored("guided_decoding_backend", "auto", _STRUCTURED_OFF),
-    _ignored("guided_decoding_disable_fallback", False, _STRUCTURED_OFF),
-    _ignored("guided_decoding_disable_any_whitespace", False, _STRUCTURED_OFF),
-    _ignored("guided_decoding_disable_additional_properties", False, _STRUCTURED_OFF),
-    _missing("task", "auto", "pooling tasks (accepted: auto, generate)", also_off=("generate",)),
     _missing("model_impl", "auto", "another model implementation", also_off=("vllm",)),
     _missing("config_format", "auto", "another config format", also_off=("hf",)),
     _missing("hf_config_path", None, "a config.json outside the model folder"),
@@ -122,7 +115,6 @@ _ARGUMENTS = (
     _missing("disable_sliding_window", False, "running a sliding-window model without its window"),
     _missing("enable_prompt_embeds", False, "embeddings as prompts"),
     _missing("logits_processor_pattern", None, "logits processors by name"),
-    _missing("override_pooler_config", None, "pooling models"),
     _missing("cpu_offload_gb", 0.0, "offloading weights to the host"),
     _missing("speculative_config", None, "speculative decoding"),
     _missing("enable_lora", False, _LORA),

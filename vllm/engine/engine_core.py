@@ -4,13 +4,15 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
 from vllm.config import VllmConfig
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.errors import EngineDeadError
 from vllm.executor import Executor, UniProcExecutor
 from vllm.logger import init_logger
-from vllm.messages import EngineOutput, EngineRequest
+from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
 from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
 
 logger = init_logger(__name__)
@@ -41,7 +43,7 @@ class EngineCore:
         logger.info(
             "ready in %.1f s: %s, max_model_len %d, at most %d requests and %d tokens per step",
             time.perf_counter() - started,
-            config.model.served_model_name or config.model.model,
+            (config.model.served_model_name or (config.model.model,))[0],
             config.scheduler.max_model_len,
             config.scheduler.max_num_seqs,
             config.scheduler.max_num_batched_tokens,
@@ -93,6 +95,15 @@ class EngineCore:
             used = pool.num_usable_blocks - pool.num_free
             trace.counter("cache", **cache_counters(used, pool.num_usable_blocks))
         return result
+
+    def preload(self) -> bool:
+        """Load in the background what only some requests need; always True."""
+        self.executor.preload()
+        return True
+
+    def stats(self) -> SchedulerStats:
+        """How full it is, and what it has done."""
+        return msgspec.structs.replace(self.scheduler.stats(), runner=self.executor.stats())
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and no change, while requests run."""

@@ -7,6 +7,7 @@ the KV cache is for the core to say.
 import copy
 import operator
 import random
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +16,20 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.config import VllmConfig
+from vllm.engine.pooling_input import PoolingInput, refuse_generation
 from vllm.errors import PromptTooLongError, RequestError
 from vllm.inputs import PromptType
 from vllm.messages import EngineRequest
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.structured_output.compiler import GrammarCompiler
+from vllm.structured_output.spec import make_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FORMS = "a string, a list of token ids, {'prompt': str} or {'prompt_token_ids': list of int}"
-_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "token_type_ids"}
 _MEDIA_KEYS = {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"}
 
 
@@ -57,6 +62,11 @@ class InputProcessor:
         self._vocab_size = config.model.resolved_arch.vocab_size
         self._max_model_len = config.scheduler.max_model_len
         self._max_logprobs = config.model.max_logprobs
+        self._structured_output = config.structured_output
+        self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = threading.Lock()
+        self._pooler = config.model.pooler
+        self.pooling = PoolingInput(config, self)
         self._config_end_tokens = _as_ids(config.model.resolved_arch.hf_config.get("eos_token_id"))
         self._default_end_tokens = _as_ids(generation_defaults.get("eos_token_ids"))
         # Requests without a seed draw theirs from here, so that an offline run can be repeated.
@@ -100,6 +110,7 @@ class InputProcessor:
         Raises:
             RequestError: something is wrong with it; names what, and the accepted values.
         """
+        refuse_generation(self._pooler)
         self._check_params(params)
         tokenized = self.tokenize(prompt)
         token_ids = tokenized.token_ids
@@ -110,7 +121,10 @@ class InputProcessor:
         max_total = self._max_model_len
         if params.max_tokens is not None:
             max_total = min(max_total, len(token_ids) + params.max_tokens)
-        eos, others = (None, frozenset[int]()) if params.ignore_eos else self.end_tokens
+        eos, others = self.end_tokens
+        # An output that has a form ends with it, if nothing more can come.
+        if params.ignore_eos and params.guided_decoding is None:
+            eos, others = None, frozenset()
         return tokenized.text, EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -124,6 +138,63 @@ class InputProcessor:
             priority=priority,
             cache_salt=tokenized.cache_salt,
         )
+
+    def process_pooling(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: PoolingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> tuple[str | None, EngineRequest]:
+        """`process` for a pooling model; see there.
+
+        Raises:
+            RequestError: something is wrong with the request, or the model generates.
+        """
+        return self.pooling.process(
+            request_id, prompt, params, arrival_time=arrival_time, priority=priority
+        )
+
+    def attach_grammar(self, request: EngineRequest) -> EngineRequest:
+        """The request with its grammar, if its output must have a form.
+
+        Blocks for as long as compiling takes, within the limits of the config. To be called
+        from any thread, after `process` and before the request goes to the core.
+
+        Raises:
+            RequestError: the form is wrong, cannot be enforced, or takes too much to compile.
+            CapacityError: (503) too many others are being compiled.
+        """
+        guided = request.sampling_params.guided_decoding
+        if guided is None or request.grammar is not None:
+            return request
+        return msgspec.structs.replace(request, grammar=self.grammar_compiler.compile(guided))
+
+    def attach_cached_grammar(self, request: EngineRequest) -> EngineRequest | None:
+        """As `attach_grammar` if nothing has to be compiled, else None; does not block."""
+        guided = request.sampling_params.guided_decoding
+        if guided is None or request.grammar is not None:
+            return request
+        grammar = self.grammar_compiler.cached(guided)
+        return None if grammar is None else msgspec.structs.replace(request, grammar=grammar)
+
+    def close(self) -> None:
+        """End the processes that compile grammars; what they compile fails."""
+        with self._compiler_lock:
+            if self._compiler is not None:
+                self._compiler.close()
+
+    @property
+    def grammar_compiler(self) -> GrammarCompiler:
+        """Compiles for the tokenizer of now. Made when first used; its processes come later."""
+        with self._compiler_lock:
+            if self._compiler is None or self._compiler.tokenizer is not self.tokenizer:
+                self._compiler = GrammarCompiler(
+                    self._structured_output, self.tokenizer, self._vocab_size
+                )
+            return self._compiler
 
     def tokenize(self, prompt: PromptType) -> TokenizedPrompt:
         """Token ids of a prompt in any form, checked to be there and in the vocabulary.
@@ -163,9 +234,10 @@ class InputProcessor:
             return TokenizedPrompt(self._check_prompt_ids(prompt["prompt_token_ids"]), text, salt)
         if text is None:
             raise RequestError(f"the prompt is empty: expected {_FORMS}", param="prompt")
-        return TokenizedPrompt(self._encode(text), text, salt)
+        add_special_tokens = prompt.get("add_special_tokens", True)
+        return TokenizedPrompt(self._encode(text, bool(add_special_tokens)), text, salt)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if self.tokenizer is None:
             raise RequestError(
                 "a text prompt needs a tokenizer, and this engine runs without one "
@@ -184,7 +256,8 @@ class InputProcessor:
                 param="prompt",
             ) from error
         # verbose: the tokenizer would log of prompts longer than *it* thinks the model takes.
-        return self._check_prompt_ids(self.tokenizer(text, verbose=False)["input_ids"])
+        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return self._check_prompt_ids(encoded["input_ids"])
 
     def _check_prompt_ids(self, token_ids: Any) -> list[int]:
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
@@ -225,10 +298,13 @@ class InputProcessor:
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
         if params.guided_decoding is not None:
-            raise RequestError(
-                "not available in this engine yet: structured output (guided_decoding)",
-                param="guided_decoding",
-            )
+            make_spec(params.guided_decoding, self._structured_output)  # raises
+            if self.tokenizer is None or self.end_tokens == (None, frozenset()):
+                raise RequestError(
+                    "structured output needs a tokenizer with an end token, and this engine has "
+                    "none",
+                    param="guided_decoding",
+                )
         for name in ("stop", "bad_words"):
             if getattr(params, name) and self.tokenizer is None:
                 raise RequestError(

@@ -14,7 +14,8 @@ from vllm.engine.output_processor import OutputProcessor
 from vllm.errors import EngineDeadError, RequestError
 from vllm.inputs import PromptType
 from vllm.messages import EngineOutput, EngineRequest
-from vllm.outputs import RequestOutput
+from vllm.outputs import AnyRequestOutput
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -104,9 +105,10 @@ class LLMEngine:
         """
         from vllm.engine.engine_core import EngineCore
         from vllm.transformers_utils.generation_config import load_generation_defaults
+        from vllm.transformers_utils.tokenizer import load_tokenizer
 
         # The tokenizer first: it is quick to load, so that a missing one is told at once.
-        tokenizer = _load_tokenizer(config)
+        tokenizer = load_tokenizer(config.model)
         return cls(config, EngineCore(config), tokenizer, load_generation_defaults(config.model))
 
     # ---- requests -------------------------------------------------------------------------
@@ -115,7 +117,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         lora_request: Any = None,
         *,
@@ -126,7 +128,7 @@ class LLMEngine:
         Args:
             request_id: comes back in the outputs; free again when the request has finished.
             prompt: in any form of `PromptType`.
-            params: how to sample; may be used again.
+            params: how to sample, or to pool; may be used again.
             arrival_time: in seconds of `time.time()`; None is now.
             lora_request: None; adapters are not available yet.
             priority: a smaller one goes first, where the scheduling policy is "priority".
@@ -140,15 +142,21 @@ class LLMEngine:
             raise RequestError(
                 "not available in this engine yet: LoRA (lora_request)", param="lora_request"
             )
-        self.submit(
-            *self.input_processor.process(
+        processor = self.input_processor
+        if isinstance(params, PoolingParams):
+            text, request = processor.process_pooling(
                 request_id, prompt, params, arrival_time=arrival_time, priority=priority
             )
-        )
+        else:
+            text, request = processor.process(
+                request_id, prompt, params, arrival_time=arrival_time, priority=priority
+            )
+        self.submit(text, request)
 
     def submit(self, prompt_text: str | None, request: EngineRequest) -> None:
         """Queue what `input_processor.process` has made; raises as `add_request`."""
         self.check_health()
+        request = self.input_processor.attach_grammar(request)
         core_requests = fan_out(request)
         core_ids = [core_request.request_id for core_request in core_requests]
         self.output_processor.add_request(
@@ -162,7 +170,7 @@ class LLMEngine:
             self.engine_core.abort_requests(core_ids)
             raise
 
-    def abort_request(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
+    def abort_request(self, request_id: str | Iterable[str]) -> list[AnyRequestOutput]:
         """End requests with finish reason "abort"; unknown ids are passed over.
 
         Returns:
@@ -174,7 +182,7 @@ class LLMEngine:
             self.engine_core.abort_requests(core_ids)
         return outputs
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[AnyRequestOutput]:
         """Compute one step for all requests that can run.
 
         Returns:
@@ -246,16 +254,3 @@ class LLMEngine:
         if self._release.alive:
             self.abort_request(self.output_processor.unfinished_request_ids)
         self._release()
-
-
-def _load_tokenizer(config: VllmConfig) -> "PreTrainedTokenizerBase | None":
-    from vllm.transformers_utils.tokenizer import get_tokenizer
-
-    model = config.model
-    if model.skip_tokenizer_init:
-        return None
-    return get_tokenizer(
-        model.tokenizer or model.resolved_path,
-        tokenizer_mode=model.tokenizer_mode,
-        trust_remote_code=model.trust_remote_code,
-    )

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 from vllm.engine.detokenizer import DetokenizerFactory
 from vllm.engine.output_state import RequestState, SampleState
 from vllm.engine.output_text import OutputText
+from vllm.engine.pooling_state import PoolingState
 from vllm.engine.stop_strings import StopStrings
 from vllm.errors import RequestError
 from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest, Finished, FinishReason
-from vllm.outputs import RequestOutput
+from vllm.outputs import AnyRequestOutput
 from vllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from vllm.engine.stats_recorder import StatsRecorder
 
 logger = init_logger(__name__)
 
@@ -30,9 +33,15 @@ class OutputProcessor:
 
     Args:
         tokenizer: None leaves every text empty.
+        recorder: told of tokens and of requests that end.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        recorder: "StatsRecorder | None" = None,
+    ) -> None:
+        self._recorder = recorder
         self._requests: dict[str, RequestState] = {}
         self._samples: dict[str, SampleState] = {}
         """By id in the core."""
@@ -52,6 +61,11 @@ class OutputProcessor:
     def unfinished_request_ids(self) -> list[str]:
         """Their ids, oldest first."""
         return list(self._requests)
+
+    def request_id_of(self, core_id: str) -> str | None:
+        """The user's id for a request of the core that has not ended; None: there is none."""
+        sample = self._samples.get(core_id)
+        return None if sample is None else sample.request.request_id
 
     def add_request(
         self,
@@ -78,9 +92,8 @@ class OutputProcessor:
                 param="request_id",
             )
         first = core_requests[0]
-        request = RequestState(
-            request_id, prompt, first.prompt_token_ids, params, first.arrival_time
-        )
+        kind = RequestState if first.pooling_params is None else PoolingState
+        request = kind(request_id, prompt, first.prompt_token_ids, params, first.arrival_time)
         text_of = None if self._detokenizers is None else self._detokenizers.text_of
         for index, core_request in enumerate(core_requests):
             text = self._make_text(params, first.prompt_token_ids)
@@ -89,7 +102,7 @@ class OutputProcessor:
             self._samples[core_request.request_id] = sample
         self._requests[request_id] = request
 
-    def process(self, output: EngineOutput) -> tuple[list[RequestOutput], list[str]]:
+    def process(self, output: EngineOutput) -> tuple[list[AnyRequestOutput], list[str]]:
         """Take in one step of the core.
 
         Returns:
@@ -97,7 +110,7 @@ class OutputProcessor:
             stop string, which the core cannot see.
         """
         now = time.time()
-        samples, finished = self._samples, output.finished
+        samples, finished, recorder = self._samples, output.finished, self._recorder
         self._take_details(output)
         news: dict[RequestState, None] = {}  # a set that keeps the order
         stopped: list[str] = []
@@ -107,6 +120,9 @@ class OutputProcessor:
                 continue  # has ended while this step was running
             sample.token_ids.append(token_id)
             request = sample.request
+            if recorder is not None:
+                recorder.token(sample, now)
+            request.metrics.last_token_time = now
             if request.metrics.first_token_time is None:
                 request.metrics.first_token_time = now
             if not sample.is_watched or core_id in finished:
@@ -124,7 +140,7 @@ class OutputProcessor:
                 news[sample.request] = None
         return self._outputs(news, now), stopped
 
-    def abort(self, request_ids: Iterable[str]) -> tuple[list[RequestOutput], list[str]]:
+    def abort(self, request_ids: Iterable[str]) -> tuple[list[AnyRequestOutput], list[str]]:
         """End requests with reason "abort"; ids that are not there are passed over.
 
         Returns:
@@ -145,6 +161,10 @@ class OutputProcessor:
             # Of several samples the first tells what earlier requests had left in the cache.
             if sample is not None and sample.request.num_cached_tokens is None:
                 sample.request.num_cached_tokens = num_tokens
+        for core_id, scheduled_time in output.scheduled_times.items():
+            sample = samples.get(core_id)
+            if sample is not None and sample.request.metrics.first_scheduled_time is None:
+                sample.request.metrics.first_scheduled_time = scheduled_time
         text_of = None if self._detokenizers is None else self._detokenizers.text_of
         for core_id, rows in output.prompt_logprobs.items():
             if (sample := samples.get(core_id)) is not None:
@@ -152,19 +172,25 @@ class OutputProcessor:
         for core_id, rows in output.logprobs.items():
             if (sample := samples.get(core_id)) is not None:
                 sample.add_logprobs(rows)
+        for core_id, result in output.pooled.items():
+            sample = samples.get(core_id)
+            if sample is not None and isinstance(sample.request, PoolingState):
+                sample.request.result = result
 
     def _end(self, sample: SampleState, end: Finished) -> None:
         if end.error is not None:
             logger.error("request %s failed: %s", sample.core_id, end.error)
         sample.end(end)
 
-    def _outputs(self, requests: Iterable[RequestState], now: float) -> list[RequestOutput]:
+    def _outputs(self, requests: Iterable[RequestState], now: float) -> list[AnyRequestOutput]:
         """Outputs of requests with news, and farewell to those that are finished."""
         outputs = []
         for request in requests:
             is_finished = request.is_finished
             if is_finished:
                 request.metrics.finished_time = now
+                if self._recorder is not None:
+                    self._recorder.request(request, now)
                 del self._requests[request.request_id]
             if is_finished or request.is_streamed:
                 outputs.append(request.output())

@@ -7,7 +7,13 @@ whose user wants the final output are made once, at its end.
 from vllm.engine.logprobs import TextOf, to_dicts
 from vllm.engine.output_text import OutputText
 from vllm.messages import Finished, FinishReason, LogprobRows
-from vllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from vllm.outputs import (
+    AnyRequestOutput,
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -18,6 +24,7 @@ class SampleState:
         core_id: its id in the core.
         token_ids: output tokens so far; the caller appends.
         is_watched: has to be read token by token, to stream it or to find a stop string.
+        last_token_time: in seconds of `time.time()`, where somebody records it.
     """
 
     __slots__ = (
@@ -34,6 +41,7 @@ class SampleState:
         "finish_reason",
         "index",
         "is_watched",
+        "last_token_time",
         "request",
         "stop_reason",
         "token_ids",
@@ -52,6 +60,7 @@ class SampleState:
         self.core_id = core_id
         self.token_ids: list[int] = []
         self.is_watched = request.is_streamed or (text is not None and bool(request.params.stop))
+        self.last_token_time: float | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._text = text
@@ -178,6 +187,11 @@ class RequestState:
             self._prompt_logprobs = [None]  # nothing predicts the first token
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._prompt_token_ids)
+
+    @property
     def is_finished(self) -> bool:
         """Every sample has ended."""
         return self.num_running == 0
@@ -192,7 +206,7 @@ class RequestState:
         if self.params.prompt_logprobs is not None and self._prompt_logprobs is not None:
             self._prompt_logprobs += to_dicts(rows, self.params.prompt_logprobs, text_of)
 
-    def output(self) -> RequestOutput:
+    def output(self) -> AnyRequestOutput:
         """The request as its user shall see it now; in a delta, only samples with news."""
         samples, prompt_logprobs = self.samples, self._prompt_logprobs
         is_finished = self.is_finished

@@ -19,12 +19,15 @@ from vllm.config import (
     ModelConfig,
     ObservabilityConfig,
     ParallelConfig,
+    PoolerConfig,
     SchedulerConfig,
+    StructuredOutputConfig,
     VllmConfig,
 )
 from vllm.config.fields import config_fields
 from vllm.config.model import ModelDType
 from vllm.engine.resolve_hpu import resolve_hpu_config
+from vllm.engine.resolve_pooling import resolve_pooler
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
@@ -50,6 +53,10 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         ConfigError: the engine cannot start with these settings.
     """
     platform = resolve_platform(settings["device"])
+    load = _section(LoadConfig, settings)
+    model = _resolve_model(_section(ModelConfig, settings), load)
+    if model.pooler is not None:
+        settings = _for_pooling(settings, model.pooler)
     parallel = _section(ParallelConfig, settings)
     cache = _section(
         CacheConfig,
@@ -57,9 +64,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         block_size=_given(settings["block_size"], platform.default_block_size),
         kv_cache_space_bytes=_kv_cache_space_bytes(),
     )
-    load = _section(LoadConfig, settings)
     hpu = resolve_hpu_config(enable_prefix_caching=cache.enable_prefix_caching)
-    model = _resolve_model(_section(ModelConfig, settings), load)
     return VllmConfig(
         model=model,
         cache=cache,
@@ -68,6 +73,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         device=DeviceConfig(device=cast(Any, platform.name)),
         load=load,
         hpu=hpu,
+        structured_output=_section(StructuredOutputConfig, settings),
         observability=ObservabilityConfig(profiler_enabled=envs.get().VLLM_PROFILER_ENABLED),
     )
 
@@ -97,14 +103,19 @@ def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
         complete_hf_config(raw, folder, trust_remote_code=asked.trust_remote_code)
     )
     arch = _allow_long_positions(asked.max_model_len, arch)
+    pooler, recommended_len = resolve_pooler(asked, arch, folder)
+    max_model_len = _resolve_max_model_len(asked, arch)
+    if recommended_len is not None and asked.max_model_len is None:
+        max_model_len = min(max_model_len, recommended_len)
     return replace(
         asked,
         model=name,
-        served_model_name=asked.served_model_name or (None if asked.model else folder.name),
+        served_model_name=asked.served_model_name or (asked.model or folder.name,),
         tokenizer=_resolve_tokenizer(asked, load, folder),
         dtype=_resolve_dtype(asked, arch),
-        max_model_len=_resolve_max_model_len(asked, arch),
+        max_model_len=max_model_len,
         arch=arch,
+        pooler=pooler,
         path=str(folder),
     )
 
@@ -185,6 +196,14 @@ def _resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
             f"'{{\"max_position_embeddings\": {asked.max_model_len}}}'"
         )
     return asked.max_model_len
+
+
+def _for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[str, Any]:
+    """The settings as pooling needs them: where all of a prompt counts, it runs in one step."""
+    if not pooler.needs_whole_prompts:
+        return settings
+    logger.info("prompts run whole, without prefix cache, as all of their tokens are pooled")
+    return {**settings, "enable_chunked_prefill": False, "enable_prefix_caching": False}
 
 
 def _resolve_scheduler(

@@ -1,6 +1,6 @@
 """Beam search as a loop of one-token requests; the prefix cache keeps it from recomputing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Run = Callable[[list[TokensPrompt], SamplingParams], list[RequestOutput]]
+RunAsync = Callable[[list[TokensPrompt], SamplingParams], Awaitable[list[RequestOutput]]]
+_Rounds = Generator[
+    tuple[list[TokensPrompt], SamplingParams], list[RequestOutput], list[BeamSearchOutput]
+]
+"""Gives what to run next and takes what came of it."""
 
 
 @dataclass
@@ -48,6 +53,43 @@ def search_beams(
         max_model_len: prompt and output tokens of a sequence at most.
         tokenizer: makes the text of the sequences; None leaves it None.
     """
+    rounds = _search(prompts, params, end_tokens, max_model_len, tokenizer)
+    outputs: list[RequestOutput] | None = None
+    while True:
+        try:
+            work = next(rounds) if outputs is None else rounds.send(outputs)
+        except StopIteration as end:
+            return cast(list[BeamSearchOutput], end.value)
+        outputs = run(*work)
+
+
+async def search_beams_async(
+    prompts: Sequence[list[int]],
+    params: BeamSearchParams,
+    run: RunAsync,
+    *,
+    end_tokens: frozenset[int],
+    max_model_len: int,
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> list[BeamSearchOutput]:
+    """As `search_beams`, where `run` is awaited."""
+    rounds = _search(prompts, params, end_tokens, max_model_len, tokenizer)
+    outputs: list[RequestOutput] | None = None
+    while True:
+        try:
+            work = next(rounds) if outputs is None else rounds.send(outputs)
+        except StopIteration as end:
+            return cast(list[BeamSearchOutput], end.value)
+        outputs = await run(*work)
+
+
+def _search(
+    prompts: Sequence[list[int]],
+    params: BeamSearchParams,
+    end_tokens: frozenset[int],
+    max_model_len: int,
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> _Rounds:
     step = SamplingParams(
         max_tokens=1,
         logprobs=2 * params.beam_width,  # so that end tokens cannot use up all candidates
@@ -62,7 +104,7 @@ def search_beams(
     active = searches
     while active:
         beams = [beam for search in active for beam in search.live]
-        outputs = iter(run([{"prompt_token_ids": beam.tokens} for beam in beams], step))
+        outputs = iter((yield [{"prompt_token_ids": beam.tokens} for beam in beams], step))
         for search in active:
             _advance(search, [next(outputs) for _ in search.live], params, end_tokens)
         active = [search for search in active if search.live]

@@ -28,8 +28,18 @@ _OWN_ARGUMENTS = (
     "continue_final_message",
     "tools",
     "conversation",
+    "messages",
     "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "processor_kwargs",
 )
+"""Parameters of the function that renders, which no variable of a template may shadow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +154,11 @@ def _parse_message(where: str, message: Message, as_parts: bool) -> dict[str, An
     elif role != "assistant":
         raise RequestError(f"{where} has no content", param="messages")
     if message.get("tool_calls"):
+        if not isinstance(message["tool_calls"], Sequence):
+            raise RequestError(
+                f"{where}.tool_calls must be a list, got {type(message['tool_calls']).__name__}",
+                param="messages",
+            )
         parsed["tool_calls"] = [
             _parse_tool_call(f"{where}.tool_calls[{i}]", call)
             for i, call in enumerate(message["tool_calls"])
@@ -195,10 +210,12 @@ def _parse_tool_call(where: str, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(
                 f"{where}.function.arguments is not JSON: {error}", param="messages"
             ) from None
+    if not isinstance(function.get("name"), str):
+        raise RequestError(f"{where}.function needs a name", param="messages")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -233,10 +250,10 @@ def reads_content_parts(template: str) -> bool:
     import jinja2
     from jinja2 import nodes
 
-    # A tag of transformers that jinja2 alone does not know; it changes no text.
-    source = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)
     try:
-        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
+            without_generation_tags(template)
+        )
     except jinja2.TemplateSyntaxError:
         return False  # rendering will say what is wrong
     names = {
@@ -245,6 +262,11 @@ def reads_content_parts(template: str) -> bool:
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node, set())
     }
     return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+
+
+def without_generation_tags(template: str) -> str:
+    """A template without the tag of transformers that jinja2 does not know; it changes no text."""
+    return re.sub(r"\{%[-+]?\s{0,9}(end)?generation\s{0,9}[-+]?%\}", "", template)
 
 
 def _is_content(node: Any, names: set[str]) -> bool:

@@ -2,16 +2,24 @@
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.engine.llm_engine import LLMEngine
+from vllm.engine.pooling_input import refuse_generation
 from vllm.entrypoints.beam_search import search_beams
 from vllm.entrypoints.chat_utils import ChatOptions, ContentFormat, Message, render_chat
-from vllm.entrypoints.interrupt import defer_interrupts
-from vllm.entrypoints.progress import GenerationProgress, MakeBar
-from vllm.errors import CapacityError, RequestError
+from vllm.entrypoints.offline_run import (
+    Prompts,
+    as_list,
+    naming_prompt,
+    per_prompt,
+    refuse,
+    run_requests,
+)
+from vllm.entrypoints.pooling_llm import PoolingMethods
+from vllm.entrypoints.progress import MakeBar
+from vllm.errors import RequestError
 from vllm.inputs import PromptType, TextPrompt, TokensPrompt
 from vllm.messages import EngineRequest
 from vllm.outputs import BeamSearchOutput, RequestOutput
@@ -20,12 +28,11 @@ from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingPa
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Prompts = PromptType | Sequence[PromptType]
 Params = SamplingParams | Sequence[SamplingParams]
 
 
-class LLM:
-    """A model to generate with. Not thread-safe.
+class LLM(PoolingMethods):
+    """A model to generate or to pool with. Not thread-safe.
 
     Released when it is collected, at the end of the program, or by `llm_engine.shutdown()`.
 
@@ -56,7 +63,7 @@ class LLM:
 
     def _start(self, engine: LLMEngine) -> None:
         self.llm_engine = engine
-        self.request_counter: Iterator[int] = itertools.count()
+        self.request_counter = itertools.count()
 
     # ---- generation -----------------------------------------------------------------------
 
@@ -94,7 +101,7 @@ class LLM:
             RequestError: (a ValueError) a prompt or its parameters are wrong; names the prompt.
             CapacityError: (a ValueError) a prompt can never fit the KV cache.
         """
-        _refuse(
+        refuse(
             lora_request=lora_request,
             prompt_adapter_request=prompt_adapter_request,
             guided_options_request=guided_options_request,
@@ -103,7 +110,7 @@ class LLM:
             prompts = _with_token_ids(prompts, prompt_token_ids)
         if prompts is None:
             raise RequestError("prompts is missing", param="prompts")
-        return self._run(_as_list(prompts), sampling_params, priority, use_tqdm)
+        return self._run(as_list(prompts), sampling_params, priority, use_tqdm)
 
     def chat(
         self,
@@ -133,7 +140,8 @@ class LLM:
         Raises:
             RequestError: (a ValueError) a conversation is wrong, or there is no chat template.
         """
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse_generation(self.llm_engine.model_config.pooler)
         options = ChatOptions(
             chat_template=chat_template,
             content_format=chat_template_content_format,
@@ -158,7 +166,7 @@ class LLM:
         Raises:
             RequestError: (a ValueError) a prompt or the parameters are wrong.
         """
-        _refuse(lora_request=lora_request)
+        refuse(lora_request=lora_request)
         processor = self.llm_engine.input_processor
         tokenized = [processor.tokenize(cast(PromptType, prompt)) for prompt in prompts]
         eos, others = processor.end_tokens
@@ -212,43 +220,19 @@ class LLM:
         use_tqdm: bool | MakeBar,
     ) -> list[RequestOutput]:
         params = self._params_per_prompt(sampling_params, len(prompts))
-        priorities = _per_prompt("priority", priority, len(prompts)) or [0] * len(prompts)
+        priorities = per_prompt("priority", priority, len(prompts)) or [0] * len(prompts)
+        processor = self.llm_engine.input_processor
         requests: list[tuple[str | None, EngineRequest]] = []
         for index, prompt in enumerate(prompts):
-            with _naming_prompt(index, len(prompts)):
-                requests.append(
-                    self.llm_engine.input_processor.process(
-                        str(next(self.request_counter)),
-                        prompt,
-                        params[index],
-                        priority=priorities[index],
-                    )
+            with naming_prompt(index, len(prompts)):
+                text, request = processor.process(
+                    str(next(self.request_counter)),
+                    prompt,
+                    params[index],
+                    priority=priorities[index],
                 )
-        pending: dict[str, None] = {}
-        try:
-            for index, (text, request) in enumerate(requests):
-                with _naming_prompt(index, len(prompts)):
-                    self.llm_engine.submit(text, request)
-                pending[request.request_id] = None
-            finished = self._collect(pending, use_tqdm)
-        finally:
-            self.llm_engine.abort_request(pending)
-        return [finished[request.request_id] for _, request in requests]
-
-    def _collect(
-        self, pending: dict[str, None], use_tqdm: bool | MakeBar
-    ) -> dict[str, RequestOutput]:
-        """Step until nothing is pending; what has finished is taken out of it."""
-        finished: dict[str, RequestOutput] = {}
-        with GenerationProgress(len(pending), use_tqdm) as progress, defer_interrupts() as ctrl_c:
-            while pending:
-                ctrl_c.raise_if_set()
-                for output in self.llm_engine.step():
-                    if output.finished and output.request_id in pending:
-                        del pending[output.request_id]
-                        finished[output.request_id] = output
-                        progress.update(output)
-        return finished
+                requests.append((text, processor.attach_grammar(request)))
+        return cast(list[RequestOutput], run_requests(self.llm_engine, requests, use_tqdm))
 
     def _params_per_prompt(self, params: Params | None, count: int) -> list[SamplingParams]:
         """Copies that ask for the final output only; the caller's stay as they are."""
@@ -256,18 +240,7 @@ class LLM:
             params = self.get_default_sampling_params()
         if not isinstance(params, Sequence):
             return [_final_only(params)] * count
-        return [_final_only(each) for each in _per_prompt("sampling_params", params, count) or []]
-
-
-@contextmanager
-def _naming_prompt(index: int, count: int) -> Iterator[None]:
-    """Put the index of the prompt in front of an error, when there are several."""
-    try:
-        yield
-    except (RequestError, CapacityError) as error:
-        if count > 1:
-            error.args = (f"prompt {index} of {count}: {error}",)
-        raise
+        return [_final_only(each) for each in per_prompt("sampling_params", params, count) or []]
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:
@@ -281,36 +254,6 @@ def _final_only(params: SamplingParams) -> SamplingParams:
     return own
 
 
-def _per_prompt(name: str, values: Sequence[Any] | None, count: int) -> list[Any] | None:
-    if values is None:
-        return None
-    if len(values) != count:
-        raise RequestError(
-            f"{name} has {len(values)} entries for {count} prompts: give one per prompt",
-            param=name,
-        )
-    return list(values)
-
-
-def _refuse(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise RequestError(f"not available in this engine yet: {name}", param=name)
-
-
-def _as_list(prompts: Prompts) -> list[PromptType]:
-    if isinstance(prompts, (str, Mapping)):
-        return [cast(PromptType, prompts)]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(
-            f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}",
-            param="prompts",
-        )
-    if prompts and isinstance(prompts[0], int):
-        return [cast(list[int], prompts)]
-    return list(cast(Sequence[PromptType], prompts))
-
-
 def _with_token_ids(
     prompts: Prompts | None, token_ids: list[int] | list[list[int]]
 ) -> list[PromptType]:
@@ -321,8 +264,8 @@ def _with_token_ids(
         DeprecationWarning,
         stacklevel=3,
     )
-    lists = cast(list[list[int]], _as_list(cast(Prompts, token_ids)))
-    texts = [None] * len(lists) if prompts is None else _as_list(prompts)
+    lists = cast(list[list[int]], as_list(cast(Prompts, token_ids)))
+    texts = [None] * len(lists) if prompts is None else as_list(prompts)
     if len(texts) != len(lists):
         raise RequestError(
             f"prompt_token_ids has {len(lists)} entries for {len(texts)} prompts",

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from vllm.outputs import RequestOutput
+from vllm.outputs import AnyRequestOutput, RequestOutput
 
 MakeBar = Callable[..., Any]
 """Makes a bar when called like `tqdm.tqdm`."""
@@ -35,12 +35,13 @@ class GenerationProgress:
         if self._bar is not None:
             self._bar.close()
 
-    def update(self, output: RequestOutput) -> None:
+    def update(self, output: AnyRequestOutput) -> None:
         """One more request has finished."""
         if self._bar is None:
             return
         self._num_input_tokens += len(output.prompt_token_ids or ())
-        self._num_output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        if isinstance(output, RequestOutput):
+            self._num_output_tokens += sum(len(sample.token_ids) for sample in output.outputs)
         self._show_speed()
         self._bar.update(1)
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 
-from vllm.messages import SchedulerOutput
+from vllm.messages import RunnerStats, SchedulerOutput
 from vllm.worker.interface import StepHandleLike
 
 
@@ -16,6 +16,17 @@ class Executor(ABC):
     @abstractmethod
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         """Start a step on all workers; at most one is in flight."""
+
+    @abstractmethod
+    def preload(self) -> None:
+        """Load in the background what only some requests need."""
+
+    def stats(self) -> RunnerStats:
+        """What the workers have done since they started; nothing where they do not count.
+
+        Every worker runs every step, so the one that counts stands for all of them.
+        """
+        return RunnerStats()
 
     @abstractmethod
     def shutdown(self) -> None:

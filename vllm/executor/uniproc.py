@@ -2,7 +2,7 @@
 
 from vllm.config import VllmConfig
 from vllm.executor.base import Executor
-from vllm.messages import SchedulerOutput
+from vllm.messages import RunnerStats, SchedulerOutput
 from vllm.platforms import resolve_platform
 from vllm.utils.imports import load_class
 from vllm.worker.interface import StepHandleLike, Worker
@@ -27,6 +27,14 @@ class UniProcExecutor(Executor):
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         """Start a step."""
         return self._running_worker.execute_model(step)
+
+    def preload(self) -> None:
+        """Load in the background what only some requests need."""
+        self._running_worker.preload()
+
+    def stats(self) -> RunnerStats:
+        """What the worker has done."""
+        return self._running_worker.stats()
 
     def shutdown(self) -> None:
         """Drop the model and its caches."""

@@ -48,7 +48,7 @@ def add_parser(
 ) -> FlexibleArgumentParser:
     """Declare the subcommand and return its parser."""
     text = "print versions, machine and settings for a bug report"
-    return subparsers.add_parser("collect-env", help=text, description=text.capitalize() + ".")
+    return subparsers.add_parser("collect-env", description=text.capitalize() + ".")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -21,7 +21,6 @@ def add_parser(
     """Declare the subcommand and return its parser."""
     parser = subparsers.add_parser(
         "generate",
-        help="complete prompts offline",
         description="Complete prompts with a model, without a server.",
         usage="vllm generate [--model MODEL] --prompt TEXT [flags]",
     )

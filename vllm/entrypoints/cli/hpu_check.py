@@ -40,7 +40,6 @@ def add_parser(
     """Declare the subcommand and return its parser."""
     parser = subparsers.add_parser(
         "hpu-check",
-        help="check that a Gaudi card computes what the engine needs",
         description="Check memory, kernels, attention, graphs and compilation of a Gaudi card, in "
         "the mode that PT_HPU_LAZY_MODE gives. Exit code: 0 nothing failed, 1 something did, 2 "
         "there is no card.",

@@ -1,29 +1,50 @@
 """The `vllm` command: one module per subcommand, and the exit codes.
 
 A subcommand is a module with `add_parser(subparsers)` and `run(args)`, listed in `_COMMANDS`.
-It imports torch and the engine inside `run`, so that `--help` and a bad flag answer at once.
-`run` may return an exit code; None is 0.
+Only the module of the command that was given is imported, and it imports torch and the engine
+inside `run`, so that `--help` and a bad flag answer at once. `run` may return an exit code; None
+is 0.
 
 Exit codes: 0 done, 1 the engine failed, 2 bad flags, settings or input, 130 interrupted.
 """
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from vllm.errors import ConfigError, RequestError, VllmError
 from vllm.utils import FlexibleArgumentParser
 from vllm.version import __version__
 
-_COMMANDS = ("generate", "collect_env", "hpu_check")
+_COMMANDS = {
+    "serve": "serve a model over HTTP",
+    "chat": "talk to a model on a server",
+    "complete": "let a model on a server continue text",
+    "bench": "measure throughput and latency",
+    "run-batch": "answer the requests of a file",
+    "generate": "complete prompts offline",
+    "collect-env": "show versions, hardware and settings for a bug report",
+    "hpu-check": "check that a Gaudi card computes what the engine needs",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Flag errors and `--help` exit from argparse."""
-    try:
-        args = _create_parser().parse_args(argv)
+
+    def run() -> int | None:
+        words = sys.argv[1:] if argv is None else argv
+        args = _create_parser(words).parse_args(words)
         code: int | None = args.run(args)
+        return code
+
+    return run_command(run)
+
+
+def run_command(run: Callable[[], int | None]) -> int:
+    """Run a program's main function; its exit code, or that of the error it raises."""
+    try:
+        code = run()
     except (ConfigError, RequestError) as error:
         return _fail(error, 2)
     except VllmError as error:
@@ -37,13 +58,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code or 0
 
 
-def _create_parser() -> FlexibleArgumentParser:
+def _create_parser(words: Sequence[str]) -> FlexibleArgumentParser:
     parser = FlexibleArgumentParser(prog="vllm", description="LLM inference on Gaudi and CPU.")
     parser.add_argument("-v", "--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in _COMMANDS:
-        command = import_module(f"vllm.entrypoints.cli.{name}")
-        command.add_parser(subparsers).set_defaults(run=command.run)
+    given = next((word for word in words if not word.startswith("-")), None)
+    for name, text in _COMMANDS.items():
+        if name == given:
+            command = import_module(f"vllm.entrypoints.cli.{name.replace('-', '_')}")
+            command.add_parser(subparsers).set_defaults(run=command.run)
+        else:
+            subparsers.add_parser(name, help=text)
     return parser
 
 

@@ -1,0 +1,159 @@
+"""A headless Chromium, spoken to over two pipes in its DevTools protocol: no driver, no port."""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+_FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--no-first-run",
+    "--remote-debugging-pipe",
+)
+_TIMEOUT_S = 30.0
+
+
+class Page:
+    """One tab.
+
+    Attributes:
+        complaints: what the browser has logged as an error: exceptions, blocked content.
+    """
+
+    def __init__(self, to_browser: int, from_browser: int) -> None:
+        self.complaints: list[str] = []
+        self._to_browser = to_browser
+        self._from_browser = from_browser
+        self._received = b""
+        self._last_id = 0
+        self._num_loads = 0
+        self._session: dict[str, str] = {}
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def open(self, url: str, width: int = 1200, height: int = 900, scheme: str = "light") -> None:
+        """Go to an address, in a window of this size and in light or dark colours."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.call("Emulation.setEmulatedMedia", features=[feature])
+        num_loads = self._num_loads
+        self.call("Page.navigate", url=url)
+        while self._num_loads == num_loads:
+            self._note(self._receive())
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression; promises are awaited."""
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def text(self, selector: str) -> str:
+        """What the elements of a selector show."""
+        script = f"[...document.querySelectorAll({json.dumps(selector)})]"
+        return self.evaluate(f"{script}.map(e => e.innerText).join(' ')")
+
+    def wait_for(self, expression: str) -> None:
+        """Until a JavaScript expression is true."""
+        deadline = time.monotonic() + _TIMEOUT_S
+        while not self.evaluate(f"Boolean({expression})"):
+            assert time.monotonic() < deadline, f"{expression}: {self.text('body')}"
+            time.sleep(0.05)
+
+    def screenshot(self, path: Path) -> None:
+        """Save the whole page as PNG."""
+        data = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
+        path.write_bytes(base64.b64decode(data))
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """One command of the protocol, and its answer."""
+        self._last_id += 1
+        message = {"id": self._last_id, "method": method, "params": params, **self._session}
+        os.write(self._to_browser, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("id") == self._last_id:
+                assert "error" not in answer, (method, answer["error"])
+                return answer["result"]
+            self._note(answer)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        method = event.get("method")
+        if method == "Page.loadEventFired":
+            self._num_loads += 1
+        elif method == "Runtime.exceptionThrown":
+            self.complaints.append(json.dumps(event["params"]))
+        elif method == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
+            self.complaints.append(event["params"]["entry"]["text"])
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._received:
+            data = os.read(self._from_browser, 1 << 20)
+            assert data, "the browser has ended"
+            self._received += data
+        message, _, self._received = self._received.partition(b"\0")
+        return json.loads(message)
+
+
+@contextmanager
+def chromium_page(profile: Path) -> Iterator[Page]:
+    """A tab of a new browser, which ends with the block.
+
+    Args:
+        profile: an empty folder for its files.
+    """
+    assert CHROMIUM is not None
+    browser_reads, to_browser = os.pipe()
+    from_browser, browser_writes = os.pipe()
+
+    def place_pipes() -> None:
+        """The browser reads from 3 and writes to 4."""
+        copies = [os.dup(browser_reads), os.dup(browser_writes)]
+        while min(copies) <= 4:  # not onto each other
+            copies = [os.dup(copy) for copy in copies]
+        os.dup2(copies[0], 3)
+        os.dup2(copies[1], 4)
+
+    process = subprocess.Popen(
+        [CHROMIUM, *_FLAGS, f"--user-data-dir={profile}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        close_fds=False,
+        preexec_fn=place_pipes,
+    )
+    os.close(browser_reads)
+    os.close(browser_writes)
+    try:
+        yield Page(to_browser, from_browser)
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        os.close(to_browser)
+        os.close(from_browser)

@@ -1,0 +1,203 @@
+"""A server of its own for a test: started, waited for, ended, and nothing of it left behind."""
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 120
+END_TIMEOUT_S = 30
+
+
+class Server:
+    """A process of `vllm serve`.
+
+    Attributes:
+        process: the API process.
+        port: it listens on.
+        log: file with what it writes to stdout and stderr.
+    """
+
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", port: int, log: Path, scratch: Path
+    ) -> None:
+        self.process = process
+        self.port = port
+        self.log = log
+        self._scratch = scratch
+        self._seen: dict[int, psutil.Process] = {}
+
+    @property
+    def url(self) -> str:
+        """Without a path."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def log_text(self) -> str:
+        """What it has written so far."""
+        return self.log.read_text(errors="replace")
+
+    def request(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        """(status, headers with lower-case names, body); `body` is sent as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            data = None if body is None else json.dumps(body).encode()
+            if data is not None:
+                headers.setdefault("Content-Type", "application/json")
+            connection.request(method, path, data, headers)
+            response = connection.getresponse()
+            names = {name.lower(): value for name, value in response.getheaders()}
+            return response.status, names, response.read()
+
+    def get_json(self, path: str) -> Any:
+        """The body of GET."""
+        return json.loads(self.request("GET", path)[2])
+
+    def metric(self, name: str) -> float:
+        """Sum of the samples of a metric in GET /metrics.
+
+        Raises:
+            LookupError: there is none.
+        """
+        text = self.request("GET", "/metrics")[2].decode()
+        values = [
+            float(line.rpartition(" ")[2])
+            for line in text.splitlines()
+            if line.startswith((name + " ", name + "{"))
+        ]
+        if not values:
+            raise LookupError(name)
+        return sum(values)
+
+    def wait_for(self, path: str = "/readyz", timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until GET gives 200."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.log_text()
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if self.request("GET", path)[0] == 200:
+                    return
+            time.sleep(0.02)
+        raise AssertionError(f"{path} is not 200 after {timeout_s} s:\n{self.log_text()}")
+
+    def wait_until_idle(self, timeout_s: float = 30) -> None:
+        """Until no request runs or waits, and no block is held."""
+        gauges = (
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+            "vllm:gpu_cache_usage_perc",
+        )
+        end = time.monotonic() + timeout_s
+        values: dict[str, float] = {}
+        while time.monotonic() < end:
+            values = {name: self.metric(name) for name in gauges}
+            values["in progress"] = self.get_json("/load")["server_load"]
+            if not any(values.values()):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"not idle after {timeout_s} s: {values}")
+
+    def children(self) -> list[psutil.Process]:
+        """Its processes besides the API process; remembered for `assert_nothing_is_left`."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found = psutil.Process(self.process.pid).children(recursive=True)
+            self._seen |= {child.pid: child for child in found}
+            return found
+        return []
+
+    def engine_process(self) -> psutil.Process:
+        """The engine core."""
+        (core,) = (p for p in self.children() if "vllm.engine.core_process" in p.cmdline())
+        return core
+
+    def send_signal(self, signum: int = signal.SIGTERM) -> None:
+        """To the API process alone."""
+        self.children()
+        self.process.send_signal(signum)
+
+    def wait_for_exit(self, timeout_s: float = END_TIMEOUT_S) -> int:
+        """Its exit code."""
+        return self.process.wait(timeout_s)
+
+    def remove_scratch(self) -> None:
+        """The folder of the sockets, which only a server that is not killed removes."""
+        for folder in self._scratch.glob("vllm-*"):
+            shutil.rmtree(folder)
+
+    def assert_nothing_is_left(self) -> None:
+        """No process of it runs any more, and its sockets are gone."""
+        assert not list(self._scratch.glob("vllm-*")), "the folder of the sockets is left behind"
+        _, alive = psutil.wait_procs(self._seen.values(), timeout=5)
+        assert not alive, f"left behind: {alive}\n{self.log_text()}"
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def start_server(
+    *flags: str, variables: dict[str, str] | None = None, is_awaited: bool = True
+) -> Iterator[Server]:
+    """Run `vllm serve` with flags; the bundled model unless they say otherwise.
+
+    On leaving, the server is ended by SIGTERM unless it has ended, and must leave no process and no
+    folder for its sockets.
+
+    Args:
+        flags: of `vllm serve`, without host and port.
+        variables: environment variables besides those of this process.
+        is_awaited: wait until it is ready.
+    """
+    with tempfile.TemporaryDirectory(prefix="serve-") as folder:
+        log, port = Path(folder) / "log", free_port()
+        scratch = Path(folder) / "tmp"
+        scratch.mkdir()
+        environment = {**os.environ, **(variables or {}), "TMPDIR": str(scratch)}
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*serve_command(), "--host", "127.0.0.1", "--port", str(port), *flags],
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=output,
+            )
+        server = Server(process, port, log, scratch)
+        try:
+            if is_awaited:
+                server.wait_for()
+                server.children()
+            yield server
+        finally:
+            server.children()
+            if process.poll() is None:
+                process.terminate()
+            try:
+                process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        server.assert_nothing_is_left()
+
+
+def serve_command() -> Sequence[str]:
+    """`vllm serve` of this checkout."""
+    return (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")

@@ -1,0 +1,109 @@
+"""`vllm run-batch` with the bundled model."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.e2e.server import ROOT, start_server
+
+pytestmark = pytest.mark.e2e
+
+GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+CHAT = GREEDY | {"messages": [{"role": "user", "content": "hi"}]}
+REQUESTS = [
+    ("/v1/completions", GREEDY | {"prompt": "def main("}),
+    ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, "n": 1}),
+    ("/v1/completions", GREEDY | {"prompt": "def main(", "model": "nobody"}),
+    ("/v1/completions", GREEDY | {"prompt": "def main(", "temperature": -1}),
+    ("/v1/completions", GREEDY | {"prompt": ["import", "class"], "echo": True}),
+]
+ONCE_ONLY = ("id", "created")
+
+
+def write_requests(path, requests):
+    with path.open("w") as file:
+        for index, (url, body) in enumerate(requests):
+            line = {"custom_id": f"line {index}", "method": "POST", "url": url, "body": body}
+            file.write(json.dumps(line) + "\n")
+
+
+def start_batch(folder):
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "run-batch"]
+    command += ["-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl")]
+    log = (folder / "log").open("wb")
+    with log:
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+
+
+def read_records(folder):
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+def test_a_batch_gets_the_answers_of_the_server(tmp_path):
+    write_requests(tmp_path / "in.jsonl", REQUESTS)
+    process = start_batch(tmp_path)
+    assert process.wait(120) == 0, (tmp_path / "log").read_text()
+    assert "5 requests in" in (tmp_path / "log").read_text()
+    with start_server() as server:
+        online = [server.request("POST", url, body) for url, body in REQUESTS]
+    records = read_records(tmp_path)
+    assert [record["custom_id"] for record in records] == [f"line {i}" for i in range(5)]
+    for record, (status, _, body) in zip(records, online, strict=True):
+        assert record["response"]["status_code"] == status
+        found = record["response"]["body"] or record["error"]
+        expected = json.loads(body)
+        for key in ONCE_ONLY:
+            assert (key in found) == (key in expected)
+            found.pop(key, None), expected.pop(key, None)
+        assert found == expected
+    assert [record["response"]["status_code"] for record in records] == [200, 200, 404, 400, 200]
+
+
+@pytest.fixture
+def long_batch(tmp_path):
+    """(process, its children) of a batch that has begun to answer: three lines, and long ones."""
+    long = GREEDY | {"prompt": "import", "max_tokens": 2000}
+    bodies = [GREEDY | {"prompt": "import"}] * 3 + [long] * 297
+    write_requests(tmp_path / "in.jsonl", [("/v1/completions", body) for body in bodies])
+    process = start_batch(tmp_path)
+    deadline = time.monotonic() + 60
+    while "ready in" not in (tmp_path / "log").read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    yield process, children
+    process.kill()
+    process.wait()
+    assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+def test_a_batch_whose_engine_dies_ends_with_a_record_for_every_line(tmp_path, long_batch):
+    process, children = long_batch
+    for child in children:
+        child.kill()
+    assert process.wait(30) == 1, (tmp_path / "log").read_text()
+    records = read_records(tmp_path)
+    assert [record["custom_id"] for record in records] == [f"line {i}" for i in range(300)]
+    assert {record["response"]["status_code"] for record in records} <= {200, 500}
+    assert records[-1]["response"]["status_code"] == 500
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_batch_that_is_broken_off_keeps_its_records_and_leaves_no_process(
+    tmp_path, long_batch, signum
+):
+    process, _ = long_batch
+    process.send_signal(signum)
+    assert process.wait(30) == 130
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    [partial] = tmp_path.glob(".out.jsonl.*.partial")
+    assert partial.name in (tmp_path / "log").read_text()
+    assert len(partial.read_text().splitlines()) == 3
+    assert not (tmp_path / "out.jsonl").exists()

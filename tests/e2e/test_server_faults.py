@@ -1,0 +1,138 @@
+"""What a live server survives, what it does not, and that nothing of either is left behind."""
+
+import asyncio
+import json
+import signal
+
+import psutil
+import pytest
+
+from tests.e2e.server import start_server
+
+pytestmark = pytest.mark.e2e
+
+LONG = {"prompt": "import", "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
+SHORT = {"prompt": "import", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with start_server("--disable-uvicorn-access-log") as server:
+        yield server
+
+
+async def send(server, body, *, num_events=None):
+    """(status, body) of a completion; with `num_events` leaves after so many of a stream."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        data = json.dumps(body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+        )
+        writer.write(head.encode() + data)
+        status = int((await reader.readline()).split()[1])
+        if num_events is None:
+            return status, (await reader.read()).decode()
+        text = b""
+        while text.count(b"data: ") < num_events:
+            text += await reader.readline()
+        return status, text.decode()
+    finally:
+        writer.close()
+
+
+async def send_all(server, bodies, **options):
+    tasks = [asyncio.ensure_future(send(server, body, **options)) for body in bodies]
+    return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 300)
+
+
+def finished_requests(server):
+    return server.metric("vllm:request_success_total")
+
+
+def test_clients_that_leave_in_the_middle_free_their_blocks(server):
+    before = finished_requests(server)
+    bodies = [{**LONG, "stream": True, "seed": index} for index in range(100)]
+    answers = asyncio.run(send_all(server, bodies, num_events=2))
+    assert [status for status, _ in answers] == [200] * 100
+    server.wait_until_idle()
+    assert finished_requests(server) == before + 100
+    assert server.request("POST", "/v1/completions", SHORT)[0] == 200
+
+
+def test_clients_that_leave_while_they_wait_free_their_places(server):
+    async def leave():
+        tasks = [asyncio.ensure_future(send(server, LONG)) for _ in range(300)]
+        await asyncio.sleep(0.5)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(leave())
+    server.wait_until_idle()
+    assert server.request("POST", "/v1/completions", SHORT)[0] == 200
+
+
+def test_a_thousand_connections_at_once_are_all_answered(server):
+    before = finished_requests(server), server.metric("vllm:generation_tokens_total")
+    answers = asyncio.run(send_all(server, [SHORT] * 1000))
+    assert [status for status, _ in answers] == [200] * 1000
+    server.wait_until_idle()
+    after = finished_requests(server), server.metric("vllm:generation_tokens_total")
+    assert (after[0] - before[0], after[1] - before[1]) == (1000, 4000)
+
+
+async def answers_around(server, bodies, act):
+    """What requests are answered around `act`, which happens when all of them run."""
+    tasks = [asyncio.ensure_future(send(server, body)) for body in bodies]
+    while await asyncio.to_thread(server.metric, "vllm:num_requests_running") < len(bodies):
+        await asyncio.sleep(0.02)
+    act()
+    return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+
+
+def test_an_engine_that_is_killed_ends_the_server_and_every_request_is_told():
+    with start_server() as server:
+        bodies = [LONG] * 8 + [{**LONG, "stream": True}] * 8
+        answers = asyncio.run(answers_around(server, bodies, server.engine_process().kill))
+        for status, text in answers[:8]:
+            assert status == 500 and "signal 9" in text
+        for status, text in answers[8:]:
+            assert status == 200 and "signal 9" in text and "[DONE]" in text
+        assert server.wait_for_exit() == 1
+        errors = [line for line in server.log_text().splitlines() if line.startswith("error: ")]
+        assert errors == ["error: the engine process has ended (signal 9)"]
+
+
+def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed():
+    with start_server("--restart-engine", "1") as server:
+        first = server.engine_process()
+        ((status, _),) = asyncio.run(answers_around(server, [LONG], first.kill))
+        assert status == 500
+        assert server.request("GET", "/livez")[0] == 200
+        waited = server.request("POST", "/v1/completions", SHORT)  # for the engine to be back
+        assert waited[0] == 200
+        assert server.metric("vllm:engine_restarts_total") == 1
+        second = server.engine_process()
+        assert second.pid != first.pid
+        second.kill()
+        assert server.wait_for_exit() == 1
+
+
+def test_a_shutdown_under_load_answers_everyone():
+    with start_server("--shutdown-timeout", "60") as server:
+        bodies = [{**SHORT, "max_tokens": 200}] * 64
+        answers = asyncio.run(answers_around(server, bodies, server.send_signal))
+        assert [status for status, _ in answers] == [200] * 64
+        assert server.wait_for_exit() == 0
+
+
+def test_the_engine_ends_with_a_server_that_is_killed():
+    with start_server() as server:
+        core = server.engine_process()
+        server.send_signal(signal.SIGKILL)
+        server.wait_for_exit()
+        gone, _ = psutil.wait_procs([core], timeout=10)
+        assert gone == [core]
+        server.remove_scratch()

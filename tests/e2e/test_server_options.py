@@ -1,0 +1,111 @@
+"""A live server with everything an operator turns on: keys, JSON logs, request ids and traces."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.e2e.server import start_server
+
+pytestmark = pytest.mark.e2e
+
+KEY = "sesame"
+AUTHORISED = {"Authorization": f"Bearer {KEY}"}
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+BODY = {"prompt": "import os", "max_tokens": 4, "ignore_eos": True}
+
+
+class Collector(ThreadingHTTPServer):
+    """Keeps what is sent to it as a collector of traces."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), CollectorHandler)
+        self.received = b""
+
+
+class CollectorHandler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.server.received += self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args):
+        """Tests print nothing."""
+
+
+@pytest.fixture(scope="module")
+def collector():
+    with Collector() as collector:
+        threading.Thread(target=collector.serve_forever, args=(0.01,), daemon=True).start()
+        yield collector
+        collector.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(collector):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    variables = {"VLLM_LOGGING_FORMAT": "json", "VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": KEY}
+    flags = ("--enable-request-id-headers", "--log-requests", "--max-log-len", "6")
+    flags += ("--otlp-traces-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces")
+    flags += ("--max-request-bytes", "1000", "--max-n", "2")
+    with start_server(*flags, variables=variables) as server:
+        yield server
+
+
+def test_the_key_of_the_environment_guards_the_model(server):
+    assert server.request("POST", "/v1/completions", BODY)[0] == 401
+    assert server.request("POST", "/v1/completions", BODY, **AUTHORISED)[0] == 200
+    assert server.request("GET", "/health")[0] == 200
+
+
+def test_a_request_keeps_its_id_and_is_a_span_of_the_callers_trace(server, collector):
+    headers = {**AUTHORISED, "X-Request-Id": "job-77"}
+    headers["traceparent"] = f"00-{TRACE_ID}-b7ad6b7169203331-01"
+    status, answered, body = server.request("POST", "/v1/completions", BODY, **headers)
+    assert (status, answered["x-request-id"]) == (200, "job-77")
+    assert "job-77" in json.loads(body)["id"]
+    end = time.monotonic() + 30
+    while bytes.fromhex(TRACE_ID) not in collector.received and time.monotonic() < end:
+        time.sleep(0.1)
+    assert bytes.fromhex(TRACE_ID) in collector.received
+    for word in (b"job-77", b"gen_ai.usage.completion_tokens", b"POST /v1/completions"):
+        assert word in collector.received
+
+
+def test_limits_are_kept(server):
+    long = {**BODY, "prompt": "x" * 2000}
+    assert server.request("POST", "/v1/completions", long, **AUTHORISED)[0] == 413
+    many = {**BODY, "n": 3}
+    status, _, body = server.request("POST", "/v1/completions", many, **AUTHORISED)
+    assert status == 400 and b"max_n" in body
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/server_info", 200),
+        ("POST", "/reset_prefix_cache", 200),
+        ("GET", "/is_sleeping", 200),
+        ("POST", "/sleep", 501),
+        ("POST", "/v1/load_lora_adapter", 404),
+    ],
+)
+def test_development_routes(server, method, path, status):
+    answer = server.request(method, path, **AUTHORISED)
+    assert answer[0] == status and KEY.encode() not in answer[2]
+
+
+def test_every_line_of_the_log_is_json_and_holds_no_key_and_no_whole_prompt(server):
+    server.request("POST", "/v1/completions", BODY, **AUTHORISED)
+    lines = [json.loads(line) for line in server.log_text().splitlines()]
+    messages = [line["message"] for line in lines]
+    assert any(message.startswith("ready in") for message in messages)  # the engine's own
+    assert any('"prompt": "import..."' in message for message in messages)
+    assert not any(KEY in message or "import os" in message for message in messages)
+    assert {
+        line["status"]
+        for line in lines
+        if line.get("path") == "/v1/completions" and "status" in line
+    } >= {200, 401}

@@ -1,0 +1,158 @@
+"""How a live server starts, tells of it, and ends."""
+
+import json
+import signal
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+
+from tests.e2e.server import ROOT, free_port, serve_command, start_server
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
+LONG = {"prompt": "import", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+
+
+def complete(server, **more):
+    status, _, body = server.request("POST", "/v1/completions", {**PROMPT, **more})
+    return status, json.loads(body)
+
+
+class Background(threading.Thread):
+    """A request whose answer is looked at later."""
+
+    def __init__(self, server, body):
+        super().__init__(daemon=True)
+        self.answer = None
+        self._server, self._body = server, body
+        self.start()
+
+    def run(self):
+        try:
+            self.answer = self._server.request("POST", "/v1/completions", self._body)
+        except OSError as error:
+            self.answer = error
+
+    def result(self):
+        self.join(60)
+        assert not isinstance(self.answer, OSError), self.answer
+        status, headers, body = self.answer
+        return status, headers, body.decode()
+
+
+def test_the_socket_answers_before_the_engine_does_and_early_requests_wait():
+    with start_server(is_awaited=False) as server:
+        server.wait_for("/livez", timeout_s=20)
+        status, _, body = server.request("GET", "/readyz")
+        assert status == 503 and json.loads(body)["status"] == "starting"
+        assert server.request("GET", "/health")[0] == 503
+        early = Background(server, PROMPT)
+        assert early.result()[0] == 200
+        assert server.get_json("/startupz")["status"] == "ready"
+
+
+def test_early_requests_may_be_rejected():
+    with start_server("--early-requests", "reject", is_awaited=False) as server:
+        server.wait_for("/livez", timeout_s=20)
+        status, headers, _ = server.request("POST", "/v1/completions", PROMPT)
+        assert status == 503 and int(headers["retry-after"]) >= 1
+        server.wait_for()
+        assert complete(server)[0] == 200
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_requests_end(signum):
+    with start_server() as server:
+        running = Background(server, {**LONG, "max_tokens": 300})
+        wait_for_running(server, 1)
+        server.send_signal(signum)
+        time.sleep(0.05)
+        status, headers, _ = server.request("POST", "/v1/completions", PROMPT)
+        assert (status, headers["connection"]) == (503, "close")
+        assert server.request("GET", "/readyz")[0] == 503
+        status, _, body = running.result()
+        assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 300
+        assert server.wait_for_exit() == 0
+
+
+def test_requests_that_do_not_end_in_time_are_told():
+    with start_server("--shutdown-timeout", "0") as server:
+        plain = Background(server, LONG)
+        stream = Background(server, {**LONG, "stream": True})
+        wait_for_running(server, 2)
+        server.send_signal()
+        assert server.wait_for_exit() == 0
+        status, _, body = plain.result()
+        assert status == 500 and "shut down" in body
+        status, _, body = stream.result()
+        assert status == 200 and body.endswith("data: [DONE]\n\n")
+        assert "shut down" in body.split("\n\n")[-3]
+
+
+def test_a_second_signal_ends_at_once():
+    with start_server() as server:
+        Background(server, LONG)
+        wait_for_running(server, 1)
+        server.send_signal()
+        time.sleep(0.2)
+        assert server.process.poll() is None
+        server.send_signal()
+        assert server.wait_for_exit(5) == 128 + signal.SIGTERM
+
+
+def test_a_signal_while_the_engine_starts_ends_it():
+    with start_server(is_awaited=False) as server:
+        server.wait_for("/livez", timeout_s=20)
+        early = Background(server, PROMPT)
+        time.sleep(0.3)
+        server.send_signal()
+        assert server.wait_for_exit() == 0
+        status, _, body = early.result()
+        assert status == 503 and "shutting down" in body
+
+
+def wait_for_running(server, number):
+    end = time.monotonic() + 30
+    while server.metric("vllm:num_requests_running") < number:
+        assert time.monotonic() < end, server.log_text()
+        time.sleep(0.02)
+
+
+def run_to_end(*flags):
+    return subprocess.run(
+        [*serve_command(), *flags], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("/no/such/model",), "/no/such/model"),
+        (("--max-model-len", "999999999"), "max_model_len"),
+        (("--middleware", "no.such.thing"), "middleware 'no.such.thing'"),
+        (("--ssl-certfile", "/no/cert"), "TLS: "),
+        (("--tool-call-parser", "nonsense", "--enable-auto-tool-choice"), "nonsense"),
+        (("a", "--model", "b"), "the model is given twice"),
+        (("--no-such-flag",), "unrecognized argument"),
+    ],
+)
+def test_what_cannot_start_is_one_line_and_exit_code_2(flags, message):
+    result = run_to_end("--host", "127.0.0.1", "--port", str(free_port()), *flags)
+    assert result.returncode == 2
+    error = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1 and message in error[0], result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_an_error():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run_to_end("--host", "127.0.0.1", "--port", str(port))
+    assert result.returncode == 2
+    assert result.stderr.strip().endswith(f"port {port}: Address already in use")

@@ -1,0 +1,328 @@
+"""The asynchronous engine over a fake core: streams, refusals, limits, death and restart."""
+
+import asyncio
+
+import pytest
+
+from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
+from tests.engine.fakes import make_config
+from vllm.engine.admission import AdmissionLimits
+from vllm.engine.async_llm_engine import AsyncLLM
+from vllm.engine.wire import CoreFailed
+from vllm.errors import (
+    CapacityError,
+    ConfigError,
+    EngineDeadError,
+    RequestError,
+    RequestTimeoutError,
+)
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+DELTA = RequestOutputKind.DELTA
+
+
+def params(**fields) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 4, "output_kind": DELTA, **fields})
+
+
+async def collect(engine, request_id="r", prompt="import os", **fields):
+    return [out async for out in engine.generate(prompt, params(**fields), request_id)]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run `check(engine, client)` on an engine with a fake core."""
+
+    def run(check, *, clients=None, wait=True, **engine_args):
+        clients = clients or [FakeCoreClient(StatsCore(lambda request: [10, 11, 12]))]
+
+        async def main():
+            engine = AsyncLLM(config=make_config(), **engine_args)
+            try:
+                if wait:
+                    await engine.start()
+                await check(engine, clients[0])
+            finally:
+                engine.shutdown()
+            assert all(client.is_closed for client in clients)
+
+        # The bundled model has no name here; the config of the fakes is not resolved.
+        with fake_clients(monkeypatch, *clients):
+            asyncio.run(main())
+
+    return run
+
+
+def test_a_request_streams_its_tokens_and_ends(run):
+    async def check(engine, client):
+        outputs = await collect(engine)
+        assert [out.outputs[0].token_ids for out in outputs] == [[10], [11], [12], [10]]
+        assert [out.finished for out in outputs] == [False, False, False, True]
+        assert outputs[-1].outputs[0].finish_reason == "length"
+        assert engine.num_unfinished_requests == 0
+        assert engine.stats.num_kv_blocks == 100
+
+    run(check)
+
+
+def test_the_first_request_starts_the_engine(run):
+    async def check(engine, client):
+        assert not engine.is_running
+        assert (await collect(engine))[-1].finished
+        assert engine.is_running and not engine.is_stopped
+
+    run(check, wait=False)
+
+
+def test_requests_run_side_by_side_and_keep_apart(run):
+    async def check(engine, client):
+        client.core.reply = lambda request: [20 + len(request.prompt_token_ids)]
+        prompts = [[5] * n for n in range(1, 9)]
+        found = await asyncio.gather(
+            *(collect(engine, f"r{i}", prompt) for i, prompt in enumerate(prompts))
+        )
+        for prompt, outputs in zip(prompts, found, strict=True):
+            assert [t for out in outputs for t in out.outputs[0].token_ids] == [
+                20 + len(prompt)
+            ] * 4
+
+    run(check)
+
+
+def test_a_wrong_request_is_refused_and_leaves_nothing(run):
+    async def check(engine, client):
+        for bad in ({"logprobs": 99}, {"logit_bias": {10**6: 1.0}}):
+            with pytest.raises(RequestError):
+                await collect(engine, **bad)
+        with pytest.raises(RequestError, match="logits_processors"):
+            await collect(engine, logits_processors=[lambda ids, logits: logits])
+        assert engine.num_unfinished_requests == 0
+        assert (await collect(engine))[-1].finished
+
+    run(check)
+
+
+def test_what_the_core_refuses_reaches_the_caller(run):
+    async def check(engine, client):
+        client.core.capacity = 5
+        with pytest.raises(CapacityError, match="needs"):
+            await collect(engine, prompt=[1] * 5)
+        with pytest.raises(CapacityError):
+            await collect(engine, prompt=[1] * 5, n=3, temperature=1.0)
+        assert engine.num_unfinished_requests == 0
+        assert (await collect(engine, prompt=[1]))[-1].finished
+
+    run(check)
+
+
+def test_an_id_in_use_is_refused_and_the_first_request_goes_on(run):
+    async def check(engine, client):
+        first = engine.generate("a b", params(), "same")
+        await anext(first)
+        with pytest.raises(RequestError, match="in use"):
+            await collect(engine, "same")
+        assert [out async for out in first][-1].finished
+
+    run(check)
+
+
+@pytest.mark.parametrize("how", ["close", "cancel"])
+def test_a_consumer_that_leaves_aborts_its_request(run, how):
+    async def check(engine, client):
+        if how == "close":
+            outputs = engine.generate("a b", params(max_tokens=40), "r")
+            await anext(outputs)
+            await outputs.aclose()
+        else:
+            task = asyncio.create_task(collect(engine, max_tokens=40))
+            client.is_held = True
+            await asyncio.sleep(0.01)
+            task.cancel()
+            client.is_held = False
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await asyncio.sleep(0.01)
+        assert client.core.aborted == ["r"]
+        assert engine.num_unfinished_requests == 0
+        assert engine.stats.num_running == 0
+
+    run(check)
+
+
+def test_abort_ends_the_stream_with_its_reason(run):
+    async def check(engine, client):
+        outputs = engine.generate("a b", params(max_tokens=40), "r")
+        await anext(outputs)
+        await engine.abort(["r", "unknown"])
+        rest = [out async for out in outputs]
+        assert rest[-1].outputs[0].finish_reason == "abort"
+
+    run(check)
+
+
+def test_a_request_that_takes_too_long_is_ended(run):
+    async def check(engine, client):
+        client.is_held = True
+        with pytest.raises(RequestTimeoutError, match=r"0\.02 s"):
+            await collect(engine)
+        client.is_held = False
+        client.turn()
+        assert not client.core.running
+        assert (await collect(engine, "quick"))[-1].finished
+
+    run(check, limits=AdmissionLimits(request_timeout=0.02))
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (AdmissionLimits(max_queued_requests=2), "max_queued_requests"),
+        (AdmissionLimits(max_queued_tokens=25), "max_queued_tokens"),
+    ],
+)
+def test_more_than_may_wait_is_refused_with_503(run, limits, message):
+    async def check(engine, client):
+        client.is_held = True
+        tasks = [asyncio.create_task(collect(engine, f"r{i}", [1, 2])) for i in range(20)]
+        await asyncio.sleep(0.01)
+        refused = [task for task in tasks if task.done()]
+        assert 0 < len(refused) < 20
+        for task in refused:
+            with pytest.raises(CapacityError, match=message) as caught:
+                await task
+            assert caught.value.status == 503
+        client.is_held = False
+        client.turn()
+        for task in tasks:
+            if task not in refused:
+                assert (await task)[-1].finished
+
+    run(check, limits=limits)
+
+
+def test_a_dead_core_ends_every_request_and_tells_once(run):
+    async def check(engine, client):
+        deaths = []
+        engine.on_death(deaths.append)
+        client.core.reply = lambda request: [10]
+        tasks = [asyncio.create_task(collect(engine, f"r{i}", max_tokens=50)) for i in range(3)]
+        client.is_held = True
+        await asyncio.sleep(0.01)
+        client.die()
+        for task in tasks:
+            with pytest.raises(EngineDeadError, match="signal 9"):
+                await task
+        with pytest.raises(EngineDeadError):
+            await collect(engine, "later")
+        with pytest.raises(EngineDeadError):
+            await engine.check_health()
+        with pytest.raises(EngineDeadError):
+            await engine.reset_prefix_cache()
+        assert len(deaths) == 1 and engine.errored
+
+    run(check)
+
+
+def test_a_failed_step_kills_the_core_and_says_why(run):
+    async def check(engine, client):
+        client.core.fail = EngineDeadError("step 3 failed: boom")
+        with pytest.raises(EngineDeadError, match="boom"):
+            await collect(engine)
+
+    run(check)
+
+
+def test_a_core_that_died_is_started_again_as_often_as_allowed(run):
+    clients = [FakeCoreClient(StatsCore()) for _ in range(3)]
+
+    async def check(engine, client):
+        for number, current in enumerate(clients[:2]):
+            current.is_held = True
+            task = asyncio.create_task(collect(engine, f"lost{number}"))
+            await asyncio.sleep(0.01)
+            current.die()
+            assert not engine.is_running and not engine.errored
+            with pytest.raises(EngineDeadError):
+                await task
+            assert (await collect(engine, f"r{number}"))[-1].finished
+        assert engine.num_restarts_done == 2
+        clients[2].die()
+        assert engine.errored
+
+    run(check, clients=clients, num_restarts=2)
+
+
+def test_a_wrong_setting_ends_the_start_with_its_message(monkeypatch):
+    failure = CoreFailed(message="no memory for the KV cache", is_config_error=True)
+    client = FakeCoreClient(StatsCore(), failure)
+
+    async def main():
+        engine = AsyncLLM(config=make_config())
+        with pytest.raises(ConfigError, match="no memory"):
+            await engine.start()
+        with pytest.raises(ConfigError, match="no memory"):
+            await collect(engine)
+        assert engine.startup.phase == "failed" and client.is_closed
+        engine.shutdown()
+
+    with fake_clients(monkeypatch, client):
+        asyncio.run(main())
+
+
+def test_calls_reach_the_core(run):
+    async def check(engine, client):
+        assert await engine.reset_prefix_cache() is True
+        client.core.running["x"] = None
+        assert await engine.reset_prefix_cache() is False
+        client.core.running.clear()
+
+    run(check)
+
+
+def test_a_long_text_is_tokenised_as_a_short_one_is(run):
+    async def check(engine, client):
+        text = "import os\n" * 2000
+        with pytest.raises(RequestError, match="at most 63"):
+            await collect(engine, prompt=text)
+        outputs = await collect(engine, prompt=text, truncate_prompt_tokens=20)
+        expected = engine.input_processor.tokenize(text).token_ids[-20:]
+        assert outputs[0].prompt_token_ids == expected
+
+    run(check)
+
+
+def test_what_is_not_available_is_refused(run):
+    async def check(engine, client):
+        for more in ({"lora_request": "x"}, {"prompt_adapter_request": "x"}):
+            with pytest.raises(RequestError, match="not available"):
+                await anext(engine.generate("a", params(), "r", **more))
+        with pytest.raises(RequestError, match="not enabled"):
+            await engine.add_lora("x")
+
+    run(check)
+
+
+def test_metrics_count_what_was_computed(run):
+    async def check(engine, client):
+        await collect(engine, prompt=[1, 2, 3])
+        await collect(engine, "s", prompt=[1, 2, 3], n=2, temperature=1.0)
+        metrics = engine.metrics
+        assert (metrics.num_prompt_tokens, metrics.num_generation_tokens) == (6, 12)
+        assert [r.n for r in metrics.recent] == [1, 2]
+        assert metrics.recent[1].num_generation_tokens == 8
+
+    run(check)
+
+
+def test_the_line_of_statistics_is_written_on_request_and_at_its_pace(run, monkeypatch):
+    logged = []
+    monkeypatch.setattr("vllm.engine.stats_log.logger.info", lambda *args: logged.append(args))
+
+    async def check(engine, client):
+        await collect(engine)
+        await engine.do_log_stats()
+        assert len(logged) == 1 and "generation throughput" in logged[0][0]
+        assert not await engine.is_tracing_enabled()
+        assert engine._stats_task is not None and not engine._stats_task.done()
+
+    run(check)

@@ -1,0 +1,135 @@
+"""The engine core in a process of its own, with the bundled model: it must never be left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.async_llm_engine import AsyncLLM
+from vllm.errors import ConfigError, EngineDeadError
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+pytestmark = pytest.mark.e2e
+
+SMALL = {"max_model_len": 256, "num_gpu_blocks_override": 200}
+
+
+def wait_until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+async def generate(engine, request_id, **fields) -> list[int]:
+    params = SamplingParams(
+        temperature=0, output_kind=RequestOutputKind.DELTA, ignore_eos=True, **fields
+    )
+    return [
+        token_id
+        async for out in engine.generate("import os\n", params, request_id)
+        for token_id in out.outputs[0].token_ids
+    ]
+
+
+def test_it_computes_what_the_engine_in_process_does_and_leaves_nothing():
+    from vllm import LLM
+
+    async def main():
+        engine = AsyncLLM(EngineArgs(**SMALL))
+        await engine.start()
+        process = psutil.Process(engine.core_pid)
+        folder = Path(engine._core._core._folder)
+        try:
+            found = await asyncio.gather(
+                *(generate(engine, f"r{n}", max_tokens=n) for n in range(1, 9))
+            )
+            params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=1, temperature=0)
+            outputs = [out async for out in engine.generate([5, 6, 7], params, "logprobs")]
+            assert await engine.reset_prefix_cache()
+            assert engine.stats.num_running == 0 and engine.stats.kv_cache_usage == 0
+            return found, outputs[-1]
+        finally:
+            engine.shutdown()
+            assert not process.is_running() and not folder.exists()
+
+    found, with_logprobs = asyncio.run(main())
+    llm = LLM(**SMALL)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (expected,) = llm.generate("import os\n", params, use_tqdm=False)
+    assert found == [expected.outputs[0].token_ids[:n] for n in range(1, 9)]
+    params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=1, temperature=0)
+    (expected,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    assert repr(with_logprobs.outputs) == repr(expected.outputs)
+    assert repr(with_logprobs.prompt_logprobs) == repr(expected.prompt_logprobs)
+
+
+def test_a_killed_core_is_noticed_at_once_and_may_be_started_again():
+    async def main():
+        engine = AsyncLLM(EngineArgs(**SMALL), num_restarts=1)
+        await engine.start()
+        try:
+            expected = await generate(engine, "before", max_tokens=5)
+            task = asyncio.create_task(generate(engine, "lost", max_tokens=200))
+            await asyncio.sleep(0.05)
+            began = time.monotonic()
+            os.kill(engine.core_pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match="signal 9"):
+                await task
+            assert time.monotonic() - began < 1
+            assert await generate(engine, "after", max_tokens=5) == expected
+            os.kill(engine.core_pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError):
+                await generate(engine, "again", max_tokens=200)
+            assert engine.errored and engine.num_restarts_done == 1
+        finally:
+            engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_cannot_start_says_why_and_leaves_nothing():
+    async def main():
+        engine = AsyncLLM(EngineArgs(max_model_len=2048, num_gpu_blocks_override=3))
+        with pytest.raises(ConfigError, match="num-gpu-blocks-override"):
+            await engine.start()
+        assert engine.core_pid is None
+        engine.shutdown()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_core_ends_with_its_parent_however_that_ends(how):
+    program = textwrap.dedent(
+        """
+        import asyncio
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.engine.async_llm_engine import AsyncLLM
+        async def main():
+            engine = AsyncLLM(EngineArgs(max_model_len=256, num_gpu_blocks_override=200))
+            await engine.start()
+            print(engine.core_pid, flush=True)
+            await asyncio.sleep(60)
+        asyncio.run(main())
+        """
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    core = psutil.Process(int(parent.stdout.readline()))
+    parent.send_signal(how)
+    parent.wait(10)
+    parent.stdout.close()
+    wait_until(lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE)

@@ -1,0 +1,123 @@
+"""A server with metrics and status page over an engine that is only numbers."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, HTTPException
+from starlette.types import Scope
+
+from tests.engine.fakes import make_config
+from vllm.engine.metrics import EngineMetrics, FinishedRequestStats, IterationStats
+from vllm.engine.startup_state import Startup
+from vllm.entrypoints.openai.context import ServerContext
+from vllm.entrypoints.openai.middleware.auth import Authentication
+from vllm.entrypoints.openai.operations import metrics_route, status_page
+from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.messages import RunnerStats, SchedulerStats
+
+MODEL = "stdlib"
+KEY = "secret"
+
+
+class FakeEngine:
+    """What routes of observation read of an engine."""
+
+    def __init__(self) -> None:
+        self.startup = Startup()
+        self.metrics = EngineMetrics(MODEL, make_config(max_model_len=2048))
+
+    def work(self, num_tokens: int = 64, num_waiting: int = 3) -> None:
+        """A step of a busy Gaudi."""
+        stats = SchedulerStats(
+            num_running=6,
+            num_waiting=num_waiting,
+            kv_cache_usage=0.421,
+            num_kv_blocks=4106,
+            num_prefix_queries=1000,
+            num_prefix_hits=640,
+            num_preemptions=2,
+            runner=RunnerStats(
+                num_steps=9,
+                num_useful_tokens=900,
+                num_padded_tokens=100,
+                num_bucket_hits=41,
+                num_bucket_misses=1,
+                num_late_compilations=5,
+            ),
+        )
+        self.metrics.record_output(stats, IterationStats(10, num_tokens, [0.03], [0.012] * 5))
+
+    def finish(self, request_id: str, reason: str = "stop") -> None:
+        """A request ends."""
+        now = time.time()
+        self.metrics.record_finished(
+            FinishedRequestStats(
+                finish_reason=reason,
+                num_prompt_tokens=120,
+                num_generation_tokens=48,
+                n=1,
+                max_tokens=64,
+                arrival=now - 2,
+                first_scheduled=now - 1.9,
+                first_token=now - 1.75,
+                last_token=now,
+                finished=now,
+                num_cached_tokens=64,
+                request_id=request_id,
+            )
+        )
+
+
+class _GuardBehindThePage(Authentication):
+    """Lets everybody see the page, as the server does; its figures need a key."""
+
+    def _may_pass(self, scope: Scope) -> bool:
+        return scope["path"] == "/" or super()._may_pass(scope)
+
+
+def make_app(engine: FakeEngine, keys: tuple[str, ...] = ()) -> FastAPI:
+    """The server; POST /v1/things/{number} answers with that status."""
+    app = FastAPI()
+    app.state.context = ServerContext(ServerArgs(), engine, created=time.time() - 4000)
+    things = APIRouter()
+
+    @things.post("/v1/things/{number}")
+    async def answer(number: int) -> dict[str, str]:
+        if number == 500:
+            raise RuntimeError("broken")
+        raise HTTPException(number)
+
+    routers = (things, metrics_route.router, status_page.router)
+    for router in routers:
+        app.include_router(router)
+    if keys:
+        app.add_middleware(_GuardBehindThePage, keys=keys)
+    metrics_route.count_http(app, routers)
+    return app
+
+
+@contextlib.contextmanager
+def served(app: FastAPI, port: int = 0) -> Iterator[str]:
+    """The address of a live server on this machine."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_config=None, ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def ready_engine() -> FakeEngine:
+    """One that takes requests."""
+    engine = FakeEngine()
+    engine.startup.set_ready()
+    return engine

@@ -1,0 +1,67 @@
+"""A pooling engine behind the interface of the asynchronous one, in the process of the test."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from tests.entrypoints.openai.server_fakes import FakeEngine
+from vllm import LLM
+from vllm.entrypoints.openai.api_server import build_app
+from vllm.entrypoints.openai.context import ServerContext
+from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput
+from vllm.pooling_params import PoolingParams
+
+
+class InlineEngine(FakeEngine):
+    """Steps the engine of an `LLM` for whoever waits for a result.
+
+    Attributes:
+        asked: request id -> priority and trace headers, of all requests.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__()
+        self.vllm_config = llm.llm_engine.vllm_config
+        self.input_processor = llm.llm_engine.input_processor
+        self.asked: dict[str, tuple[int, Mapping[str, str] | None]] = {}
+        self._engine = llm.llm_engine
+        self._outputs: dict[str, AnyRequestOutput] = {}
+
+    async def tokenize(self, prompt: Any, *, is_long: bool = False) -> Any:
+        return self.input_processor.tokenize(prompt)
+
+    async def in_slow_lane(self, work: Any) -> Any:
+        return work(self.input_processor)
+
+    async def get_tokenizer(self) -> Any:
+        return self._engine.get_tokenizer()
+
+    async def encode(
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        self.asked[request_id] = (priority, trace_headers)
+        self._engine.add_request(request_id, prompt, pooling_params, priority=priority)
+        try:
+            while request_id not in self._outputs:
+                await asyncio.sleep(0)
+                for output in self._engine.step():
+                    self._outputs[output.request_id] = output
+            yield self._outputs.pop(request_id)  # type: ignore[misc]
+        finally:
+            self._engine.abort_request(request_id)
+
+
+def make_pooling_client(llm: LLM, **settings: Any) -> tuple[TestClient, InlineEngine]:
+    """A client of a server with this model, and the server's engine."""
+    engine = InlineEngine(llm)
+    app = build_app(ServerContext(ServerArgs(**settings), engine, created=0.0))  # type: ignore[arg-type]
+    return TestClient(app, raise_server_exceptions=False), engine

@@ -1,0 +1,21 @@
+"""Reads what a stream sent."""
+
+import json
+from typing import Any
+
+
+def chunks_of(text: str) -> list[dict[str, Any]]:
+    """The data of all events of a stream that ends as the OpenAI API says."""
+    *events, last, rest = text.split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
+    """The content of one choice, put together from its deltas."""
+    pieces = []
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if choice["index"] == index:
+                pieces.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
+    return "".join(pieces)

@@ -1,0 +1,189 @@
+"""The application as a whole: what answers when no route does, and what surrounds all routes."""
+
+import json
+import logging
+
+import pytest
+
+from tests.entrypoints.openai.server_fakes import make_client
+from vllm.entrypoints.openai.middleware.request_id import is_safe
+from vllm.errors import ConfigError
+from vllm.version import __version__
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/nope", 404, "NotFoundError"),
+        ("DELETE", "/version", 405, "Method Not Allowed"),
+        ("GET", "/health/", 404, "NotFoundError"),
+        ("GET", "/fail", 500, "Internal Server Error"),
+    ],
+)
+def test_an_error_has_the_flat_body(method, path, status, kind):
+    response = make_client().request(method, path)
+    body = response.json()
+    assert response.status_code == status == body["code"]
+    assert (body["object"], body["type"]) == ("error", kind)
+    assert "sesame" not in response.text
+
+
+def test_the_version_is_that_of_the_package():
+    assert make_client().get("/version").json() == {"version": __version__}
+
+
+def test_openapi_and_docs_can_be_turned_off():
+    client = make_client()
+    assert "/livez" in client.get("/openapi.json").json()["paths"]
+    assert "openapi.json" in client.get("/docs").text
+    client = make_client(disable_fastapi_docs=True)
+    assert [client.get(path).status_code for path in ("/openapi.json", "/docs")] == [404, 404]
+
+
+def test_docs_load_nothing_from_other_hosts():
+    page = make_client().get("/docs").text
+    assert "http:" not in page and "https:" not in page and 'src="' not in page
+
+
+@pytest.mark.parametrize("path", ["/v1/version", "/version"])
+def test_routes_are_found_with_and_without_the_root_path(path):
+    assert make_client(root_path="/v1").get(path).status_code == 200
+
+
+def test_browsers_of_named_origins_may_call():
+    client = make_client(allowed_origins=("https://a.example",))
+    for origin, allowed in (
+        ("https://a.example", "https://a.example"),
+        ("https://b.example", None),
+    ):
+        response = client.get("/version", headers={"Origin": origin})
+        assert response.headers.get("access-control-allow-origin") == allowed
+
+
+def test_an_error_of_a_route_has_the_headers_for_browsers_too():
+    response = make_client().get("/fail", headers={"Origin": "https://a.example"})
+    assert response.headers["access-control-allow-origin"] == "*"
+
+
+def test_a_request_id_is_sent_back():
+    client = make_client(enable_request_id_headers=True)
+    response = client.get("/echo", headers={"X-Request-Id": "job-7"})
+    assert (response.headers["x-request-id"], response.json()["id"]) == ("job-7", "job-7")
+    assert "x-request-id" not in make_client().get("/echo", headers={"X-Request-Id": "a"}).headers
+
+
+@pytest.mark.parametrize("given", [None, "", "a b", "x" * 129, "a\tb", "\xe9"])
+def test_a_request_id_that_is_missing_or_unsafe_is_replaced(given):
+    headers = {} if given is None else {"X-Request-Id": given.encode("latin-1")}
+    client = make_client(enable_request_id_headers=True)
+    response = client.get("/echo", headers=headers)
+    made = response.headers["x-request-id"]
+    assert made != given and is_safe(made) and response.json()["id"] == made
+
+
+def test_every_response_has_a_request_id():
+    client = make_client(enable_request_id_headers=True, api_key=("k",))
+    for path, status in (("/version", 401), ("/health", 200)):
+        response = client.get(path, headers={"X-Request-Id": "mine"})
+        assert (response.status_code, response.headers["x-request-id"]) == (status, "mine")
+
+
+class AddHeader:
+    """ASGI middleware of a user."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        async def send_more(message):
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-added", b"class")]
+            await send(message)
+
+        await self.app(scope, receive, send_more)
+
+
+async def add_header(request, call_next):
+    response = await call_next(request)
+    response.headers["x-added"] = "function"
+    return response
+
+
+@pytest.mark.parametrize(("name", "added"), [("AddHeader", "class"), ("add_header", "function")])
+def test_middleware_of_the_user_surrounds_the_routes(name, added):
+    client = make_client(middleware=(f"{__name__}.{name}",))
+    assert client.get("/version").headers["x-added"] == added
+
+
+@pytest.mark.parametrize("name", ["nothing", "no.such.module.Class", f"{__name__}.pytest"])
+def test_middleware_that_is_none_is_refused(name):
+    with pytest.raises(ConfigError, match="middleware"):
+        make_client(middleware=(name,))
+
+
+class Records(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        self.records.append(record)
+
+
+def lines_of(module, method, path, body=None, **settings):
+    logger, kept = logging.getLogger(f"vllm.entrypoints.openai.middleware.{module}"), Records()
+    logger.addHandler(kept)
+    try:
+        make_client(**settings).request(method, path, json=body)
+    finally:
+        logger.removeHandler(kept)
+    return [(record.getMessage(), record.fields) for record in kept.records]
+
+
+def access_lines(path, **settings):
+    return lines_of("access_log", "GET", path, **settings)
+
+
+def test_a_request_is_one_line_in_the_log():
+    ((line, fields),) = access_lines("/nope?prompt=secret%0aINFO")
+    assert '"GET /nope" 404 in ' in line and "secret" not in line
+    assert json.dumps(fields) and fields["status"] == 404 and fields["path"] == "/nope"
+
+
+def test_a_path_cannot_forge_a_line():
+    ((line, _),) = access_lines("/a%0aINFO%20b%1b[2J")
+    assert line.isprintable() and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("path", "settings"),
+    [("/livez", {}), ("/health", {}), ("/nope", {"disable_uvicorn_access_log": True})],
+)
+def test_probes_and_a_silenced_server_log_nothing(path, settings):
+    assert access_lines(path, **settings) == []
+
+
+def test_requests_in_progress_are_counted_to_their_end():
+    client = make_client()
+    client.get("/echo")
+    client.get("/fail")
+    assert client.get("/load").json() == {"server_load": 0}
+
+
+def request_lines(body, **settings):
+    return [line for line, _ in lines_of("request_log", "POST", "/echo", body, **settings)]
+
+
+def test_requests_are_logged_only_when_asked_for():
+    body = {"prompt": "line\nbreak", "ids": [1, 2, 3]}
+    assert request_lines(body) == []
+    (line,) = request_lines(body, log_requests=True)
+    assert line == 'request - to /echo: {"prompt": "line\\nbreak", "ids": [1, 2, 3]}'
+
+
+def test_long_prompts_are_cut_in_the_log():
+    body = {"messages": [{"content": "abcdef"}], "ids": [1, 2, 3, 4], "n": 1}
+    (line,) = request_lines(body, log_requests=True, max_log_len=3)
+    assert line.endswith('{"messages": [{"content": "abc..."}], "ids": [1, 2, 3, "..."], "n": 1}')

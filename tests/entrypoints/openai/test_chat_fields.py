@@ -1,0 +1,59 @@
+"""Anything in any field: the request is served or refused, and the server goes on."""
+
+import json
+
+import pytest
+
+from tests.entrypoints.openai.fakes import FakeAsyncLLM, client_of
+from vllm.entrypoints.openai import serving_tokenization
+from vllm.entrypoints.openai.chat import serving as serving_chat
+from vllm.entrypoints.openai.completion import serving as serving_completion
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
+from vllm.entrypoints.openai.protocol.completion import CompletionRequest
+from vllm.entrypoints.openai.protocol.tokenization import TokenizeChatRequest
+
+# As JSON text: Python's reader takes some of it that is no JSON.
+VALUES = [
+    *("null", "true", "0", "-1", "2", "1.5", "1e30", "-1e999", "NaN", "9" * 30, "-" + "9" * 4200),
+    *('""', '"a"', r'"\ud800"', r'"\u0000"', '"' + "x" * 3000 + '"'),
+    *("[]", "[null]", "[1]", '["a"]', "[[1]]", "[{}]", "[" * 300 + "]" * 300),
+    *("{}", '{"1": 5}', '{"-1": 1e400}', '{"type": "json_object"}', '{"include_usage": null}'),
+]
+MESSAGES = '[{"role": "user", "content": "a"}]'
+ROUTES = [
+    ("/v1/chat/completions", ChatCompletionRequest, {"messages": MESSAGES, "max_tokens": "2"}),
+    ("/v1/completions", CompletionRequest, {"prompt": '"a"', "max_tokens": "2"}),
+    ("/tokenize", TokenizeChatRequest, {"messages": MESSAGES}),
+]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return FakeAsyncLLM()
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    routers = (serving_chat.router, serving_completion.router, serving_tokenization.router)
+    with client_of(engine, *routers) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("path", "model", "base"), ROUTES, ids=[path for path, *_ in ROUTES])
+def test_any_value_of_any_field_is_served_or_refused_by_name(client, engine, path, model, base):
+    headers = {"content-type": "application/json"}
+    for index, name in enumerate(model.model_fields):
+        if name == "chat_template":
+            continue  # a program; its own tests are in test_chat
+        for value in VALUES[index % 3 :: 3]:
+            fields = {**base, name: value}
+            content = "{" + ",".join(f'"{n}": {v}' for n, v in fields.items()) + "}"
+            response = client.post(path, content=content.encode(), headers=headers)
+            case = (name, value[:40], response.text[:300])
+            assert response.status_code in (200, 400, 404), case
+            if response.status_code != 200 and "parsing the body" not in response.text:
+                error = response.json()
+                word = name.removeprefix("max_completion_").removeprefix("top_")
+                assert word in f"{error['param']} {error['message']}", case
+    assert not engine.core.running
+    assert client.post(path, json={k: json.loads(v) for k, v in base.items()}).is_success

@@ -1,0 +1,79 @@
+"""What the examples ask Prometheus for is what a server exposes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from tests.entrypoints.openai.observed_server import make_app, ready_engine
+
+ROOT = Path(__file__).parents[3]
+DASHBOARD = json.loads((ROOT / "examples/grafana/dashboard.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = {f"{p['title']} {t['refId']}": t["expr"] for p in PANELS for t in p["targets"]}
+ALERTS = re.findall(
+    r"expr: (?:>-\n)?((?:.|\n)+?)\n +(?:for|ann)",
+    (ROOT / "examples/prometheus/alerts.yml").read_text(),
+)
+
+METRIC = re.compile(r"\b(?:vllm:|http_|process_|python_)\w+")
+LABELS = re.compile(r"(\b(?:vllm:|http_|process_)\w+)\{([^}]*)\}")
+
+
+@pytest.fixture(scope="module")
+def exposed() -> dict[str, set[str]]:
+    """Sample -> names of its labels, of a server that has done something of everything."""
+    engine = ready_engine()
+    engine.work()
+    engine.finish("cmpl-1")
+    client = TestClient(make_app(engine))
+    client.post("/v1/things/404")
+    return {
+        sample.name: set(sample.labels)
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("query", [*QUERIES.values(), *ALERTS], ids=[*QUERIES, *range(len(ALERTS))])
+def test_a_query_asks_for_what_there_is(query, exposed):
+    names = METRIC.findall(query)
+    assert names and set(names) <= exposed.keys()
+    for name, labels in LABELS.findall(query):
+        asked = set(re.findall(r"(\w+)=~?\"", labels)) - {"instance"}  # which Prometheus adds
+        assert asked <= exposed[name]
+    for group in re.findall(r"by \((\w+)\)", query):
+        assert all(group in exposed[name] for name in names)
+    assert query.count("(") == query.count(")")
+
+
+def test_there_are_alerts():
+    assert len(ALERTS) == 5
+
+
+def test_panels_do_not_overlap_and_fill_the_width():
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in DASHBOARD["panels"])
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert len(cells) == 24 * (1 + max(y for _, y in cells))
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+def test_every_metric_of_the_engine_is_documented(exposed):
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    documented = set(re.findall(r"`((?:vllm:|http_)\w+)", page))
+    suffixes = ("_bucket", "_count", "_sum")
+    names = {
+        name if not name.endswith(suffixes) else name.rpartition("_")[0]
+        for name in exposed
+        if name.startswith(("vllm:", "http_"))
+    }
+    assert names == documented

@@ -1,0 +1,109 @@
+"""Every exception has one body and one status."""
+
+import json
+
+import pytest
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+
+from tests.entrypoints.openai.fakes import client_of
+from vllm.entrypoints.openai.errors import GenerationError, error_events
+from vllm.entrypoints.openai.http.sse import ClientDisconnected
+from vllm.entrypoints.openai.protocol.base import RequestBody
+from vllm.errors import (
+    CapacityError,
+    EngineDeadError,
+    NotFoundError,
+    PromptTooLongError,
+    RequestError,
+    RequestTimeoutError,
+)
+
+CASES = [
+    (RequestError("no", param="n"), 400, "BadRequestError", "n"),
+    (PromptTooLongError(5, 4), 400, "BadRequestError", "prompt"),
+    (NotFoundError("no", param="model"), 404, "NotFoundError", "model"),
+    (CapacityError("no"), 400, "BadRequestError", None),
+    (CapacityError("no", status=503), 503, "ServiceUnavailableError", None),
+    (RequestTimeoutError("no"), 504, "TimeoutError", None),
+    (EngineDeadError("no"), 500, "Internal Server Error", None),
+    (GenerationError("no"), 500, "Internal Server Error", None),
+    (HTTPException(405, "no"), 405, "Method Not Allowed", None),
+    (RuntimeError("secret detail"), 500, "Internal Server Error", None),
+    (RequestError("half a pair: \ud800"), 400, "BadRequestError", None),
+]
+
+
+class Body(RequestBody):
+    """Of a request."""
+
+    n: int = 1
+    name: str = ""
+
+
+def routes_that_raise(error) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/fail")
+    async def fail(body: Body) -> None:
+        raise error
+
+    return router
+
+
+@pytest.mark.parametrize(("error", "status", "kind", "param"), CASES, ids=str)
+def test_an_exception_becomes_a_flat_body(error, status, kind, param):
+    with client_of(None, routes_that_raise(error)) as client:
+        response = client.post("/fail", json={})
+    body = response.json()
+    assert (response.status_code, body["code"], body["type"]) == (status, status, kind)
+    assert body["object"] == "error"
+    assert body["param"] == param
+    assert "secret" not in body["message"]
+    assert ("retry-after" in response.headers) == (status == 503)
+
+
+@pytest.mark.parametrize(
+    ("content", "param", "text"),
+    [
+        (b'{"n": "x"}', "n", "n: Input should be a valid integer"),
+        (b'{"n": 1', None, "the body is not JSON"),
+        (b'{"name": "\\ud800"}', "name", "lone surrogate"),
+        (b'{"other": ["\\ud800"]}', "other", "lone surrogate"),
+        (b'{"other": {"a": [NaN]}}', "other", "not finite"),
+        (b'{"n": 1e999}', "n", "not finite"),
+        (b'{"other": ' + b"[" * 5000 + b"]" * 5000 + b"}", None, ""),
+        (b'{"n": ' + b"9" * 5000 + b"}", None, "parsing the body"),
+        (b"\xff\xfe", None, ""),
+        (b"[1, 2]", None, ""),
+        (b"", None, "Field required"),
+    ],
+)
+def test_a_body_that_is_wrong_is_400_and_names_the_field(content, param, text):
+    with client_of(None, routes_that_raise(RuntimeError())) as client:
+        headers = {"content-type": "application/json"}
+        response = client.post("/fail", content=content, headers=headers)
+    body = response.json()
+    assert response.status_code == 400
+    assert body["type"] == "Bad Request"
+    assert text in body["message"]
+    assert param is None or body["param"] == param
+    assert len(body["message"]) < 5000
+
+
+def test_a_client_that_has_left_gets_no_body():
+    with client_of(None, routes_that_raise(ClientDisconnected())) as client:
+        response = client.post("/fail", json={})
+    assert (response.status_code, response.content) == (499, b"")
+
+
+def test_a_stream_that_fails_ends_with_the_error_and_done():
+    events = error_events(RequestError("no", param="n")).decode().split("\n\n")
+    assert json.loads(events[0].removeprefix("data: ")) == {
+        "object": "error",
+        "message": "no",
+        "type": "BadRequestError",
+        "param": "n",
+        "code": 400,
+    }
+    assert events[1:] == ["data: [DONE]", ""]

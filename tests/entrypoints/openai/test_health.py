@@ -1,0 +1,60 @@
+"""Probes, in each state of the engine and of the server."""
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.entrypoints.openai.server_fakes import make_app
+from vllm.errors import EngineDeadError
+
+
+def in_state(state):
+    app, context = make_app(is_ready=state in ("ready", "draining"))
+    startup = context.engine.startup
+    if state == "starting":
+        startup.report("compiling graphs", 3, 12)
+    if state == "draining":
+        context.is_draining = True
+    if state == "failed":
+        startup.set_failed(EngineDeadError("gone"))
+    if state == "restarting":
+        context.has_been_ready = True
+        startup.set_unready("restarting the engine")
+    return TestClient(app)
+
+
+@pytest.mark.parametrize(
+    ("state", "startupz", "readyz"),
+    [
+        ("starting", 503, 503),
+        ("ready", 200, 200),
+        ("draining", 200, 503),
+        ("restarting", 200, 503),
+        ("failed", 503, 503),
+    ],
+)
+def test_probes_tell_the_state(state, startupz, readyz):
+    client = in_state(state)
+    assert client.get("/livez").status_code == 200
+    assert client.get("/startupz").status_code == startupz
+    assert client.get("/readyz").status_code == readyz
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        response = client.request(method, path)
+        assert (response.status_code, response.content) == (readyz, b"")
+
+
+def test_progress_is_shown_while_the_engine_starts():
+    body = in_state("starting").get("/readyz").json()
+    assert body.pop("eta_seconds") >= 0
+    assert body == {"status": "starting", "phase": "compiling graphs", "done": 3, "total": 12}
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "phase"),
+    [
+        ("ready", "ready", "ready"),
+        ("draining", "draining", "ready"),
+        ("failed", "failed", "failed"),
+    ],
+)
+def test_the_state_is_shown_in_words(state, status, phase):
+    assert in_state(state).get("/startupz").json() == {"status": status, "phase": phase}

@@ -1,0 +1,96 @@
+"""Bodies that are too large, too slow or of another type never reach a route."""
+
+import asyncio
+
+import pytest
+
+from tests.entrypoints.openai.server_fakes import make_client
+from vllm.entrypoints.openai.middleware.limits import BodyLimits
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(("size", "status"), [(0, 200), (100, 200), (101, 413), (10_000, 413)])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_may_have_max_request_bytes(size, status, is_chunked):
+    body = b"x" * size
+    content = iter([body[:50], body[50:]]) if is_chunked else body
+    response = make_client(max_request_bytes=100).post("/echo", content=content, headers=JSON)
+    assert response.status_code == status
+    if status == 413:
+        assert "100 bytes (max_request_bytes)" in response.json()["message"]
+    else:
+        assert response.json()["body"] == body.decode()
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        ("application/problem+json", 200),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("", 415),
+    ],
+)
+def test_a_body_must_be_json(content_type, status):
+    headers = {"Content-Type": content_type}
+    response = make_client().post("/echo", content=b"{}", headers=headers)
+    assert response.status_code == status
+
+
+def test_a_request_without_a_body_needs_no_type():
+    assert make_client().post("/echo").status_code == 200
+
+
+def run(messages, *, headers=(), timeout_s=1.0, max_bytes=100):
+    """(what was sent, body that the application behind got or None)."""
+    sent, bodies = [], []
+
+    async def app(scope, receive, send):
+        bodies.append((await receive())["body"])
+
+    async def receive():
+        if not messages:
+            await asyncio.sleep(60)
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/x", "root_path": "", "headers": headers}
+    limits = BodyLimits(app, max_bytes, timeout_s)
+    asyncio.run(limits(scope, receive, send))
+    return sent, bodies[0] if bodies else None
+
+
+CHUNKED = ((b"transfer-encoding", b"chunked"), (b"content-type", b"application/json"))
+
+
+def part(body, more):
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def test_a_body_that_does_not_arrive_in_time_is_408():
+    sent, body = run([part(b"{", True)], headers=CHUNKED, timeout_s=0.01)
+    assert sent[0]["status"] == 408 and body is None
+
+
+def test_no_more_is_read_than_the_limit():
+    rest = [part(b"x" * 60, True) for _ in range(50)]
+    sent, body = run(rest, headers=CHUNKED)
+    assert sent[0]["status"] == 413 and body is None
+    assert len(rest) == 48
+
+
+def test_a_client_that_leaves_in_the_middle_gets_no_answer():
+    sent, body = run([part(b"{", True), {"type": "http.disconnect"}], headers=CHUNKED)
+    assert sent == [] and body is None
+
+
+@pytest.mark.parametrize("length", [b"9" * 5000, b"101", b"0101"])
+def test_a_declared_length_is_believed_when_it_is_too_large(length):
+    sent, body = run([], headers=((b"content-length", length),))
+    assert sent[0]["status"] == 413 and body is None

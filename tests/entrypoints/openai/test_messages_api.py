@@ -1,0 +1,237 @@
+"""POST /v1/messages and count_tokens, over an engine that says what the test wrote."""
+
+import asyncio
+import json
+
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from tests.entrypoints.openai.scripted_engine import (
+    ODD_VALUES,
+    ScriptedEngine,
+    make_app,
+    make_client,
+    open_stream,
+)
+from vllm.entrypoints.openai.protocol.messages import MessagesRequest
+from vllm.errors import CapacityError, EngineDeadError, RequestTimeoutError
+
+PATH = "/v1/messages"
+EVENTS = TypeAdapter(RawMessageStreamEvent)
+TOOL = {"name": "add", "input_schema": {"type": "object"}}
+USER = {"role": "user", "content": "hi"}
+
+HERMES = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+CALLS = [
+    "I add.",
+    '<tool_call>{"name": "add", "arguments": {"a"',
+    ": 1}}</tool_call>",
+    '<tool_call>{"name": "add", "arguments": {}}</tool_call>',
+]
+
+
+def post(client, path=PATH, **fields):
+    return client.post(path, json={"messages": [USER], "max_tokens": 9, **fields})
+
+
+def read_events(response):
+    events = []
+    for block in response.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def accumulate(events):
+    """The message that the official client makes of a stream."""
+    snapshot, buffers = None, {}
+    for event in events:
+        if event["type"] != "ping":
+            parsed = EVENTS.validate_python(event)
+            snapshot = accumulate_event(event=parsed, current_snapshot=snapshot, json_bufs=buffers)
+    return snapshot.to_dict(exclude_unset=True)
+
+
+def without_ids(message):
+    content = [{k: v for k, v in block.items() if k != "id"} for block in message["content"]]
+    return {**message, "id": "", "content": content}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "settings", "fields", "stop"),
+    [
+        (["Hel", "", "lo"], {}, {}, "end_turn"),
+        ([], {}, {}, "end_turn"),
+        (["<think>so", " so</think>", "yes"], {"reasoning_parser": "deepseek_r1"}, {}, "end_turn"),
+        (CALLS, HERMES, {"tools": [TOOL]}, "tool_use"),
+        (
+            ['[{"name": "add", "parameters": {"a"', ": 1}}]"],
+            {},
+            {"tools": [TOOL], "tool_choice": {"type": "any"}},
+            "tool_use",
+        ),
+        (
+            ['{"a": ', "1}"],
+            {},
+            {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "add"}},
+            "tool_use",
+        ),
+    ],
+    ids=["text", "nothing", "reasoning", "auto", "any", "named"],
+)
+def test_the_streamed_message_is_the_unstreamed_one(pieces, settings, fields, stop):
+    client = make_client(ScriptedEngine(*pieces), **settings)
+    whole = post(client, **fields)
+    assert whole.status_code == 200
+    assert whole.json()["stop_reason"] == stop
+    events = read_events(post(client, **fields, stream=True))
+    streamed = without_ids(accumulate(events))
+    wanted = without_ids(whole.json())
+    assert {name: streamed[name] for name in wanted} == wanted
+    assert wanted["usage"]["output_tokens"] == len(pieces) + 1
+
+
+def test_blocks_are_what_the_parsers_found():
+    client = make_client(ScriptedEngine("<think>so</think>", "yes"), reasoning_parser="deepseek_r1")
+    assert [(b["type"], b[b["type"]]) for b in post(client).json()["content"]] == [
+        ("thinking", "so"),
+        ("text", "yes"),
+    ]
+    client = make_client(ScriptedEngine('[{"name": "add", "parameters": {"a": 1}}]'))
+    (block,) = post(client, tools=[TOOL], tool_choice={"type": "any"}).json()["content"]
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "add", {"a": 1})
+
+
+def test_a_stop_sequence_is_named():
+    engine = ScriptedEngine("a")
+    engine.stop_reason = "END"
+    message = post(make_client(engine), stop_sequences=["END"]).json()
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
+    assert [params.stop for _, params in engine.requests.values()] == [["END"]]
+
+
+def test_the_last_turn_of_the_assistant_is_continued():
+    engine = ScriptedEngine("yes")
+    messages = [USER, {"role": "assistant", "content": "I say"}]
+    assert post(make_client(engine), messages=messages).status_code == 200
+    assert [prompt for prompt, _ in engine.requests.values()] == ["<user>hi<assistant>I say"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"system": "be brief"}, {"tools": [TOOL]}])
+def test_counted_tokens_are_those_of_the_usage(fields):
+    client = make_client(
+        ScriptedEngine("a"), enable_auto_tool_choice=True, tool_call_parser="hermes"
+    )
+    counted = client.post(f"{PATH}/count_tokens", json={"messages": [USER], **fields}).json()
+    usage = post(client, **fields).json()["usage"]
+    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
+# ---- errors -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"model": "other"}, "not_found_error", "`other` does not exist"),
+        ({"max_tokens": None}, "invalid_request_error", "max_tokens"),
+        ({"max_tokens": 10**9}, "invalid_request_error", "context length"),
+        ({"max_tokens": 10**30}, "invalid_request_error", "max_tokens"),
+        ({"messages": []}, "invalid_request_error", "messages"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "invalid_request_error", "role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "invalid_request_error",
+            "image",
+        ),
+        ({"temperature": 3}, "invalid_request_error", "temperature"),
+        ({"top_k": 2**40}, "invalid_request_error", "top_k"),
+        ({"tools": [TOOL]}, "invalid_request_error", "--tool-call-parser"),
+        ({"tool_choice": {"type": "any"}}, "invalid_request_error", "tool_choice"),
+        ({"system": 7}, "invalid_request_error", "system"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_request_is_refused_in_the_form_of_the_api(fields, kind, text, stream):
+    engine = ScriptedEngine("yes")
+    answer = post(make_client(engine), **fields, stream=stream)
+    assert answer.status_code == (404 if kind == "not_found_error" else 400)
+    body = answer.json()
+    assert (body["type"], body["error"]["type"]) == ("error", kind)
+    assert text in body["error"]["message"]
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (CapacityError("full", status=503), 503, "overloaded_error"),
+        (RequestTimeoutError("slow"), 504, "timeout_error"),
+        (EngineDeadError("dead"), 500, "api_error"),
+        (KeyError("secret"), 500, "api_error"),
+    ],
+)
+def test_an_early_error_of_the_engine_has_its_status(error, status, kind, stream):
+    engine = ScriptedEngine("yes")
+    engine.error = error
+    answer = post(make_client(engine), stream=stream)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
+    assert "secret" not in answer.text
+    assert ("retry-after" in answer.headers) == (status == 503)
+
+
+def test_an_error_in_between_is_the_last_event():
+    engine = ScriptedEngine("a", "b")
+    engine.error, engine.error_at = EngineDeadError("the core died"), 1
+    events = read_events(post(make_client(engine), stream=True))
+    assert events[-1] == {
+        "type": "error",
+        "error": {"type": "api_error", "message": "the core died"},
+    }
+
+
+def test_errors_before_the_route_have_the_form_of_the_api():
+    client = make_client(ScriptedEngine(), api_key=("one",), max_request_bytes=100)
+    refused = post(client)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+    large = client.post(PATH, content=b" " * 200, headers={"x-api-key": "one"})
+    assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
+    broken = client.post(
+        PATH, content=b"{", headers={"x-api-key": "one", "content-type": "application/json"}
+    )
+    assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_aborts_its_request(stream):
+    engine = ScriptedEngine("a", "b")
+    engine.is_held = True
+
+    async def run():
+        body = {"messages": [USER], "max_tokens": 9, "stream": stream}
+        async with open_stream(make_app(engine), PATH, json.dumps(body).encode()) as opened:
+            if stream:
+                await opened.read_until(b"content_block_delta")
+            while not engine.requests:
+                await asyncio.sleep(0)
+        assert engine.aborted == list(engine.requests)
+
+    asyncio.run(run())
+
+
+# ---- fuzz ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", sorted(MessagesRequest.model_fields))
+def test_any_value_of_a_field_is_taken_or_refused(field):
+    client = make_client(ScriptedEngine("a"))
+    for value in ODD_VALUES:
+        body = json.dumps({"messages": [USER], "max_tokens": 2, field: value})
+        answer = client.post(PATH, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code in (200, 400, 404), (value, answer.text)
+        if answer.status_code == 400:
+            assert answer.json()["error"]["type"] == "invalid_request_error"

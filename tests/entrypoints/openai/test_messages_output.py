@@ -1,0 +1,106 @@
+"""Events in Anthropic's form: their order, and what the official client reads."""
+
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from vllm.entrypoints.openai.messages.output import (
+    MessageWriter,
+    describe_stop,
+    describe_usage,
+)
+
+EVENTS = TypeAdapter(RawMessageStreamEvent)
+
+
+def call(index, arguments, **first):
+    return {"index": index, **first, "function": {**first, "arguments": arguments}}
+
+
+def write(writer, *parts, stop=("end_turn", None)):
+    """Events of a message; a part is ("text" | "reasoning" | "call", delta)."""
+    add = {
+        "text": writer.add_text,
+        "reasoning": writer.add_reasoning,
+        "call": writer.add_tool_call,
+    }
+    events = writer.begin(describe_usage(5, 0, 2))
+    for kind, delta in parts:
+        events += add[kind](delta)
+    return events + writer.finish(*stop, describe_usage(5, 4, 2))
+
+
+def accumulate(events):
+    """The message that the official client makes of a stream."""
+    snapshot, buffers = None, {}
+    for event in events:
+        if event["type"] != "ping":
+            parsed = EVENTS.validate_python(event)
+            snapshot = accumulate_event(event=parsed, current_snapshot=snapshot, json_bufs=buffers)
+    return snapshot
+
+
+PARTS = {
+    "nothing": [],
+    "text": [("text", "a"), ("text", "b")],
+    "all": [
+        ("reasoning", "so"),
+        ("reasoning", "!"),
+        ("text", "a"),
+        ("call", call(0, "", id="t1", name="add")),
+        ("call", call(0, '{"a":')),
+        ("call", call(0, "1}")),
+        ("call", call(1, "{}", id="t2", name="sub")),
+    ],
+}
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_the_streamed_message_is_the_unstreamed_one(parts):
+    writer = MessageWriter("msg_1", "m")
+    events = write(writer, *parts, stop=("stop_sequence", "END"))
+    streamed = accumulate(events).to_dict(exclude_unset=True)
+    assert {key: streamed[key] for key in writer.message} == writer.message
+    assert writer.message["usage"] == {
+        "input_tokens": 3,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 2,
+        "output_tokens": 4,
+    }
+
+
+def test_blocks_begin_and_end_one_after_the_other():
+    events = write(MessageWriter("msg_1", "m"), *PARTS["all"])
+    assert [(e["type"].removeprefix("content_block_"), e.get("index")) for e in events] == [
+        ("message_start", None),
+        ("ping", None),
+        *[("start", 0), ("delta", 0), ("delta", 0), ("stop", 0)],
+        *[("start", 1), ("delta", 1), ("stop", 1)],
+        *[("start", 2), ("delta", 2), ("delta", 2), ("stop", 2)],
+        *[("start", 3), ("delta", 3), ("stop", 3)],
+        ("message_delta", None),
+        ("message_stop", None),
+    ]
+
+
+@pytest.mark.parametrize("arguments", ["{", "[]", "7", '{"a":' * 100_000, '{"a": NaN}'])
+def test_a_call_without_valid_arguments_has_no_input(arguments):
+    writer = MessageWriter("msg_1", "m")
+    write(writer, ("call", call(0, arguments, id="t1", name="add")))
+    assert writer.message["content"][0]["input"] == {}
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "has_calls", "wanted"),
+    [
+        ("stop", None, False, ("end_turn", None)),
+        ("stop", 7, False, ("end_turn", None)),
+        ("stop", "END", False, ("stop_sequence", "END")),
+        ("length", None, True, ("max_tokens", None)),
+        ("tool_calls", None, True, ("tool_use", None)),
+        ("stop", None, True, ("tool_use", None)),
+    ],
+)
+def test_the_reason_of_the_end_has_its_word(finish, stop, has_calls, wanted):
+    assert describe_stop(finish, stop, has_calls=has_calls) == wanted

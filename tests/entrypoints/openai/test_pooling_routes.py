@@ -1,0 +1,205 @@
+"""/v1/embeddings, /pooling, /classify, /score and /rerank: shapes, usage, errors."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.entrypoints.openai.pooling_engine import make_pooling_client
+from tests.tiny_pooling_models import add_tokenizer, make_pooling_model
+from vllm import LLM
+
+SETTINGS: dict[str, Any] = {"max_batch_prompts": 8, "enable_prompt_tokens_details": True}
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+def load(architecture: str, folder: Path, **overrides: Any) -> LLM:
+    add_tokenizer(make_pooling_model(architecture, folder, **overrides))
+    return LLM(str(folder), dtype="float32", max_model_len=64, served_model_name=["tiny"])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LLM]:
+    def make(architecture: str, **overrides: Any) -> LLM:
+        return load(architecture, tmp_path_factory.mktemp(architecture), **overrides)
+
+    return {
+        "embed": make("BertModel", matryoshka_dimensions=[16]),
+        "classify": make(
+            "BertForSequenceClassification", id2label={0: "good", 1: "bad", 2: "ugly"}
+        ),
+        "score": make("BertForSequenceClassification", num_labels=1),
+        "reward": make("Qwen2ForRewardModel"),
+        "generate": make("Qwen2ForCausalLM"),
+    }
+
+
+@pytest.fixture
+def post(models):
+    def send(kind: str, path: str, status: int = 200, headers: Any = None, **body: Any) -> Any:
+        client, _ = make_pooling_client(models[kind], **SETTINGS)
+        response = client.post(path, json=body, headers=headers)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    return send
+
+
+def embedding(models: dict[str, LLM], prompt: Any) -> list[float]:
+    (output,) = models["embed"].embed(prompt, use_tqdm=False)
+    return output.outputs.embedding
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("w7 w8", ["w7 w8"]),
+        (["w7", "w8 w9"], ["w7", "w8 w9"]),
+        ([2, 7, 3], [[2, 7, 3]]),
+        ([[2, 7, 3], [2, 8, 9, 3]], [[2, 7, 3], [2, 8, 9, 3]]),
+    ],
+)
+def test_embeddings_of_every_form_of_input(given, prompts, post, models):
+    body = post("embed", "/v1/embeddings", input=given, model="tiny")
+    assert (body["object"], body["model"], body["id"][:5]) == ("list", "tiny", "embd-")
+    assert [(d["index"], d["object"]) for d in body["data"]] == [
+        (index, "embedding") for index in range(len(prompts))
+    ]
+    for data, prompt in zip(body["data"], prompts, strict=True):
+        np.testing.assert_allclose(data["embedding"], embedding(models, prompt), atol=1e-6)
+    lengths = [len(p) if isinstance(p, list) else len(p.split()) + 2 for p in prompts]
+    assert body["usage"] == {
+        "prompt_tokens": sum(lengths),
+        "total_tokens": sum(lengths),
+        "completion_tokens": 0,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+@pytest.mark.parametrize(("path", "key"), [("/v1/embeddings", "embedding"), ("/pooling", "data")])
+def test_base64_is_float32(path, key, post, models):
+    (data,) = post("embed", path, input="w7", encoding_format="base64")["data"]
+    numbers = np.frombuffer(base64.b64decode(data[key]), "<f4")
+    np.testing.assert_allclose(numbers, embedding(models, "w7"), atol=1e-6)
+
+
+def test_special_tokens_may_be_left_out_and_long_inputs_cut(post):
+    plain = post("embed", "/v1/embeddings", input="w7", add_special_tokens=False)
+    cut = post("embed", "/v1/embeddings", input="w7 " * 99, truncate_prompt_tokens=5)
+    most = post("embed", "/v1/embeddings", input="w7 " * 99, truncate_prompt_tokens=-1)
+    assert [body["usage"]["prompt_tokens"] for body in (plain, cut, most)] == [1, 5, 64]
+
+
+def test_a_conversation_is_rendered(post, models):
+    messages = [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}]
+    body = post("embed", "/v1/embeddings", messages=messages, chat_template=TEMPLATE)
+    np.testing.assert_allclose(body["data"][0]["embedding"], embedding(models, [7, 8]), atol=1e-6)
+
+
+def test_fewer_dimensions(post):
+    (data,) = post("embed", "/v1/embeddings", input="w7", dimensions=16)["data"]
+    assert len(data["embedding"]) == 16
+    error = post("embed", "/v1/embeddings", 400, input="w7", dimensions=8)
+    assert error["param"] == "dimensions" and "one of 16, got 8" in error["message"]
+
+
+def test_rewards_are_per_token(post):
+    (data,) = post("reward", "/pooling", input=[[5, 6, 7]])["data"]
+    assert np.array(data["data"]).shape == (3, 1) and data["object"] == "pooling"
+
+
+def test_classes_have_names(post, models):
+    body = post("classify", "/classify", input=["w7", "w8 w9"])
+    outputs = models["classify"].classify(["w7", "w8 w9"], use_tqdm=False)
+    for data, output in zip(body["data"], outputs, strict=True):
+        probs = output.outputs.probs
+        assert data["probs"] == pytest.approx(probs, abs=1e-6)
+        assert data["label"] == ("good", "bad", "ugly")[int(np.argmax(probs))]
+        assert data["num_classes"] == 3
+    assert body["usage"]["completion_tokens"] == 0 and body["usage"]["prompt_tokens"] == 7
+
+
+@pytest.mark.parametrize("kind", ["embed", "score"])
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+def test_scores_are_those_of_the_offline_engine(kind, path, post, models):
+    for first, second in (("w7", ["w8", "w7"]), (["w7", "w9"], ["w8 w5", "w7"])):
+        body = post(kind, path, text_1=first, text_2=second)
+        want = [o.outputs.score for o in models[kind].score(first, second, use_tqdm=False)]
+        assert [data["score"] for data in body["data"]] == pytest.approx(want, abs=1e-6)
+        assert [data["index"] for data in body["data"]] == [0, 1]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_come_best_first(path, post, models):
+    documents = ["w8", "w7 w9", "w30 w31 w32", "w7"]
+    body = post("score", path, query="w7", documents=documents)
+    scores = [o.outputs.score for o in models["score"].score("w7", documents, use_tqdm=False)]
+    order = sorted(range(4), key=lambda index: -scores[index])
+    assert [result["index"] for result in body["results"]] == order
+    assert [result["document"]["text"] for result in body["results"]] == [
+        documents[index] for index in order
+    ]
+    values = [result["relevance_score"] for result in body["results"]]
+    assert values == pytest.approx([scores[index] for index in order], abs=1e-6)
+    assert body["usage"] == {"total_tokens": sum(4 + len(d.split()) for d in documents)}
+    top = post("score", path, query="w7", documents=documents, top_n=2)
+    assert top["results"] == body["results"][:2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "body", "words"),
+    [
+        ("generate", "/v1/embeddings", {"input": "w7"}, "start it with task='embed'"),
+        ("generate", "/classify", {"input": "w7"}, "start it with task='classify'"),
+        ("generate", "/score", {"text_1": "w7", "text_2": "w8"}, "/v1/chat/completions"),
+        ("classify", "/v1/embeddings", {"input": "w7"}, "POST /classify"),
+        ("classify", "/rerank", {"query": "w7", "documents": ["w8"]}, "with one label"),
+        ("embed", "/classify", {"input": "w7"}, "POST /v1/embeddings"),
+        ("embed", "/v1/embeddings", {"input": "w7 " * 99}, "has 101 tokens"),
+        ("embed", "/v1/embeddings", {"input": ["w7", ""]}, "prompt 1 of 2: the prompt is empty"),
+        ("embed", "/v1/embeddings", {"input": []}, "1 to 8 entries"),
+        ("embed", "/v1/embeddings", {"input": ["w7"] * 9}, "max_batch_prompts"),
+        ("embed", "/v1/embeddings", {"input": [[5]] * 9}, "max_batch_prompts"),
+        ("embed", "/v1/embeddings", {"input": [5000]}, "vocabulary of 4096"),
+        ("embed", "/v1/embeddings", {"input": {"a": 1}}, "input"),
+        ("embed", "/v1/embeddings", {"input": ["w7", 3]}, "input"),
+        ("embed", "/v1/embeddings", {}, "give one of input and messages"),
+        ("embed", "/v1/embeddings", {"input": "w7", "dimensions": -1}, "dimensions must be"),
+        ("embed", "/v1/embeddings", {"input": "w7", "dimensions": 2**80}, "dimensions"),
+        ("embed", "/v1/embeddings", {"input": "w7", "truncate_prompt_tokens": 0}, "-1 or at least"),
+        ("embed", "/v1/embeddings", {"input": "w7", "truncate_prompt_tokens": -2}, "truncate"),
+        ("embed", "/v1/embeddings", {"input": "w7", "encoding_format": "hex"}, "encoding_format"),
+        ("embed", "/v1/embeddings", {"input": "w7", "priority": 2**64}, "priority"),
+        ("embed", "/score", {"text_1": ["w7", "w8"], "text_2": "w9"}, "2 texts and text_2 1"),
+        ("score", "/score", {"text_1": "w7", "text_2": ["w9"] * 9}, "text_2 must have 1 to 8"),
+        ("score", "/rerank", {"query": "w7", "documents": []}, "documents"),
+        ("score", "/rerank", {"query": "w7", "documents": ["w8"], "top_n": -1}, "top_n"),
+        ("score", "/rerank", {"query": "w7", "documents": ["w8 " * 99]}, "103 tokens"),
+    ],
+)
+def test_what_is_wrong_is_a_400_that_says_so(kind, path, body, words, post):
+    error = post(kind, path, 400, **body)
+    assert error["object"] == "error" and error["code"] == 400
+    assert words in error["message"]
+
+
+def test_an_unknown_model_is_not_found(post):
+    error = post("embed", "/v1/embeddings", 404, input="w7", model="other")
+    assert error["type"] == "NotFoundError"
+
+
+def test_ids_priority_and_trace_reach_the_engine(models):
+    client, engine = make_pooling_client(models["embed"])
+    headers = {"x-request-id": "mine", "traceparent": "00-a-b-01"}
+    body = {"input": ["w7", "w8"], "priority": 3}
+    assert client.post("/v1/embeddings", json=body, headers=headers).json()["id"] == "embd-mine"
+    trace = {"traceparent": "00-a-b-01"}
+    assert engine.asked == {f"embd-mine-{index}": (3, trace) for index in range(2)}
+
+
+def test_one_wrong_prompt_leaves_nothing_in_the_engine(post, models):
+    post("embed", "/v1/embeddings", 400, input=["w7", "w8", "w7 " * 99])
+    assert not models["embed"].llm_engine.has_unfinished_requests()
+    post("embed", "/v1/embeddings", input="w7")

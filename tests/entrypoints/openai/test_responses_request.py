@@ -1,0 +1,113 @@
+"""Fields of the Responses API: which field of a chat request each becomes, and what is refused."""
+
+import pytest
+
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionNamedToolChoiceParam
+from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
+from vllm.entrypoints.openai.responses.request import as_chat_request, check_request
+from vllm.errors import RequestError
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {}}
+
+
+def tool(name, **fields):
+    return {"type": "function", "name": name, "parameters": SCHEMA, **fields}
+
+
+def convert(**fields):
+    request = ResponsesRequest.model_validate({"input": "hi", **fields})
+    check_request(request)
+    return as_chat_request(request, MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "wanted"),
+    [
+        ({"max_output_tokens": 7}, "max_completion_tokens", 7),
+        ({"temperature": 0.5}, "temperature", 0.5),
+        ({}, "temperature", None),
+        ({"top_k": 3}, "top_k", 3),
+        ({"seed": -5}, "seed", -5),
+        ({"stop": ["a"]}, "stop", ["a"]),
+        ({}, "parallel_tool_calls", True),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", False),
+        ({}, "logprobs", False),
+        ({"include": ["message.output_text.logprobs"]}, "logprobs", True),
+        ({"include": ["reasoning.encrypted_content"]}, "logprobs", False),
+        ({"top_logprobs": 3}, "top_logprobs", 3),
+        ({"top_logprobs": 3}, "logprobs", True),
+        ({"reasoning": {"effort": "low"}}, "chat_template_kwargs", {"reasoning_effort": "low"}),
+        (
+            {"reasoning": {"effort": "none"}, "chat_template_kwargs": {"a": 1}},
+            "chat_template_kwargs",
+            {"reasoning_effort": "none", "enable_thinking": False, "a": 1},
+        ),
+        ({"text": {"format": {"type": "text"}}}, "response_format", None),
+        ({"tool_choice": "auto"}, "tool_choice", "none"),
+        ({"tools": [tool("f")]}, "tool_choice", "auto"),
+        ({"tools": [tool("f")], "tool_choice": "required"}, "tool_choice", "required"),
+    ],
+)
+def test_a_field_of_a_response_is_one_of_a_chat(fields, name, wanted):
+    assert getattr(convert(**fields), name) == wanted
+
+
+def test_a_schema_becomes_the_response_format():
+    form = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+    wanted = convert(text={"format": form}).response_format
+    assert (wanted.type, wanted.json_schema.json_schema) == ("json_schema", SCHEMA)
+
+
+def test_a_named_function_has_to_be_called():
+    chat = convert(tools=[tool("f"), tool("g")], tool_choice={"type": "function", "name": "g"})
+    assert isinstance(chat.tool_choice, ChatCompletionNamedToolChoiceParam)
+    assert chat.named_tool == "g"
+
+
+def test_only_allowed_tools_reach_the_model():
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"name": "g"}]}
+    chat = convert(tools=[tool("f"), tool("g", description="d")], tool_choice=choice)
+    assert chat.tool_choice == "required"
+    function = {"name": "g", "description": "d", "parameters": SCHEMA}
+    assert [t.function.model_dump() for t in chat.tools] == [function]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"background": True, "store": False}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [tool("f", parameters="x")]}, "tools[0].parameters"),
+        ({"tools": [tool("f", description=3)]}, "tools[0].description"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        (
+            {
+                "tools": [tool("f")],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [3]},
+            },
+            "tool_choice",
+        ),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+    ],
+)
+def test_what_is_not_available_is_refused_by_its_name(fields, param):
+    with pytest.raises(RequestError) as caught:
+        convert(**fields)
+    assert caught.value.param == param
+
+
+def test_fields_that_exclude_each_other_are_refused():
+    with pytest.raises(RequestError, match="constrains"):
+        convert(
+            tools=[tool("f")],
+            tool_choice="required",
+            text={"format": {"type": "json_object"}},
+        )

@@ -1,0 +1,195 @@
+"""Batch files: every line its record, whatever happens to another one."""
+
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse
+
+from vllm.entrypoints.openai import run_batch
+from vllm.entrypoints.openai.batch.lines import URLS, run_lines
+from vllm.errors import ConfigError
+from vllm.utils import FlexibleArgumentParser
+
+CHAT = "/v1/chat/completions"
+
+
+class Application:
+    """Answers with the body; `{"fail": status}` fails, and `{"wait": n}` lets n requests pass."""
+
+    def __init__(self):
+        self.num_running = self.most_running = self.num_passed = 0
+        self.app = FastAPI()
+        for url in URLS:
+            self.app.post(url)(self.route)
+
+    async def route(self, request: Request):
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            body = await request.json()
+            target = self.num_passed + body.get("wait", 0)
+            await asyncio.sleep(0.001)
+            while self.num_passed < target:
+                await asyncio.sleep(0)
+        finally:
+            self.num_running -= 1
+        self.num_passed += 1
+        if body.get("fail") == "crash":
+            raise RuntimeError("the password is sesame")
+        if "fail" in body:
+            return JSONResponse({"object": "error", "code": body["fail"]}, body["fail"])
+        return {"url": request.url.path, "echo": body}
+
+
+def line(custom_id, body, url=CHAT, **more):
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body} | more)
+
+
+def run(lines, max_concurrent=4, application=None):
+    records = []
+    app = (application or Application()).app
+    data = [text if isinstance(text, bytes) else text.encode() for text in lines]
+    counts = asyncio.run(run_lines(app, data, records.append, max_concurrent))
+    assert all(record.endswith(b"\n") and record.count(b"\n") == 1 for record in records)
+    assert counts.num_written == len(records)
+    decoded = [json.loads(record) for record in records]
+    assert counts.num_failed == sum(record["error"] is not None for record in decoded)
+    return decoded
+
+
+def test_every_route_is_called_and_answers_come_in_the_order_of_the_lines():
+    lines = [line(str(i), {"wait": 3 - i % 4, "text": "é\n"}, url) for i, url in enumerate(URLS)]
+    records = run(["", *lines, "  \n"])
+    assert [record["custom_id"] for record in records] == [str(i) for i in range(len(URLS))]
+    assert [record["response"]["body"]["url"] for record in records] == list(URLS)
+    assert records[0]["response"]["body"]["echo"]["text"] == "é\n"
+    assert {record["response"]["status_code"] for record in records} == {200}
+    assert len({record["id"] for record in records}) == len(records)
+
+
+@pytest.mark.parametrize(
+    ("bad", "custom_id", "status", "message"),
+    [
+        ("nonsense", None, 400, "malformed"),
+        (b"\xff{}", None, 400, "malformed"),
+        (b'{"custom_id": "\xff"}', None, 400, "no request"),
+        ("[]", None, 400, "Expected `object`"),
+        ('{"custom_id": "x"}', "x", 400, "missing required field `url`"),
+        ('{"custom_id": 1}', None, 400, "Expected `str`"),
+        ("[" * 100_000, None, 400, "no request"),
+        (line("x", [1]), "x", 400, "Expected `object`"),
+        (line("x", {}, method="GET"), "x", 400, "method must be POST"),
+        (line("x", {}, url="/metrics"), "x", 400, "url must be one of /v1/chat/completions"),
+        (line("x", {"stream": True}), "x", 400, "leave stream out"),
+        (line("x", {"fail": 404}), "x", 404, None),
+    ],
+)
+def test_a_line_that_fails_gives_an_error_and_the_others_their_answers(
+    bad, custom_id, status, message
+):
+    first, record, last = run([line("a", {}), bad, line("b", {})])
+    assert [each["custom_id"] for each in (first, record, last)] == ["a", custom_id, "b"]
+    assert first["error"] is None is last["error"]
+    assert (record["response"]["status_code"], record["response"]["body"]) == (status, None)
+    assert record["error"]["code"] == status
+    assert message is None or message in record["error"]["message"]
+
+
+def test_a_route_that_crashes_gives_an_error_without_details():
+    records = run([line("a", {"fail": "crash"}), line("b", {})])
+    assert [record["response"]["status_code"] for record in records] == [500, 200]
+    assert "sesame" not in json.dumps(records)
+
+
+@pytest.mark.parametrize("max_concurrent", [1, 3])
+def test_no_more_requests_run_at_once_than_allowed(max_concurrent):
+    application = Application()
+    run([line(str(i), {}) for i in range(20)], max_concurrent, application)
+    assert application.most_running == max_concurrent
+
+
+def test_requests_that_run_are_ended_when_nothing_can_be_written():
+    application = Application()
+
+    def full_disk(_):
+        raise OSError("disk full")
+
+    lines = [line("a", {}), line("b", {"wait": 100})]
+    with pytest.raises(OSError, match="disk full"):
+        asyncio.run(run_lines(application.app, [t.encode() for t in lines], full_disk, 2))
+    assert application.num_running == 0
+
+
+class FileServer(BaseHTTPRequestHandler):
+    """Serves one text at /in, and nothing else."""
+
+    def do_GET(self):
+        self.send_response(200 if self.path == "/in" else 404)
+        self.end_headers()
+        self.wfile.write(b"one\ntwo\n")
+
+    def log_message(self, *_):
+        """Stay silent."""
+
+
+def test_the_input_may_be_downloaded():
+    with HTTPServer(("127.0.0.1", 0), FileServer) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with run_batch.open_input(f"{url}/in") as lines:
+            assert list(lines) == [b"one\n", b"two\n"]
+            lines.seek(0)
+            assert lines.readline() == b"one\n"
+        with pytest.raises(ConfigError, match="404"), run_batch.open_input(f"{url}/other"):
+            raise AssertionError("there is no such file")
+        server.shutdown()
+        thread.join()
+
+
+def test_the_output_has_its_name_when_it_is_whole(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b"old")
+    with run_batch.open_output(path) as output:
+        output.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("written", "num_left"), [(b"", 0), (b"so far", 1)])
+def test_what_was_written_stays_beside_the_old_output_when_the_run_breaks_off(
+    tmp_path, written, num_left
+):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt), run_batch.open_output(path) as output:
+        output.write(written)
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"old"
+    others = [each for each in tmp_path.iterdir() if each != path]
+    assert [each.read_bytes() for each in others] == [written] * num_left
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["-i", "{tmp}/none", "-o", "{tmp}/out"], "cannot read .*No such file"),
+        (["-i", "http://127.0.0.1:1/x", "-o", "{tmp}/out"], "cannot download .*refused"),
+        (["-i", "{tmp}/in", "-o", "{tmp}/none/out"], "cannot write .*No such file"),
+        (["-i", "{tmp}/in", "-o", "{tmp}"], "cannot write .*no file"),
+        (["-i", "{tmp}/in", "-o", "{tmp}/out", "--max-concurrent-requests", "0"], "at least 1"),
+        (["-i", "{tmp}/in", "-o", "{tmp}/out", "--model", "{tmp}/none"], "none"),
+    ],
+)
+def test_what_cannot_be_used_is_told_before_anything_is_changed(tmp_path, flags, message):
+    (tmp_path / "in").write_bytes(b"")
+    parser = run_batch.add_arguments(FlexibleArgumentParser())
+    args = parser.parse_args([flag.format(tmp=tmp_path) for flag in flags])
+    with pytest.raises(ConfigError, match=message):
+        run_batch.run(args)
+    assert [each.name for each in tmp_path.iterdir()] == ["in"]

@@ -1,0 +1,73 @@
+"""POST /tokenize, POST /detokenize, GET /v1/models."""
+
+import pytest
+
+from tests.entrypoints.openai.fakes import MODEL, FakeAsyncLLM, client_of
+from vllm.entrypoints.openai import serving_models, serving_tokenization
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def client():
+    routers = (serving_models.router, serving_tokenization.router)
+    with client_of(FakeAsyncLLM(), *routers) as client:
+        yield client
+
+
+def test_a_text_is_tokenised_as_a_completion_and_back(client):
+    body = client.post("/tokenize", json={"prompt": "a b", "return_token_strs": True}).json()
+    assert (body["count"], body["max_model_len"]) == (3, 256)
+    assert body["token_strs"][0] == "<s>"
+    bare = client.post("/tokenize", json={"prompt": "a b", "add_special_tokens": False}).json()
+    assert bare["tokens"] == body["tokens"][1:]
+    assert bare["token_strs"] is None
+    text = client.post("/detokenize", json={"tokens": bare["tokens"]}).json()
+    assert text == {"prompt": "a b"}
+
+
+def test_a_conversation_has_its_special_tokens_once(client):
+    body = client.post("/tokenize", json={"messages": MESSAGES}).json()
+    text = client.post("/detokenize", json={"tokens": body["tokens"]}).json()["prompt"]
+    assert text == "<s><|user|>hi<|end|><|assistant|>"
+    options = {"add_generation_prompt": False}
+    shorter = client.post("/tokenize", json={"messages": MESSAGES, **options}).json()
+    assert shorter["count"] == body["count"] - 1
+
+
+def test_many_tokens_become_text_too(client):
+    tokens = client.post("/tokenize", json={"prompt": "word " * 9000}).json()["tokens"]
+    text = client.post("/detokenize", json={"tokens": tokens[1:]}).json()["prompt"]
+    assert text == "word " * 9000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": 5}, 400, "prompt"),
+        ("/tokenize", {"prompt": ""}, 400, "prompt"),
+        ("/tokenize", {"messages": "x"}, 400, "messages"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"messages": MESSAGES, "continue_final_message": True}, 400, "continue"),
+        ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": "abc"}, 400, "tokens"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(client, path, body, status, param):
+    response = client.post(path, json=body)
+    assert response.status_code == status
+    assert response.json()["param"].startswith(param)
+
+
+def test_models_are_listed(client):
+    (card,) = client.get("/v1/models").json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 256)
+    assert card["permission"][0]["allow_sampling"]
+    assert client.get(f"/v1/models/{MODEL}").json()["id"] == MODEL
+    missing = client.get("/v1/models/org/other")
+    assert missing.status_code == 404
+    assert missing.json()["message"] == "The model `org/other` does not exist."

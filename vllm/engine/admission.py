@@ -1,0 +1,90 @@
+"""How much may wait: requests beyond it are refused at once, which is better than served late."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllm.errors import CapacityError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionLimits:
+    """None is no limit."""
+
+    max_queued_requests: int | None = None
+    """Requests besides those that a full batch holds."""
+    max_queued_tokens: int | None = None
+    """Prompt tokens of requests that have not begun."""
+    request_timeout: float | None = None
+    """Seconds after which a request is ended."""
+
+
+class Admission:
+    """Counts what waits and what runs.
+
+    Args:
+        limits: to keep.
+        max_num_seqs: requests that run at a time.
+    """
+
+    def __init__(self, limits: AdmissionLimits, max_num_seqs: int) -> None:
+        self.limits = limits
+        self._max_num_seqs = max_num_seqs
+        self._waiting: dict[str, int] = {}
+        """Id in the core -> prompt tokens."""
+        self._running: set[str] = set()
+        self._waiting_tokens = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests sent to the core that it has not begun."""
+        return len(self._waiting)
+
+    def check(self, num_requests: int, num_prompt_tokens: int) -> None:
+        """Whether so many requests, of so many tokens in all, may come.
+
+        Raises:
+            CapacityError: (status 503) too much waits.
+        """
+        limits = self.limits
+        if limits.max_queued_requests is not None:
+            most = self._max_num_seqs + limits.max_queued_requests
+            if len(self._waiting) + len(self._running) + num_requests > most:
+                raise CapacityError(
+                    f"{len(self._waiting)} requests wait for the engine, and at most "
+                    f"{limits.max_queued_requests} may (max_queued_requests): try again later",
+                    status=503,
+                )
+        if limits.max_queued_tokens is not None and self._waiting:
+            tokens = self._waiting_tokens + num_prompt_tokens
+            if tokens > limits.max_queued_tokens:
+                raise CapacityError(
+                    f"requests with {self._waiting_tokens} prompt tokens wait for the engine; with "
+                    f"this one's {num_prompt_tokens} they would be more than "
+                    f"{limits.max_queued_tokens} (max_queued_tokens): try again later",
+                    status=503,
+                )
+
+    def add(self, core_id: str, num_prompt_tokens: int) -> None:
+        """A request was sent to the core."""
+        self._waiting[core_id] = num_prompt_tokens
+        self._waiting_tokens += num_prompt_tokens
+
+    def begin(self, core_ids: Iterable[str]) -> None:
+        """The core computes them."""
+        for core_id in core_ids:
+            num_tokens = self._waiting.pop(core_id, None)
+            if num_tokens is not None:
+                self._waiting_tokens -= num_tokens
+                self._running.add(core_id)
+
+    def end(self, core_ids: Iterable[str]) -> None:
+        """They have ended; unknown ids are passed over."""
+        for core_id in core_ids:
+            self._waiting_tokens -= self._waiting.pop(core_id, 0)
+            self._running.discard(core_id)
+
+    def clear(self) -> None:
+        """Nothing is left."""
+        self._waiting.clear()
+        self._running.clear()
+        self._waiting_tokens = 0

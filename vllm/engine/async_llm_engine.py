@@ -1,0 +1,577 @@
+"""The asynchronous engine: an engine core in its own process, many requests at once.
+
+    generate()  ->  InputProcessor  ->  AddRequests  ->  | core process |
+    consumer    <-  RequestStream   <-  OutputProcessor  <-  CoreOutput
+
+Everything here runs in one event loop; only long tokenisation, grammars and the reading of the
+model's files go to threads.
+"""
+
+import asyncio
+import contextlib
+import copy
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.config import VllmConfig
+from vllm.engine.admission import Admission, AdmissionLimits
+from vllm.engine.core_supervisor import CoreSupervisor
+from vllm.engine.input_processor import InputProcessor, TokenizedPrompt, fan_out
+from vllm.engine.metrics import EngineMetrics
+from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.request_stream import RequestStream
+from vllm.engine.startup_state import Startup
+from vllm.engine.stats_log import StatsLog
+from vllm.engine.stats_recorder import StatsRecorder
+from vllm.engine.wire import AbortRequests, AddRequests, CoreOutput, Refused
+from vllm.errors import CapacityError, EngineDeadError, RequestError, RequestTimeoutError
+from vllm.inputs import PromptType
+from vllm.messages import EngineRequest, SchedulerStats
+from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from vllm.engine.arg_utils import EngineArgs
+
+_Result = TypeVar("_Result")
+_Processed = tuple[str | None, EngineRequest]
+
+_LONG_TEXT = 16_384
+"""Characters from which on a text is tokenised in a thread."""
+
+_IDLE_BEFORE_PRELOAD_S = 2.0
+
+_GRAMMAR_THREADS = 8
+"""Requests whose grammar is being compiled, or that wait for a compiler."""
+
+
+class AsyncLLM:
+    """Requests of many users, one engine core.
+
+    Nothing is loaded before `start`, or the first request.
+
+    Args:
+        engine_args: what to run.
+        limits: of what may wait, and how long.
+        num_restarts: times that a core which died is started again.
+        config: complete, in place of `engine_args`.
+
+    Attributes:
+        stats: the latest that the core has told.
+        metrics: what was counted; None before the model's config has been read.
+        input_processor, output_processor, generation_defaults: there once it has started.
+    """
+
+    def __init__(
+        self,
+        engine_args: "EngineArgs | None" = None,
+        *,
+        limits: AdmissionLimits | None = None,
+        num_restarts: int = 0,
+        config: VllmConfig | None = None,
+    ) -> None:
+        assert (engine_args is None) != (config is None), "give one of engine_args and config"
+        self.stats = SchedulerStats()
+        self.metrics: EngineMetrics | None = None
+        self._engine_args = engine_args
+        self._config = config
+        self._limits = limits or AdmissionLimits()
+        self._core = CoreSupervisor(
+            num_restarts,
+            on_output=self._on_output,
+            on_refused=self._on_refused,
+            on_lost=self._on_lost,
+        )
+        self._start_task: asyncio.Task[None] | None = None
+        self._streams: dict[str, RequestStream[Any]] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._slow_lane = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
+        self._grammar_lane = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammar")
+        self._slow_processor: InputProcessor | None = None
+        self._stats_task: asyncio.Task[None] | None = None
+        self._preload_task: asyncio.Task[None] | None = None
+        self._is_shut_down = False
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: "EngineArgs",
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Any = None,
+    ) -> "AsyncLLM":
+        """An engine for these arguments; it loads at the latest with the first request.
+
+        Raises:
+            ConfigError: the engine cannot start with them.
+        """
+        engine = cls(config=engine_args.create_engine_config())
+        if start_engine_loop:
+            with contextlib.suppress(RuntimeError):  # no event loop runs yet
+                engine._begin_start()
+        return engine
+
+    # ---- start and end --------------------------------------------------------------------
+
+    @property
+    def startup(self) -> Startup:
+        """How far the start has come."""
+        return self._core.startup
+
+    async def start(self) -> None:
+        """Load model and tokenizer, and wait until requests are computed.
+
+        Raises:
+            ConfigError: the engine cannot start with its arguments.
+            EngineDeadError: its process has ended.
+        """
+        await asyncio.shield(self._begin_start())
+
+    async def wait_ready(self) -> None:
+        """Until requests are computed; starts the engine when nobody has. Raises as `start`."""
+        if not self.startup.is_ready:
+            self._begin_start()
+            await self.startup.wait()
+
+    def shutdown(self) -> None:
+        """End the core process now; requests that run end with EngineDeadError."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        error = EngineDeadError("the engine was shut down")
+        self._core.stop(error)
+        self._on_lost(error)
+        for task in (self._stats_task, self._preload_task):
+            if task is not None:
+                task.cancel()
+        for lane in (self._slow_lane, self._grammar_lane):
+            lane.shutdown(wait=False, cancel_futures=True)
+        if self.is_loaded:
+            self.input_processor.close()
+
+    def start_background_loop(self) -> None:
+        """Begin to load, in the event loop that runs; a name of the V0 engine."""
+        self._begin_start()
+
+    shutdown_background_loop = shutdown
+
+    def on_death(self, callback: Callable[[BaseException], None]) -> None:
+        """Call it once when the core has died and will not be started again."""
+        self._core.death_callbacks.append(callback)
+
+    def _begin_start(self) -> "asyncio.Task[None]":
+        if self._start_task is None:
+            self._start_task = asyncio.get_running_loop().create_task(self._start())
+            # The error of a start that nobody awaits is told to those who wait for readiness.
+            self._start_task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._start_task
+
+    async def _start(self) -> None:
+        await self._core.start(self._resolve, self._load_frontend)
+        assert self.metrics is not None
+        self._stats_log = StatsLog(self.metrics)
+        if not self.vllm_config.observability.disable_log_stats:
+            self._stats_task = asyncio.create_task(self._stats_log.run())
+
+        self._preload_task = asyncio.create_task(self._preload_when_idle())
+
+    async def _preload_when_idle(self) -> None:
+        """What only some requests need: not while the first ones wait for their tokens."""
+        if self.tokenizer is None or self.vllm_config.model.pooler is not None:
+            return
+        idle_since = time.monotonic()
+        while time.monotonic() - idle_since < _IDLE_BEFORE_PRELOAD_S:
+            await asyncio.sleep(_IDLE_BEFORE_PRELOAD_S / 4)
+            if self._streams:
+                idle_since = time.monotonic()
+        self.input_processor.grammar_compiler.start()
+        with contextlib.suppress(EngineDeadError):
+            await self._core.call("preload")
+
+    def _resolve(self) -> VllmConfig:
+        if self._config is None:
+            assert self._engine_args is not None
+            self._config = self._engine_args.create_engine_config()
+        return self._config
+
+    def _load_frontend(self, config: VllmConfig) -> None:
+        """Tokenizer and what belongs to it."""
+        from vllm.transformers_utils.generation_config import load_generation_defaults
+        from vllm.transformers_utils.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(config.model)
+        self.generation_defaults = dict(load_generation_defaults(config.model))
+        self.input_processor = InputProcessor(config, tokenizer, self.generation_defaults)
+        self.metrics = EngineMetrics(config.model.served_model_name[0], config)
+        self._recorder = StatsRecorder(self.metrics)
+        self.output_processor = OutputProcessor(tokenizer, self._recorder)
+        self._admission = Admission(self._limits, config.scheduler.max_num_seqs)
+
+    # ---- requests -------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        prompt_adapter_request: Any = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate for one prompt.
+
+        Leaving the loop over the outputs, or cancelling it, aborts the request.
+
+        Args:
+            prompt: in any form of `PromptType`.
+            sampling_params: `output_kind` says what each output holds.
+            request_id: comes back in the outputs; free again when the request has ended.
+            lora_request, prompt_adapter_request: only None for now.
+            trace_headers: taken, and left to the server's spans.
+            priority: a smaller one goes first, where the scheduling policy is "priority".
+            data_parallel_rank: only None or 0 for now.
+
+        Yields:
+            Outputs as they come; the last one is finished.
+
+        Raises:
+            RequestError: the request is wrong.
+            CapacityError: it can never fit, or too much waits already (status 503).
+            RequestTimeoutError: it took longer than the limits allow.
+            EngineDeadError: the core has died.
+        """
+        _refuse("LoRA adapters", "lora_request", lora_request)
+        _refuse("prompt adapters", "prompt_adapter_request", prompt_adapter_request)
+        _refuse("data parallelism", "data_parallel_rank", data_parallel_rank or None)
+        arrival_time = time.time()
+        await self.wait_ready()
+        text, request = await self._process(
+            prompt,
+            lambda processor: processor.process(
+                request_id, prompt, sampling_params, arrival_time=arrival_time, priority=priority
+            ),
+        )
+        stream = self._submit(text, await self._with_grammar(request))
+        try:
+            while True:
+                output = await stream.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            if not stream.is_finished:
+                self._abort([request_id])
+
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams,
+        request_id: str,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Pool one prompt: what `generate` is for a generative model, for one that pools.
+
+        Yields:
+            The result, once.
+
+        Raises:
+            As `generate`.
+        """
+        _refuse("LoRA adapters", "lora_request", lora_request)
+        arrival_time = time.time()
+        await self.wait_ready()
+        text, request = await self._process(
+            prompt,
+            lambda processor: processor.process_pooling(
+                request_id, prompt, pooling_params, arrival_time=arrival_time, priority=priority
+            ),
+        )
+        stream = self._submit(text, request)
+        try:
+            yield await stream.get()
+        finally:
+            if not stream.is_finished:
+                self._abort([request_id])
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests with finish reason "abort"; unknown ids are passed over."""
+        if self.startup.is_ready:
+            self._abort([request_id] if isinstance(request_id, str) else request_id)
+
+    async def _process(
+        self, prompt: PromptType, process: Callable[[InputProcessor], _Processed]
+    ) -> _Processed:
+        """Tokenise and check, in the slow lane where it takes long."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str) and len(text) >= _LONG_TEXT:
+            return await self.in_slow_lane(process)
+        return process(self.input_processor)
+
+    async def tokenize(self, prompt: PromptType, *, is_long: bool = False) -> TokenizedPrompt:
+        """Token ids of a prompt, as `InputProcessor.tokenize` gives them.
+
+        Args:
+            prompt: in any form.
+            is_long: it is one of many, so that all of them take long.
+        """
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str) and (is_long or len(text) >= _LONG_TEXT):
+            return await self.in_slow_lane(lambda processor: processor.tokenize(prompt))
+        return self.input_processor.tokenize(prompt)
+
+    async def in_slow_lane(self, work: Callable[[InputProcessor], _Result]) -> _Result:
+        """Run what takes long with a tokenizer, in a thread that has one of its own."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._slow_lane, lambda: work(self._slow_input()))
+
+    async def _with_grammar(self, request: EngineRequest) -> EngineRequest:
+        """The request with the form of its output compiled, if it must have one."""
+        if request.sampling_params.guided_decoding is None:
+            return request
+        processor = self.input_processor
+        cached = processor.attach_cached_grammar(request)
+        if cached is not None:
+            return cached
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._grammar_lane, processor.attach_grammar, request)
+
+    def _slow_input(self) -> InputProcessor:
+        """For the thread of the slow lane: a tokenizer serves one thread at a time."""
+        if self._slow_processor is None:
+            tokenizer = copy.deepcopy(self.input_processor.tokenizer)
+            self._slow_processor = InputProcessor(
+                self.vllm_config, tokenizer, self.generation_defaults
+            )
+        return self._slow_processor
+
+    def _submit(self, text: str | None, request: EngineRequest) -> RequestStream[Any]:
+        """Send a request to the core; its stream."""
+        core_requests = fan_out(request)
+        num_tokens = len(request.prompt_token_ids)
+        self._admission.check(len(core_requests), num_tokens * len(core_requests))
+        self.output_processor.add_request(
+            request.request_id, text, request.sampling_params, core_requests
+        )
+        try:
+            self._core.send(AddRequests(requests=core_requests))
+        except BaseException:
+            self.output_processor.abort([request.request_id])
+            raise
+        for core_request in core_requests:
+            self._admission.add(core_request.request_id, num_tokens)
+        stream: RequestStream[Any] = RequestStream()
+        self._streams[request.request_id] = stream
+        if (timeout := self._limits.request_timeout) is not None:
+            loop = asyncio.get_running_loop()
+            self._timers[request.request_id] = loop.call_later(
+                timeout, self._time_out, request.request_id, timeout
+            )
+        return stream
+
+    def _time_out(self, request_id: str, timeout: float) -> None:
+        error = RequestTimeoutError(
+            f"the request took longer than the {timeout:g} s that this server allows "
+            f"(request_timeout)"
+        )
+        self._end_with(request_id, error)
+
+    def _end_with(self, request_id: str, error: Exception) -> None:
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.fail(error)
+        self._abort([request_id])
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        outputs, core_ids = self.output_processor.abort(request_ids)
+        self._send_aborts(core_ids)
+        for output in outputs:
+            self._deliver(output)
+
+    def _send_aborts(self, core_ids: list[str]) -> None:
+        self._admission.end(core_ids)
+        if core_ids:
+            self._core.send(AbortRequests(request_ids=core_ids))
+
+    # ---- what the core says ---------------------------------------------------------------
+
+    def _on_output(self, message: CoreOutput) -> None:
+        self.stats, output = message.stats, message.output
+        if output.scheduled_times:
+            self._admission.begin(output.scheduled_times)
+        if output.finished:
+            self._admission.end(output.finished)
+        outputs, stopped = self.output_processor.process(output)
+        self._recorder.end_message(message.stats)
+        if stopped:
+            self._send_aborts(stopped)
+        for request_output in outputs:
+            self._deliver(request_output)
+
+    def _deliver(self, output: AnyRequestOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if output.finished:
+            self._forget(output.request_id)
+        if stream is not None and not stream.is_finished:
+            stream.put(output, is_last=output.finished)
+
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        if (timer := self._timers.pop(request_id, None)) is not None:
+            timer.cancel()
+
+    def _on_refused(self, message: Refused) -> None:
+        request_id = self.output_processor.request_id_of(message.request_id)
+        if request_id is None:
+            return  # another sample of it was refused before
+        error: Exception = RequestError(message.message)
+        if message.is_capacity:
+            error = CapacityError(message.message, status=message.status)
+        self._end_with(request_id, error)
+
+    def _on_lost(self, error: BaseException) -> None:
+        """The core is gone, and all requests with it."""
+        self.stats = SchedulerStats()
+        for request_id, stream in list(self._streams.items()):
+            stream.fail(error)
+            self._forget(request_id)
+        if self.is_loaded:
+            if self.metrics is not None and self.startup.error is None:
+                self.metrics.record_restart()
+            self._admission.clear()
+            self.output_processor.abort(self.output_processor.unfinished_request_ids)
+
+    # ---- the engine itself ----------------------------------------------------------------
+
+    @property
+    def is_loaded(self) -> bool:
+        """Tokenizer and processors are there."""
+        return hasattr(self, "_admission")
+
+    @property
+    def vllm_config(self) -> VllmConfig:
+        """What the engine runs with; not before its start has read the model's config."""
+        assert self._config is not None, "the engine has not started"
+        return self._config
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """The tokenizer, or None."""
+        return self.input_processor.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends; a new object each time."""
+        defaults = {k: v for k, v in self.generation_defaults.items() if k != "eos_token_ids"}
+        return SamplingParams.from_optional(**defaults)
+
+    async def get_tokenizer(self, lora_request: Any = None) -> "PreTrainedTokenizerBase":
+        """The tokenizer; every adapter has the same one.
+
+        Raises:
+            RequestError: the engine runs without a tokenizer.
+        """
+        await self.wait_ready()
+        if self.tokenizer is None:
+            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
+        return self.tokenizer
+
+    async def get_vllm_config(self) -> VllmConfig:
+        """What the engine runs with."""
+        await self.wait_ready()
+        return self.vllm_config
+
+    async def get_model_config(self) -> Any:
+        """The model's part of the config."""
+        return (await self.get_vllm_config()).model
+
+    async def get_scheduler_config(self) -> Any:
+        """The scheduler's part of the config."""
+        return (await self.get_vllm_config()).scheduler
+
+    async def get_parallel_config(self) -> Any:
+        """The part of the config about processes."""
+        return (await self.get_vllm_config()).parallel
+
+    async def do_log_stats(self, *_: Any) -> None:
+        """Log the line of statistics now."""
+        await self.wait_ready()
+        self._stats_log.log()
+
+    async def is_tracing_enabled(self) -> bool:
+        """False: traces of requests are the server's."""
+        return False
+
+    async def get_lora_config(self) -> None:
+        """None: adapters are not available."""
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        """Adapters are not available.
+
+        Raises:
+            RequestError: always.
+        """
+        raise RequestError("LoRA is not enabled in this engine", param="lora_request")
+
+    async def reset_prefix_cache(self, device: Any = None) -> bool:
+        """Forget all cached prefixes. False, and no change, while requests run."""
+        await self.wait_ready()
+        return await self._core.call("reset_prefix_cache")
+
+    @property
+    def core_pid(self) -> int | None:
+        """Process id of the core, while there is one."""
+        return self._core.pid
+
+    @property
+    def num_restarts_done(self) -> int:
+        """Times that the core was started again."""
+        return self._core.num_restarts_done
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests whose consumer waits for more."""
+        return len(self._streams)
+
+    @property
+    def is_running(self) -> bool:
+        """Requests are computed."""
+        return self.startup.is_ready
+
+    @property
+    def is_stopped(self) -> bool:
+        """It was shut down, or has failed."""
+        return self._is_shut_down or self.errored
+
+    @property
+    def errored(self) -> bool:
+        """It has failed and cannot serve any more."""
+        return self.startup.error is not None
+
+    @property
+    def dead_error(self) -> BaseException:
+        """Why it cannot serve."""
+        return self._core.dead_error
+
+    async def check_health(self) -> None:
+        """Nothing happens when the engine serves, or is about to.
+
+        Raises:
+            EngineDeadError, ConfigError: it cannot.
+        """
+        if self.startup.error is not None:
+            raise self.startup.error
+
+
+AsyncLLMEngine = AsyncLLM
+
+
+def _refuse(what: str, name: str, value: Any) -> None:
+    if value is not None:
+        raise RequestError(f"not available in this engine yet: {what} ({name})", param=name)

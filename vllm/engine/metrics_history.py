@@ -1,0 +1,49 @@
+"""Tokens per second of the last minutes, for who looks at the server now. Knows no Prometheus."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+HISTORY_S = 120
+"""Seconds that are kept."""
+
+
+class Rates(NamedTuple):
+    """Tokens of each second, the oldest first; the last one is the last whole second."""
+
+    prompt: list[int]
+    generation: list[int]
+
+
+class RateHistory:
+    """Counts tokens by second.
+
+    Args:
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # One more than is shown: the second that runs.
+        self._seconds: deque[list[int]] = deque(maxlen=HISTORY_S + 1)
+
+    def add(self, num_prompt_tokens: int, num_generation_tokens: int) -> None:
+        """Count tokens of now."""
+        now = int(self._clock())
+        if not self._seconds or self._seconds[-1][0] != now:
+            self._seconds.append([now, 0, 0])
+        second = self._seconds[-1]
+        second[1] += num_prompt_tokens
+        second[2] += num_generation_tokens
+
+    def rates(self) -> Rates:
+        """The last `HISTORY_S` whole seconds; idle ones are 0."""
+        now = int(self._clock())
+        prompt, generation = [0] * HISTORY_S, [0] * HISTORY_S
+        for second, num_prompt, num_generation in self._seconds:
+            index = HISTORY_S - (now - second)
+            if 0 <= index < HISTORY_S:
+                prompt[index] = num_prompt
+                generation[index] = num_generation
+        return Rates(prompt, generation)

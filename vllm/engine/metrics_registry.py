@@ -1,0 +1,223 @@
+"""Counters, gauges and histograms that cost next to nothing to count, and their exposition.
+
+Cells are plain numbers; what Prometheus wants to read is made of them when somebody scrapes. Not
+thread-safe: counted and scraped on one event loop. Only this module knows the Prometheus client,
+and it knows nothing of what is counted.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, Protocol
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client import exposition as text_format
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+
+
+class Number:
+    """One value of a counter or of a gauge."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+    def add(self, amount: float = 1) -> None:
+        """Count."""
+        self.value += amount
+
+
+class Histogram:
+    """Observations by size.
+
+    Args:
+        bounds: ascending upper bounds, inclusive; infinity comes by itself.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum: float = 0
+
+    def observe(self, value: float) -> None:
+        """One observation."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Many at once."""
+        counts, bounds = self._counts, self._bounds
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self._sum += sum(values)
+
+    @property
+    def sum(self) -> float:
+        """Of all observations."""
+        return self._sum
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, observations up to it)."""
+        total, pairs = 0, []
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        for name, count in zip(names, self._counts, strict=True):
+            total += count
+            pairs.append((name, float(total)))
+        return pairs
+
+
+class Family(Protocol):
+    """One metric with all its label values."""
+
+    def metric(self, constant: Mapping[str, str]) -> Metric:
+        """In the form of Prometheus; `constant` are labels that every sample has."""
+        ...
+
+
+class Numbers:
+    """A counter or a gauge with labels.
+
+    A cell lives as long as its family: label values come from a bounded set, never from a client.
+
+    Args:
+        kind: what it is.
+        name: without the `_total` that counters are exposed with.
+        help: one line.
+        labels: names of the labels.
+    """
+
+    def __init__(
+        self, kind: Literal["counter", "gauge"], name: str, help: str, labels: Sequence[str]
+    ) -> None:
+        self._kind = kind
+        self._name = name
+        self._help = help
+        self._labels = labels
+        self._cells: dict[tuple[str, ...], Number] = {}
+
+    def cell(self, *values: str) -> Number:
+        """The value with these label values."""
+        found = self._cells.get(values)
+        if found is None:
+            found = self._cells[values] = Number()
+        return found
+
+    def metric(self, constant: Mapping[str, str]) -> Metric:
+        """See `Family`."""
+        make = CounterMetricFamily if self._kind == "counter" else GaugeMetricFamily
+        metric = make(self._name, self._help, labels=[*constant, *self._labels])
+        for values, cell in self._cells.items():
+            metric.add_metric([*constant.values(), *values], cell.value)
+        return metric
+
+
+class Histograms:
+    """A histogram with labels; see `Numbers`."""
+
+    def __init__(
+        self, name: str, help: str, bounds: Sequence[float], labels: Sequence[str]
+    ) -> None:
+        self._name = name
+        self._help = help
+        self._bounds = tuple(bounds)
+        self._labels = labels
+        self._cells: dict[tuple[str, ...], Histogram] = {}
+
+    def cell(self, *values: str) -> Histogram:
+        """The histogram with these label values."""
+        found = self._cells.get(values)
+        if found is None:
+            found = self._cells[values] = Histogram(self._bounds)
+        return found
+
+    def metric(self, constant: Mapping[str, str]) -> Metric:
+        """See `Family`."""
+        metric = HistogramMetricFamily(self._name, self._help, labels=[*constant, *self._labels])
+        for values, cell in self._cells.items():
+            metric.add_metric([*constant.values(), *values], cell.buckets(), cell.sum)
+        return metric
+
+
+class MetricSet(Collector):
+    """Metrics that are exposed together.
+
+    Args:
+        labels: what every sample is labelled with.
+    """
+
+    def __init__(self, labels: Mapping[str, str] | None = None) -> None:
+        self._constant = dict(labels or {})
+        self._families: list[Family] = []
+
+    def counter(self, name: str, help: str) -> Number:
+        """A counter without labels; it is exposed from the start, as 0."""
+        return self.counters(name, help).cell()
+
+    def gauge(self, name: str, help: str) -> Number:
+        """A gauge without labels."""
+        return self.gauges(name, help).cell()
+
+    def histogram(self, name: str, help: str, bounds: Sequence[float]) -> Histogram:
+        """A histogram without labels."""
+        return self.histograms(name, help, bounds).cell()
+
+    def counters(self, name: str, help: str, *labels: str) -> Numbers:
+        """A counter with labels."""
+        return self._numbers("counter", name, help, labels)
+
+    def gauges(self, name: str, help: str, *labels: str) -> Numbers:
+        """A gauge with labels."""
+        return self._numbers("gauge", name, help, labels)
+
+    def histograms(self, name: str, help: str, bounds: Sequence[float], *labels: str) -> Histograms:
+        """A histogram with labels."""
+        family = Histograms(name, help, bounds, labels)
+        self._families.append(family)
+        return family
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by Prometheus' registry."""
+        return [family.metric(self._constant) for family in self._families]
+
+    def _numbers(
+        self, kind: Literal["counter", "gauge"], name: str, help: str, labels: Sequence[str]
+    ) -> Numbers:
+        family = Numbers(kind, name, help, labels)
+        self._families.append(family)
+        return family
+
+
+def process_collectors() -> list[Collector]:
+    """`process_*` and `python_*` of this process."""
+    registry = CollectorRegistry()
+    return [ProcessCollector(registry=registry), PlatformCollector(registry), GCCollector(registry)]
+
+
+def expose(collectors: Iterable[Collector], accept: str = "") -> tuple[bytes, str]:
+    """What a scrape answers.
+
+    Args:
+        collectors: in the order of the page; they are not kept.
+        accept: header of the scrape. OpenMetrics for who takes it, Prometheus' text otherwise;
+            nothing else of the header is looked at, or repeated.
+
+    Returns:
+        Body and content type.
+    """
+    registry = CollectorRegistry()
+    for collector in collectors:
+        registry.register(collector)
+    if "application/openmetrics-text" in accept:
+        # The default would write the colons of our names as underscores, in this format only.
+        body = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)
+        return body, openmetrics.CONTENT_TYPE_LATEST
+    return text_format.generate_latest(registry), text_format.CONTENT_TYPE_PLAIN_0_0_4

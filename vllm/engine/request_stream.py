@@ -1,0 +1,57 @@
+"""What a consumer of one request has not taken yet."""
+
+import asyncio
+from collections import deque
+from typing import Generic, TypeVar
+
+_Output = TypeVar("_Output")
+
+
+class RequestStream(Generic[_Output]):
+    """Outputs of one request, from the engine's reader to the one coroutine that consumes them.
+
+    Bounded by the request itself: a request has no more outputs than tokens.
+
+    Attributes:
+        is_finished: its last output, or an error, was put in.
+    """
+
+    __slots__ = ("_error", "_outputs", "_waiter", "is_finished")
+
+    def __init__(self) -> None:
+        self.is_finished = False
+        self._outputs: deque[_Output] = deque()
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: _Output, *, is_last: bool) -> None:
+        """Add an output."""
+        self._outputs.append(output)
+        self.is_finished = is_last
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error, after what was put in before."""
+        self._error = error
+        self.is_finished = True
+        self._wake()
+
+    async def get(self) -> _Output:
+        """The next output; waits for it.
+
+        Raises:
+            The error that the request has ended with.
+        """
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._outputs.popleft()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

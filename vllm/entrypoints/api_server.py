@@ -1,0 +1,129 @@
+"""`python -m vllm.entrypoints.api_server`: POST /generate, as old clients of vLLM speak it.
+
+The body has `prompt`, `stream` and the fields of `SamplingParams`. The answer is
+`{"text": [prompt + output, ...]}`; a stream has one such object per line. All routes of
+`vllm.entrypoints.openai.api_server`, which new clients should use, are there too.
+"""
+
+import json
+import sys
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
+from vllm.entrypoints.openai.context import ServerContext, get_context
+from vllm.entrypoints.openai.errors import describe_error
+from vllm.entrypoints.openai.http.sse import EventStream, run_until_disconnect
+from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.errors import RequestError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils import FlexibleArgumentParser
+
+router = APIRouter(include_in_schema=False)
+
+_NOT_FROM_CLIENTS = {"logits_processors", "output_kind", "guided_decoding", "extra_args"}
+_FIELDS = frozenset(SamplingParams.__struct_fields__) - _NOT_FROM_CLIENTS
+
+
+@router.post("/generate")
+async def generate(request: Request) -> Response:
+    """Continue one prompt."""
+    context = get_context(request)
+    prompt, is_streamed, params = read_body(await request.body(), context.args)
+    outputs = context.engine.generate(prompt, params, f"generate-{uuid.uuid4().hex}")
+    if is_streamed:
+        headers = {"content-type": "application/x-ndjson"}
+        return EventStream(_lines(prompt, outputs), headers=headers)
+    return JSONResponse(_body(prompt, await run_until_disconnect(request, _last(outputs))))
+
+
+def read_body(data: bytes, args: ServerArgs) -> tuple[str, bool, SamplingParams]:
+    """Prompt, whether the answer is streamed, and how to sample.
+
+    Raises:
+        RequestError: the body is not as the module describes.
+    """
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    prompt, is_streamed = body.pop("prompt", None), body.pop("stream", False)
+    if not isinstance(prompt, str):
+        raise RequestError("prompt must be a text", param="prompt")
+    if not isinstance(is_streamed, bool):
+        raise RequestError("stream must be true or false", param="stream")
+    for name in body:
+        if name not in _FIELDS:
+            raise RequestError(f"there is no field {name[:100]!r}", param=name[:100])
+    kind = RequestOutputKind.CUMULATIVE if is_streamed else RequestOutputKind.FINAL_ONLY
+    try:
+        params = SamplingParams(**body, output_kind=kind)
+    except TypeError as error:
+        raise RequestError(str(error)) from None
+    if params.n > args.max_n:
+        raise RequestError(f"n must be at most {args.max_n} (max_n), got {params.n}", param="n")
+    if len(params.stop or ()) > args.max_stop_strings:
+        raise RequestError(
+            f"stop may have at most {args.max_stop_strings} strings (max_stop_strings)",
+            param="stop",
+        )
+    return prompt, is_streamed, params
+
+
+async def _last(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    async with aclosing(outputs):
+        async for output in outputs:
+            if output.finished:
+                return output
+    raise RuntimeError("a request ended without a last output")
+
+
+async def _lines(
+    prompt: str, outputs: AsyncGenerator[RequestOutput, None]
+) -> AsyncGenerator[bytes, None]:
+    has_begun = False
+    async with aclosing(outputs):
+        try:
+            async for output in outputs:
+                yield msgspec.json.encode(_body(prompt, output)) + b"\n"
+                has_begun = True
+        except Exception as error:
+            if not has_begun:
+                raise  # still a response of its own
+            yield msgspec.json.encode(describe_error(error).body()) + b"\n"
+
+
+def _body(prompt: str, output: RequestOutput) -> Mapping[str, Any]:
+    return {"text": [prompt + sample.text for sample in output.outputs]}
+
+
+def load_server(engine_args: EngineArgs, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
+    """The application of the OpenAI server, with /generate besides. Raises as that one's does."""
+    from vllm.entrypoints.openai import app as openai_app
+
+    context, app = openai_app.load_server(engine_args, args)
+    app.include_router(router)
+    return context, app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the server as a program of its own; the exit code."""
+    from vllm.entrypoints.cli.main import run_command
+    from vllm.entrypoints.openai.api_server import run_server
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="api_server"))
+    return run_command(lambda: run_server(*read_args(parser.parse_args(argv)), load_server))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""What `vllm chat` and `vllm complete` need of an OpenAI server: its models, and streamed answers.
+
+Standard library alone: the official client is a large dependency for two commands.
+"""
+
+import argparse
+import contextlib
+import http.client
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from vllm import envs
+from vllm.errors import ConfigError, RequestError
+from vllm.utils import FlexibleArgumentParser
+
+_CONNECT_TIMEOUT_S = 10.0
+_MAX_LINE_BYTES = 16 * 2**20
+"""Of one event; a longer one is no answer to a terminal."""
+
+
+class ApiClient:
+    """One server.
+
+    Args:
+        url: with the path before the routes, such as http://localhost:8000/v1.
+        api_key: None sends none.
+
+    Raises:
+        ConfigError: the URL is not one of HTTP.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._url = _split(url)
+        self._headers = {"Content-Type": "application/json", "User-Agent": "vllm"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def first_model(self) -> str:
+        """The name of the model that the server lists first.
+
+        Raises:
+            ConfigError: the server cannot be reached.
+            RequestError: it refuses, or has no model.
+        """
+        with contextlib.closing(self._connect()) as connection:
+            response = self._send(connection, "GET", "/models", None)
+            models = _read_json(response).get("data")
+        if not isinstance(models, list) or not models:
+            raise RequestError("the server lists no model: give --model-name")
+        return str(models[0].get("id"))
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The chunks of a streamed answer. Closing the iterator ends the request.
+
+        Raises:
+            ConfigError: the server cannot be reached.
+            RequestError: it refuses, or the answer fails in the middle.
+        """
+        with contextlib.closing(self._connect()) as connection:
+            response = self._send(connection, "POST", path, {**body, "stream": True})
+            try:
+                yield from _read_events(response)
+            except (OSError, http.client.HTTPException) as error:
+                raise RequestError(f"the answer broke off: {error}") from None
+
+    def _connect(self) -> http.client.HTTPConnection:
+        is_tls = self._url.scheme == "https"
+        kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
+        return kind(self._url.hostname or "", self._url.port, timeout=_CONNECT_TIMEOUT_S)
+
+    def _send(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+    ) -> http.client.HTTPResponse:
+        target = self._url.path.rstrip("/") + path
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            connection.connect()
+            connection.sock.settimeout(None)  # an answer may take its time
+            connection.request(method, target, data, self._headers)
+            response = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise ConfigError(f"no answer from {self._url.geturl()}: {error}") from None
+        if response.status != 200:
+            raise RequestError(_describe_refusal(response))
+        return response
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        has_host = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        has_host = False
+    if not has_host or parts.scheme not in ("http", "https"):
+        raise ConfigError(f"--url {url!r} must be like http://localhost:8000/v1")
+    return parts
+
+
+def _read_events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    while line := response.readline(_MAX_LINE_BYTES):
+        if not line.startswith(b"data:"):
+            continue
+        data = line[len(b"data:") :].strip()
+        if data == b"[DONE]":
+            return
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            raise RequestError("the server sent an event that is not JSON") from None
+        if not isinstance(chunk, dict):
+            raise RequestError("the server sent an event that is not an object")
+        if chunk.get("object") == "error" or "error" in chunk:
+            raise RequestError(_message_of(chunk))
+        yield chunk
+
+
+def _read_json(response: http.client.HTTPResponse) -> dict[str, Any]:
+    try:
+        body = json.loads(response.read())
+    except (ValueError, http.client.HTTPException):
+        body = None
+    return body if isinstance(body, dict) else {}
+
+
+def _describe_refusal(response: http.client.HTTPResponse) -> str:
+    return f"the server answers {response.status}: {_message_of(_read_json(response))}"
+
+
+def _message_of(body: Mapping[str, Any]) -> str:
+    """The message of an error body, flat or nested."""
+    error = body.get("error")
+    inner = error if isinstance(error, dict) else body
+    return str(inner.get("message") or error or "no reason given")
+
+
+def text_of(chunk: Mapping[str, Any]) -> str:
+    """The text that a chunk of a chat or of a completion brings."""
+    choices = chunk.get("choices") or [{}]
+    delta = choices[0].get("delta")
+    text = choices[0].get("text") if delta is None else delta.get("content")
+    return text or ""
+
+
+def add_client_flags(parser: FlexibleArgumentParser) -> None:
+    """Flags that say which server and which model."""
+    parser.add_argument(
+        "--url",
+        default="http://localhost:8000/v1",
+        help="of the server (default: http://localhost:8000/v1)",
+    )
+    parser.add_argument(
+        "--model-name", metavar="NAME", help="model to ask for; not given: the server's first"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key of the server; not given: VLLM_API_KEY"
+    )
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
+    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
+
+
+def connect(args: argparse.Namespace) -> tuple[ApiClient, dict[str, Any]]:
+    """A client, and the fields that all its requests have.
+
+    Raises:
+        ConfigError: the server cannot be reached.
+        RequestError: it refuses, or has no model.
+    """
+    client = ApiClient(args.url, args.api_key or envs.get().VLLM_API_KEY)
+    fields = {"model": args.model_name or client.first_model()}
+    for name in ("max_tokens", "temperature"):
+        if getattr(args, name) is not None:
+            fields[name] = getattr(args, name)
+    return client, fields
+
+
+def write_answer(chunks: Iterator[dict[str, Any]]) -> str:
+    """Show an answer as it comes; Ctrl-C ends it early. Returns what has come."""
+    parts: list[str] = []
+    with contextlib.closing(chunks) as source:  # type: ignore[type-var]
+        try:
+            for chunk in source:
+                text = text_of(chunk)
+                parts.append(text)
+                sys.stdout.write(text)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            sys.stdout.write(" [stopped]")
+        finally:
+            sys.stdout.write("\n")
+    return "".join(parts)
+
+
+def read_prompts() -> Iterator[str]:
+    """Lines that the user enters, with history and editing; Ctrl-C or Ctrl-D ends them."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - gives input() history and editing
+    while True:
+        try:
+            line = input("> " if is_terminal else "")
+        except (EOFError, KeyboardInterrupt):
+            if is_terminal:
+                sys.stdout.write("\n")
+            return
+        if line.strip():
+            yield line

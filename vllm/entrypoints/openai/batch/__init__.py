@@ -1,0 +1,1 @@
+"""Parts of `vllm run-batch`: its lines, and requests without a socket."""

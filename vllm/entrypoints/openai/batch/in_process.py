@@ -1,0 +1,59 @@
+"""Calls the application as a client would, without a socket between."""
+
+import asyncio
+
+from starlette.types import ASGIApp, Message
+
+
+async def call_app(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
+    """POST a JSON body to a route that does not stream. Cancelling it is hanging up.
+
+    Args:
+        app: the application.
+        path: of the route, in ASCII.
+        body: of the request.
+
+    Returns:
+        Status and body of the response.
+    """
+    status = 500
+    pieces: list[bytes] = []
+    is_sent = False
+    has_ended = asyncio.Event()
+
+    async def receive() -> Message:
+        nonlocal is_sent
+        if is_sent:
+            await has_ended.wait()
+            return {"type": "http.disconnect"}
+        is_sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        elif message["type"] == "http.response.body":
+            pieces.append(message.get("body", b""))
+            if not message.get("more_body"):
+                has_ended.set()
+
+    headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+    headers.append((b"content-length", str(len(body)).encode()))
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": None,
+        "server": ("localhost", 80),
+        "state": {},
+    }
+    await app(scope, receive, send)
+    return status, b"".join(pieces)

@@ -1,0 +1,180 @@
+"""From the conversation of a request to a prompt.
+
+The template is the server's, or the tokenizer's. A template that comes in a request is a program
+from outside: it is rendered in a process of its own, with a deadline.
+"""
+
+import asyncio
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from vllm.entrypoints.chat_utils import ChatOptions, Message, render_chat
+from vllm.entrypoints.openai.context import ServerContext
+from vllm.entrypoints.openai.prompts import LONG_TEXT_CHARS, tokenize
+from vllm.entrypoints.openai.protocol.chat import ChatFields
+from vllm.errors import ConfigError, RequestError
+from vllm.inputs import TokensPrompt
+from vllm.utils.deadline_worker import CallFailed, DeadlineExceeded, DeadlineWorker, WorkerDied
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEMPLATE_DEADLINE_S = 2.0
+_TEMPLATE_MEMORY_BYTES = 512 * 2**20
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+async def chat_prompt(
+    context: ServerContext,
+    body: ChatFields,
+    *,
+    with_tools: bool = True,
+    truncate: int | None = None,
+    cache_salt: str | None = None,
+) -> TokensPrompt:
+    """The prompt that continues a conversation.
+
+    Args:
+        context: of the server; its engine is ready.
+        body: conversation, tools and options.
+        with_tools: False keeps the tools from the model.
+        truncate, cache_salt: see `prompts.tokenize`.
+
+    Returns:
+        Token ids; "prompt" is the rendered text, where it was not truncated.
+
+    Raises:
+        RequestError: the conversation cannot be rendered, or not in time.
+    """
+    if body.mm_processor_kwargs:
+        raise RequestError(
+            "mm_processor_kwargs: not available in this server", param="mm_processor_kwargs"
+        )
+    text = await render(context, body, with_tools=with_tools)
+    return await tokenize(
+        context.engine,
+        {"prompt": text, "add_special_tokens": body.add_special_tokens},
+        truncate=truncate,
+        cache_salt=cache_salt,
+    )
+
+
+async def render(context: ServerContext, body: ChatFields, *, with_tools: bool = True) -> str:
+    """The text of a conversation; see `chat_prompt`."""
+    tokenizer = await context.engine.get_tokenizer()
+    is_foreign = body.chat_template is not None and not _is_name(tokenizer, body.chat_template)
+    options = chat_options(context, body, with_tools=with_tools)
+    messages = cast(list[Message], body.messages)
+    if is_foreign:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            _template_lane(), _render_foreign, tokenizer, messages, options
+        )
+    if _num_chars(messages) < LONG_TEXT_CHARS:
+        return render_chat(tokenizer, messages, options)
+    return await asyncio.to_thread(render_chat, tokenizer, messages, options)
+
+
+def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) -> ChatOptions:
+    """How the conversation of a request is to be rendered.
+
+    Raises:
+        RequestError: the options contradict each other.
+    """
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if with_tools else []
+    kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if body.documents is not None:
+        kwargs["documents"] = body.documents
+    return ChatOptions(
+        chat_template=body.chat_template or load_chat_template(context.args.chat_template),
+        content_format=context.args.chat_template_content_format,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        tools=tools or None,
+        template_kwargs=kwargs,
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def load_chat_template(value: str | None) -> str | None:
+    """The template that `--chat-template` means: the content of a file, or the text itself.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if value is None or "{{" in value or "{%" in value:
+        return value
+    path = Path(value).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template: {value!r} is no template (which has {{{{ or {{%), and no file that "
+            f"can be read: {error}"
+        ) from error
+
+
+def _is_name(tokenizer: "PreTrainedTokenizerBase", template: str) -> bool:
+    """Whether the tokenizer has a template of this name."""
+    return isinstance(tokenizer.chat_template, dict) and template in tokenizer.chat_template
+
+
+def _num_chars(messages: list[Message]) -> int:
+    return sum(len(str(message.get("content"))) for message in messages)
+
+
+def _render_foreign(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[Message], options: ChatOptions
+) -> str:
+    """Render a template of a request. Blocks.
+
+    Raises:
+        RequestError: it takes too long, needs too much memory, or fails.
+    """
+    tokens = {
+        name: token
+        for name in _SPECIAL_TOKENS
+        if isinstance(token := getattr(tokenizer, name, None), str)
+    }
+    argument = {"messages": list(messages), "special_tokens": tokens, **_as_dict(options)}
+    try:
+        answer = _template_worker().call(msgspec.json.encode(argument), TEMPLATE_DEADLINE_S)
+    except DeadlineExceeded:
+        raise RequestError(
+            f"chat_template: not rendered within {TEMPLATE_DEADLINE_S:g} s", param="chat_template"
+        ) from None
+    except WorkerDied:
+        raise RequestError("chat_template: needs too much memory", param="chat_template") from None
+    except CallFailed as error:
+        raise RequestError(f"chat_template: {error}", param="chat_template") from None
+    return answer.decode()
+
+
+def _as_dict(options: ChatOptions) -> dict[str, Any]:
+    return {
+        "chat_template": options.chat_template,
+        "content_format": options.content_format,
+        "add_generation_prompt": options.add_generation_prompt,
+        "continue_final_message": options.continue_final_message,
+        "tools": options.tools,
+        "template_kwargs": dict(options.template_kwargs),
+    }
+
+
+@functools.cache
+def _template_lane() -> ThreadPoolExecutor:
+    """A thread of their own: templates that are slow keep no thread from other work."""
+    return ThreadPoolExecutor(1, thread_name_prefix="template")
+
+
+@functools.cache
+def _template_worker() -> DeadlineWorker:
+    """One for all requests: its calls wait for each other, two seconds each at most."""
+    return DeadlineWorker(
+        "vllm.entrypoints.openai.chat.template_worker:start",
+        max_memory_bytes=_TEMPLATE_MEMORY_BYTES,
+    )

@@ -1,0 +1,226 @@
+"""POST /v1/chat/completions: a `ChatTurn` in the form of the OpenAI API."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from vllm.entrypoints.openai import beam_requests
+from vllm.entrypoints.openai.chat.prompt import chat_prompt
+from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnChoice, TurnDelta, prepare_turn
+from vllm.entrypoints.openai.chunks import ChunkWriter, includes_usage, json_response, usage_of
+from vllm.entrypoints.openai.context import ServerContext, get_context
+from vllm.entrypoints.openai.errors import error_events
+from vllm.entrypoints.openai.http.sse import DONE, EventStream, run_until_disconnect
+from vllm.entrypoints.openai.logprob_forms import bytes_of_tokens, chat_logprobs, prompt_logprobs
+from vllm.entrypoints.openai.prompts import output_budget, request_id_of, trace_headers_of
+from vllm.entrypoints.openai.protocol.base import ErrorResponse, now
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.protocol.sampling import beam_search_params, check_sampling_fields
+from vllm.entrypoints.openai.serving_models import check_model
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletionResponse,
+    responses={code: {"model": ErrorResponse} for code in (400, 404, 500, 503)},
+)
+async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
+    """Continue a conversation."""
+    context = get_context(request)
+    request_id = "chatcmpl-" + request_id_of(request, body.request_id)
+    if body.use_beam_search:
+        work = _search_beams(context, body, request_id)
+        return json_response(await run_until_disconnect(request, work))
+    turn = await run_until_disconnect(
+        request,
+        prepare_turn(context, body, request_id, trace_headers=trace_headers_of(request)),
+    )
+    form = _ChatForm(context, body, turn)
+    if body.stream:
+        return EventStream(_stream(form))
+    return json_response(await run_until_disconnect(request, _complete(form)))
+
+
+class _ChatForm:
+    """How the answers to one request look."""
+
+    def __init__(self, context: ServerContext, body: ChatCompletionRequest, turn: ChatTurn) -> None:
+        self.turn = turn
+        self.num_answers = body.num_samples
+        self.role = _role(context, body)
+        self.echoed = _echoed(body, self.role)
+        self.includes_usage = includes_usage(context, body)
+        self._context = context
+        self._body = body
+        self._as_token_ids = _as_token_ids(context, body)
+        self._writer = ChunkWriter(turn.request_id, "chat.completion.chunk", turn.model)
+
+    def usage(self) -> dict[str, Any]:
+        """The tokens so far."""
+        usage = self.turn.usage
+        return usage_of(
+            self._context, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
+        )
+
+    def first_chunk(self, index: int) -> bytes:
+        """The role, and what is echoed."""
+        return self._chunk(TurnDelta(index), {"role": self.role, "content": self.echoed})
+
+    def chunk(self, delta: TurnDelta) -> bytes | None:
+        """What an answer has grown by; None when there is nothing to tell."""
+        if delta.is_empty and not self.turn.is_plain and delta.logprobs is None:
+            return None
+        message: dict[str, Any] = {}
+        if delta.reasoning:
+            message["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            message["tool_calls"] = delta.tool_calls
+        if delta.content or not message:
+            message["content"] = delta.content
+        return self._chunk(delta, message)
+
+    def usage_chunk(self) -> bytes:
+        """The last chunk of a stream that tells its usage."""
+        return self._writer.usage(self.usage())
+
+    def choice(self, choice: TurnChoice) -> dict[str, Any]:
+        """One whole answer."""
+        content = choice.content
+        if self.echoed:
+            content = self.echoed + (content or "")
+        return {
+            "index": choice.index,
+            "message": {
+                "role": self.role,
+                "reasoning_content": choice.reasoning,
+                "content": content,
+                "tool_calls": choice.tool_calls,
+            },
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _chunk(self, delta: TurnDelta, message: dict[str, Any]) -> bytes:
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            "delta": message,
+            "logprobs": self._logprobs(delta.logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        return self._writer.choice(
+            choice, self.usage() if self._body.has_continuous_usage else None
+        )
+
+    def _logprobs(self, positions: Any) -> dict[str, Any] | None:
+        if positions is None or not self._body.logprobs:
+            return None
+        tokenizer = self._context.engine.tokenizer
+        return chat_logprobs(
+            positions,
+            self._body.top_logprobs or 0,
+            as_token_ids=self._as_token_ids,
+            bytes_of=None if tokenizer is None else bytes_of_tokens(tokenizer),
+        )
+
+
+async def _stream(form: _ChatForm) -> AsyncGenerator[bytes, None]:
+    """The events of a stream. An error before the first one is raised."""
+    is_started = False
+    try:
+        async with aclosing(form.turn.stream()) as deltas:
+            async for delta in deltas:
+                if not is_started:
+                    is_started = True
+                    for index in range(form.num_answers):
+                        yield form.first_chunk(index)
+                if (chunk := form.chunk(delta)) is not None:
+                    yield chunk
+        if form.includes_usage:
+            yield form.usage_chunk()
+    except Exception as error:
+        if not is_started:
+            raise
+        yield error_events(error)
+        return
+    yield DONE
+
+
+async def _complete(form: _ChatForm) -> dict[str, Any]:
+    choices = await form.turn.complete()
+    return {
+        **_head(form.turn.request_id, form.turn.model),
+        "choices": [form.choice(choice) for choice in choices],
+        "usage": form.usage(),
+        "prompt_logprobs": prompt_logprobs(form.turn.prompt_logprobs),
+        "kv_transfer_params": None,
+    }
+
+
+async def _search_beams(
+    context: ServerContext, body: ChatCompletionRequest, request_id: str
+) -> dict[str, Any]:
+    model = check_model(context, body.model)
+    check_sampling_fields(body, context.args)
+    prompt = await chat_prompt(context, body, truncate=body.truncate_prompt_tokens)
+    token_ids, defaults = prompt["prompt_token_ids"], context.engine.generation_defaults
+    max_tokens = output_budget(context.config, defaults, len(token_ids), body.wanted_tokens)
+    params = beam_search_params(body, defaults, max_tokens)
+    beams = await beam_requests.search(
+        context, token_ids, params, request_id, priority=body.priority or 0
+    )
+    role = _role(context, body)
+    return {
+        **_head(request_id, model),
+        "choices": [
+            {
+                "index": index,
+                "message": {
+                    "role": role,
+                    "reasoning_content": None,
+                    "content": _echoed(body, role) + (beam.text or ""),
+                    "tool_calls": [],
+                },
+                "logprobs": None,
+                "finish_reason": beam.finish_reason,
+                "stop_reason": beam.stop_reason,
+            }
+            for index, beam in enumerate(beams)
+        ],
+        "usage": usage_of(context, len(token_ids), sum(len(beam.logprobs) for beam in beams)),
+        "prompt_logprobs": None,
+        "kv_transfer_params": None,
+    }
+
+
+def _head(request_id: str, model: str) -> dict[str, Any]:
+    return {"id": request_id, "object": "chat.completion", "created": now(), "model": model}
+
+
+def _role(context: ServerContext, body: ChatCompletionRequest) -> str:
+    """The role of the answers: that of the last message when it is continued."""
+    if body.add_generation_prompt:
+        return context.args.response_role
+    return str(body.messages[-1].get("role"))
+
+
+def _echoed(body: ChatCompletionRequest, role: str) -> str:
+    """The last message, which the answers begin with on request when their role is the same."""
+    last = body.messages[-1]
+    content = last.get("content")
+    if body.echo and last.get("role") == role and isinstance(content, str):
+        return content
+    return ""
+
+
+def _as_token_ids(context: ServerContext, body: ChatCompletionRequest) -> bool:
+    if body.return_tokens_as_token_ids is None:
+        return context.args.return_tokens_as_token_ids
+    return body.return_tokens_as_token_ids

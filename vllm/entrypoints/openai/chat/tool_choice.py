@@ -1,0 +1,244 @@
+"""Tool calls that the request demands: the schema that forces them, and how they are read back.
+
+With a named tool the whole output is the arguments of the call. With "required" it is an array
+of `{"name": ..., "parameters": ...}`. Knows no engine.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.entrypoints.openai.protocol.chat import (
+    ChatCompletionRequest,
+    FunctionDefinition,
+    random_tool_call_id,
+)
+from vllm.errors import RequestError
+
+_MAX_SCHEMA_DEPTH = 100
+_ANY_OBJECT = {"type": "object"}
+ToolCallDelta = dict[str, Any]
+"""`DeltaToolCall` as a plain dict: index, and what is new of id, type and function."""
+
+
+def tool_schema(body: ChatCompletionRequest) -> dict[str, Any] | None:
+    """The JSON schema of the output when tools have to be called, or None.
+
+    Raises:
+        RequestError: the parameters of a tool are nested too deeply.
+    """
+    tools = [tool.function for tool in body.tools or ()]
+    if (name := body.named_tool) is not None:
+        return next(t.parameters or _ANY_OBJECT for t in tools if t.name == name)
+    if body.tool_choice != "required":
+        return None
+    definitions: dict[str, Any] = {}
+    calls = [_call_schema(index, tool, definitions) for index, tool in enumerate(tools)]
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
+    }
+    if body.parallel_tool_calls is False:
+        schema["maxItems"] = 1
+    if definitions:
+        schema["$defs"] = definitions
+    return schema
+
+
+def _call_schema(
+    index: int, tool: FunctionDefinition, definitions: dict[str, Any]
+) -> dict[str, Any]:
+    """One call. Definitions inside of it move to the top, where references look for them."""
+    parameters = dict(tool.parameters or _ANY_OBJECT)
+    prefixes = {}
+    for place in ("$defs", "definitions"):
+        own = parameters.pop(place, None)
+        if isinstance(own, dict):
+            prefixes[f"#/{place}/"] = f"#/$defs/{index}_"
+            definitions.update({f"{index}_{name}": own[name] for name in own})
+    if prefixes:
+        parameters = _move_references(parameters, prefixes, _MAX_SCHEMA_DEPTH)
+        for name in [name for name in definitions if name.startswith(f"{index}_")]:
+            definitions[name] = _move_references(definitions[name], prefixes, _MAX_SCHEMA_DEPTH)
+    return {
+        "type": "object",
+        "properties": {"name": {"type": "string", "enum": [tool.name]}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _move_references(schema: Any, prefixes: dict[str, str], depth: int) -> Any:
+    if depth == 0:
+        raise RequestError(
+            f"tools: parameters are nested more than {_MAX_SCHEMA_DEPTH} levels deep",
+            param="tools",
+        )
+    if isinstance(schema, list):
+        return [_move_references(item, prefixes, depth - 1) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _move_references(value, prefixes, depth - 1) for key, value in schema.items()}
+    reference = moved.get("$ref")
+    if isinstance(reference, str):
+        for old, new in prefixes.items():
+            if reference.startswith(old):
+                moved["$ref"] = new + reference[len(old) :]
+    return moved
+
+
+def first_delta(index: int, name: str, arguments: str) -> ToolCallDelta:
+    """How a call begins: its id, its type and its name."""
+    return {
+        "index": index,
+        "id": random_tool_call_id(),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def next_delta(index: int, arguments: str) -> ToolCallDelta:
+    """How a call goes on."""
+    return {"index": index, "function": {"arguments": arguments}}
+
+
+class NamedToolReader:
+    """All text is the arguments of one call."""
+
+    def __init__(self, name: str) -> None:
+        self._name: str | None = name
+
+    def feed(self, text: str) -> list[ToolCallDelta]:
+        """The deltas that a piece of the output makes."""
+        if self._name is not None:
+            name, self._name = self._name, None
+            return [first_delta(0, name, text)]
+        return [next_delta(0, text)] if text else []
+
+
+class RequiredToolReader:
+    """Reads an array of calls as it grows, character by character.
+
+    Arguments are passed on as the model wrote them. It relies on the grammar that `tool_schema`
+    makes: an array of flat objects whose name comes before the parameters. What an output that
+    was cut off lacks is lacking here too.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_string = False
+        self._is_escaped = False
+        self._index = -1
+        self._key: str | None = None
+        self._token: list[str] = []
+        self._is_value = False
+
+    def feed(self, text: str) -> list[ToolCallDelta]:
+        """The deltas that a piece of the output makes."""
+        deltas: list[ToolCallDelta] = []
+        arguments: list[str] = []
+        for char in text:
+            was_arguments = self._is_arguments
+            name = self._read(char)
+            if name is not None:
+                deltas.append(first_delta(self._index, name, ""))
+            elif was_arguments and self._is_arguments:
+                if not self._is_between(char):
+                    arguments.append(char)
+            elif was_arguments and arguments:
+                deltas.append(next_delta(self._index, "".join(arguments)))
+                arguments = []
+        if arguments:
+            deltas.append(next_delta(self._index, "".join(arguments)))
+        return deltas
+
+    def _is_between(self, char: str) -> bool:
+        """White space around a value, which is not part of it."""
+        return self._depth == 2 and not self._is_string and char.isspace()
+
+    @property
+    def _is_arguments(self) -> bool:
+        return self._is_value and self._key == "parameters"
+
+    def _read(self, char: str) -> str | None:
+        """Take in a character; the name of a call when it ends with this one."""
+        if self._is_string:
+            return self._read_in_string(char)
+        if char == '"':
+            self._is_string = True
+            self._token = []
+        elif char in "[{":
+            self._depth += 1
+            if self._depth == 2:
+                self._index += 1
+                self._key, self._is_value = None, False
+        elif char in "]}":
+            self._depth -= 1
+            if self._depth == 1:
+                self._is_value = False
+        elif self._depth == 2 and char == ":" and not self._is_value:
+            self._is_value = True
+        elif self._depth == 2 and char == ",":
+            self._key, self._is_value = None, False
+        return None
+
+    def _read_in_string(self, char: str) -> str | None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            self._is_string = False
+            return self._end_string()
+        if self._depth == 2:
+            self._token.append(char)
+        return None
+
+    def _end_string(self) -> str | None:
+        if self._depth != 2:
+            return None
+        text = _unescape("".join(self._token))
+        if not self._is_value:
+            self._key = text
+        elif self._key == "name":
+            return text
+        return None
+
+
+def _unescape(raw: str) -> str:
+    try:
+        return str(json.loads(f'"{raw}"'))
+    except ValueError:
+        return raw
+
+
+def merge_deltas(deltas: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
+    """Whole calls from all of their deltas, in the order of their indices.
+
+    >>> first = {"index": 0, "id": "a", "type": "function", "function": {"name": "f"}}
+    >>> merge_deltas([first, {"index": 0, "function": {"arguments": "{}"}}])
+    [{'id': 'a', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}]
+    """
+    calls: dict[int, dict[str, Any]] = {}
+    arguments: dict[int, list[str]] = {}
+    for delta in deltas:
+        function = delta.get("function") or {}
+        call = calls.setdefault(delta["index"], {})
+        for key, value in (("id", delta.get("id")), ("type", delta.get("type"))):
+            if value is not None:
+                call[key] = value
+        if function.get("name") is not None:
+            call["name"] = function["name"]
+        arguments.setdefault(delta["index"], []).append(function.get("arguments") or "")
+    return [
+        {
+            "id": calls[index].get("id") or random_tool_call_id(),
+            "type": calls[index].get("type", "function"),
+            "function": {
+                "name": calls[index].get("name", ""),
+                "arguments": "".join(arguments[index]),
+            },
+        }
+        for index in sorted(calls)
+    ]

@@ -1,0 +1,330 @@
+"""One turn of a conversation: a request in, parsed output back. Knows no wire format.
+
+Chat completions, responses and messages all make a `ChatCompletionRequest` of what they take, and
+format what comes of it:
+
+    turn = await prepare_turn(context, body, request_id)      # RequestError: nothing has run yet
+    choices = await turn.complete()                           # all at once
+    async with aclosing(turn.stream()) as deltas:             # or piece by piece
+        async for delta in deltas: ...
+    turn.usage                                                # counts so far, or of everything
+
+Closing the stream, or cancelling `complete`, aborts the request in the engine.
+"""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.engine.pooling_input import refuse_generation
+from vllm.entrypoints.openai.chat.output_reader import OutputReader
+from vllm.entrypoints.openai.chat.prompt import chat_prompt
+from vllm.entrypoints.openai.chat.tool_choice import (
+    NamedToolReader,
+    RequiredToolReader,
+    ToolCallDelta,
+    merge_deltas,
+    tool_schema,
+)
+from vllm.entrypoints.openai.context import ServerContext
+from vllm.entrypoints.openai.errors import GenerationError
+from vllm.entrypoints.openai.prompts import output_budget
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
+from vllm.entrypoints.openai.protocol.sampling import (
+    check_sampling_fields,
+    guided_decoding,
+    sampling_params,
+)
+from vllm.entrypoints.openai.serving_models import check_model
+from vllm.errors import RequestError
+from vllm.inputs import TokensPrompt
+from vllm.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
+
+
+@dataclass(slots=True)
+class TurnDelta:
+    """What one answer has grown by. The last one of an answer has a finish reason.
+
+    Attributes:
+        index: of the answer, 0 to n - 1.
+        reasoning, content: new text, often empty.
+        tool_calls: `DeltaToolCall`s as dicts: `index` and what is new of `id`, `type` and
+            `function` (`name`, `arguments`).
+        token_ids: new output tokens, the end token included.
+        logprobs: of these tokens, token id -> Logprob, the sampled one first; None without.
+        finish_reason: "stop", "length", "tool_calls" or "abort"; None while it grows.
+        stop_reason: stop string or stop token.
+    """
+
+    index: int
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing that a reader would notice."""
+        return not (self.reasoning or self.content or self.tool_calls or self.finish_reason)
+
+
+@dataclass(slots=True)
+class TurnChoice:
+    """One whole answer; fields as in `TurnDelta`.
+
+    Attributes:
+        reasoning, content: None where there is none. Content is "" and not None when it is all
+            there is, and beside a call that the request named.
+        tool_calls: `ToolCall`s as dicts: `id`, `type` and `function` (`name`, `arguments`).
+    """
+
+    index: int
+    reasoning: str | None
+    content: str | None
+    tool_calls: list[dict[str, Any]]
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True)
+class TurnUsage:
+    """Tokens so far.
+
+    Attributes:
+        reasoning_tokens: output tokens that were reasoning; 0 without a reasoning parser.
+        cached_tokens: prompt tokens found in the prefix cache; None is not known yet.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    cached_tokens: int | None = None
+
+
+class ChatTurn:
+    """A request that is ready to run, once. Made by `prepare_turn`.
+
+    Attributes:
+        request_id: of the engine request.
+        model: name of the model for the response.
+        prompt: token ids, and the text they were made of.
+        params: as the engine gets them.
+        usage: see there.
+        prompt_logprobs: once the output is complete, where they were asked for.
+    """
+
+    def __init__(
+        self,
+        context: ServerContext,
+        body: ChatCompletionRequest,
+        request_id: str,
+        prompt: TokensPrompt,
+        params: SamplingParams,
+        readers: Sequence[OutputReader],
+        trace_headers: Mapping[str, str] | None,
+    ) -> None:
+        self.request_id = request_id
+        self.model = check_model(context, body.model)
+        self.prompt = prompt
+        self.params = params
+        self.usage = TurnUsage(len(prompt["prompt_token_ids"]))
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._engine = context.engine
+        self._body = body
+        self._trace_headers = trace_headers
+        self._readers = readers
+        self._num_returned = body.num_samples
+
+    @property
+    def is_plain(self) -> bool:
+        """All text is content: nothing looks for reasoning or tool calls in it."""
+        return self._readers[0].is_plain
+
+    async def stream(self) -> AsyncGenerator[TurnDelta, None]:
+        """Deltas of all answers as they come, also empty ones: one per step of the engine.
+
+        Raises:
+            RequestError, CapacityError, RequestTimeoutError, EngineDeadError: see `AsyncLLM`.
+            GenerationError: the request failed while it ran.
+        """
+        async with aclosing(self._run(RequestOutputKind.DELTA)) as outputs:
+            async for output in outputs:
+                for sample in output.outputs:
+                    yield self._read(sample)
+
+    async def complete(self) -> list[TurnChoice]:
+        """All answers, the best `n` of `best_of`. Raises as `stream` does."""
+        samples: list[CompletionOutput] = []
+        async with aclosing(self._run(RequestOutputKind.FINAL_ONLY)) as outputs:
+            async for output in outputs:
+                samples = output.outputs
+                self.prompt_logprobs = output.prompt_logprobs
+        choices = [self._choose(sample, self._read(sample)) for sample in samples]
+        if self._num_returned < len(samples):
+            scores = {sample.index: sample.cumulative_logprob or 0.0 for sample in samples}
+            choices.sort(key=lambda choice: scores[choice.index], reverse=True)
+            del choices[self._num_returned :]
+            for index, choice in enumerate(choices):
+                choice.index = index
+        return choices
+
+    async def _run(self, kind: RequestOutputKind) -> AsyncGenerator[RequestOutput, None]:
+        self.params.output_kind = kind
+        prompt: TokensPrompt = {"prompt_token_ids": self.prompt["prompt_token_ids"]}
+        if "cache_salt" in self.prompt:
+            prompt["cache_salt"] = self.prompt["cache_salt"]
+        outputs = self._engine.generate(
+            prompt,
+            self.params,
+            self.request_id,
+            trace_headers=self._trace_headers,
+            priority=self._body.priority or 0,
+        )
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.num_cached_tokens is not None:
+                    self.usage.cached_tokens = output.num_cached_tokens
+                yield output
+
+    def _read(self, sample: CompletionOutput) -> TurnDelta:
+        if sample.finish_reason == "error":
+            raise GenerationError(str(sample.stop_reason))
+        reader = self._readers[sample.index]
+        is_last = sample.finish_reason is not None
+        read = reader.feed(sample.text, sample.token_ids, is_last=is_last)
+        self.usage.completion_tokens += len(sample.token_ids)
+        if read.reasoning and not read.content:
+            self.usage.reasoning_tokens += len(sample.token_ids)
+        reason = sample.finish_reason
+        if reason == "stop" and reader.has_called and self._body.named_tool is None:
+            reason = "tool_calls"
+        return TurnDelta(
+            sample.index,
+            read.reasoning,
+            read.content,
+            read.tool_calls,
+            sample.token_ids,
+            sample.logprobs,
+            reason,
+            sample.stop_reason,
+        )
+
+    def _choose(self, sample: CompletionOutput, delta: TurnDelta) -> TurnChoice:
+        calls = merge_deltas(delta.tool_calls)
+        is_alone = not (delta.reasoning or calls) or self._body.named_tool is not None
+        return TurnChoice(
+            sample.index,
+            delta.reasoning or None,
+            delta.content if delta.content or is_alone else None,
+            calls,
+            sample.token_ids,
+            sample.logprobs if self._body.logprobs else None,
+            delta.finish_reason or "stop",
+            sample.stop_reason,
+        )
+
+
+async def prepare_turn(
+    context: ServerContext,
+    body: ChatCompletionRequest,
+    request_id: str,
+    *,
+    trace_headers: Mapping[str, str] | None = None,
+) -> ChatTurn:
+    """Check a request, and make its prompt.
+
+    Args:
+        context: of the server; its engine is ready.
+        body: the tool parser may change fields of it.
+        request_id: unique among those that run; also the start of ids that clients see.
+        trace_headers: W3C trace context of the request.
+
+    Raises:
+        NotFoundError: there is no such model.
+        RequestError: something else is wrong with it; names the field.
+    """
+    check_model(context, body.model)
+    refuse_generation(context.config.model.pooler)
+    check_sampling_fields(body, context.args)
+    check_tools(context, body)
+    schema = tool_schema(body)
+    guided = guided_decoding(body) if schema is None else GuidedDecodingParams(json=schema)
+    num_generated = body.num_samples if body.best_of is None else body.best_of
+    # Before the parameters are made: a tool parser may want special tokens in the text.
+    readers = [
+        make_reader(context, body, is_constrained=guided is not None) for _ in range(num_generated)
+    ]
+    prompt = await chat_prompt(
+        context,
+        body,
+        with_tools=body.tool_choice != "none",
+        truncate=body.truncate_prompt_tokens,
+        cache_salt=body.cache_salt,
+    )
+    engine = context.engine
+    params = sampling_params(
+        body,
+        engine.generation_defaults,
+        max_tokens=output_budget(
+            context.config,
+            engine.generation_defaults,
+            len(prompt["prompt_token_ids"]),
+            body.wanted_tokens,
+        ),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        output_kind=RequestOutputKind.DELTA,
+        guided=guided,
+    )
+    return ChatTurn(context, body, request_id, prompt, params, readers, trace_headers)
+
+
+def check_tools(context: ServerContext, body: ChatCompletionRequest) -> None:
+    """Refuse what the server is not set up for.
+
+    Raises:
+        RequestError: tool choice auto without a tool parser.
+    """
+    args = context.args
+    if body.tool_choice != "auto":
+        return
+    if not args.enable_auto_tool_choice or args.tool_call_parser is None:
+        raise RequestError(
+            '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be '
+            "set; or use tool_choice required, none, or a named function",
+            param="tool_choice",
+        )
+
+
+def make_reader(
+    context: ServerContext, body: ChatCompletionRequest, *, is_constrained: bool
+) -> OutputReader:
+    """What reads one output of a request; its tool parser adjusts the request.
+
+    Output whose form is constrained from its first token on has no room for reasoning.
+    """
+    from vllm.entrypoints.openai.tool_parsers import ToolParserManager
+    from vllm.reasoning import ReasoningParserManager
+
+    args, tokenizer = context.args, context.engine.tokenizer
+    max_calls = 1 if body.parallel_tool_calls is False else None
+    if (name := body.named_tool) is not None:
+        return OutputReader(forced=NamedToolReader(name))
+    if body.tool_choice == "required":
+        return OutputReader(forced=RequiredToolReader(), max_calls=max_calls)
+    reasoning = tools = None
+    if args.reasoning_parser is not None and not is_constrained:
+        is_thinking = (body.chat_template_kwargs or {}).get("enable_thinking", True)
+        reasoning = ReasoningParserManager.get(args.reasoning_parser)(
+            tokenizer, is_thinking=bool(is_thinking)
+        )
+    if body.tool_choice == "auto" and args.tool_call_parser is not None:
+        tools = ToolParserManager.get(args.tool_call_parser)(tokenizer)
+        tools.adjust_request(body)
+    return OutputReader(reasoning, tools, max_calls=max_calls)

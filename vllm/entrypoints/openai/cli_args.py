@@ -1,0 +1,196 @@
+"""The command line of the server: flags of the engine, flags of the server, and a file of both."""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm import envs
+from vllm.config.fields import ConfigField, config_fields
+from vllm.engine.arg_utils import EngineArgs, add_compat_flag, add_flag, describe_default
+from vllm.engine.compat_args import CompatArgument
+from vllm.entrypoints.openai.server_args import ServerArgs, from_settings
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.utils import FlexibleArgumentParser
+
+logger = init_logger(__name__)
+
+_ONE_API_PROCESS = "one API process serves all requests"
+SERVER_COMPAT: Mapping[str, CompatArgument] = {
+    argument.name: argument
+    for argument in (
+        CompatArgument("api_server_count", 1, _ONE_API_PROCESS, available=True),
+        CompatArgument(
+            "disable_frontend_multiprocessing",
+            False,
+            "the engine always runs in a process of its own",
+            available=True,
+        ),
+        CompatArgument(
+            "enable_server_load_tracking",
+            False,
+            "requests in progress are always counted",
+            available=True,
+        ),
+        CompatArgument("headless", False, "engines without a server of their own", available=False),
+    )
+}
+"""Flags of the fork's server that change nothing here, or ask for what is missing."""
+
+_SERVER_FIELDS: Mapping[str, ConfigField] = {f.name: f for f in config_fields(ServerArgs)}
+_ENGINE_FIELDS = frozenset(f.name for f in dataclasses.fields(EngineArgs))
+
+
+def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
+    """Add every flag of the server to a parser and return it; `read_args` reads the result."""
+    parser.add_argument(
+        "model_tag", nargs="?", metavar="MODEL", help="the model to serve; the same as --model"
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file with flags, without their dashes; what the command line says wins",
+    )
+    EngineArgs.add_cli_args(parser)
+    # The engine alone refuses some flags that are the server's: those are taken over.
+    group = parser.add_argument_group(
+        "ServerArgs", (ServerArgs.__doc__ or "").strip(), conflict_handler="resolve"
+    )
+    for field in _SERVER_FIELDS.values():
+        _add_server_flag(group, field)
+    for argument in SERVER_COMPAT.values():
+        add_compat_flag(parser, argument)
+    for action in parser._actions:
+        # What was not given is told from what was given with the value of a default: a file may
+        # say it.
+        if action.default is not argparse.SUPPRESS:
+            action.default = None
+    return parser
+
+
+def _add_server_flag(group: argparse._ArgumentGroup, field: ConfigField) -> None:
+    if field.kind != "strings":
+        add_flag(group, field)
+        return
+    text = f"{field.help} {describe_default(field)}".replace("%", "%%")
+    group.add_argument(field.flag, nargs="+", action="extend", metavar="TEXT", help=text)
+
+
+def read_args(args: argparse.Namespace) -> tuple[EngineArgs, ServerArgs]:
+    """What a parsed command line, and the file it names, say.
+
+    Raises:
+        ConfigError: they contradict each other, or ask for what is not there.
+    """
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    path = given.pop("config", None)
+    if path is not None:
+        given = {**_read_file(path), **given}
+    model_tag = given.pop("model_tag", None)
+    if model_tag is not None:
+        model = given.get("model", model_tag) if args.model is not None else model_tag
+        if model != model_tag:
+            raise ConfigError(f"the model is given twice: {model_tag!r}, and --model {model!r}")
+        given["model"] = model_tag
+    for name, argument in SERVER_COMPAT.items():
+        _take_compat(argument, given.pop(name, None))
+    server = {name: given.pop(name) for name in _SERVER_FIELDS if name in given}
+    engine = EngineArgs.from_cli_args(argparse.Namespace(**given))
+    return engine, _read_server(server)
+
+
+def _read_server(given: dict[str, Any]) -> ServerArgs:
+    settings = envs.get()
+    if not given.get("api_key") and settings.VLLM_API_KEY:
+        given["api_key"] = settings.VLLM_API_KEY
+    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+        if name in given:
+            given[name] = _read_list(name, given[name])
+    return dataclasses.replace(
+        from_settings(given),
+        dev_mode=settings.VLLM_SERVER_DEV_MODE,
+        keep_alive_s=settings.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+    )
+
+
+def _read_list(name: str, given: Any) -> Any:
+    """Several words, or the JSON list that the fork takes as one word."""
+    if not (isinstance(given, list) and len(given) == 1 and given[0].lstrip().startswith("[")):
+        return given
+    try:
+        return json.loads(given[0])
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name} must be a list of texts: {error}") from None
+
+
+def _take_compat(argument: CompatArgument, value: Any) -> None:
+    if value is None or value == argument.off:
+        return
+    if not argument.available:
+        raise ConfigError(f"{argument.name}: {argument.reason}: not available in this version")
+    logger.warning("%s=%s has no effect: %s", argument.name, value, argument.reason)
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    """Settings of a YAML file by name.
+
+    Raises:
+        ConfigError: it cannot be read, or has a name that is no flag.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the config file {path!r}: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"the config file {path!r} must hold names with values")
+    known = known_names()
+    settings: dict[str, Any] = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
+            raise ConfigError(f"the config file {path!r} has no flag's name in {key!r}{hint}")
+        if name in settings:
+            raise ConfigError(f"the config file {path!r} has {key!r} twice")
+        if value is not None:
+            settings[name] = value
+    if "model_tag" in settings:
+        settings.setdefault("model", settings.pop("model_tag"))
+    return settings
+
+
+def known_names() -> list[str]:
+    """Names of every flag that a file may set, sorted."""
+    parser = make_arg_parser(FlexibleArgumentParser(add_help=False))
+    return sorted({action.dest for action in parser._actions} - {"config"})
+
+
+def exit_after_help(args: ServerArgs) -> None:
+    """Where a parser's name is `help`, list the names there are and end the program."""
+    listings = {"tool_call_parser": _tool_parsers, "reasoning_parser": _reasoning_parsers}
+    for field, names in listings.items():
+        if getattr(args, field) == "help":
+            sys.stdout.write("\n".join(names()) + "\n")
+            sys.exit(0)
+
+
+def _tool_parsers() -> list[str]:
+    from vllm.entrypoints.openai.tool_parsers import names
+
+    return names()
+
+
+def _reasoning_parsers() -> list[str]:
+    from vllm.reasoning import names
+
+    return names()

@@ -1,0 +1,110 @@
+"""What a completion shows of one sample: its text, behind the echo of the prompt if asked for."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from vllm.entrypoints.openai.context import ServerContext
+from vllm.entrypoints.openai.logprob_forms import CompletionLogprobs
+from vllm.entrypoints.openai.protocol.completion import CompletionRequest
+from vllm.inputs import TokensPrompt
+from vllm.outputs import CompletionOutput, Logprob
+
+
+class CompletionPrompt:
+    """One prompt of a request.
+
+    Attributes:
+        token_ids: as the engine gets them.
+        for_engine: the prompt without its text, which the engine would only carry along.
+        is_echo_only: no output is asked for, only the prompt and its log-probabilities.
+        logprobs: of the prompt's tokens, set when they are known.
+    """
+
+    def __init__(
+        self, context: ServerContext, body: CompletionRequest, prompt: TokensPrompt
+    ) -> None:
+        self.body = body
+        self.token_ids = prompt["prompt_token_ids"]
+        self.for_engine: TokensPrompt = {"prompt_token_ids": self.token_ids}
+        if "cache_salt" in prompt:
+            self.for_engine["cache_salt"] = prompt["cache_salt"]
+        self.is_echo_only = bool(body.echo) and body.max_tokens == 0
+        self.logprobs: Sequence[dict[int, Logprob] | None] | None = None
+        self._text = prompt.get("prompt")
+        self._is_text = self._text is not None
+        self._context = context
+
+    @property
+    def text(self) -> str:
+        """As it was given, or as the tokenizer writes its tokens."""
+        if self._text is None:
+            self._text = self.text_of(self.token_ids)
+        return self._text
+
+    @property
+    def is_waiting(self) -> bool:
+        """Nothing can be shown yet: a sample was faster than the log-probabilities of the echo."""
+        return bool(self.body.echo) and self.body.logprobs is not None and self.logprobs is None
+
+    @property
+    def shows_token_ids(self) -> bool:
+        """Tokens are written as `token_id:7`."""
+        if self.body.return_tokens_as_token_ids is None:
+            return self._context.args.return_tokens_as_token_ids
+        return self.body.return_tokens_as_token_ids
+
+    @property
+    def hidden_tokens(self) -> Collection[int]:
+        """Special tokens, unless the prompt was given as tokens or is a text that names them."""
+        tokenizer = self._context.engine.tokenizer
+        if tokenizer is None or not self._is_text:
+            return ()
+        pairs = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+        return {token_id for token_id, token in pairs if token not in self.text}
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Text of some tokens, special ones too; "" where the engine runs without a tokenizer."""
+        tokenizer = self._context.engine.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode(list(token_ids)))
+
+
+class CompletionText:
+    """Turns the outputs of one sample into what its choice shows, whole or piece by piece."""
+
+    def __init__(self, prompt: CompletionPrompt) -> None:
+        self._prompt = prompt
+        self._body = prompt.body
+        self._is_begun = False
+        self._logprobs = CompletionLogprobs(
+            as_token_ids=prompt.shows_token_ids,
+            text_of=lambda token_id: prompt.text_of([token_id]),
+            hidden=prompt.hidden_tokens,
+        )
+
+    def read(self, sample: CompletionOutput) -> dict[str, Any]:
+        """Fields text, logprobs, finish_reason and stop_reason of a choice, from what is new."""
+        is_echo = bool(self._body.echo) and not self._is_begun
+        self._is_begun = True
+        token_ids: list[int] = []
+        positions: list[dict[int, Logprob] | None] = []
+        text = ""
+        if is_echo:
+            text = self._prompt.text
+            token_ids += self._prompt.token_ids
+            positions += self._prompt.logprobs or [None] * len(token_ids)
+        if not self._prompt.is_echo_only:
+            text += sample.text
+            token_ids += sample.token_ids
+            positions += sample.logprobs or []
+        shown: dict[str, Any] = {
+            "text": text,
+            "logprobs": None,
+            "finish_reason": sample.finish_reason,
+        }
+        if self._body.logprobs is not None:
+            shown["logprobs"] = self._logprobs.make(token_ids, positions)
+        if sample.finish_reason is not None:
+            if self._prompt.is_echo_only:
+                shown["finish_reason"] = "length"
+            shown["stop_reason"] = None if self._prompt.is_echo_only else sample.stop_reason
+        return shown

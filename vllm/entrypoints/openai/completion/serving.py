@@ -1,0 +1,283 @@
+"""POST /v1/completions."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from vllm.entrypoints.openai import beam_requests
+from vllm.entrypoints.openai.chunks import ChunkWriter, includes_usage, json_response, usage_of
+from vllm.entrypoints.openai.completion.choice import CompletionPrompt, CompletionText
+from vllm.entrypoints.openai.context import ServerContext, get_context
+from vllm.entrypoints.openai.errors import GenerationError, error_events
+from vllm.entrypoints.openai.http.sse import DONE, EventStream, run_until_disconnect
+from vllm.entrypoints.openai.logprob_forms import prompt_logprobs
+from vllm.entrypoints.openai.merge import merge
+from vllm.entrypoints.openai.prompts import (
+    LONG_TEXT_CHARS,
+    output_budget,
+    request_id_of,
+    tokenize,
+    trace_headers_of,
+)
+from vllm.entrypoints.openai.protocol.base import ErrorResponse, now
+from vllm.entrypoints.openai.protocol.completion import CompletionRequest, CompletionResponse
+from vllm.entrypoints.openai.protocol.sampling import (
+    beam_search_params,
+    check_sampling_fields,
+    guided_decoding,
+    sampling_params,
+)
+from vllm.entrypoints.openai.serving_models import check_model
+from vllm.errors import RequestError
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/completions",
+    response_model=CompletionResponse,
+    responses={code: {"model": ErrorResponse} for code in (400, 404, 500, 503)},
+)
+async def create_completion(request: Request, body: CompletionRequest) -> Response:
+    """Continue prompts."""
+    context = get_context(request)
+    request_id = "cmpl-" + request_id_of(request, body.request_id)
+    work = _Completion.prepare(context, body, request_id, trace_headers_of(request))
+    completion = await run_until_disconnect(request, work)
+    if body.use_beam_search:
+        return json_response(await run_until_disconnect(request, completion.search_beams()))
+    if body.stream:
+        return EventStream(completion.stream())
+    return json_response(await run_until_disconnect(request, completion.complete()))
+
+
+class _Completion:
+    """One request: its prompts, and what comes of them."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        body: CompletionRequest,
+        request_id: str,
+        prompts: list[CompletionPrompt],
+        trace_headers: Any,
+    ) -> None:
+        self.model = check_model(context, body.model)
+        self._context = context
+        self._engine = context.engine
+        self._body = body
+        self._request_id = request_id
+        self._prompts = prompts
+        self._trace_headers = trace_headers
+        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._num_output_tokens = 0
+        self._num_cached_tokens = [0] * len(prompts)
+
+    @classmethod
+    async def prepare(
+        cls, context: ServerContext, body: CompletionRequest, request_id: str, trace_headers: Any
+    ) -> "_Completion":
+        """Check the request, and tokenise its prompts.
+
+        Raises:
+            RequestError: something is wrong with it.
+        """
+        check_model(context, body.model)
+        check_sampling_fields(body, context.args)
+        given = body.prompts()
+        if not given:
+            raise RequestError("prompt: the list is empty", param="prompt")
+        if len(given) > context.args.max_batch_prompts:
+            raise RequestError(
+                f"prompt has {len(given)} prompts, at most {context.args.max_batch_prompts} are "
+                f"allowed; the limit is max_batch_prompts of the server",
+                param="prompt",
+            )
+        is_long = sum(len(prompt) for prompt in given) > LONG_TEXT_CHARS
+        prompts = []
+        for prompt in given:
+            tokenized = await tokenize(
+                context.engine,
+                {"prompt": prompt, "add_special_tokens": body.add_special_tokens}
+                if isinstance(prompt, str)
+                else prompt,
+                truncate=body.truncate_prompt_tokens,
+                cache_salt=body.cache_salt,
+                is_long=is_long,
+            )
+            prompts.append(CompletionPrompt(context, body, tokenized))
+        return cls(context, body, request_id, prompts, trace_headers)
+
+    # ---- all at once ----------------------------------------------------------------------
+
+    async def complete(self) -> dict[str, Any]:
+        """The body of the response."""
+        outputs: list[RequestOutput | None] = [None] * len(self._prompts)
+        async with aclosing(self._run(RequestOutputKind.FINAL_ONLY)) as results:
+            async for index, output in results:
+                outputs[index] = output
+        choices: list[dict[str, Any]] = []
+        for prompt, result in zip(self._prompts, outputs, strict=True):
+            assert result is not None
+            self._count(result.outputs)
+            for sample in self._best(result.outputs):
+                choices.append(self._choice(len(choices), prompt, sample))
+        return {**self._head(), "choices": choices, "usage": self._usage()}
+
+    async def search_beams(self) -> dict[str, Any]:
+        """The body of the response, whose choices are beams."""
+        body, defaults = self._body, self._engine.generation_defaults
+        choices: list[dict[str, Any]] = []
+        for index, prompt in enumerate(self._prompts):
+            beams = await beam_requests.search(
+                self._context,
+                prompt.token_ids,
+                beam_search_params(body, defaults, self._max_tokens(prompt)),
+                self._engine_id(index),
+                priority=body.priority or 0,
+            )
+            for beam in beams:
+                self._num_output_tokens += len(beam.logprobs)
+                choices.append(
+                    {
+                        "index": len(choices),
+                        "text": (prompt.text if body.echo else "") + (beam.text or ""),
+                        "logprobs": None,
+                        "finish_reason": beam.finish_reason,
+                        "stop_reason": beam.stop_reason,
+                        "prompt_logprobs": None,
+                    }
+                )
+        return {**self._head(), "choices": choices, "usage": self._usage()}
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self._request_id,
+            "object": "text_completion",
+            "created": now(),
+            "model": self.model,
+        }
+
+    def _best(self, samples: list[CompletionOutput]) -> list[CompletionOutput]:
+        """The `n` likeliest of `best_of` samples."""
+        if self._body.num_samples == len(samples):
+            return samples
+        ranked = sorted(samples, key=lambda s: s.cumulative_logprob or 0.0, reverse=True)
+        return ranked[: self._body.num_samples]
+
+    def _choice(
+        self, index: int, prompt: CompletionPrompt, sample: CompletionOutput
+    ) -> dict[str, Any]:
+        shown = CompletionText(prompt).read(sample)
+        asked = prompt.logprobs if self._body.prompt_logprobs is not None else None
+        return {"index": index, **shown, "prompt_logprobs": prompt_logprobs(asked)}
+
+    # ---- piece by piece -------------------------------------------------------------------
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The events of the response. An error before the first one is raised."""
+        is_started = False
+        writer = ChunkWriter(self._request_id, "text_completion", self.model)
+        num_samples = self._body.num_samples
+        texts = [CompletionText(prompt) for prompt in self._prompts for _ in range(num_samples)]
+        held: list[list[CompletionOutput]] = [[] for _ in self._prompts]
+        try:
+            async with aclosing(self._run(RequestOutputKind.DELTA)) as results:
+                async for index, output in results:
+                    self._count(output.outputs)
+                    samples = output.outputs
+                    if self._prompts[index].is_waiting:
+                        held[index] += samples
+                        continue
+                    if held[index]:
+                        samples, held[index] = held[index] + samples, []
+                    usage = self._usage() if self._body.has_continuous_usage else None
+                    for sample in samples:
+                        number = index * num_samples + sample.index
+                        is_started = True
+                        choice = {"index": number, **texts[number].read(sample)}
+                        yield writer.choice(choice, usage)
+            if includes_usage(self._context, self._body):
+                yield writer.usage(self._usage())
+        except Exception as error:
+            if not is_started:
+                raise
+            yield error_events(error)
+            return
+        yield DONE
+
+    # ---- the engine -----------------------------------------------------------------------
+
+    def _run(self, kind: RequestOutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        # All parameters are made before the first request runs: a wrong one stops all of them.
+        params = [self._params(prompt, kind) for prompt in self._prompts]
+        return self._checked(
+            merge([self._generate(index, each) for index, each in enumerate(params)])
+        )
+
+    async def _checked(
+        self, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        async with aclosing(outputs):
+            async for index, output in outputs:
+                self._num_cached_tokens[index] = output.num_cached_tokens or 0
+                if output.prompt_logprobs is not None:
+                    self._prompts[index].logprobs = output.prompt_logprobs
+                for sample in output.outputs:
+                    if sample.finish_reason == "error":
+                        raise GenerationError(str(sample.stop_reason))
+                yield index, output
+
+    def _generate(self, index: int, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
+        return self._engine.generate(
+            self._prompts[index].for_engine,
+            params,
+            self._engine_id(index),
+            trace_headers=self._trace_headers,
+            priority=self._body.priority or 0,
+        )
+
+    def _engine_id(self, index: int) -> str:
+        if len(self._prompts) == 1:
+            return self._request_id
+        return f"{self._request_id}-{index}"
+
+    def _max_tokens(self, prompt: CompletionPrompt) -> int:
+        return output_budget(
+            self._context.config,
+            self._engine.generation_defaults,
+            len(prompt.token_ids),
+            self._body.max_tokens,
+        )
+
+    def _params(self, prompt: CompletionPrompt, kind: RequestOutputKind) -> SamplingParams:
+        body = self._body
+        params = sampling_params(
+            body,
+            self._engine.generation_defaults,
+            # The engine samples at least one token; of an echo alone it is not shown.
+            max_tokens=1 if prompt.is_echo_only else self._max_tokens(prompt),
+            logprobs=body.logprobs,
+            output_kind=kind,
+            guided=guided_decoding(body),
+        )
+        if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+            params.prompt_logprobs = body.logprobs
+        return params
+
+    def _count(self, samples: list[CompletionOutput]) -> None:
+        if not self._prompts[0].is_echo_only:
+            self._num_output_tokens += sum(len(sample.token_ids) for sample in samples)
+
+    def _usage(self) -> dict[str, Any]:
+        return usage_of(
+            self._context,
+            self._num_prompt_tokens,
+            self._num_output_tokens,
+            sum(self._num_cached_tokens),
+        )

@@ -1,0 +1,180 @@
+"""From exceptions to bodies and status codes: the one place where that is decided.
+
+RequestError          its status (400, 404)   BadRequestError, NotFoundError
+CapacityError         400 or 503              BadRequestError, ServiceUnavailableError
+RequestTimeoutError   504                     TimeoutError
+EngineDeadError       500                     Internal Server Error
+pydantic              400, naming the fields  Bad Request
+anything else         500, without details    Internal Server Error
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from vllm.entrypoints.openai.http.sse import DONE, ClientDisconnected, event
+from vllm.entrypoints.openai.protocol.base import TAG_SIGN
+from vllm.errors import (
+    CapacityError,
+    EngineDeadError,
+    NotFoundError,
+    RequestError,
+    RequestTimeoutError,
+    VllmError,
+)
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_INTERNAL = "Internal Server Error"
+_MAX_FIELDS_NAMED = 4
+_MAX_MESSAGE_CHARS = 4000
+_RETRY_AFTER_S = "1"
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class GenerationError(VllmError):
+    """A request failed while it ran, through no fault of its own (500)."""
+
+    status = 500
+
+
+@dataclass(frozen=True)
+class ErrorInfo:
+    """An error as a client shall see it.
+
+    Attributes:
+        status: HTTP status.
+        type: word of the API for the kind of error.
+        message: what is wrong, and what to change; valid Unicode text of bounded length.
+        param: the field of the request at fault, or None.
+        headers: of the response.
+    """
+
+    status: int
+    type: str
+    message: str
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """The flat body of the OpenAI routes."""
+        return {
+            "object": "error",
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.status,
+        }
+
+
+def describe_error(error: BaseException) -> ErrorInfo:
+    """How a client shall see an exception. Logs those that are nobody's on purpose."""
+    if isinstance(error, RequestValidationError):
+        message, param = describe_validation(error.errors())
+        return ErrorInfo(400, "Bad Request", message, param)
+    if isinstance(error, HTTPException):
+        return _describe_http(error)
+    message = _as_text(str(error))
+    if isinstance(error, NotFoundError):
+        return ErrorInfo(error.status, "NotFoundError", message, error.param)
+    if isinstance(error, RequestError):
+        return ErrorInfo(error.status, "BadRequestError", message, error.param)
+    if isinstance(error, CapacityError):
+        if error.status < 500:
+            return ErrorInfo(error.status, "BadRequestError", message)
+        headers = {"Retry-After": _RETRY_AFTER_S}
+        return ErrorInfo(error.status, "ServiceUnavailableError", message, headers=headers)
+    if isinstance(error, RequestTimeoutError):
+        return ErrorInfo(error.status, "TimeoutError", message)
+    if isinstance(error, (EngineDeadError, GenerationError)):
+        return ErrorInfo(500, _INTERNAL, message)
+    logger.error("a request failed with an unexpected error", exc_info=error)
+    return ErrorInfo(500, _INTERNAL, "the server failed to answer this request; see its log")
+
+
+def error_response(error: BaseException) -> JSONResponse:
+    """The response for an exception, with the flat body."""
+    info = describe_error(error)
+    return JSONResponse(info.body(), status_code=info.status, headers=dict(info.headers))
+
+
+def error_events(error: BaseException) -> bytes:
+    """The end of an OpenAI stream that fails midway: the error, then [DONE]."""
+    return event(describe_error(error).body()) + DONE
+
+
+def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """What pydantic complains about, as one message, and the first field at fault.
+
+    >>> describe_validation(
+    ...     [{"loc": ("body", "seed"), "msg": "Input should be small", "type": "less_than"}]
+    ... )
+    ('seed: Input should be small (less_than)', 'seed')
+    """
+    texts = []
+    for error in errors[:_MAX_FIELDS_NAMED]:
+        if error["type"] == "json_invalid":  # its location is a position, not a field
+            reason = error.get("ctx", {}).get("error", error["msg"])
+            return _as_text(f"the body is not JSON: {reason} at {error['loc'][-1]}"), None
+        name, text = _path(error["loc"]), f"{error['msg']} ({error['type']})"
+        texts.append(f"{name}: {text}" if name else text)
+    if len(errors) > _MAX_FIELDS_NAMED:
+        texts.append(f"and {len(errors) - _MAX_FIELDS_NAMED} more")
+    return _as_text("; ".join(texts)), _param(errors[0]) if errors else None
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every exception of every route with the body that this module makes of it."""
+
+    async def on_error(_: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def on_disconnect(_: Request, error: Exception) -> Response:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)  # for the access log
+
+    for kind in (RequestValidationError, HTTPException, VllmError, Exception):
+        app.add_exception_handler(kind, on_error)
+    app.add_exception_handler(ClientDisconnected, on_disconnect)
+
+
+def _describe_http(error: HTTPException) -> ErrorInfo:
+    status = error.status_code
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        phrase = "Error"
+    kind = "NotFoundError" if status == 404 else phrase
+    return ErrorInfo(
+        status, kind, _as_text(str(error.detail) or phrase), headers=error.headers or {}
+    )
+
+
+def _param(error: Any) -> str | None:
+    """The field at fault; a check of several fields names it in its context."""
+    fields = _fields(error["loc"])
+    field_name = fields[0] if fields else error.get("ctx", {}).get("field")
+    return None if field_name is None else _as_text(str(field_name))
+
+
+def _path(location: Sequence[int | str]) -> str:
+    """`("body", "stop", 2)` -> "stop.2", cut where pydantic names long types or deep places."""
+    return ".".join(part[:40] for part in _fields(location)[:6])
+
+
+def _fields(location: Sequence[int | str]) -> list[str]:
+    parts = [str(part) for part in location]
+    return [part for part in parts if part != "body" and not part.startswith(TAG_SIGN)]
+
+
+def _as_text(message: str) -> str:
+    """Cut, and without surrogates, which no response could hold."""
+    if len(message) > _MAX_MESSAGE_CHARS:
+        message = message[:_MAX_MESSAGE_CHARS] + "..."
+    return message.encode("utf-8", "replace").decode()

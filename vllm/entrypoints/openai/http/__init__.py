@@ -1,0 +1,1 @@
+"""The HTTP server itself, and the responses that end when their reader leaves."""

@@ -1,0 +1,155 @@
+"""Log-probabilities in the forms of the API: of chats, of completions, of prompts."""
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.outputs import Logprob
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MIN_LOGPROB = -9999.0
+"""In place of -inf, which JSON does not have."""
+
+Position = Mapping[int, Logprob]
+"""Token id -> Logprob; the sampled, or actual, token first."""
+
+
+def token_text(token_id: int, logprob: Logprob, *, as_token_id: bool) -> str:
+    """The text of a token, or `token_id:7`, from which the token itself can be told."""
+    if as_token_id or logprob.decoded_token is None:
+        return f"token_id:{token_id}"
+    return logprob.decoded_token
+
+
+BytesOf = Callable[[int], bytes]
+"""Token id -> its bytes, which need not be whole characters."""
+
+
+@functools.lru_cache(maxsize=2)
+def bytes_of_tokens(tokenizer: "PreTrainedTokenizerBase") -> BytesOf | None:
+    """The exact bytes of tokens, or None where the tokenizer does not work on bytes."""
+    from vllm.transformers_utils.token_bytes import ByteDecoding, TokenBytes
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # only fast tokenizers have one
+    if backend is None or (decoding := ByteDecoding.of(backend)) is None:
+        return None
+    known = TokenBytes(backend, is_byte_level=decoding.is_byte_level, skip_special_tokens=False)
+    return known.__getitem__
+
+
+def chat_logprobs(
+    positions: Sequence[Position],
+    num_top: int,
+    *,
+    as_token_ids: bool,
+    bytes_of: BytesOf | None = None,
+) -> dict[str, Any]:
+    """`ChatCompletionLogProbs` as a plain dict.
+
+    Args:
+        positions: of the output.
+        num_top: likeliest tokens to show per position; 0 is an empty list.
+        as_token_ids: write tokens as `token_id:7`.
+        bytes_of: None takes the bytes of the text, in which an incomplete character is U+FFFD.
+    """
+    content = []
+    for position in positions:
+        entries = [_chat_entry(i, entry, as_token_ids, bytes_of) for i, entry in position.items()]
+        ranked = sorted(zip(position.values(), entries, strict=True), key=lambda pair: _rank(*pair))
+        top = [entry for _, entry in ranked[:num_top]]
+        content.append({**entries[0], "top_logprobs": top})
+    return {"content": content}
+
+
+def _rank(logprob: Logprob, _: Any) -> int:
+    return logprob.rank or 0
+
+
+def _chat_entry(
+    token_id: int, logprob: Logprob, as_token_ids: bool, bytes_of: BytesOf | None
+) -> dict[str, Any]:
+    text = token_text(token_id, logprob, as_token_id=as_token_ids)
+    raw = text.encode("utf-8", "replace") if bytes_of is None else bytes_of(token_id)
+    value = max(logprob.logprob, MIN_LOGPROB)
+    return {"token": text, "logprob": value, "bytes": list(raw)}
+
+
+class CompletionLogprobs:
+    """Makes `CompletionLogProbs` of one text piece by piece; offsets go on from piece to piece.
+
+    Args:
+        as_token_ids: write tokens as `token_id:7`.
+        text_of: the text of a token without a log-probability, which is the first of a prompt.
+        hidden: tokens that are in no text: those which the tokenizer puts around a prompt.
+    """
+
+    def __init__(
+        self,
+        *,
+        as_token_ids: bool,
+        text_of: Callable[[int], str],
+        hidden: Collection[int] = (),
+    ) -> None:
+        self._as_token_ids = as_token_ids
+        self._hidden = hidden
+        self._text_of = text_of
+        self._offset = 0
+
+    def make(
+        self, token_ids: Sequence[int], positions: Sequence[Position | None]
+    ) -> dict[str, list[Any]]:
+        """The next piece.
+
+        Args:
+            token_ids: of the piece.
+            positions: one per token; None has no log-probability.
+        """
+        made: dict[str, list[Any]] = {
+            "text_offset": [],
+            "token_logprobs": [],
+            "tokens": [],
+            "top_logprobs": [],
+        }
+        for token_id, position in zip(token_ids, positions, strict=False):
+            entry = None if position is None else position.get(token_id)
+            text = None if entry is None else entry.decoded_token
+            if text is None:
+                text = self._text_of(token_id)
+            made["text_offset"].append(self._offset)
+            made["tokens"].append(f"token_id:{token_id}" if self._as_token_ids else text)
+            made["token_logprobs"].append(
+                None if entry is None else max(entry.logprob, MIN_LOGPROB)
+            )
+            made["top_logprobs"].append(None if position is None else self._top(position))
+            if token_id not in self._hidden:
+                self._offset += len(text)
+        return made
+
+    def _top(self, position: Position) -> dict[str, float]:
+        return {
+            token_text(i, entry, as_token_id=self._as_token_ids): max(entry.logprob, MIN_LOGPROB)
+            for i, entry in position.items()
+        }
+
+
+def prompt_logprobs(
+    positions: Sequence[Position | None] | None,
+) -> list[dict[str, Any] | None] | None:
+    """`prompt_logprobs` of a response: per position, token id -> logprob, rank, decoded token."""
+    if positions is None:
+        return None
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): {
+                "logprob": max(entry.logprob, MIN_LOGPROB),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for token_id, entry in position.items()
+        }
+        for position in positions
+    ]

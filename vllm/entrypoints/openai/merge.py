@@ -1,0 +1,54 @@
+"""Several asynchronous generators as one."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_MAX_AHEAD = 64
+"""Items that all sources together may be ahead of the consumer."""
+
+
+async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """(index of the source, item) in the order in which items come.
+
+    Closes every source when it is closed itself, when a source raises, and at the end; what a
+    source raises is raised.
+    """
+    if len(sources) == 1:  # no task, no queue: the usual case
+        async with aclosing(sources[0]) as source:
+            async for item in source:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T]] = asyncio.Queue(_MAX_AHEAD)
+    pumps = [asyncio.ensure_future(_pump(i, source, queue)) for i, source in enumerate(sources)]
+    everything = asyncio.gather(*pumps)
+    try:
+        while not everything.done():
+            get = asyncio.ensure_future(queue.get())
+            try:
+                await asyncio.wait((get, everything), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                has_item = get.done()
+                get.cancel()
+            if has_item:
+                yield get.result()
+        everything.result()  # raises what a source has raised
+        while not queue.empty():
+            yield queue.get_nowait()
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        # The error of a source was raised above, unless the consumer had left before.
+        await asyncio.gather(everything, return_exceptions=True)
+
+
+async def _pump(
+    index: int, source: AsyncGenerator[T, None], queue: "asyncio.Queue[tuple[int, T]]"
+) -> None:
+    async with aclosing(source):
+        async for item in source:
+            await queue.put((index, item))

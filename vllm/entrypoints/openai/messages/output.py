@@ -1,0 +1,181 @@
+"""Answers in Anthropic's form: content blocks made of what the model says, and stream events.
+
+Knows neither engine nor framework: `MessageWriter` is fed with the parsed parts of a turn, in
+their order, and gives events as JSON objects. An answer that is not streamed goes the same way.
+"""
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+Event = dict[str, Any]
+
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+"""Type of a block -> type of its deltas, and the key of their content."""
+
+
+class MessageWriter:
+    """Grows one message.
+
+    Args:
+        message_id: of the message.
+        model: its name for the client.
+    """
+
+    def __init__(self, message_id: str, model: str) -> None:
+        self.message: dict[str, Any] = {
+            "id": message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": describe_usage(0, 0, 0),
+        }
+        self._block: dict[str, Any] | None = None
+        """The block that grows; the last one of the content."""
+        self._parts: list[str] = []
+        self._call_index = -1
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call of a tool is among the blocks."""
+        return self._call_index >= 0
+
+    def begin(self, usage: Mapping[str, int]) -> list[Event]:
+        """The message begins.
+
+        Args:
+            usage: of `describe_usage`, as far as it is known.
+        """
+        self.message["usage"] = usage
+        return [
+            {"type": "message_start", "message": {**self.message, "content": []}},
+            {"type": "ping"},
+        ]
+
+    def add_reasoning(self, delta: str) -> list[Event]:
+        """More of what the model thinks."""
+        # A signature would let Anthropic's servers trust a block; here nothing depends on it.
+        events = self._enter({"type": "thinking", "thinking": "", "signature": ""})
+        return [*events, self._delta(delta)]
+
+    def add_text(self, delta: str) -> list[Event]:
+        """More of the answer."""
+        return [*self._enter({"type": "text", "text": ""}), self._delta(delta)]
+
+    def add_tool_call(self, delta: Mapping[str, Any]) -> list[Event]:
+        """More of a call.
+
+        Args:
+            delta: {"index", "id", "function": {"name", "arguments"}}, as in the chat API: id and
+                name come with the first delta of an index. Calls come one after the other.
+        """
+        function = delta.get("function") or {}
+        events: list[Event] = []
+        if delta["index"] != self._call_index:
+            events = self._close()
+            self._call_index = delta["index"]
+        call_id = delta.get("id") or f"toolu_{uuid.uuid4().hex}"
+        name = function.get("name") or ""
+        events += self._enter({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+        if arguments := function.get("arguments"):
+            events.append(self._delta(arguments))
+        return events
+
+    def finish(
+        self, stop_reason: str, stop_sequence: str | None, usage: Mapping[str, int]
+    ) -> list[Event]:
+        """The end of the message.
+
+        Args:
+            stop_reason: of `describe_stop`.
+            stop_sequence: that ended it, or None.
+            usage: of `describe_usage`.
+        """
+        events: list[Event] = []
+        if not self.message["content"]:
+            events = self._enter({"type": "text", "text": ""})
+        events += self._close()
+        end = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
+        self.message.update(end, usage=usage)
+        events.append({"type": "message_delta", "delta": end, "usage": usage})
+        return [*events, {"type": "message_stop"}]
+
+    def _enter(self, block: dict[str, Any]) -> list[Event]:
+        """Events that end another block and begin this one; none when one like it is open."""
+        if self._block is not None and self._block["type"] == block["type"]:
+            return []
+        events = self._close()
+        self._block = block
+        self.message["content"].append(block)
+        return [*events, self._event("content_block_start", content_block=dict(block))]
+
+    def _close(self) -> list[Event]:
+        """Events that end the open block."""
+        block = self._block
+        if block is None:
+            return []
+        text = "".join(self._parts)
+        if block["type"] == "tool_use":
+            block["input"] = _read_arguments(text)
+        else:
+            block[block["type"]] = text
+        events = [self._event("content_block_stop")]
+        self._block, self._parts = None, []
+        return events
+
+    def _delta(self, text: str) -> Event:
+        assert self._block is not None
+        self._parts.append(text)
+        kind, key = _DELTAS[self._block["type"]]
+        return self._event("content_block_delta", delta={"type": kind, key: text})
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "index": len(self.message["content"]) - 1, **fields}
+
+
+def describe_usage(
+    num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int
+) -> dict[str, int]:
+    """`usage` of a message: prompt tokens out of the cache are counted apart from the others."""
+    return {
+        "input_tokens": num_prompt_tokens - num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached_tokens,
+        "output_tokens": num_output_tokens,
+    }
+
+
+def describe_stop(
+    finish_reason: str | None, stop_reason: int | str | None, *, has_calls: bool
+) -> tuple[str, str | None]:
+    """`stop_reason` and `stop_sequence` of a message.
+
+    Args:
+        finish_reason: of the chat API.
+        stop_reason: the stop string or stop token that ended it, or None.
+        has_calls: the message calls tools.
+    """
+    if finish_reason == "length":
+        return "max_tokens", None
+    if has_calls:
+        return "tool_use", None
+    if isinstance(stop_reason, str):
+        return "stop_sequence", stop_reason
+    return "end_turn", None
+
+
+def _read_arguments(text: str) -> dict[str, Any]:
+    """Arguments of a call; what the model left unfinished is no object, and becomes none."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return {}

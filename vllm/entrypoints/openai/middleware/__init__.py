@@ -1,0 +1,1 @@
+"""What stands in front of the routes: plain ASGI, each with one job."""

@@ -1,0 +1,1 @@
+"""Routes for machines and people that watch the server."""

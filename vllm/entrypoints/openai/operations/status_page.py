@@ -1,0 +1,151 @@
+"""The status page: GET / is a page that needs nothing from elsewhere, GET /status.json its figures.
+
+The page holds no secrets, so it needs no key; its figures do. Neither knows a prompt.
+"""
+
+import base64
+import hashlib
+import time
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from vllm import assets
+from vllm.engine.metrics import EngineMetrics, FinishedRequestStats
+from vllm.entrypoints.openai.context import ServerContext, get_context
+from vllm.entrypoints.openai.operations.metrics_route import engine_metrics
+from vllm.version import __version__
+
+router = APIRouter(include_in_schema=False)
+
+_MAX_ID_CHARS = 128
+"""Clients may choose ids, as long as a header can be."""
+
+
+@router.api_route("/", methods=["GET", "HEAD"])
+async def page() -> Response:
+    """The page."""
+    body, policy = _page()
+    headers = {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return Response(body, headers=headers)
+
+
+@router.get("/status.json")
+async def status(request: Request) -> Response:
+    """What the page shows."""
+    body = msgspec.json.encode(describe(get_context(request)))
+    headers = {"content-type": "application/json", "cache-control": "no-store"}
+    return Response(body, headers=headers)
+
+
+def describe(context: ServerContext) -> dict[str, Any]:
+    """The server and its engine. Times and rates are per second; None is not known (yet)."""
+    startup = context.engine.startup
+    eta = startup.eta_seconds
+    server = {
+        "version": __version__,
+        "state": _state(context),
+        "phase": startup.phase,
+        "done": startup.done,
+        "total": startup.total,
+        "eta_s": None if eta is None else round(eta, 1),
+        "uptime_s": round(max(0.0, time.time() - context.created), 1),
+        "in_progress": context.num_in_progress,
+    }
+    metrics = engine_metrics(context)
+    return server if metrics is None else server | _describe_engine(metrics)
+
+
+def _describe_engine(metrics: EngineMetrics) -> dict[str, Any]:
+    totals, rates, config = metrics.totals, metrics.history.rates(), metrics.config
+    runner = totals.runner
+    return {
+        "model": metrics.model_name,
+        "device": config.device.device,
+        "dtype": config.model.dtype_name,
+        "max_model_len": config.scheduler.max_model_len,
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "running": totals.num_running,
+        "waiting": totals.num_waiting,
+        "kv_usage": round(totals.kv_cache_usage, 4),
+        "kv_blocks": totals.num_kv_blocks,
+        "prefix_hit_rate": _share(totals.num_prefix_hits, totals.num_prefix_queries),
+        "preemptions": totals.num_preemptions,
+        "bucket_hits": runner.num_bucket_hits,
+        "bucket_misses": runner.num_bucket_misses,
+        "late_compilations": runner.num_late_compilations,
+        "useful_tokens": runner.num_useful_tokens,
+        "padded_share": _share(
+            runner.num_padded_tokens, runner.num_padded_tokens + runner.num_useful_tokens
+        ),
+        "prompt_tokens": metrics.num_prompt_tokens,
+        "generation_tokens": metrics.num_generation_tokens,
+        "restarts": metrics.num_restarts,
+        "prompt_rates": rates.prompt,
+        "generation_rates": rates.generation,
+        "recent": [_describe_request(request) for request in reversed(metrics.recent)],
+    }
+
+
+def _describe_request(request: FinishedRequestStats) -> dict[str, Any]:
+    """Ids and numbers, no text of anyone."""
+    return {
+        "id": request.request_id[:_MAX_ID_CHARS],
+        "reason": request.finish_reason,
+        "finished": round(request.finished, 3),
+        "queue_s": _rounded(request.queue_s),
+        "first_token_s": _rounded(request.first_token_s),
+        "total_s": _rounded(request.total_s),
+        "prompt_tokens": request.num_prompt_tokens,
+        "cached_tokens": request.num_cached_tokens,
+        "generation_tokens": request.num_generation_tokens,
+    }
+
+
+def _state(context: ServerContext) -> str:
+    startup = context.engine.startup
+    if context.is_draining:
+        return "draining"
+    if startup.error is not None:
+        return "failed"
+    return "ready" if startup.is_ready else "starting"
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)
+
+
+@cache
+def _page() -> tuple[bytes, str]:
+    """The page and its content security policy: its own style and script run, and nothing else."""
+    folder = files(assets) / "status_page"
+    html, style, script = (
+        folder.joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.html", "style.css", "script.js")
+    )
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    filled = html.replace("/* style.css */", style).replace("/* script.js */", script)
+    return filled.encode(), policy
+
+
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"

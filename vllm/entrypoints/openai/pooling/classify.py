@@ -1,0 +1,56 @@
+"""POST /classify."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from vllm.engine.pooling_input import require_task
+from vllm.entrypoints.openai.context import get_context
+from vllm.entrypoints.openai.pooling.embedding import prompts_of
+from vllm.entrypoints.openai.pooling.run import (
+    json_response,
+    pool,
+    pooler_of,
+    response_id,
+    usage_of,
+)
+from vllm.entrypoints.openai.protocol.base import ErrorResponse, now
+from vllm.entrypoints.openai.protocol.pooling import ClassificationRequest, ClassificationResponse
+from vllm.entrypoints.openai.serving_models import check_model
+
+router = APIRouter()
+
+
+@router.post(
+    "/classify", response_model=ClassificationResponse, responses={400: {"model": ErrorResponse}}
+)
+async def classify(body: ClassificationRequest, request: Request) -> Response:
+    """A probability per label, and the likeliest label, for each input."""
+    context = get_context(request)
+    model = check_model(context, body.model)
+    pooler = require_task(pooler_of(context), "classify", "score")
+    own_id = response_id(request, "classify")
+    prompts = prompts_of(context, body.input)
+    outputs = await pool(context, request, body, prompts, own_id)
+    data: list[dict[str, Any]] = []
+    for index, output in enumerate(outputs):
+        probs = output.outputs.data.tolist()
+        data.append(
+            {
+                "index": index,
+                "label": pooler.labels[probs.index(max(probs))],
+                "probs": probs,
+                "num_classes": len(probs),
+            }
+        )
+    return json_response(
+        {
+            "id": own_id,
+            "object": "list",
+            "created": now(),
+            "model": model,
+            "data": data,
+            "usage": usage_of(context, outputs),
+        }
+    )

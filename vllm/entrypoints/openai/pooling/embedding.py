@@ -1,0 +1,125 @@
+"""POST /v1/embeddings and POST /pooling."""
+
+import base64
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from vllm.engine.pooling_input import require_task
+from vllm.entrypoints.openai.chat.prompt import chat_prompt
+from vllm.entrypoints.openai.context import ServerContext, get_context
+from vllm.entrypoints.openai.pooling.run import (
+    check_count,
+    json_response,
+    pool,
+    pooler_of,
+    response_id,
+    usage_of,
+)
+from vllm.entrypoints.openai.protocol.base import ErrorResponse, now
+from vllm.entrypoints.openai.protocol.chat import ChatFields
+from vllm.entrypoints.openai.protocol.pooling import (
+    EmbeddingRequest,
+    EmbeddingResponse,
+    PoolingResponse,
+)
+from vllm.entrypoints.openai.serving_models import check_model
+from vllm.inputs import PromptType
+from vllm.messages import FloatArray
+
+router = APIRouter()
+_ERRORS: dict[int | str, dict[str, Any]] = {400: {"model": ErrorResponse}}
+
+
+@router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_ERRORS)
+async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
+    """A vector for each input, or for a conversation."""
+    context = get_context(request)
+    model = check_model(context, body.model)
+    require_task(pooler_of(context), "embed")
+    return await _respond(context, request, body, model, "embedding", "embd")
+
+
+@router.post("/pooling", response_model=PoolingResponse, responses=_ERRORS)
+async def create_pooling(body: EmbeddingRequest, request: Request) -> Response:
+    """What the model makes of each input, whatever it is run for: a vector, probabilities, or
+    rewards of each token."""
+    context = get_context(request)
+    model = check_model(context, body.model)
+    require_task(pooler_of(context))
+    return await _respond(context, request, body, model, "data", "pool")
+
+
+async def _respond(
+    context: ServerContext,
+    request: Request,
+    body: EmbeddingRequest,
+    model: str,
+    key: str,
+    prefix: str,
+) -> Response:
+    """The response with the results under `key`."""
+    own_id = response_id(request, prefix)
+    prompts = await _prompts(context, body)
+    outputs = await pool(context, request, body, prompts, own_id, dimensions=body.dimensions)
+    is_base64 = body.encoding_format == "base64"
+    kind = "embedding" if key == "embedding" else "pooling"
+    return json_response(
+        {
+            "id": own_id,
+            "object": "list",
+            "created": now(),
+            "model": model,
+            "data": [
+                {"index": index, "object": kind, key: _numbers(output.outputs.data, is_base64)}
+                for index, output in enumerate(outputs)
+            ],
+            "usage": usage_of(context, outputs),
+        }
+    )
+
+
+def _numbers(data: FloatArray, is_base64: bool) -> Any:
+    if is_base64:
+        return base64.b64encode(np.ascontiguousarray(data, "<f4").tobytes()).decode()
+    return data.tolist()
+
+
+async def _prompts(context: ServerContext, body: EmbeddingRequest) -> list[PromptType]:
+    if body.input is None:
+        return [await chat_prompt(context, _conversation(body), with_tools=False)]
+    prompts = prompts_of(context, body.input)
+    if body.add_special_tokens is False:
+        return [
+            {"prompt": prompt, "add_special_tokens": False} if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
+    return prompts
+
+
+def prompts_of(context: ServerContext, given: Any) -> list[PromptType]:
+    """Prompts of an `input`: one or several texts, or token ids of one or several.
+
+    Raises:
+        RequestError: there are none, or too many.
+    """
+    if isinstance(given, str):
+        return [given]
+    if given and isinstance(given[0], int):
+        return [given]
+    check_count(context, "input", len(given))
+    return list(given)
+
+
+def _conversation(body: EmbeddingRequest) -> ChatFields:
+    return ChatFields(
+        messages=body.messages or [],
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=bool(body.add_special_tokens),
+        chat_template=body.chat_template,
+        chat_template_kwargs=body.chat_template_kwargs,
+        mm_processor_kwargs=body.mm_processor_kwargs,
+    )

@@ -1,0 +1,145 @@
+"""Prompts of one request through a pooling engine, all together."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+
+from vllm.config import PoolerConfig
+from vllm.entrypoints.openai.context import ServerContext
+from vllm.entrypoints.openai.errors import GenerationError
+from vllm.entrypoints.openai.http.sse import run_until_disconnect
+from vllm.entrypoints.openai.prompts import (
+    LONG_TEXT_CHARS,
+    request_id_of,
+    trace_headers_of,
+)
+from vllm.entrypoints.openai.protocol.base import random_id, usage_dict
+from vllm.entrypoints.openai.protocol.pooling import PoolingFields
+from vllm.errors import RequestError
+from vllm.inputs import PromptType
+from vllm.outputs import PoolingOutput, PoolingRequestOutput
+from vllm.pooling_params import PoolingParams
+
+Pooled = PoolingRequestOutput[PoolingOutput]
+_encode = msgspec.json.Encoder().encode
+
+
+def pooler_of(context: ServerContext) -> PoolerConfig | None:
+    """Pooling of the model that is served; None: it generates."""
+    return context.config.model.pooler
+
+
+def response_id(request: Request, prefix: str) -> str:
+    """Id of the response to a request; the client may have chosen its end."""
+    return f"{prefix}-{request_id_of(request, random_id())}"
+
+
+def check_count(context: ServerContext, name: str, count: int) -> None:
+    """Nothing, for a number of prompts that one request may have.
+
+    Raises:
+        RequestError: there are none, or more.
+    """
+    most = context.args.max_batch_prompts
+    if not 1 <= count <= most:
+        raise RequestError(
+            f"{name} must have 1 to {most} entries (max_batch_prompts), got {count}", param=name
+        )
+
+
+async def pool(
+    context: ServerContext,
+    request: Request,
+    body: PoolingFields,
+    prompts: Sequence[PromptType],
+    core_id: str,
+    *,
+    dimensions: int | None = None,
+    is_truncated: bool = False,
+) -> list[Pooled]:
+    """Results of all prompts, in their order. When one fails, or the client leaves, none goes on.
+
+    Args:
+        context: of the server; its engine is ready.
+        request: of the client.
+        body: of it.
+        prompts: in any form.
+        core_id: beginning of the ids in the engine.
+        dimensions: see `PoolingParams`.
+        is_truncated: the prompts have the length that the request wants already.
+
+    Raises:
+        RequestError: a prompt is wrong; names it, when there are several.
+        GenerationError: one has no result.
+    """
+    truncate = None if is_truncated else body.truncate_prompt_tokens
+    params = PoolingParams(dimensions=dimensions, truncate_prompt_tokens=truncate)
+    trace_headers = trace_headers_of(request)
+
+    async def run_one(index: int, prompt: PromptType) -> Pooled:
+        results = context.engine.encode(
+            prompt,
+            params,
+            f"{core_id}-{index}",
+            trace_headers=trace_headers,
+            priority=body.priority,
+        )
+        try:
+            async for output in results:
+                if output.error is not None:
+                    raise GenerationError(_named(output.error, index, len(prompts)))
+                return output
+            raise GenerationError(_named("no result", index, len(prompts)))
+        except RequestError as error:
+            error.args = (_named(str(error), index, len(prompts)),)
+            raise
+        finally:
+            await results.aclose()
+
+    return await run_until_disconnect(request, _all(run_one, prompts))
+
+
+async def _all(
+    run_one: Callable[[int, PromptType], Coroutine[Any, Any, Pooled]],
+    prompts: Sequence[PromptType],
+) -> list[Pooled]:
+    """Like `asyncio.gather`, but what fails or is cancelled ends all of it.
+
+    Prompts are tokenised as they begin; after every few, others get their turn.
+    """
+    tasks: list[asyncio.Task[Pooled]] = []
+    size = 0
+    try:
+        for index, prompt in enumerate(prompts):
+            tasks.append(asyncio.ensure_future(run_one(index, prompt)))
+            text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+            size += len(text or ())
+            if size > LONG_TEXT_CHARS:
+                size = 0
+                await asyncio.sleep(0)
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def usage_of(context: ServerContext, outputs: Sequence[Pooled]) -> dict[str, Any]:
+    """Tokens of all prompts; none are completed."""
+    cached = None
+    if context.args.enable_prompt_tokens_details:
+        cached = sum(output.num_cached_tokens for output in outputs)
+    return usage_dict(sum(len(output.prompt_token_ids) for output in outputs), 0, cached)
+
+
+def json_response(body: dict[str, Any]) -> Response:
+    """A body of plain values."""
+    return Response(_encode(body), media_type="application/json")
+
+
+def _named(message: str, index: int, count: int) -> str:
+    return f"prompt {index} of {count}: {message}" if count > 1 else message

@@ -1,0 +1,124 @@
+"""POST /score and POST /rerank, under all of their names."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from vllm.engine.input_processor import InputProcessor
+from vllm.engine.pooling_input import require_scores
+from vllm.entrypoints.openai.context import ServerContext, get_context
+from vllm.entrypoints.openai.pooling.run import (
+    Pooled,
+    check_count,
+    json_response,
+    pool,
+    pooler_of,
+    response_id,
+    usage_of,
+)
+from vllm.entrypoints.openai.prompts import LONG_TEXT_CHARS
+from vllm.entrypoints.openai.protocol.base import ErrorResponse, now
+from vllm.entrypoints.openai.protocol.pooling import (
+    PoolingFields,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
+from vllm.entrypoints.openai.serving_models import check_model
+from vllm.entrypoints.scoring import cosine, pair_up
+from vllm.inputs import PromptType
+
+router = APIRouter()
+_ERRORS: dict[int | str, dict[str, Any]] = {400: {"model": ErrorResponse}}
+
+
+@router.post("/score", response_model=ScoreResponse, responses=_ERRORS)
+@router.post("/v1/score", response_model=ScoreResponse, responses=_ERRORS)
+async def score(body: ScoreRequest, request: Request) -> Response:
+    """How well texts go together: one with each of several, or pair by pair."""
+    context = get_context(request)
+    model = check_model(context, body.model)
+    own_id = response_id(request, "score")
+    first, second = pair_up(body.text_1, body.text_2)
+    scores, outputs = await _score(context, request, body, first, second, own_id)
+    return json_response(
+        {
+            "id": own_id,
+            "object": "list",
+            "created": now(),
+            "model": model,
+            "data": [
+                {"index": index, "object": "score", "score": value}
+                for index, value in enumerate(scores)
+            ],
+            "usage": usage_of(context, outputs),
+        }
+    )
+
+
+@router.post("/rerank", response_model=RerankResponse, responses=_ERRORS)
+@router.post("/v1/rerank", response_model=RerankResponse, responses=_ERRORS)
+@router.post("/v2/rerank", response_model=RerankResponse, responses=_ERRORS)
+async def rerank(body: RerankRequest, request: Request) -> Response:
+    """Documents by how well they answer a query, best first."""
+    context = get_context(request)
+    model = check_model(context, body.model)
+    own_id = response_id(request, "rerank")
+    first, second = pair_up(body.query, body.documents)
+    scores, outputs = await _score(context, request, body, first, second, own_id)
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    return json_response(
+        {
+            "id": own_id,
+            "model": model,
+            "usage": {"total_tokens": usage_of(context, outputs)["total_tokens"]},
+            "results": [
+                {
+                    "index": index,
+                    "document": {"text": second[index]},
+                    "relevance_score": scores[index],
+                }
+                for index in order[: body.top_n or None]
+            ],
+        }
+    )
+
+
+async def _score(
+    context: ServerContext,
+    request: Request,
+    body: PoolingFields,
+    first: Sequence[str],
+    second: Sequence[str],
+    core_id: str,
+) -> tuple[list[float], list[Pooled]]:
+    """A score per pair, and what the engine has computed for them."""
+    pooler = require_scores(pooler_of(context))
+    name = "documents" if isinstance(body, RerankRequest) else "text_2"
+    check_count(context, name, len(second))
+    if pooler.task == "embed":
+        texts: list[PromptType] = list(dict.fromkeys([*first, *second]))  # each of them once
+        outputs = await pool(context, request, body, texts, core_id)
+        vectors = {text: out.outputs.data for text, out in zip(texts, outputs, strict=True)}
+        pairs = zip(first, second, strict=True)
+        return [cosine(vectors[a], vectors[b]) for a, b in pairs], outputs
+    prompts = await _pairs(context, first, second, body.truncate_prompt_tokens)
+    outputs = await pool(context, request, body, prompts, core_id, is_truncated=True)
+    return [float(output.outputs.data[0]) for output in outputs], outputs
+
+
+async def _pairs(
+    context: ServerContext, first: Sequence[str], second: Sequence[str], truncate: int | None
+) -> list[PromptType]:
+    """Each pair as one prompt."""
+
+    def tokenize(processor: InputProcessor) -> list[PromptType]:
+        pairs = zip(first, second, strict=True)
+        return [processor.pooling.tokenize_pair(a, b, truncate) for a, b in pairs]
+
+    if sum(map(len, first)) + sum(map(len, second)) > LONG_TEXT_CHARS:
+        return await context.engine.in_slow_lane(tokenize)
+    return tokenize(context.engine.input_processor)

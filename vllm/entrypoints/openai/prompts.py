@@ -1,0 +1,103 @@
+"""From what a request sends to prompts with their token ids, and room for the output."""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+
+from vllm.config import VllmConfig
+from vllm.errors import RequestError
+from vllm.inputs import PromptType, TokensPrompt
+
+if TYPE_CHECKING:
+    from vllm.engine.async_llm_engine import AsyncLLM
+
+LONG_TEXT_CHARS = 16 * 1024
+"""Texts above this are tokenised in a thread, so that streams of others go on meanwhile."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
+_TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+def request_id_of(request: Request, default: str) -> str:
+    """The id that the client chose by the header X-Request-Id, when it may be one.
+
+    It becomes part of responses, logs and ids in the engine, so that others than letters,
+    digits and `._:-` are not taken.
+    """
+    chosen = request.headers.get("x-request-id", "")
+    return chosen if _REQUEST_ID.fullmatch(chosen) else default
+
+
+def trace_headers_of(request: Request) -> Mapping[str, str] | None:
+    """The W3C trace context that came with a request, or None."""
+    found = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
+    return found or None
+
+
+async def tokenize(
+    engine: "AsyncLLM",
+    prompt: PromptType,
+    *,
+    truncate: int | None = None,
+    cache_salt: str | None = None,
+    is_long: bool = False,
+) -> TokensPrompt:
+    """The prompt with its token ids, checked against the vocabulary.
+
+    Args:
+        engine: is ready.
+        prompt: in any form.
+        truncate: keep this many tokens, the last ones.
+        cache_salt: requests share cached prefixes only when their salts are equal.
+        is_long: of a batch of prompts that is long as a whole.
+
+    Raises:
+        RequestError: it has no tokens, or some that the model does not have.
+    """
+    tokenized = await engine.tokenize(prompt, is_long=is_long)
+    token_ids, known_text = tokenized.token_ids, tokenized.text
+    if truncate is not None and truncate < len(token_ids):
+        token_ids, known_text = token_ids[-truncate:], None
+    made: TokensPrompt = {"prompt_token_ids": token_ids}
+    if known_text is not None:
+        made["prompt"] = known_text
+    if cache_salt is not None:
+        made["cache_salt"] = cache_salt
+    return made
+
+
+def output_budget(
+    config: VllmConfig, defaults: Mapping[str, Any], num_prompt_tokens: int, wanted: int | None
+) -> int:
+    """Output tokens at most.
+
+    Args:
+        config: for the length of the context.
+        defaults: `generation_defaults` of the engine; its `max_tokens` is a cap.
+        num_prompt_tokens: of the prompt.
+        wanted: by the request; None is as many as fit.
+
+    Raises:
+        RequestError: prompt and output do not fit. The wording is the one that OpenAI uses, which
+            clients read the numbers from.
+    """
+    limit = config.scheduler.max_model_len
+    room = limit - num_prompt_tokens
+    if wanted is None and room < 1:
+        raise RequestError(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{num_prompt_tokens} tokens in the prompt, which leaves none for the completion. "
+            f"Please reduce the length of the prompt.",
+            param="prompt",
+        )
+    if wanted is not None and wanted > room:
+        raise RequestError(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the prompt, {wanted} in "
+            f"the completion). Please reduce the length of the prompt or of the completion.",
+            param="max_tokens",
+        )
+    cap = defaults.get("max_tokens")
+    return min(x for x in (room, wanted, cap) if x is not None)

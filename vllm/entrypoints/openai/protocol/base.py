@@ -1,0 +1,179 @@
+"""What the bodies of all routes share."""
+
+import json
+import time
+import uuid
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_MAX_NAMES_LOGGED = 20
+
+
+def random_id() -> str:
+    """32 hexadecimal digits."""
+    return uuid.uuid4().hex
+
+
+def now() -> int:
+    """Seconds since 1970, whole ones."""
+    return int(time.time())
+
+
+Json = JsonValue
+"""Any JSON without NaN, nested at most some hundred levels."""
+JsonObject = dict[str, JsonValue]
+T = TypeVar("T")
+TAG_SIGN = ":"
+"""Begins the names of the kinds that one body may have: these are not fields of it."""
+ListOf = Annotated[list[T], Field(fail_fast=True)]
+"""A list that is refused at its first wrong item: a body can hold millions."""
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+
+
+class RequestModel(BaseModel):
+    """Body of a request, or a part of it. Fields it does not know are accepted and ignored."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="after")
+    def _log_unknown_fields(self) -> "RequestModel":
+        if self.model_extra:
+            names = [repr(name)[:80] for name in list(self.model_extra)[:_MAX_NAMES_LOGGED]]
+            logger.debug("fields of %s ignored: %s", type(self).__name__, ", ".join(names))
+        return self
+
+
+class RequestBody(RequestModel):
+    """A whole body. All of its text is valid Unicode, all of its numbers are numbers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_values(cls, data: Any) -> Any:
+        """What Python's JSON reader lets pass and nothing could encode later.
+
+        Half a surrogate pair is legal in JSON, and no text; NaN and Infinity are not even legal.
+        """
+        for name, value in data.items() if isinstance(data, dict) else ():
+            try:
+                json.dumps([name, value], ensure_ascii=False, allow_nan=False).encode()
+            except UnicodeEncodeError:
+                raise _wrong(
+                    "not_unicode", name, "holds a lone surrogate, which is no text"
+                ) from None
+            except (ValueError, TypeError):
+                raise _wrong("finite_number", name, "holds a number that is not finite") from None
+            except RecursionError:
+                raise _wrong("nested_too_deeply", name, "is nested too deeply") from None
+        return data
+
+
+def field_error(name: str, message: str) -> PydanticCustomError:
+    """What a validator raises to say what is wrong with a field, where pydantic cannot know it."""
+    return _wrong("value_error", name, message)
+
+
+def _wrong(kind: str, name: str, message: str) -> PydanticCustomError:
+    return PydanticCustomError(kind, "{field}: {problem}", {"field": name, "problem": message})
+
+
+class ResponseModel(BaseModel):
+    """Body of a response, or a part of it."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+
+class ErrorResponse(ResponseModel):
+    """Body of every response that is an error."""
+
+    object: Literal["error"] = "error"
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class PromptTokenUsageInfo(ResponseModel):
+    """Of the prompt tokens of a request, those found in the prefix cache."""
+
+    cached_tokens: int | None = None
+
+
+class UsageInfo(ResponseModel):
+    """Tokens of a request; those of all its prompts and all its outputs."""
+
+    prompt_tokens: int = 0
+    total_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: PromptTokenUsageInfo | None = None
+
+
+class ModelPermission(ResponseModel):
+    """What may be done with a model; the same for all."""
+
+    id: str = Field(default_factory=lambda: f"modelperm-{random_id()}")
+    object: Literal["model_permission"] = "model_permission"
+    created: int = Field(default_factory=now)
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: str | None = None
+    is_blocking: bool = False
+
+
+class ModelCard(ResponseModel):
+    """One name under which the model is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = Field(default_factory=now)
+    owned_by: str = "vllm"
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+    permission: list[ModelPermission] = Field(default_factory=list)
+
+
+class ModelList(ResponseModel):
+    """All names under which the model is served."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard] = Field(default_factory=list)
+
+
+class StreamOptions(RequestModel):
+    """What a stream tells besides its deltas."""
+
+    include_usage: bool | None = True
+    continuous_usage_stats: bool | None = False
+
+
+def usage_dict(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None
+) -> dict[str, Any]:
+    """`UsageInfo` as a plain dict, for the hot path.
+
+    Args:
+        prompt_tokens, completion_tokens: counts.
+        cached_tokens: None leaves the details out.
+    """
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+        "prompt_tokens_details": None,
+    }
+    if cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return usage

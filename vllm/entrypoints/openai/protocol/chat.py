@@ -1,0 +1,252 @@
+"""POST /v1/chat/completions."""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from vllm.entrypoints.openai.protocol.base import (
+    Int32,
+    Int64,
+    JsonObject,
+    ListOf,
+    RequestModel,
+    ResponseModel,
+    UsageInfo,
+    field_error,
+    now,
+    random_id,
+)
+from vllm.entrypoints.openai.protocol.sampling import SamplingFields
+
+
+class FunctionDefinition(RequestModel):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: JsonObject | None = None
+
+
+class ChatCompletionToolsParam(RequestModel):
+    """A tool that the model may use."""
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class ChatCompletionNamedFunction(RequestModel):
+    """The name of a function."""
+
+    name: str
+
+
+class ChatCompletionNamedToolChoiceParam(RequestModel):
+    """The one tool that the model has to use."""
+
+    type: Literal["function"] = "function"
+    function: ChatCompletionNamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam
+
+
+class ChatFields(RequestModel):
+    """How a conversation becomes a prompt."""
+
+    messages: ListOf[JsonObject] = Field(min_length=1)
+    tools: ListOf[ChatCompletionToolsParam] | None = None
+    documents: ListOf[JsonObject] | None = None
+    chat_template: str | None = Field(default=None, max_length=2**20)
+    chat_template_kwargs: JsonObject | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    mm_processor_kwargs: JsonObject | None = None
+
+    @model_validator(mode="after")
+    def _check_generation_prompt(self) -> "ChatFields":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise field_error(
+                "continue_final_message",
+                "cannot be true when add_generation_prompt is, which is its default",
+            )
+        return self
+
+
+class ChatCompletionRequest(ChatFields, SamplingFields):
+    """A conversation to be continued."""
+
+    logprobs: bool | None = False
+    top_logprobs: Int32 | None = 0
+    max_tokens: Int64 | None = None
+    max_completion_tokens: Int64 | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = True
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> "ChatCompletionRequest":
+        if self.top_logprobs is not None and self.top_logprobs < 0:
+            raise field_error("top_logprobs", "must be at least 0")
+        if self.top_logprobs and not self.logprobs:
+            raise field_error("top_logprobs", "needs logprobs=true")
+        return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> "ChatCompletionRequest":
+        """Fill in the tool choice that OpenAI documents: auto with tools, none without."""
+        if self.tool_choice is None:
+            self.tool_choice = "auto" if self.tools else "none"
+        if self.tool_choice == "none":
+            return self
+        if not self.tools:
+            raise field_error("tool_choice", "needs tools")
+        if isinstance(self.tool_choice, ChatCompletionNamedToolChoiceParam):
+            name = self.tool_choice.function.name
+            if name not in {tool.function.name for tool in self.tools}:
+                raise field_error("tool_choice", f"no tool has the name {name!r:.100}")
+        if self.tool_choice != "auto" and (given := self.constraints()):
+            raise field_error(given[0], "tool_choice already constrains the output")
+        return self
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """Output tokens at most, where the request says so."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
+
+    @property
+    def named_tool(self) -> str | None:
+        """The function that has to be called, when the request names one."""
+        if isinstance(self.tool_choice, ChatCompletionNamedToolChoiceParam):
+            return self.tool_choice.function.name
+        return None
+
+
+# ---- responses --------------------------------------------------------------------------------
+
+
+class FunctionCall(ResponseModel):
+    """A call as the model wrote it; `arguments` is JSON as text, and may be damaged."""
+
+    name: str
+    arguments: str
+
+
+def random_tool_call_id() -> str:
+    """An id of a tool call."""
+    return f"chatcmpl-tool-{random_id()}"
+
+
+class ToolCall(ResponseModel):
+    """One call of a tool."""
+
+    id: str = Field(default_factory=random_tool_call_id)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class DeltaFunctionCall(ResponseModel):
+    """What is new of a call: the name comes once, the arguments piece by piece."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class DeltaToolCall(ResponseModel):
+    """What is new of the tool call with this index; id and type come with its first delta."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    index: int
+    function: DeltaFunctionCall | None = None
+
+
+class ExtractedToolCallInformation(ResponseModel):
+    """What a tool parser finds in a whole output."""
+
+    tools_called: bool
+    tool_calls: list[ToolCall]
+    content: str | None = None
+
+
+class ChatMessage(ResponseModel):
+    """The answer of the model."""
+
+    role: str
+    reasoning_content: str | None = None
+    content: str | None = None
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+
+
+class ChatCompletionLogProb(ResponseModel):
+    """Log-probability of a token; `bytes` are those of its text."""
+
+    token: str
+    logprob: float = -9999.0
+    bytes: list[int] | None = None
+
+
+class ChatCompletionLogProbsContent(ChatCompletionLogProb):
+    """One position: the token there, and the likeliest ones."""
+
+    top_logprobs: list[ChatCompletionLogProb] = Field(default_factory=list)
+
+
+class ChatCompletionLogProbs(ResponseModel):
+    """Log-probabilities of the output."""
+
+    content: list[ChatCompletionLogProbsContent] | None = None
+
+
+class ChatCompletionResponseChoice(ResponseModel):
+    """One of the answers."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatCompletionLogProbs | None = None
+    finish_reason: str | None = "stop"
+    stop_reason: int | str | None = None
+
+
+class ChatCompletionResponse(ResponseModel):
+    """The answers to a conversation."""
+
+    id: str = Field(default_factory=lambda: f"chatcmpl-{random_id()}")
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int = Field(default_factory=now)
+    model: str
+    choices: list[ChatCompletionResponseChoice]
+    usage: UsageInfo
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class DeltaMessage(ResponseModel):
+    """What is new of an answer; what is not new is left out."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[DeltaToolCall] = Field(default_factory=list)
+
+
+class ChatCompletionResponseStreamChoice(ResponseModel):
+    """What is new of one of the answers."""
+
+    index: int
+    delta: DeltaMessage
+    logprobs: ChatCompletionLogProbs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletionStreamResponse(ResponseModel):
+    """One chunk of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatCompletionResponseStreamChoice]
+    usage: UsageInfo | None = None

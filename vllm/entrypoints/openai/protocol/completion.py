@@ -1,0 +1,111 @@
+"""POST /v1/completions."""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from vllm.entrypoints.openai.protocol.base import (
+    Int32,
+    Int64,
+    Json,
+    ListOf,
+    ResponseModel,
+    TokenId,
+    UsageInfo,
+    field_error,
+    now,
+    random_id,
+)
+from vllm.entrypoints.openai.protocol.sampling import SamplingFields
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionRequest(SamplingFields):
+    """Prompts to be continued: one or several, as text or as token ids."""
+
+    prompt: ListOf[TokenId] | ListOf[ListOf[TokenId]] | str | ListOf[str] | None = None
+    prompt_embeds: Json | None = None
+    suffix: str | None = None
+    max_tokens: Int64 | None = DEFAULT_MAX_TOKENS
+    logprobs: Int32 | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> "CompletionRequest":
+        if self.logprobs is not None and self.logprobs < 0:
+            raise field_error("logprobs", "must be at least 0")
+        if self.prompt_embeds is not None:
+            raise field_error("prompt_embeds", "not available in this server: send text or tokens")
+        if self.prompt is None:
+            raise field_error("prompt", "is missing")
+        if self.suffix:
+            raise field_error("suffix", "suffix is not currently supported")
+        if self.max_tokens == 0 and not self.echo:
+            raise field_error("max_tokens", "must be at least 1, except with echo=true")
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [prompt]
+        return list(prompt or ())  # type: ignore[arg-type]
+
+
+# ---- responses --------------------------------------------------------------------------------
+
+
+class CompletionLogProbs(ResponseModel):
+    """Log-probabilities of a text, as parallel lists; the first token of a prompt has none."""
+
+    text_offset: list[int] = Field(default_factory=list)
+    token_logprobs: list[float | None] = Field(default_factory=list)
+    tokens: list[str] = Field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = Field(default_factory=list)
+
+
+class CompletionResponseChoice(ResponseModel):
+    """One continuation; `index` is that of its prompt times n, plus that of the sample."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogProbs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class CompletionResponse(ResponseModel):
+    """The continuations."""
+
+    id: str = Field(default_factory=lambda: f"cmpl-{random_id()}")
+    object: Literal["text_completion"] = "text_completion"
+    created: int = Field(default_factory=now)
+    model: str
+    choices: list[CompletionResponseChoice]
+    usage: UsageInfo
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class CompletionResponseStreamChoice(ResponseModel):
+    """What is new of one continuation."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogProbs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class CompletionStreamResponse(ResponseModel):
+    """One chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionResponseStreamChoice]
+    usage: UsageInfo | None = None

@@ -1,0 +1,92 @@
+"""Bodies of the routes in Anthropic's form: POST /v1/messages and /v1/messages/count_tokens.
+
+What lies inside content blocks is checked where it is read.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from vllm.entrypoints.openai.protocol.base import (
+    Int32,
+    Int64,
+    JsonObject,
+    ListOf,
+    RequestBody,
+    RequestModel,
+)
+
+
+class InputMessage(RequestModel):
+    """One turn of the conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | ListOf[JsonObject]
+    """Text, or blocks: text, thinking, tool_use, tool_result."""
+
+
+class MessagesMetadata(RequestModel):
+    """About the request; without influence on it."""
+
+    user_id: Annotated[str, StringConstraints(max_length=256)] | None = None
+
+
+class ThinkingConfig(RequestModel):
+    """Whether the model shall think first; what comes of it is up to the chat template."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[Int64, Field(ge=1)] | None = None
+
+
+class OutputConfig(RequestModel):
+    """Form of the answer."""
+
+    format: JsonObject | None = None
+    """{"type": "json_schema", "schema": ...}"""
+    effort: Annotated[str, StringConstraints(max_length=32)] | None = None
+
+
+class Conversation(RequestBody):
+    """What the prompt is made of."""
+
+    messages: ListOf[InputMessage] = Field(min_length=1)
+    model: str | None = None
+    system: str | ListOf[JsonObject] | None = None
+    tools: ListOf[JsonObject] | None = None
+    """Functions that the model may call; tools of the server are not available."""
+    tool_choice: JsonObject | None = None
+    """{"type": "auto" | "any" | "none"} or {"type": "tool", "name": ...}"""
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+
+
+class CountTokensRequest(Conversation):
+    """Body of POST /v1/messages/count_tokens."""
+
+
+class MessagesRequest(Conversation):
+    """Body of POST /v1/messages."""
+
+    max_tokens: Annotated[Int64, Field(ge=1)]
+    stop_sequences: ListOf[str] | None = None
+    stream: bool | None = False
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Int32 | None = None
+    metadata: MessagesMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+class ErrorDetail(RequestModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(RequestModel):
+    """Body of every error of these routes."""
+
+    type: Literal["error"] = "error"
+    error: ErrorDetail
+    request_id: str | None = None

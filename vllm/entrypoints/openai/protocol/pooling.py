@@ -1,0 +1,193 @@
+"""POST /v1/embeddings, /pooling, /classify, /score and /rerank."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from vllm.entrypoints.openai.protocol.base import (
+    Int32,
+    Int64,
+    Json,
+    JsonObject,
+    ListOf,
+    RequestBody,
+    ResponseModel,
+    TokenId,
+    UsageInfo,
+    field_error,
+    now,
+    random_id,
+)
+
+Truncation = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Texts = str | ListOf[str]
+Inputs = str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]]
+"""One text or several, or the token ids of one or several."""
+
+
+class PoolingFields(RequestBody):
+    """What all requests to pooling models share."""
+
+    model: str | None = None
+    user: str | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    additional_data: Json | None = None
+    priority: Int64 = 0
+
+
+class EmbeddingRequest(PoolingFields):
+    """Texts, or one conversation, to embed: `input` or `messages`."""
+
+    input: Inputs | None = None
+    messages: ListOf[JsonObject] | None = Field(default=None, min_length=1)
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Int32 | None = None
+    add_special_tokens: bool | None = None
+    """Not set: true for `input`, false for `messages`, whose template brings them."""
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template: str | None = Field(default=None, max_length=2**20)
+    chat_template_kwargs: JsonObject | None = None
+    mm_processor_kwargs: JsonObject | None = None
+
+    @model_validator(mode="after")
+    def _check_one_kind(self) -> "EmbeddingRequest":
+        if (self.input is None) == (self.messages is None):
+            raise field_error("input", "give one of input and messages")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise field_error(
+                "continue_final_message", "cannot be true when add_generation_prompt is"
+            )
+        return self
+
+
+class ClassificationRequest(PoolingFields):
+    """Texts to classify."""
+
+    input: Inputs
+
+
+class ScoreRequest(PoolingFields):
+    """Pairs of texts: one with each of several, or pair by pair."""
+
+    text_1: Texts
+    text_2: Texts
+
+
+class RerankRequest(PoolingFields):
+    """Documents to order by how well they answer a query."""
+
+    query: str
+    documents: ListOf[str] = Field(min_length=1)
+    top_n: Count = 0
+    """How many of the best to return; 0: all."""
+
+
+# ---- responses --------------------------------------------------------------------------------
+
+
+class EmbeddingResponseData(ResponseModel):
+    """One vector: numbers, or base64 of little-endian float32."""
+
+    index: int
+    object: Literal["embedding"] = "embedding"
+    embedding: list[float] | str
+
+
+class EmbeddingResponse(ResponseModel):
+    """The vectors of a request."""
+
+    id: str = Field(default_factory=lambda: f"embd-{random_id()}")
+    object: Literal["list"] = "list"
+    created: int = Field(default_factory=now)
+    model: str
+    data: list[EmbeddingResponseData]
+    usage: UsageInfo
+
+
+class PoolingResponseData(ResponseModel):
+    """One result: numbers, numbers per token, or base64 of little-endian float32."""
+
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: list[list[float]] | list[float] | str
+
+
+class PoolingResponse(ResponseModel):
+    """The results of a request."""
+
+    id: str = Field(default_factory=lambda: f"pool-{random_id()}")
+    object: Literal["list"] = "list"
+    created: int = Field(default_factory=now)
+    model: str
+    data: list[PoolingResponseData]
+    usage: UsageInfo
+
+
+class ClassificationData(ResponseModel):
+    """One text: the likeliest label, and a probability per label."""
+
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationResponse(ResponseModel):
+    """The classes of a request."""
+
+    id: str = Field(default_factory=lambda: f"classify-{random_id()}")
+    object: Literal["list"] = "list"
+    created: int = Field(default_factory=now)
+    model: str
+    data: list[ClassificationData]
+    usage: UsageInfo
+
+
+class ScoreResponseData(ResponseModel):
+    """One pair."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreResponse(ResponseModel):
+    """The scores of a request."""
+
+    id: str = Field(default_factory=lambda: f"embd-{random_id()}")
+    object: Literal["list"] = "list"
+    created: int = Field(default_factory=now)
+    model: str
+    data: list[ScoreResponseData]
+    usage: UsageInfo
+
+
+class RerankDocument(ResponseModel):
+    """A document as it was given."""
+
+    text: str
+
+
+class RerankResult(ResponseModel):
+    """One document; `index` is its place in the request."""
+
+    index: int
+    document: RerankDocument
+    relevance_score: float
+
+
+class RerankUsage(ResponseModel):
+    """Tokens of a request."""
+
+    total_tokens: int
+
+
+class RerankResponse(ResponseModel):
+    """The best documents, best first."""
+
+    id: str = Field(default_factory=lambda: f"rerank-{random_id()}")
+    model: str
+    usage: RerankUsage
+    results: list[RerankResult]

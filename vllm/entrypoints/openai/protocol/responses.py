@@ -1,0 +1,120 @@
+"""Body of POST /v1/responses. What lies inside items and tools is checked where it is read."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints
+
+from vllm.entrypoints.openai.protocol.base import (
+    Int32,
+    Int64,
+    JsonObject,
+    ListOf,
+    RequestBody,
+    RequestModel,
+)
+
+MetadataKey = Annotated[str, StringConstraints(max_length=64)]
+MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+
+
+class TextFormat(RequestModel):
+    """Form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: JsonObject | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(RequestModel):
+    """How the answer is written."""
+
+    format: TextFormat = Field(default_factory=TextFormat)
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningConfig(RequestModel):
+    """How much the model shall think; what comes of it is up to the chat template."""
+
+    effort: Annotated[str, StringConstraints(max_length=32)] | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(RequestBody):
+    """What a client asks of the Responses API.
+
+    The fields of the group at the end are not OpenAI's; they mean what they mean elsewhere here.
+    """
+
+    input: str | ListOf[JsonObject]
+    """Text of one user message, or items: messages, calls, outputs of calls, reasoning."""
+    model: str | None = None
+    instructions: str | None = None
+    """System message; that of an earlier response is not carried over."""
+    previous_response_id: str | None = None
+    """Stored response that this one continues."""
+    tools: ListOf[JsonObject] | None = None
+    """Functions that the model may call; no other type is available."""
+    tool_choice: Literal["none", "auto", "required"] | JsonObject | None = None
+    parallel_tool_calls: bool | None = True
+    max_tool_calls: Annotated[Int64, Field(ge=1)] | None = None
+    """Limits the tools of the server, of which there are none."""
+    text: TextConfig | None = None
+    max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    include: ListOf[str] | None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """auto: leave out the oldest messages when the conversation is too long for the model."""
+    stream: bool | None = False
+    stream_options: JsonObject | None = None
+    background: bool | None = False
+    """Answer at once, and make the response while nobody waits."""
+    store: bool | None = True
+    """Keep the response, so that it can be retrieved and continued."""
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+
+    top_k: Int32 | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Int64 | None = None
+    stop: str | ListOf[str] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    priority: Int32 = 0
+    cache_salt: str | None = None
+
+
+_REPEATED = (
+    *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls"),
+    *("user", "safety_identifier", "prompt_cache_key"),
+)
+
+
+def echo_fields(request: ResponsesRequest) -> dict[str, Any]:
+    """The fields of a request that its response repeats, in the form of the response."""
+    text = request.text or TextConfig()
+    reasoning = request.reasoning or ReasoningConfig()
+    return {
+        **{name: getattr(request, name) for name in _REPEATED},
+        "background": bool(request.background),
+        "store": request.store is not False,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "service_tier": "default",
+        "text": text.model_dump(mode="json", by_alias=True, exclude_none=True),
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
+        "top_logprobs": request.top_logprobs or 0,
+        "truncation": request.truncation or "disabled",
+    }

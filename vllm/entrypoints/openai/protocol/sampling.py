@@ -1,0 +1,319 @@
+"""Request fields that say how to sample, shared by completions and chat, and what they become."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from vllm.entrypoints.openai.protocol.base import (
+    Int32,
+    Int64,
+    Json,
+    JsonObject,
+    ListOf,
+    RequestBody,
+    RequestModel,
+    StreamOptions,
+    TokenId,
+    field_error,
+    random_id,
+)
+from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.errors import RequestError
+from vllm.sampling_params import (
+    BeamSearchParams,
+    GuidedDecodingParams,
+    RequestOutputKind,
+    SamplingParams,
+)
+
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:+/=-]{1,128}$")]
+
+_PARAMS_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields for which generation_config.json of the model may have a default."""
+_PARAMS = (
+    *("presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "bad_words"),
+    *("ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("include_stop_str_in_output", "logit_bias", "allowed_token_ids"),
+)
+_GUIDED_FIELDS = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
+)
+
+
+class JsonSchemaResponseFormat(RequestModel):
+    """The schema of a `response_format`."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: str
+    description: str | None = None
+    json_schema: JsonObject | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestModel):
+    """Output as text, as some JSON, or as JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaResponseFormat | None = None
+
+
+class StructuralTag(RequestModel):
+    """Between `begin` and `end` the output is JSON of a schema."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    begin: str
+    structural_tag_schema: JsonObject | None = Field(default=None, alias="schema")
+    end: str
+
+
+class StructuralTagResponseFormat(RequestModel):
+    """Free text with tagged parts; a tag starts with one of the triggers."""
+
+    type: Literal["structural_tag"]
+    structures: ListOf[StructuralTag]
+    triggers: ListOf[str]
+
+
+AnyResponseFormat = Annotated[
+    ResponseFormat | StructuralTagResponseFormat, Field(discriminator="type")
+]
+
+
+class SamplingFields(RequestBody):
+    """How to sample. None means: what the model recommends, or the default."""
+
+    model: str | None = None
+    n: Int32 | None = 1
+    best_of: Int32 | None = None
+    frequency_penalty: float | None = 0.0
+    presence_penalty: float | None = 0.0
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    seed: Int64 | None = None
+    stop: str | ListOf[str] | None = Field(default_factory=list)
+    stop_token_ids: ListOf[TokenId] | None = Field(default_factory=list)
+    bad_words: ListOf[str] | None = None
+    include_stop_str_in_output: bool | None = False
+    ignore_eos: bool | None = False
+    min_tokens: Int64 | None = 0
+    skip_special_tokens: bool | None = True
+    spaces_between_special_tokens: bool | None = True
+    truncate_prompt_tokens: Annotated[Int64, Field(ge=1)] | None = None
+    logit_bias: JsonObject | None = None
+    allowed_token_ids: ListOf[TokenId] | None = None
+    prompt_logprobs: Int32 | None = None
+    return_tokens_as_token_ids: bool | None = None
+    use_beam_search: bool | None = False
+    length_penalty: float | None = 1.0
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    echo: bool | None = False
+    priority: Int32 | None = 0
+    request_id: RequestId = Field(default_factory=random_id)
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    response_format: AnyResponseFormat | None = None
+    guided_json: Json | None = None
+    guided_regex: str | None = None
+    guided_choice: ListOf[str] | None = None
+    guided_grammar: str | None = None
+    structural_tag: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+    logits_processors: Json | None = None
+    kv_transfer_params: JsonObject | None = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> "SamplingFields":
+        if self.stream_options is not None and not self.stream:
+            raise field_error("stream_options", "only with stream=true")
+        if self.prompt_logprobs is not None and self.prompt_logprobs < 0:
+            raise field_error("prompt_logprobs", "must be at least 0")
+        if self.stream and self.prompt_logprobs is not None:
+            raise field_error("prompt_logprobs", "not available with stream=true")
+        if self.stream and self.best_of not in (None, self.num_samples):
+            raise field_error("best_of", "must be n with stream=true: only whole outputs rank")
+        if self.guided_json is not None and not isinstance(self.guided_json, (str, dict)):
+            raise field_error("guided_json", "must be a JSON schema, as an object or as text")
+        if len(given := self.constraints()) > 1:
+            raise field_error(", ".join(given), "only one of them may constrain the output")
+        return self
+
+    def constraints(self) -> list[str]:
+        """Names of the fields that constrain the form of the output."""
+        given = [name for name in _GUIDED_FIELDS if getattr(self, name) is not None]
+        if self.response_format is not None and self.response_format.type != "text":
+            given.append("response_format")
+        return given
+
+    @property
+    def num_samples(self) -> int:
+        """Outputs to return per prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def includes_usage(self) -> bool:
+        """A stream ends with a chunk that tells the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        """Every chunk of a stream tells the usage so far."""
+        options = self.stream_options
+        return self.includes_usage and bool(options and options.continuous_usage_stats)
+
+
+def check_sampling_fields(body: SamplingFields, args: ServerArgs) -> None:
+    """Refuse what no engine can do, and what is above the limits of the server.
+
+    Raises:
+        RequestError: names the field, and the limit with its flag.
+    """
+    for name in ("n", "best_of"):
+        value = getattr(body, name)
+        if value is not None and value > args.max_n:
+            raise RequestError(
+                f"{name} must be at most {args.max_n}, got {value}; the limit is max_n of the "
+                f"server",
+                param=name,
+            )
+    stop = body.stop if isinstance(body.stop, list) else []
+    if len(stop) > args.max_stop_strings:
+        raise RequestError(
+            f"stop has {len(stop)} strings, at most {args.max_stop_strings} are allowed; the "
+            f"limit is max_stop_strings of the server",
+            param="stop",
+        )
+    if body.num_samples < 1:
+        raise RequestError(f"n must be at least 1, got {body.n}", param="n")
+    if body.best_of is not None and body.best_of < body.num_samples:
+        raise RequestError(
+            f"best_of must be at least n ({body.num_samples}), got {body.best_of}",
+            param="best_of",
+        )
+    for name in ("logits_processors", "kv_transfer_params"):
+        if getattr(body, name):
+            raise RequestError(f"{name}: not available in this server", param=name)
+
+
+def guided_decoding(body: SamplingFields) -> GuidedDecodingParams | None:
+    """What constrains the form of the output, or None.
+
+    Raises:
+        RequestError: a `json_schema` without its schema.
+    """
+    kinds: dict[str, Any] = {
+        "json": body.guided_json,
+        "regex": body.guided_regex,
+        "choice": body.guided_choice,
+        "grammar": body.guided_grammar,
+        "structural_tag": body.structural_tag,
+        **_of_response_format(body.response_format),
+    }
+    kinds = {kind: value for kind, value in kinds.items() if value is not None}
+    if not kinds:
+        return None
+    return GuidedDecodingParams(
+        **kinds,
+        backend=body.guided_decoding_backend,
+        whitespace_pattern=body.guided_whitespace_pattern,
+    )
+
+
+def _of_response_format(
+    wanted: ResponseFormat | StructuralTagResponseFormat | None,
+) -> dict[str, Any]:
+    if isinstance(wanted, StructuralTagResponseFormat):
+        return {"structural_tag": json.dumps(wanted.model_dump(by_alias=True))}
+    if wanted is None or wanted.type == "text":
+        return {}
+    if wanted.type == "json_object":
+        return {"json_object": True}
+    if wanted.json_schema is None or wanted.json_schema.json_schema is None:
+        raise RequestError(
+            "response_format of type json_schema needs json_schema with name and schema",
+            param="response_format",
+        )
+    return {"json": wanted.json_schema.json_schema}
+
+
+def sampling_params(
+    body: SamplingFields,
+    defaults: Mapping[str, Any],
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    output_kind: RequestOutputKind,
+    guided: GuidedDecodingParams | None,
+) -> SamplingParams:
+    """The engine's parameters for a request.
+
+    Args:
+        body: checked by `check_sampling_fields`.
+        defaults: of the model: `generation_defaults` of the engine.
+        max_tokens: output tokens at most, see `prompts.output_budget`.
+        logprobs: log-probabilities per output token, or None.
+        output_kind: what the engine sends before the end.
+        guided: see `guided_decoding`; tools have constraints of their own.
+
+    Raises:
+        RequestError: a value is out of range; names the field.
+    """
+    values = {name: getattr(body, name) for name in (*_PARAMS, *_PARAMS_FROM_MODEL)}
+    for name in _PARAMS_FROM_MODEL:
+        if values[name] is None:
+            values[name] = defaults.get(name)
+    num_generated = body.best_of if body.best_of is not None else body.num_samples
+    is_ranked = num_generated > body.num_samples
+    if values["temperature"] == 0 and is_ranked:
+        raise RequestError("best_of must be n with temperature 0", param="best_of")
+    try:
+        return SamplingParams.from_optional(
+            **values,
+            n=num_generated,
+            max_tokens=max_tokens,
+            logprobs=0 if is_ranked and logprobs is None else logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            output_kind=output_kind,
+            guided_decoding=guided,
+        )
+    except (TypeError, OverflowError) as error:
+        raise RequestError(str(error)) from error
+
+
+def _asks(body: SamplingFields, name: str) -> bool:
+    value = getattr(body, name, None)
+    return value is not None and value is not False
+
+
+def beam_search_params(
+    body: SamplingFields, defaults: Mapping[str, Any], max_tokens: int
+) -> BeamSearchParams:
+    """The parameters of a beam search: `n` is its width.
+
+    Raises:
+        RequestError: a value is out of range, or a field that a search does not know is used.
+    """
+    refused = [name for name in ("stream", "logprobs", "prompt_logprobs") if _asks(body, name)]
+    if body.best_of not in (None, body.num_samples):
+        refused.append("best_of")
+    if refused := [*refused, *body.constraints()]:
+        raise RequestError(f"{refused[0]}: not available with use_beam_search", param=refused[0])
+    temperature = body.temperature
+    if temperature is None:
+        temperature = defaults.get("temperature", 1.0)
+    return BeamSearchParams(
+        beam_width=body.num_samples,
+        max_tokens=max_tokens,
+        ignore_eos=bool(body.ignore_eos),
+        temperature=temperature,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+    )

@@ -1,0 +1,65 @@
+"""POST /tokenize and POST /detokenize."""
+
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Tag
+
+from vllm.entrypoints.openai.protocol.base import (
+    TAG_SIGN,
+    ListOf,
+    RequestBody,
+    ResponseModel,
+    TokenId,
+)
+from vllm.entrypoints.openai.protocol.chat import ChatFields
+
+
+class TokenizeCompletionRequest(RequestBody):
+    """A text to be tokenised as a completion would."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChatRequest(ChatFields, RequestBody):
+    """A conversation to be tokenised as a chat completion would."""
+
+    model: str | None = None
+    return_token_strs: bool | None = False
+
+
+def _kind(body: Any) -> str:
+    """Which of the two a body is; so that errors are about one of them only."""
+    has_messages = "messages" in body if isinstance(body, dict) else hasattr(body, "messages")
+    return f"{TAG_SIGN}chat" if has_messages else f"{TAG_SIGN}completion"
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizeCompletionRequest, Tag(f"{TAG_SIGN}completion")]
+    | Annotated[TokenizeChatRequest, Tag(f"{TAG_SIGN}chat")],
+    Discriminator(_kind),
+]
+
+
+class TokenizeResponse(ResponseModel):
+    """The tokens of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(RequestBody):
+    """Tokens to be made text."""
+
+    model: str | None = None
+    tokens: ListOf[TokenId]
+
+
+class DetokenizeResponse(ResponseModel):
+    """The text of some tokens."""
+
+    prompt: str

@@ -1,0 +1,259 @@
+"""Items of the Responses API: checked, brought into one form, and turned into chat messages.
+
+An item is a JSON object with `id` and `type`: a message, a function_call, a function_call_output
+or a reasoning. Pure functions; they know no engine and no framework.
+"""
+
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from vllm.errors import RequestError
+
+Item = dict[str, Any]
+Message = dict[str, Any]
+
+_ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = {
+    "input_text": "text",
+    "output_text": "text",
+    "text": "text",
+    "reasoning_text": "text",
+    "summary_text": "text",
+    "refusal": "refusal",
+}
+"""Type of a content part -> the key of its text."""
+_MAX_ID_LENGTH = 256
+
+
+def new_id(prefix: str) -> str:
+    """An id that cannot be guessed, such as `msg_0f3c...`."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def read_input(given: str | Sequence[Any]) -> list[Item]:
+    """The `input` of a request as items, each with an id; what was given is not changed.
+
+    Args:
+        given: the text of one user message, or items. Content may be a string or text parts.
+
+    Raises:
+        RequestError: an item is malformed or of a kind that is not served; names the place.
+    """
+    if isinstance(given, str):
+        return [_message_item(new_id("msg"), "user", [given])]
+    if not given:
+        raise RequestError("input holds no items", param="input")
+    return [_read_item(f"input[{i}]", item) for i, item in enumerate(given)]
+
+
+def as_messages(instructions: str | None, items: Iterable[Item]) -> list[Message]:
+    """The conversation of items (of `read_input`, or output of this server) as chat messages.
+
+    Instructions and the system messages that come first become one system message: templates
+    take no second one. What the assistant does without a pause (reasoning, text, calls) becomes
+    one message.
+
+    Raises:
+        RequestError: a function_call_output answers a call that is not in the conversation.
+    """
+    conversation = _Conversation()
+    if instructions:
+        conversation.add_system(instructions)
+    for item in items:
+        conversation.add(item)
+    return conversation.messages
+
+
+def read_string(
+    where: str, given: Mapping[str, Any], key: str, *, may_be_empty: bool = False
+) -> str:
+    """A string of an object; raises RequestError when it is none.
+
+    Args:
+        where: place of the object, for the error.
+        given: the object.
+        key: of the string.
+        may_be_empty: accept "" too.
+    """
+    value = given.get(key)
+    if not isinstance(value, str) or not (value or may_be_empty):
+        raise RequestError(
+            f"{where}.{key} must be a {'' if may_be_empty else 'non-empty '}string, "
+            f"got {value!r:.80}",
+            param=f"{where}.{key}",
+        )
+    return value
+
+
+class _Conversation:
+    """Messages made of one item after the other."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._names: dict[str, str] = {}
+        """Id of a call -> name of its function."""
+        self._add: dict[str, Callable[[Item], None]] = {
+            "message": self._add_message,
+            "function_call": self._add_call,
+            "function_call_output": self._add_call_output,
+            "reasoning": self._add_reasoning,
+        }
+
+    def add(self, item: Item) -> None:
+        self._add[item["type"]](item)
+
+    def add_system(self, text: str) -> None:
+        if len(self.messages) == 1 and self.messages[0]["role"] == "system":
+            self.messages[0]["content"] += f"\n\n{text}"
+        else:
+            self.messages.append({"role": "system", "content": text})
+
+    def _add_message(self, item: Item) -> None:
+        text = "\n".join(_text_of(part) for part in item["content"])
+        if item["role"] in ("system", "developer"):
+            self.add_system(text)
+        elif item["role"] == "user":
+            self.messages.append({"role": "user", "content": text})
+        else:
+            last = self._assistant(is_open=lambda m: not m["content"] and "tool_calls" not in m)
+            last["content"] = text
+
+    def _add_reasoning(self, item: Item) -> None:
+        parts = item.get("content") or item.get("summary") or []
+        if text := "\n".join(_text_of(part) for part in parts):
+            last = self._assistant(is_open=lambda m: False)
+            last["reasoning_content"] = text
+
+    def _add_call(self, item: Item) -> None:
+        self._names[item["call_id"]] = item["name"]
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        self._assistant(is_open=lambda m: True).setdefault("tool_calls", []).append(call)
+
+    def _add_call_output(self, item: Item) -> None:
+        name = self._names.get(item["call_id"])
+        if name is None:
+            raise RequestError(
+                f"no function_call has the call_id {item['call_id']!r} of this "
+                "function_call_output: the call must come before it",
+                param="input",
+            )
+        output = item["output"]
+        text = output if isinstance(output, str) else "\n".join(_text_of(part) for part in output)
+        self.messages.append(
+            {"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": text}
+        )
+
+    def _assistant(self, *, is_open: Callable[[Message], bool]) -> Message:
+        """The last message when it is the assistant's and takes more, or a new one."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last["role"] != "assistant" or not is_open(last):
+            last = {"role": "assistant", "content": ""}
+            self.messages.append(last)
+        return last
+
+
+def _read_item(where: str, given: Any) -> Item:
+    if not isinstance(given, Mapping):
+        raise RequestError(f"{where} must be an object, got {given!r:.80}", param=where)
+    kind = given.get("type", "message" if "role" in given else None)
+    if not isinstance(kind, str) or kind not in _ID_PREFIXES:
+        raise RequestError(
+            f"{where}.type {kind!r:.80} is not available here; one of {', '.join(_ID_PREFIXES)}",
+            param=f"{where}.type",
+        )
+    item_id = given.get("id")
+    item_id = new_id(_ID_PREFIXES[kind]) if item_id is None else read_string(where, given, "id")
+    if len(item_id) > _MAX_ID_LENGTH:
+        raise RequestError(f"{where}.id is longer than {_MAX_ID_LENGTH}", param=f"{where}.id")
+    if kind == "message":
+        return _read_message(where, given, item_id)
+    item: Item = {"id": item_id, "type": kind, "status": "completed"}
+    if kind == "reasoning":
+        summary = _read_parts(f"{where}.summary", given.get("summary") or [])
+        content = _read_parts(f"{where}.content", given.get("content") or [])
+        item["summary"] = [{"type": "summary_text", "text": text} for text in summary]
+        item["content"] = [{"type": "reasoning_text", "text": text} for text in content]
+        return item
+    item["call_id"] = read_string(where, given, "call_id")
+    if kind == "function_call":
+        item["name"] = read_string(where, given, "name")
+        item["arguments"] = _read_arguments(where, given)
+    elif isinstance(output := given.get("output"), str):
+        item["output"] = output
+    else:
+        texts = _read_parts(f"{where}.output", output)
+        item["output"] = [{"type": "input_text", "text": text} for text in texts]
+    return item
+
+
+def _read_message(where: str, given: Mapping[str, Any], item_id: str) -> Item:
+    role = given.get("role")
+    if role not in _ROLES:
+        raise RequestError(
+            f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.80}",
+            param=f"{where}.role",
+        )
+    return _message_item(item_id, role, _read_parts(f"{where}.content", given.get("content")))
+
+
+def _message_item(item_id: str, role: str, texts: list[str]) -> Item:
+    parts: list[dict[str, Any]] = [{"type": "input_text", "text": text} for text in texts]
+    if role == "assistant":
+        parts = [{"type": "output_text", "text": text, "annotations": []} for text in texts]
+    return {
+        "id": item_id,
+        "type": "message",
+        "status": "completed",
+        "role": role,
+        "content": parts,
+    }
+
+
+def _read_parts(where: str, given: Any) -> list[str]:
+    """The texts of content."""
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, Sequence):
+        raise RequestError(
+            f"{where} must be a string or a list of parts, got {given!r:.80}", param=where
+        )
+    return [_read_part(f"{where}[{i}]", part) for i, part in enumerate(given)]
+
+
+def _read_part(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        raise RequestError(f"{where} must be an object with a type", param=where)
+    if kind not in _TEXT_PARTS:
+        raise RequestError(
+            f"{where}: content of type {kind!r:.80} is not available, this model reads text",
+            param=f"{where}.type",
+        )
+    return read_string(where, part, _TEXT_PARTS[kind], may_be_empty=True)
+
+
+def _read_arguments(where: str, given: Mapping[str, Any]) -> str:
+    arguments = read_string(where, given, "arguments", may_be_empty=True)
+    try:
+        msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise RequestError(
+            f"{where}.arguments must be a JSON object as text, got {arguments!r:.80}",
+            param=f"{where}.arguments",
+        ) from None
+    return arguments
+
+
+def _text_of(part: Mapping[str, Any]) -> str:
+    text: str = part[_TEXT_PARTS[part["type"]]]
+    return text

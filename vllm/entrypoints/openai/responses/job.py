@@ -1,0 +1,83 @@
+"""A response made in the background: it goes on when its client leaves, and can be followed.
+
+Single-threaded: belongs to one event loop.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+from vllm.entrypoints.openai.http.sse import event as encode
+from vllm.entrypoints.openai.responses.output import Event
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+class BackgroundJob:
+    """Drains a stream of events and keeps them for those who follow.
+
+    Args:
+        events: a few at a time; closing it ends the request in the engine. Errors come as
+            events.
+        is_log_kept: keep the events, so that they can be followed.
+        on_end: called once, when the events have ended or were cancelled.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Sequence[Event], None],
+        *,
+        is_log_kept: bool,
+        on_end: Callable[[], None],
+    ) -> None:
+        self.is_log_kept = is_log_kept
+        self.num_bytes = 0
+        self._log: list[bytes] = []
+        self._news = asyncio.Event()
+        self._on_end = on_end
+        self._task = asyncio.create_task(self._drain(events))
+        # Not at the end of the task itself: one that is cancelled at once never begins.
+        self._task.add_done_callback(self._end)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether more may come."""
+        return not self._task.done()
+
+    async def cancel(self) -> None:
+        """End it now; returns when the request has left the engine."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def follow(self, start: int = 0) -> AsyncGenerator[bytes, None]:
+        """The events from number `start` on, past and future ones, encoded."""
+        index = start
+        while True:
+            news = self._news  # before the log is read: what comes later sets this one
+            while index < len(self._log):
+                yield self._log[index]
+                index += 1
+            if not self.is_running:
+                return
+            await news.wait()
+
+    async def _drain(self, events: AsyncGenerator[Sequence[Event], None]) -> None:
+        async with aclosing(events):
+            async for few in events:
+                if not self.is_log_kept:
+                    continue
+                for event in few:
+                    self._log.append(encode(event, event["type"]))
+                    self.num_bytes += len(self._log[-1])
+                self._tell()
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a background response failed", exc_info=error)
+        self._on_end()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()

@@ -1,0 +1,255 @@
+"""Output of the Responses API: items made of what the model says, and the events that tell of it.
+
+Knows neither engine nor framework: `ResponseWriter` is fed with the parsed parts of a turn, in
+their order, and gives events as JSON objects. A response that is not streamed goes the same way.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from vllm.entrypoints.openai.responses.input import Item, new_id
+
+Event = dict[str, Any]
+Status = Literal["completed", "incomplete", "failed", "cancelled"]
+
+
+class ResponseWriter:
+    """Grows one response.
+
+    Args:
+        response: its fields; status, output, usage and what tells of the end are set here.
+
+    Attributes:
+        response: as far as it has come.
+        has_ended: `finish` was called.
+    """
+
+    def __init__(self, response: dict[str, Any]) -> None:
+        self.response = response
+        self.has_ended = False
+        self._sequence_number = 0
+        self._item: Item | None = None
+        """The item that grows; the last one of the output."""
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        """Of the text that grows."""
+        self._new_logprobs: list[dict[str, Any]] = []
+        """Of tokens whose text has not come yet."""
+        self._call_index = -1
+
+    def queue(self) -> list[Event]:
+        """A response that waits for its turn in the background."""
+        self.response["status"] = "queued"
+        return [self._lifecycle("created"), self._lifecycle("queued")]
+
+    def begin(self) -> list[Event]:
+        """The response is being made."""
+        is_new = self._sequence_number == 0
+        self.response["status"] = "in_progress"
+        created = [self._lifecycle("created")] if is_new else []
+        return [*created, self._lifecycle("in_progress")]
+
+    def add_reasoning(self, delta: str) -> list[Event]:
+        """More of what the model thinks."""
+        events = self._enter("reasoning", _reasoning_item)
+        self._texts.append(delta)
+        event = self._event("response.reasoning_text.delta", content_index=0, delta=delta)
+        return [*events, event]
+
+    def add_text(self, delta: str, logprobs: list[dict[str, Any]] | None = None) -> list[Event]:
+        """More of the answer.
+
+        Args:
+            delta: text; may be empty, when a token has no text yet, or none at all.
+            logprobs: of its tokens, in the form of the chat API.
+        """
+        self._new_logprobs += logprobs or ()
+        if not delta:
+            return []
+        events = self._enter("message", _message_item)
+        self._texts.append(delta)
+        logprobs, self._new_logprobs = self._new_logprobs, []
+        self._logprobs += logprobs
+        event = self._event(
+            "response.output_text.delta", content_index=0, delta=delta, logprobs=logprobs
+        )
+        return [*events, event]
+
+    def add_tool_call(self, delta: Mapping[str, Any]) -> list[Event]:
+        """More of a call.
+
+        Args:
+            delta: {"index", "id", "function": {"name", "arguments"}}, as in the chat API: id and
+                name come with the first delta of an index. Calls come one after the other.
+        """
+        function = delta.get("function") or {}
+        events: list[Event] = []
+        if delta["index"] != self._call_index:
+            events = self._close()
+            self._call_index = delta["index"]
+        call_id, name = delta.get("id") or new_id("call"), function.get("name") or ""
+        events += self._enter("function_call", lambda: _call_item(call_id, name))
+        if arguments := function.get("arguments"):
+            self._texts.append(arguments)
+            events.append(self._event("response.function_call_arguments.delta", delta=arguments))
+        return events
+
+    def finish(
+        self,
+        status: Status,
+        *,
+        usage: Mapping[str, Any] | None = None,
+        incomplete_reason: str | None = None,
+        error: Mapping[str, Any] | None = None,
+    ) -> list[Event]:
+        """The end of the response. A cancelled one has no event of its own: the stream ends.
+
+        Args:
+            status: how it ended.
+            usage: in the form of this API.
+            incomplete_reason: such as "max_output_tokens".
+            error: {"code", "message"} of a failed one.
+        """
+        events: list[Event] = []
+        if status == "completed" and not self.response["output"]:
+            events += self._enter("message", _message_item)
+        events += self._close("completed" if status == "completed" else "incomplete")
+        self.has_ended = True
+        self.response["status"] = status
+        self.response["usage"] = usage
+        if incomplete_reason is not None:
+            self.response["incomplete_details"] = {"reason": incomplete_reason}
+        self.response["error"] = error
+        if status == "completed":
+            self.response["completed_at"] = int(time.time())
+        return events if status == "cancelled" else [*events, self._lifecycle(status)]
+
+    def _enter(self, kind: str, make: Callable[[], Item]) -> list[Event]:
+        """Events that end another item and begin one of this kind; none when it is open."""
+        if self._item is not None and self._item["type"] == kind:
+            return []
+        events = self._close()
+        self._item = make()
+        self.response["output"].append(self._item)
+        events.append(self._item_event("added"))
+        if kind != "function_call":
+            events.append(
+                self._event("response.content_part.added", content_index=0, part=self._part(""))
+            )
+        return events
+
+    def _close(self, status: str = "completed") -> list[Event]:
+        """Events that end the open item."""
+        item = self._item
+        if item is None:
+            return []
+        text = "".join(self._texts)
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            events = [
+                self._event(
+                    "response.function_call_arguments.done", arguments=text, name=item["name"]
+                )
+            ]
+        else:
+            self._logprobs += self._new_logprobs
+            part = self._part(text)
+            item["content"] = [part]
+            events = [self._text_done(text)]
+            events.append(self._event("response.content_part.done", content_index=0, part=part))
+        item["status"] = status
+        events.append(self._item_event("done"))
+        self._item, self._texts, self._logprobs, self._new_logprobs = None, [], [], []
+        return events
+
+    def _text_done(self, text: str) -> Event:
+        assert self._item is not None
+        if self._item["type"] == "reasoning":
+            return self._event("response.reasoning_text.done", content_index=0, text=text)
+        return self._event(
+            "response.output_text.done", content_index=0, text=text, logprobs=self._logprobs
+        )
+
+    def _part(self, text: str) -> dict[str, Any]:
+        assert self._item is not None
+        if self._item["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": self._logprobs,
+        }
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        """An event about the open item."""
+        assert self._item is not None
+        return self._numbered(
+            kind, item_id=self._item["id"], output_index=len(self.response["output"]) - 1, **fields
+        )
+
+    def _item_event(self, what: str) -> Event:
+        assert self._item is not None
+        return self._numbered(
+            f"response.output_item.{what}",
+            output_index=len(self.response["output"]) - 1,
+            item=dict(self._item),
+        )
+
+    def _lifecycle(self, what: str) -> Event:
+        snapshot = {**self.response, "output": list(self.response["output"])}
+        return self._numbered(f"response.{what}", response=snapshot)
+
+    def _numbered(self, kind: str, **fields: Any) -> Event:
+        event = {"type": kind, "sequence_number": self._sequence_number, **fields}
+        self._sequence_number += 1
+        return event
+
+
+def _reasoning_item() -> Item:
+    return {
+        "id": new_id("rs"),
+        "type": "reasoning",
+        "status": "in_progress",
+        "summary": [],
+        "content": [],
+    }
+
+
+def _message_item() -> Item:
+    return {
+        "id": new_id("msg"),
+        "type": "message",
+        "status": "in_progress",
+        "role": "assistant",
+        "content": [],
+    }
+
+
+def _call_item(call_id: str, name: str) -> Item:
+    return {
+        "id": new_id("fc"),
+        "type": "function_call",
+        "status": "in_progress",
+        "call_id": call_id,
+        "name": name,
+        "arguments": "",
+    }
+
+
+def describe_usage(
+    *,
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    num_cached_tokens: int,
+    num_reasoning_tokens: int,
+) -> dict[str, Any]:
+    """`usage` of a response."""
+    return {
+        "input_tokens": num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+    }

@@ -1,0 +1,177 @@
+"""A request of the Responses API as a request of the chat API: fields, tools, form of the answer.
+
+Pure functions; they know no engine. Every refusal names the field as the client wrote it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from vllm.entrypoints.openai.errors import describe_validation
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
+from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
+from vllm.entrypoints.openai.responses.input import Message
+from vllm.errors import RequestError
+
+_REFUSED_FIELDS = ("conversation", "context_management", "moderation", "prompt")
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
+"""What `include` may name. Reasoning is never encrypted: it is always there in the clear."""
+_SAMPLING_FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "priority", "cache_salt"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "user"),
+)
+
+
+def check_request(request: ResponsesRequest) -> None:
+    """Refuse what this server has not got.
+
+    Raises:
+        RequestError: names the field.
+    """
+    for name in _REFUSED_FIELDS:
+        if (request.model_extra or {}).get(name) is not None:
+            raise RequestError(f"{name} is not available in this server", param=name)
+    for what in request.include or ():
+        if what not in _INCLUDABLE:
+            raise RequestError(
+                f"include can hold {' and '.join(_INCLUDABLE)}, got {what!r:.80}", param="include"
+            )
+    if request.background and request.store is False:
+        raise RequestError(
+            "background needs store=true: the response could not be retrieved", param="background"
+        )
+
+
+def wants_logprobs(request: ResponsesRequest) -> bool:
+    """Whether the answer shall have log-probabilities."""
+    return bool(request.top_logprobs) or _LOGPROBS in (request.include or ())
+
+
+def as_chat_request(
+    request: ResponsesRequest, messages: Sequence[Message]
+) -> ChatCompletionRequest:
+    """The chat request that makes the answer.
+
+    Args:
+        request: checked by `check_request`.
+        messages: the conversation.
+
+    Raises:
+        RequestError: a tool or a form is not available, or fields contradict each other.
+    """
+    given = {name: getattr(request, name) for name in _SAMPLING_FIELDS}
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    tools, choice = _read_tools(request)
+    if tools:
+        fields.update(tools=tools, tool_choice=choice)
+    fields.update(
+        model=request.model,
+        messages=list(messages),
+        max_completion_tokens=request.max_output_tokens,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        response_format=_response_format(request),
+        chat_template_kwargs=_template_kwargs(request),
+        logprobs=wants_logprobs(request),
+        top_logprobs=request.top_logprobs or 0,
+        stream=True,
+    )
+    return make_chat_request(fields)
+
+
+def make_chat_request(fields: Mapping[str, Any]) -> ChatCompletionRequest:
+    """A chat request out of fields of another API.
+
+    Raises:
+        RequestError: fields contradict each other.
+    """
+    try:
+        return ChatCompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        message, param = describe_validation(error.errors())
+        raise RequestError(message, param=param) from None
+
+
+def _read_tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
+    """Tools and choice in the form of the chat API."""
+    tools = [_read_tool(f"tools[{i}]", tool) for i, tool in enumerate(request.tools or ())]
+    choice = request.tool_choice or "auto"
+    if isinstance(choice, str):
+        if choice == "required" and not tools:
+            raise RequestError("tool_choice required needs tools", param="tool_choice")
+        return tools, choice
+    if choice.get("type") == "function":
+        name = choice.get("name")
+        if not any(tool["function"]["name"] == name for tool in tools):
+            raise RequestError(
+                f"tool_choice names {name!r:.100}, which is none of the tools",
+                param="tool_choice",
+            )
+        return tools, {"type": "function", "function": {"name": name}}
+    if choice.get("type") == "allowed_tools":
+        return _allowed_tools(tools, choice)
+    raise RequestError(
+        f"tool_choice.type {choice.get('type')!r:.80} is not available; function or allowed_tools",
+        param="tool_choice",
+    )
+
+
+def _allowed_tools(
+    tools: list[dict[str, Any]], choice: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], Any]:
+    wanted, mode = choice.get("tools"), choice.get("mode")
+    if mode not in ("auto", "required") or not isinstance(wanted, list):
+        raise RequestError(
+            "tool_choice of type allowed_tools needs mode (auto or required) and tools",
+            param="tool_choice",
+        )
+    names = [tool.get("name") if isinstance(tool, Mapping) else None for tool in wanted]
+    allowed = [tool for tool in tools if tool["function"]["name"] in names]
+    if not allowed:
+        raise RequestError("tool_choice allows none of the tools", param="tool_choice")
+    return allowed, mode
+
+
+def _read_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if (kind := tool.get("type")) != "function":
+        raise RequestError(
+            f"{where}.type {kind!r:.80} is not available: this server runs no tools of its own, "
+            "only functions of the client can be called",
+            param=f"{where}.type",
+        )
+    for key, expected in (("name", str), ("description", str), ("parameters", Mapping)):
+        value = tool.get(key)
+        if not isinstance(value, expected) and (value is not None or key == "name"):
+            raise RequestError(
+                f"{where}.{key} must be {'an object' if expected is Mapping else 'a string'}, "
+                f"got {value!r:.80}",
+                param=f"{where}.{key}",
+            )
+    names = ("name", "description", "parameters")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
+    wanted = request.text.format if request.text is not None else None
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"type": "json_object"}
+    if wanted.schema_ is None:
+        raise RequestError(
+            "text.format of type json_schema needs a schema", param="text.format.schema"
+        )
+    schema = {"name": wanted.name or "answer", "schema": wanted.schema_, "strict": wanted.strict}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _template_kwargs(request: ResponsesRequest) -> dict[str, Any] | None:
+    """Reasoning effort under the names that templates know; a template ignores the others."""
+    kwargs: dict[str, Any] = {}
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        kwargs["reasoning_effort"] = request.reasoning.effort
+        if request.reasoning.effort == "none":
+            kwargs["enable_thinking"] = False
+    return {**kwargs, **(request.chat_template_kwargs or {})} or None

@@ -1,0 +1,146 @@
+"""From a turn of the chat to the events of a response, and the end of both."""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+from fastapi import Request
+
+from vllm.entrypoints.openai.chat.prompt import chat_prompt
+from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnDelta
+from vllm.entrypoints.openai.context import ServerContext
+from vllm.entrypoints.openai.errors import describe_error
+from vllm.entrypoints.openai.logprob_forms import chat_logprobs
+from vllm.entrypoints.openai.prompts import request_id_of
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.output import Event, ResponseWriter, describe_usage
+
+
+def engine_id(request: Request, response_id: str) -> str:
+    """Id in the engine for a response: its own, and the client's by which traces find it."""
+    given = request_id_of(request, "")
+    return f"{response_id}-{given}" if given else response_id
+
+
+async def write_at_once(turn: ChatTurn, writer: ResponseWriter) -> None:
+    """The whole response; raises what the turn raises.
+
+    It is read piece by piece as a stream is: which tokens were reasoning only shows while they
+    come.
+    """
+    async with aclosing(write_events(turn, writer)) as events:
+        async for _ in events:
+            pass
+
+
+async def write_events(
+    turn: ChatTurn, writer: ResponseWriter
+) -> AsyncGenerator[Sequence[Event], None]:
+    """The events of a response, from its beginning to its end, those of a step at a time.
+
+    Nothing comes before the first output of the engine: what is wrong with a request shows then.
+
+    Raises:
+        Exception: what the turn raises.
+    """
+    async with aclosing(turn.stream()) as deltas:
+        is_begun = False
+        async for delta in deltas:
+            events = [] if is_begun else writer.begin()
+            is_begun = True
+            events += _write_delta(writer, delta)
+            if delta.finish_reason is not None:
+                events += _finish(turn, writer, delta.finish_reason)
+            if events:
+                yield events
+
+
+async def fail_in_stream(
+    events: AsyncGenerator[Sequence[Event], None],
+    writer: ResponseWriter,
+    on_end: Callable[[], None],
+    *,
+    is_early_raised: bool,
+) -> AsyncGenerator[Sequence[Event], None]:
+    """Events of which errors are events too.
+
+    Args:
+        events: of `write_events`.
+        writer: that makes them.
+        on_end: called when the response has ended, before the last events are given.
+        is_early_raised: an error before the first event is raised, so that it has a status.
+    """
+    is_begun = False
+    async with aclosing(events):
+        try:
+            async for few in events:
+                is_begun = True
+                if writer.has_ended:
+                    on_end()
+                yield few
+        except Exception as error:  # the edge of the server: the client learns it as an event
+            if is_early_raised and not is_begun:
+                raise
+            info = describe_error(error)
+            last = writer.finish("failed", error={"code": "server_error", "message": info.message})
+            on_end()
+            yield last
+
+
+async def truncate_conversation(
+    context: ServerContext, body: ChatCompletionRequest
+) -> ChatCompletionRequest:
+    """The request without its oldest turns, as far as needed to fit into the context.
+
+    The first system message stays, and so does the last turn: what it takes decides whether the
+    request is refused. Turns begin with messages of the user, so that no result of a tool is left
+    without its call.
+    """
+    limit = context.config.scheduler.max_model_len - (body.wanted_tokens or 1)
+    messages = body.messages
+    num_kept_first = 1 if messages[0]["role"] == "system" else 0
+    starts = [i for i, message in enumerate(messages) if message["role"] == "user"] or [0]
+
+    def cut(start: int) -> ChatCompletionRequest:
+        kept = messages if start == starts[0] else messages[:num_kept_first] + messages[start:]
+        return body.model_copy(update={"messages": kept})
+
+    async def fits(start: int) -> bool:
+        with_tools = body.tool_choice != "none"
+        prompt = await chat_prompt(context, cut(start), with_tools=with_tools)
+        return len(prompt["prompt_token_ids"]) <= limit
+
+    if await fits(starts[0]):
+        return body
+    low, high = min(1, len(starts) - 1), len(starts) - 1  # the place to cut is between them
+    while low < high:
+        middle = (low + high) // 2
+        if await fits(starts[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return cut(starts[low])
+
+
+def _write_delta(writer: ResponseWriter, delta: TurnDelta) -> list[Event]:
+    events = writer.add_reasoning(delta.reasoning) if delta.reasoning else []
+    logprobs = None
+    if delta.logprobs is not None and not delta.reasoning:
+        num_top = writer.response["top_logprobs"]
+        logprobs = chat_logprobs(delta.logprobs, num_top, as_token_ids=False)["content"]
+    if delta.content or logprobs:
+        events += writer.add_text(delta.content, logprobs)
+    for call in delta.tool_calls:
+        events += writer.add_tool_call(call)
+    return events
+
+
+def _finish(turn: ChatTurn, writer: ResponseWriter, reason: str) -> list[Event]:
+    usage = describe_usage(
+        num_prompt_tokens=turn.usage.prompt_tokens,
+        num_output_tokens=turn.usage.completion_tokens,
+        num_cached_tokens=turn.usage.cached_tokens or 0,
+        num_reasoning_tokens=turn.usage.reasoning_tokens,
+    )
+    if reason == "length":
+        return writer.finish("incomplete", usage=usage, incomplete_reason="max_output_tokens")
+    return writer.finish("cancelled" if reason == "abort" else "completed", usage=usage)

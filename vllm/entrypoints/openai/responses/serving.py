@@ -1,0 +1,248 @@
+"""The Responses API: POST /v1/responses, and what was stored by it."""
+
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from vllm.entrypoints.openai.chat.turn import ChatTurn, prepare_turn
+from vllm.entrypoints.openai.chunks import json_response
+from vllm.entrypoints.openai.context import ServerContext, get_context
+from vllm.entrypoints.openai.http.sse import EventStream, run_until_disconnect
+from vllm.entrypoints.openai.http.sse import event as encode_event
+from vllm.entrypoints.openai.prompts import trace_headers_of
+from vllm.entrypoints.openai.protocol.base import ErrorResponse
+from vllm.entrypoints.openai.protocol.responses import ResponsesRequest, echo_fields
+from vllm.entrypoints.openai.responses.input import Item, as_messages, new_id, read_input
+from vllm.entrypoints.openai.responses.job import BackgroundJob
+from vllm.entrypoints.openai.responses.output import Event, ResponseWriter
+from vllm.entrypoints.openai.responses.request import as_chat_request, check_request
+from vllm.entrypoints.openai.responses.run import (
+    engine_id,
+    fail_in_stream,
+    truncate_conversation,
+    write_at_once,
+    write_events,
+)
+from vllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
+from vllm.errors import RequestError
+
+router = APIRouter(tags=["responses"])
+
+PATH = "/v1/responses"
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"model": ErrorResponse} for code in (400, 404, 500, 503)
+}
+
+
+@router.post(PATH, responses=_ERRORS)
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    """Answer; as one object, as a stream of events, or in the background."""
+    context = get_context(request)
+    store = _get_store(request)
+    check_request(body)
+    owner = _owner_of(request, context)
+    history = _read_history(body, store, owner)
+    entry = StoredResponse({"id": new_id("resp")}, read_input(body.input), history, owner)
+    turn = await run_until_disconnect(request, _prepare(context, body, entry, request))
+    entry.response = _describe(entry.response["id"], body, turn)
+    writer = ResponseWriter(entry.response)
+    if body.background:
+        return _begin_in_background(context, body, store, entry, turn, writer)
+
+    def keep() -> None:
+        if body.store is not False:
+            store.add(entry)
+
+    if body.stream:
+        events = write_events(turn, writer)
+        events = fail_in_stream(events, writer, keep, is_early_raised=True)
+        return EventStream(_encoded(events))
+    await run_until_disconnect(request, write_at_once(turn, writer))
+    keep()
+    return json_response(entry.response)
+
+
+@router.get(PATH + "/{response_id}", responses=_ERRORS)
+async def retrieve_response(
+    response_id: str,
+    request: Request,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=0, le=2**31)] | None = None,
+) -> Response:
+    """A stored response; as a stream of events when it was made in the background as one."""
+    entry = _get_entry(request, response_id)
+    if not stream:
+        return json_response(entry.response)
+    if entry.job is None or not entry.job.is_log_kept:
+        raise RequestError(
+            "only a response that was created with background=true and stream=true can be "
+            "streamed again",
+            param="stream",
+        )
+    return EventStream(entry.job.follow(0 if starting_after is None else starting_after + 1))
+
+
+@router.post(PATH + "/{response_id}/cancel", responses=_ERRORS)
+async def cancel_response(response_id: str, request: Request) -> Response:
+    """End a response that is being made in the background; one that has ended stays as it is."""
+    entry = _get_entry(request, response_id)
+    if entry.job is None:
+        raise RequestError(
+            "only a response that was created with background=true can be cancelled",
+            param="response_id",
+        )
+    await entry.job.cancel()
+    return json_response(entry.response)
+
+
+@router.delete(PATH + "/{response_id}", responses=_ERRORS)
+async def delete_response(response_id: str, request: Request) -> Response:
+    """Forget a stored response; one that is being made is ended."""
+    entry = _get_entry(request, response_id)
+    _get_store(request).delete(entry)
+    if entry.job is not None:
+        await entry.job.cancel()
+    return json_response({"id": response_id, "object": "response.deleted", "deleted": True})
+
+
+@router.get(PATH + "/{response_id}/input_items", responses=_ERRORS)
+async def list_input_items(
+    response_id: str,
+    request: Request,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> Response:
+    """The items that a response was made of, with those of the responses it continues."""
+    entry = _get_entry(request, response_id)
+    items = [*entry.history, *entry.input_items]
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        places = [i for i, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise RequestError(f"after: no item has the id {after!r:.100}", param="after")
+        items = items[places[-1] + 1 :]  # the last: ids of clients may repeat
+    page = items[:limit]
+    return json_response(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > len(page),
+        }
+    )
+
+
+async def _prepare(
+    context: ServerContext, body: ResponsesRequest, entry: StoredResponse, request: Request
+) -> ChatTurn:
+    """The turn that makes a response; nothing runs yet."""
+    messages = as_messages(body.instructions, [*entry.history, *entry.input_items])
+    request_id = engine_id(request, entry.response["id"])
+    chat = as_chat_request(body, messages)
+    if body.truncation == "auto":
+        chat = await truncate_conversation(context, chat)
+    return await prepare_turn(context, chat, request_id, trace_headers=trace_headers_of(request))
+
+
+def _begin_in_background(
+    context: ServerContext,
+    body: ResponsesRequest,
+    store: ResponseStore,
+    entry: StoredResponse,
+    turn: ChatTurn,
+    writer: ResponseWriter,
+) -> Response:
+    def end() -> None:
+        context.num_in_progress -= 1
+        if not writer.has_ended:
+            writer.finish("cancelled")
+        store.settle(entry)
+
+    store.check_room()
+    queued = writer.queue()
+    answer = json_response(entry.response)
+    events = fail_in_stream(write_events(turn, writer), writer, lambda: None, is_early_raised=False)
+    # A request in progress, so that the server lets it end before it shuts down.
+    context.num_in_progress += 1
+    entry.job = BackgroundJob(_after(queued, events), is_log_kept=bool(body.stream), on_end=end)
+    store.add(entry)
+    if body.stream:
+        return EventStream(entry.job.follow())
+    return answer
+
+
+def _read_history(body: ResponsesRequest, store: ResponseStore, owner: bytes) -> list[Item]:
+    """The conversation that the request continues."""
+    if body.previous_response_id is None:
+        return []
+    previous = store.get(body.previous_response_id, owner)
+    if previous.is_running:
+        raise RequestError(
+            "previous_response_id: this response is still being made", param="previous_response_id"
+        )
+    return previous.conversation
+
+
+def _describe(response_id: str, body: ResponsesRequest, turn: ChatTurn) -> dict[str, Any]:
+    """A response of which nothing has been made."""
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "model": turn.model,
+        "output": [],
+        "temperature": turn.params.temperature,
+        "top_p": turn.params.top_p,
+        "usage": None,
+        **echo_fields(body),
+    }
+
+
+async def _after(
+    first: Sequence[Event], events: AsyncGenerator[Sequence[Event], None]
+) -> AsyncGenerator[Sequence[Event], None]:
+    async with aclosing(events):
+        yield first
+        async for few in events:
+            yield few
+
+
+async def _encoded(
+    events: AsyncGenerator[Sequence[Event], None],
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        async for few in events:
+            yield b"".join(encode_event(event, event["type"]) for event in few)
+
+
+def _get_store(request: Request) -> ResponseStore:
+    """The responses of this server, made at the first use."""
+    state = request.app.state
+    if not hasattr(state, "responses"):
+        state.responses = ResponseStore()
+    store: ResponseStore = state.responses
+    return store
+
+
+def _get_entry(request: Request, response_id: str) -> StoredResponse:
+    return _get_store(request).get(response_id, _owner_of(request, get_context(request)))
+
+
+def _owner_of(request: Request, context: ServerContext) -> bytes:
+    """Who asks: where keys are needed, responses belong to the key that made them."""
+    if not context.args.api_key:
+        return b""
+    given = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
+    return hashlib.sha256(given.rpartition(" ")[2].encode()).digest()

@@ -1,0 +1,164 @@
+"""Responses that clients may come back to: kept in memory, bounded in number, bytes and age.
+
+What was used longest ago goes first. A response that is still being made is never dropped; their
+number has a bound of its own. Single-threaded: belongs to one event loop.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm.entrypoints.openai.responses.input import Item
+from vllm.errors import CapacityError, NotFoundError
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.responses.job import BackgroundJob
+
+
+@dataclass
+class StoredResponse:
+    """One response with the conversation it belongs to."""
+
+    response: dict[str, Any]
+    """As the client gets it; its output grows while a job is at work."""
+    input_items: list[Item]
+    """What came with its request."""
+    history: list[Item]
+    """The conversation before it: inputs and outputs of the responses it follows."""
+    owner: bytes = b""
+    """Whoever else asks for it is told that it does not exist."""
+    job: "BackgroundJob | None" = None
+    """Makes the response, or has made it; its events can be read again."""
+    num_bytes: int = field(default=0, init=False)
+    expires_at: float = field(default=0.0, init=False)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is still being made."""
+        return self.job is not None and self.job.is_running
+
+    @property
+    def conversation(self) -> list[Item]:
+        """Everything said up to the end of this response."""
+        return [*self.history, *self.input_items, *self.response["output"]]
+
+    def measure(self) -> int:
+        """Bytes it takes, as JSON."""
+        content = (self.response, self.input_items, self.history)
+        num_events_bytes = 0 if self.job is None else self.job.num_bytes
+        return len(msgspec.json.encode(content)) + num_events_bytes
+
+
+class ResponseStore:
+    """Stored responses by id.
+
+    Args:
+        max_entries: finished responses that are kept.
+        max_bytes: of those responses, as JSON; and of the events of those that are being made.
+        max_running: responses that are being made in the background.
+        ttl_s: seconds after its last use that a response is kept.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_entries: int = 10_000,
+        max_bytes: int = 256 * 2**20,
+        max_running: int = 1024,
+        ttl_s: float = 24 * 3600,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self._max_entries = max_entries
+        self._max_running = max_running
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._finished: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._running: dict[str, StoredResponse] = {}
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._finished) + len(self._running)
+
+    def add(self, entry: StoredResponse) -> None:
+        """Keep a response. One that is being made must be given to `settle` when it ends.
+
+        Raises:
+            CapacityError: (503) too many are being made.
+        """
+        if not entry.is_running:
+            self._keep(entry)
+        else:
+            self.check_room()
+            self._running[entry.response["id"]] = entry
+
+    def check_room(self) -> None:
+        """Raise CapacityError (503) when no further response can be made in the background."""
+        num_bytes = sum(entry.job.num_bytes for entry in self._running.values() if entry.job)
+        if len(self._running) >= self._max_running or num_bytes >= self.max_bytes:
+            raise CapacityError(
+                f"{len(self._running)} responses are being made in the background, with "
+                f"{num_bytes} bytes of events: this server takes {self._max_running} and "
+                f"{self.max_bytes} bytes at most; try again later",
+                status=503,
+            )
+
+    def settle(self, entry: StoredResponse) -> None:
+        """A response that was being made has ended; unless it was deleted, it is kept."""
+        if self._running.pop(entry.response["id"], None) is not None:
+            self._keep(entry)
+
+    def get(self, response_id: str, owner: bytes) -> StoredResponse:
+        """A response of this owner; using it keeps it longer.
+
+        Raises:
+            NotFoundError: it is not there, not any more, or another's.
+        """
+        self._drop_old()
+        entry = self._running.get(response_id) or self._finished.get(response_id)
+        if entry is None or entry.owner != owner:
+            raise NotFoundError(
+                f"Response with id {response_id!r:.100} not found: it was not stored, has been "
+                f"deleted, or is too old",
+                param="response_id",
+            )
+        if response_id in self._finished:
+            self._touch(entry)
+        return entry
+
+    def delete(self, entry: StoredResponse) -> None:
+        """Forget a response."""
+        response_id = entry.response["id"]
+        self._running.pop(response_id, None)
+        if self._finished.pop(response_id, None) is not None:
+            self.num_bytes -= entry.num_bytes
+
+    def _keep(self, entry: StoredResponse) -> None:
+        entry.num_bytes = entry.measure()
+        if entry.num_bytes > self.max_bytes:
+            return  # it would push out all others, and then itself
+        self._finished[entry.response["id"]] = entry
+        self.num_bytes += entry.num_bytes
+        self._touch(entry)
+        self._drop_old()
+
+    def _touch(self, entry: StoredResponse) -> None:
+        entry.expires_at = self._clock() + self._ttl_s
+        self._finished.move_to_end(entry.response["id"])
+
+    def _drop_old(self) -> None:
+        """The order of use is the order of expiry, so the oldest decides."""
+        now = self._clock()
+        while self._finished:
+            oldest = next(iter(self._finished.values()))
+            is_within = (
+                len(self._finished) <= self._max_entries and self.num_bytes <= self.max_bytes
+            )
+            if is_within and oldest.expires_at > now:
+                return
+            self.delete(oldest)

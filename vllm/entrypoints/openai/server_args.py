@@ -1,0 +1,210 @@
+"""What a user can say about the server, besides its engine: flags of `vllm serve`.
+
+One field is one flag, as for the engine (`vllm.config.fields`); docs/server_arguments.md is made
+of it. Knows no framework.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vllm.config.checks import check_at_least, check_one_of
+from vllm.errors import ConfigError
+
+LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs:
+    """The HTTP server."""
+
+    host: str | None = None
+    """Address to listen on. Not set: all of them."""
+
+    port: int = 8000
+    """Port to listen on; 0 takes a free one and logs it."""
+
+    uds: str | None = None
+    """Path of a Unix domain socket to listen on, in place of host and port."""
+
+    api_key: tuple[str, ...] = ()
+    """Keys of which a client must send one as `Authorization: Bearer KEY`, or `x-api-key`. Guards
+    every route but the health ones. Not set: VLLM_API_KEY, or everyone is served."""
+
+    root_path: str = ""
+    """Path under which a proxy serves this server."""
+
+    ssl_keyfile: str | None = None
+    """Private key of the server."""
+
+    ssl_certfile: str | None = None
+    """Certificate of the server; turns TLS on."""
+
+    ssl_ca_certs: str | None = None
+    """Certificates of those who may sign clients' certificates."""
+
+    ssl_cert_reqs: int = 0
+    """Client certificates, as in the module ssl: 0 none, 1 optional, 2 required."""
+
+    enable_ssl_refresh: bool = False
+    """Load certificate and key again when their files change."""
+
+    allowed_origins: tuple[str, ...] = ("*",)
+    """Origins that browsers may call from (CORS)."""
+
+    allowed_methods: tuple[str, ...] = ("*",)
+    """Methods that browsers of other origins may use."""
+
+    allowed_headers: tuple[str, ...] = ("*",)
+    """Headers that browsers of other origins may send."""
+
+    allow_credentials: bool = False
+    """Let browsers of other origins send credentials; needs named origins."""
+
+    middleware: tuple[str, ...] = ()
+    """Further ASGI middleware, as `module.name` of a class or of a coroutine function."""
+
+    early_requests: Literal["wait", "reject"] = "wait"
+    """Requests that come before the model is ready: wait for it, or 503 with Retry-After."""
+
+    max_queued_requests: int | None = None
+    """Requests that may wait for the engine; further ones get 503. Not set: no limit."""
+
+    max_queued_tokens: int | None = None
+    """Prompt tokens of all waiting requests; further requests get 503. Not set: no limit."""
+
+    request_timeout: float | None = None
+    """Seconds after which a request is ended with 504. Not set: never."""
+
+    max_request_bytes: int = 16 * 2**20
+    """Largest request body; larger ones get 413."""
+
+    max_n: int = 128
+    """Most outputs that a request may ask for (n, best_of)."""
+
+    max_stop_strings: int = 64
+    """Most stop strings of a request."""
+
+    max_batch_prompts: int = 1024
+    """Most prompts, inputs or documents in one request."""
+
+    shutdown_timeout: float = 30.0
+    """Seconds for running requests to end after SIGTERM or Ctrl-C; a second signal ends at once."""
+
+    restart_engine: int = 0
+    """Times that an engine process which died is started again; then the server exits."""
+
+    chat_template: str | None = None
+    """Jinja template of conversations: a file, or the template itself. Not set: the model's."""
+
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
+    """How the template takes content: as a string, or as a list of parts (openai)."""
+
+    response_role: str = "assistant"
+    """Role of answers to chat requests."""
+
+    enable_auto_tool_choice: bool = False
+    """Let the model decide about tool calls (tool_choice auto); needs tool_call_parser."""
+
+    tool_call_parser: str | None = None
+    """Which form the model writes tool calls in; `vllm serve --tool-call-parser help` lists."""
+
+    tool_parser_plugin: str | None = None
+    """Python file that registers further tool parsers."""
+
+    reasoning_parser: str | None = None
+    """Which form the model writes its reasoning in; `--reasoning-parser help` lists."""
+
+    lora_modules: tuple[str, ...] = ()
+    """LoRA adapters; needs LoRA, which is not available yet."""
+
+    prompt_adapters: tuple[str, ...] = ()
+    """Prompt adapters; not available."""
+
+    return_tokens_as_token_ids: bool = False
+    """Write tokens in log-probabilities as `token_id:123`."""
+
+    enable_prompt_tokens_details: bool = False
+    """Tell in `usage` how many prompt tokens were cached."""
+
+    enable_force_include_usage: bool = False
+    """Send usage at the end of every stream, asked for or not."""
+
+    enable_request_id_headers: bool = False
+    """Send X-Request-Id with every response."""
+
+    disable_fastapi_docs: bool = False
+    """No /docs and no /openapi.json."""
+
+    status_page: bool = True
+    """Show a status page at /."""
+
+    log_requests: bool = False
+    """Log the body of each request, prompts included."""
+
+    max_log_len: int | None = None
+    """Most characters of a text, and entries of a list, that log_requests shows. Not set: all."""
+
+    log_format: Literal["text", "json"] | None = None
+    """Form of the log lines. Not set: VLLM_LOGGING_FORMAT, which holds for the engine too."""
+
+    log_config_file: str | None = None
+    """JSON file for `logging.config.dictConfig`."""
+
+    uvicorn_log_level: LogLevel = "info"
+    """Level of the HTTP server's own log."""
+
+    disable_uvicorn_access_log: bool = False
+    """No line in the log for each HTTP request."""
+
+    otlp_traces_endpoint: str | None = None
+    """Where to send OpenTelemetry traces to; needs the extra `vllm[otel]`."""
+
+    dev_mode: bool = field(default=False, metadata={"cli": False})
+    """Serve the routes for development too (VLLM_SERVER_DEV_MODE)."""
+
+    keep_alive_s: int = field(default=5, metadata={"cli": False})
+    """Seconds that a connection without a request stays open (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)."""
+
+    def __post_init__(self) -> None:
+        check_one_of(self, "early_requests", ("wait", "reject"))
+        check_one_of(self, "chat_template_content_format", ("auto", "string", "openai"))
+        if self.log_format is not None:
+            check_one_of(self, "log_format", ("text", "json"))
+        for name in ("max_request_bytes", "max_n", "max_batch_prompts"):
+            check_at_least(self, 1, name)
+        for name in ("restart_engine", "max_stop_strings"):
+            check_at_least(self, 0, name)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be 0 to 65535, got {self.port}")
+        if self.enable_auto_tool_choice and not self.tool_call_parser:
+            raise ConfigError("enable_auto_tool_choice needs tool_call_parser")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError("allow_credentials needs allowed_origins without *")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ConfigError("ssl_keyfile needs ssl_certfile")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
+        if self.shutdown_timeout < 0:
+            raise ConfigError(f"shutdown_timeout must be at least 0, got {self.shutdown_timeout}")
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise ConfigError(f"request_timeout must be above 0, got {self.request_timeout}")
+        for name in ("max_queued_requests", "max_queued_tokens", "max_log_len"):
+            if getattr(self, name) is not None:
+                check_at_least(self, 0, name)
+        if any(not key for key in self.api_key):
+            raise ConfigError("api_key must not be empty")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ConfigError(f"root_path must begin with /, got {self.root_path!r}")
+        for name in ("lora_modules", "prompt_adapters"):
+            if getattr(self, name):
+                raise ConfigError(f"{name}: not available in this version")
+
+
+def from_settings(settings: Mapping[str, Any]) -> ServerArgs:
+    """The server's arguments among parsed ones; lists become tuples, None is "not given"."""
+    from vllm.config.fields import config_fields
+
+    fields = config_fields(ServerArgs)
+    given: dict[str, Any] = {f.name: f.convert(settings.get(f.name)) for f in fields}
+    return ServerArgs(**given)

@@ -1,0 +1,55 @@
+"""GET /v1/models, and the names that requests may give as `model`."""
+
+from fastapi import APIRouter, Request
+
+from vllm.entrypoints.openai.context import ServerContext, get_context
+from vllm.entrypoints.openai.protocol.base import (
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    ModelPermission,
+)
+from vllm.errors import NotFoundError
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> ModelList:
+    """Every name under which the model is served."""
+    context = get_context(request)
+    return ModelList(data=[_card(context, name) for name in context.model_names])
+
+
+@router.get("/v1/models/{model:path}", responses={404: {"model": ErrorResponse}})
+async def show_model(model: str, request: Request) -> ModelCard:
+    """One of the names."""
+    context = get_context(request)
+    return _card(context, check_model(context, model))
+
+
+def check_model(context: ServerContext, name: str | None) -> str:
+    """The name of the model for a response.
+
+    Args:
+        context: of a server whose engine is ready.
+        name: as in the request; None or "" is the first name of the server.
+
+    Raises:
+        NotFoundError: no model has this name.
+    """
+    if not name:
+        return context.model_names[0]
+    if name not in context.model_names:
+        raise NotFoundError(f"The model `{name:.200}` does not exist.", param="model")
+    return name
+
+
+def _card(context: ServerContext, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=int(context.created),
+        root=str(context.config.model.model),
+        max_model_len=context.config.scheduler.max_model_len,
+        permission=[ModelPermission(created=int(context.created))],
+    )

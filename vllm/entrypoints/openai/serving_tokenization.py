@@ -1,0 +1,73 @@
+"""POST /tokenize and POST /detokenize."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from vllm.engine.input_processor import InputProcessor
+from vllm.entrypoints.openai.chat.prompt import chat_prompt
+from vllm.entrypoints.openai.context import get_context
+from vllm.entrypoints.openai.prompts import tokenize
+from vllm.entrypoints.openai.protocol.base import ErrorResponse
+from vllm.entrypoints.openai.protocol.tokenization import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from vllm.entrypoints.openai.serving_models import check_model
+from vllm.errors import RequestError
+
+router = APIRouter()
+
+_MANY_TOKENS = 4096
+"""From here on tokens are made text in a thread."""
+_ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorResponse} for code in (400, 404)}
+
+
+@router.post("/tokenize", responses=_ERRORS)
+async def tokenize_prompt(request: Request, body: TokenizeRequest) -> TokenizeResponse:
+    """The tokens of a text, or of a conversation, as the model would get them."""
+    context = get_context(request)
+    check_model(context, body.model)
+    if isinstance(body, TokenizeChatRequest):
+        prompt = await chat_prompt(context, body)
+    else:
+        prompt = await tokenize(
+            context.engine, {"prompt": body.prompt, "add_special_tokens": body.add_special_tokens}
+        )
+    token_ids = prompt["prompt_token_ids"]
+    token_strs = None
+    if body.return_token_strs:
+        tokenizer = await context.engine.get_tokenizer()
+        token_strs = [str(token) for token in tokenizer.convert_ids_to_tokens(token_ids)]
+    return TokenizeResponse(
+        count=len(token_ids),
+        max_model_len=context.config.scheduler.max_model_len,
+        tokens=token_ids,
+        token_strs=token_strs,
+    )
+
+
+@router.post("/detokenize", responses=_ERRORS)
+async def detokenize_tokens(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
+    """The text of some tokens, special ones too."""
+    context = get_context(request)
+    check_model(context, body.model)
+    engine = context.engine
+    await engine.get_tokenizer()  # raises when there is none
+    vocab_size = context.config.model.resolved_arch.vocab_size
+    if body.tokens and max(body.tokens) >= vocab_size:
+        raise RequestError(
+            f"tokens: {max(body.tokens)} is not in the vocabulary of {vocab_size} tokens",
+            param="tokens",
+        )
+
+    def decode(processor: InputProcessor) -> str:
+        assert processor.tokenizer is not None
+        return str(processor.tokenizer.decode(body.tokens))
+
+    if len(body.tokens) < _MANY_TOKENS:
+        return DetokenizeResponse(prompt=decode(engine.input_processor))
+    return DetokenizeResponse(prompt=await engine.in_slow_lane(decode))

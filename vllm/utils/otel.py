@@ -1,0 +1,116 @@
+"""Spans for OpenTelemetry collectors. Knows no request and no HTTP.
+
+The packages of OpenTelemetry are the extra `vllm[otel]`; nothing of them is loaded before a tracer
+is made.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from vllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+_GRPC_PORT = 4317
+_EXPORT_TIMEOUT_S = 5
+_CONTEXT_HEADERS = ("traceparent", "tracestate")
+
+AttributeValue = str | int | float | bool
+
+
+class Span:
+    """One that has begun; made by `Tracer.begin`."""
+
+    def __init__(self, span: object) -> None:
+        self._span = span
+
+    def end(self, attributes: Mapping[str, AttributeValue], *, error: str | None = None) -> None:
+        """End it.
+
+        Args:
+            attributes: added to those it began with.
+            error: makes it one that failed.
+        """
+        from opentelemetry.trace import Span as OtelSpan
+        from opentelemetry.trace import StatusCode
+
+        assert isinstance(self._span, OtelSpan)
+        self._span.set_attributes(dict(attributes))
+        if error is not None:
+            self._span.set_status(StatusCode.ERROR, error)
+        self._span.end()
+
+
+class Tracer:
+    """Makes spans and sends them, in batches from a thread of its own.
+
+    A collector that does not answer costs spans, never requests.
+
+    Args:
+        endpoint: of the collector: gRPC where the port is 4317, else HTTP with protobuf.
+        service_name: shown by viewers.
+        processor: takes the spans in place of the endpoint's.
+
+    Raises:
+        ConfigError: the packages are not installed.
+    """
+
+    def __init__(
+        self, endpoint: str, service_name: str = "vllm", processor: "SpanProcessor | None" = None
+    ) -> None:
+        try:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+            processor = processor or BatchSpanProcessor(_make_exporter(endpoint))
+        except ImportError as error:
+            raise ConfigError(
+                f"traces need OpenTelemetry (pip install 'vllm[otel]'): {error}"
+            ) from None
+        self._provider = TracerProvider(resource=Resource.create({"service.name": service_name}))
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("vllm")
+
+    def begin(
+        self, name: str, headers: Mapping[str, str], attributes: Mapping[str, AttributeValue]
+    ) -> Span:
+        """Begin a span.
+
+        Args:
+            name: of few different ones.
+            headers: of the request, with lower-case names; a valid `traceparent` makes the span a
+                part of the caller's trace.
+            attributes: known already.
+        """
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        carrier = {key: headers[key] for key in _CONTEXT_HEADERS if key in headers}
+        context = TraceContextTextMapPropagator().extract(carrier)
+        return Span(
+            self._tracer.start_span(
+                name, context=context, kind=SpanKind.SERVER, attributes=dict(attributes)
+            )
+        )
+
+    def shutdown(self) -> None:
+        """Send what is pending; takes a few seconds where the collector does not answer."""
+        self._provider.shutdown()
+
+
+def _make_exporter(endpoint: str) -> "SpanExporter":
+    if urlsplit(endpoint if "//" in endpoint else f"//{endpoint}").port == _GRPC_PORT:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
+            OTLPSpanExporter as GrpcExporter,
+        )
+
+        return GrpcExporter(
+            endpoint, insecure=not endpoint.startswith("https"), timeout=_EXPORT_TIMEOUT_S
+        )
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter(endpoint, timeout=_EXPORT_TIMEOUT_S)
