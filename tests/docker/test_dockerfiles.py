@@ -16,6 +16,7 @@ from tests.docker.dockerfile import (
     read_run,
     substitute,
 )
+from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.envs import Envs
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,17 @@ def test_every_pip_install_keeps_to_the_packages_of_the_vendor(instructions):
 @BOTH
 def test_the_image_is_started_without_a_shell(instructions):
     started = {i.name: json.loads(i.text) for i in instructions if i.name in ("ENTRYPOINT", "CMD")}
-    assert started == {"ENTRYPOINT": ["vllm"], "CMD": ["hpu-check"]}
+    assert started == {"ENTRYPOINT": ["vllm"], "CMD": ["serve"]}
+
+
+@BOTH
+def test_the_port_that_is_exposed_is_the_one_that_is_asked_after_health(instructions):
+    texts = {i.name: i.text for i in instructions if i.name in ("EXPOSE", "HEALTHCHECK")}
+    assert texts["EXPOSE"] == str(ServerArgs().port)
+    command = json.loads(texts["HEALTHCHECK"].partition("CMD ")[2])
+    assert command[:2] == ["python3", "-c"]
+    compile(command[2], "HEALTHCHECK", "exec")
+    assert f":{ServerArgs().port}/livez" in command[2]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +124,7 @@ def test_the_reader_joins_continued_lines_and_leaves_out_comments():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("HEALTHCHECK CMD true", "line 1: unknown instruction 'HEALTHCHECK'"),
+        ("STOPSIGNAL 9", "line 1: unknown instruction 'STOPSIGNAL'"),
         ("FROM x\nrun true", "line 2: unknown instruction 'run'"),
         ("RUN true \\", "line 1: continued after the end of the file"),
         ("RUN true \\\n\n  false", "line 2: empty, inside an instruction"),

@@ -34,7 +34,7 @@ def test_the_commands_are_found():
 
 @pytest.mark.parametrize("arguments", commands(), ids=" ".join)
 def test_a_command_has_flags_that_exist(arguments):
-    assert _create_parser().parse_args(arguments).command == arguments[0]
+    assert _create_parser(arguments).parse_args(arguments).command == arguments[0]
 
 
 def test_links_lead_somewhere():

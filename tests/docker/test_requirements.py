@@ -1,9 +1,11 @@
 """requirements-hpu.txt leaves the torch of the vendor's image alone."""
 
 import re
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from tests.docker.requirements import read_file, with_dependencies
@@ -12,10 +14,28 @@ ROOT = Path(__file__).parents[2]
 HPU = ROOT / "requirements-hpu.txt"
 
 
+DEVICE_PACKAGE = re.compile(r"torch|triton|nvidia|cuda")
+
+WANTS_TORCH = {"xgrammar": {"torch", "triton"}}
+"""Packages that name torch as a dependency, and what of that kind they name. pip leaves an
+installed torch alone that is within the bound, and triton is only imported for another device."""
+
+
 def test_nothing_that_is_installed_on_gaudi_brings_torch_or_a_build_for_another_device():
-    names = set(with_dependencies(read_file(HPU)))
+    others = [r for r in read_file(HPU) if r.name not in WANTS_TORCH]
+    names = set(with_dependencies(others))
     assert {"transformers", "huggingface-hub", "numpy"} <= names
-    assert not [name for name in names if re.match(r"torch|triton|nvidia|cuda", name)]
+    assert not [name for name in names if DEVICE_PACKAGE.match(name)]
+
+
+@pytest.mark.parametrize("name", WANTS_TORCH)
+def test_a_package_that_wants_torch_takes_the_one_that_is_there(name):
+    wanted = [Requirement(text) for text in distribution(name).requires or ()]
+    found = {r.name: r.specifier for r in wanted if DEVICE_PACKAGE.match(r.name)}
+    assert found.keys() == WANTS_TORCH[name]
+    for version in ("2.6.0+hpu.1.21.0.555", "2.7.1a0+git2.hpu", "2.9.0"):
+        assert found["torch"].contains(version, prereleases=True)
+    assert not str(found["triton"]), "any version: pip has no reason to change torch for it"
 
 
 def test_the_check_finds_torch_where_there_is_one():

@@ -1,0 +1,231 @@
+"""How to ask a server for a stream of tokens, and how to read it.
+
+Counts of tokens are those of `usage`, which the server is asked to send at the end of a stream;
+pieces of text are not counted as tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from vllm.entrypoints.bench.http_client import HttpClient
+from vllm.entrypoints.bench.sse import SseParser
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """What to send: a prompt, and how many tokens to ask for."""
+
+    prompt: str | list[int]
+    """Text, or token ids."""
+    max_tokens: int
+    num_prompt_tokens: int | None = None
+    """Where it is known beforehand; results use what the server says."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """How one request went. Times in seconds of `time.perf_counter()`."""
+
+    start_s: float
+    """When it was sent."""
+    lag_s: float = 0.0
+    """By how much that was too late, by the plan of arrivals."""
+    output_s: list[float] = field(default_factory=list)
+    """When each piece with text came."""
+    end_s: float = 0.0
+    """When the response had ended, or had failed."""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+    """Why it failed; None when it completed."""
+    is_cut: bool = False
+    """Ended by this side before its end: neither completed nor failed."""
+    text: list[str] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.output_s[0] - self.start_s
+
+    @property
+    def e2el_s(self) -> float:
+        """Time to the end of the response."""
+        return self.end_s - self.start_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first one; None when there is no second one."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.output_s[-1] - self.output_s[0]) / (self.num_output_tokens - 1)
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Time between pieces; a piece may hold several tokens."""
+        return [b - a for a, b in zip(self.output_s, self.output_s[1:], strict=False)]
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    """An event of either endpoint, or the body of an error in either form."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: dict[str, Any] | str | None = None
+    object: str | None = None
+    message: str | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Chunk)
+
+
+class Backend:
+    """An endpoint that streams tokens.
+
+    Args:
+        client: of the server.
+        path: below the client's URL.
+        is_chat: messages in place of a prompt.
+        fields: further fields of every request, such as model and temperature.
+        keep_text: keep the text of answers in the records.
+    """
+
+    def __init__(
+        self,
+        client: HttpClient,
+        path: str,
+        *,
+        is_chat: bool,
+        fields: Mapping[str, Any],
+        keep_text: bool = False,
+    ) -> None:
+        self._client = client
+        self._path = path
+        self._is_chat = is_chat
+        self._keep_text = keep_text
+        self._fields = {
+            **fields,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    async def send(self, request: BenchRequest, record: RequestRecord) -> None:
+        """Send a request and fill its record, whatever happens; only cancelling is raised."""
+        reader = _StreamReader(record, self._keep_text)
+        try:
+            response = await self._client.request(
+                "POST", self._path, self._body(request), reader.feed
+            )
+        except (OSError, ValueError) as error:
+            record.error = f"{type(error).__name__}: {error}"
+        else:
+            record.error = reader.finish() if response.status == 200 else _refusal(response)
+
+    def _body(self, request: BenchRequest) -> bytes:
+        if self._is_chat:
+            prompt: dict[str, Any] = {"messages": [{"role": "user", "content": request.prompt}]}
+            limit = "max_completion_tokens"
+        else:
+            prompt = {"prompt": request.prompt}
+            limit = "max_tokens"
+        return msgspec.json.encode({**prompt, limit: request.max_tokens, **self._fields})
+
+
+class _StreamReader:
+    """Fills the record of one request from the pieces of its stream."""
+
+    def __init__(self, record: RequestRecord, keep_text: bool) -> None:
+        self._record = record
+        self._keep_text = keep_text
+        self._sse = SseParser()
+        self._is_done = self._has_usage = False
+        self._error: str | None = None
+
+    def feed(self, piece: bytes, received_s: float) -> None:
+        for data in self._sse.feed(piece):
+            if data == b"[DONE]":
+                self._is_done = True
+            else:
+                self._take(_DECODER.decode(data), received_s)
+
+    def finish(self) -> str | None:
+        """What was wrong with the whole stream."""
+        if self._error is not None:
+            return self._error
+        if not self._is_done:
+            return "the stream ended without [DONE]"
+        if not self._has_usage:
+            return "the stream has no usage, so its tokens cannot be counted"
+        if not self._record.output_s:
+            return "the stream has no output"
+        return None
+
+    def _take(self, chunk: _Chunk, received_s: float) -> None:
+        record = self._record
+        if chunk.error is not None or chunk.object == "error":
+            self._error = _error_text(chunk)
+        if chunk.usage is not None:
+            self._has_usage = True
+            record.num_prompt_tokens = chunk.usage.prompt_tokens
+            record.num_output_tokens = chunk.usage.completion_tokens
+        has_output = False
+        for choice in chunk.choices:
+            text = _output_of(choice)
+            has_output = has_output or bool(text)
+            if choice.finish_reason is not None:
+                record.finish_reason = choice.finish_reason
+                # All tokens may be without text: special ones, or half a character.
+                has_output = has_output or not record.output_s
+                if choice.finish_reason == "error":
+                    self._error = self._error or "finish_reason: error"
+            if self._keep_text and text:
+                record.text.append(text)
+        if has_output:
+            record.output_s.append(received_s)
+
+
+def _output_of(choice: _Choice) -> str:
+    """The text of a piece; of a tool call, that there is one."""
+    if choice.text is not None:
+        return choice.text
+    delta = choice.delta
+    if delta is None:
+        return ""
+    text = delta.content or delta.reasoning_content or delta.reasoning
+    return text or ("\n" if delta.tool_calls else "")
+
+
+def _refusal(response: Any) -> str:
+    try:
+        text = _error_text(_DECODER.decode(response.body))
+    except msgspec.DecodeError:
+        text = response.body[:200].decode("utf-8", "replace")
+    return f"HTTP {response.status}: {text}"
+
+
+def _error_text(chunk: _Chunk) -> str:
+    error: object = chunk.error or chunk.message
+    if isinstance(error, dict):
+        error = error.get("message") or error
+    return " ".join(str(error or "no message").split())

@@ -1,0 +1,264 @@
+"""What is asked of the model: drawn token ids, or prompts of a file.
+
+random    ids drawn from the vocabulary
+sharegpt  JSON: [{"conversations": [{"value": question}, {"value": answer}, ...]}, ...]
+jsonl     one object per line: {"prompt": text or ids, "output_len": 128}; output_len is optional
+text      one prompt per line
+"""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm.entrypoints.bench.backends import BenchRequest
+from vllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DATASETS = ("random", "sharegpt", "jsonl", "text")
+
+_BY_SUFFIX = {".json": "sharegpt", ".jsonl": "jsonl"}
+_DEFAULT_OUTPUT_LEN = 128
+_MAX_ATTEMPTS = 8
+_NUM_WORDS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetArgs:
+    """Which requests to make.
+
+    Raises:
+        ConfigError: a number is out of its range, or the dataset needs a file and has none.
+    """
+
+    name: str
+    path: str | None = None
+    num_prompts: int
+    input_len: int = 1024
+    """Tokens of a random prompt, on average, besides its prefix."""
+    output_len: int | None = None
+    """Tokens to ask for. None: what the file says, or 128."""
+    range_ratio: float = 0.0
+    """Random lengths are drawn evenly from `(1 - range_ratio) * length` to `(1 + range_ratio) *
+    length`."""
+    prefix_len: int = 0
+    """Tokens that all random prompts begin with, to use the prefix cache."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in DATASETS:
+            raise ConfigError(f"dataset must be one of {', '.join(DATASETS)}, got {self.name!r}")
+        if self.name != "random" and self.path is None:
+            raise ConfigError(f"dataset {self.name} needs a file: give --dataset-path")
+        if not 0 <= self.range_ratio < 1:
+            raise ConfigError(
+                f"random_range_ratio must be at least 0 and below 1, got {self.range_ratio}"
+            )
+        for name, least in (("num_prompts", 1), ("input_len", 1), ("prefix_len", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.output_len is not None and self.output_len < 1:
+            raise ConfigError(f"output_len must be at least 1, got {self.output_len}")
+
+
+def dataset_of(path: str | None) -> str:
+    """The dataset that a file is, by its name; random without one."""
+    return "random" if path is None else _BY_SUFFIX.get(Path(path).suffix, "text")
+
+
+# ---- random -------------------------------------------------------------------------------
+
+
+def random_lengths(args: DatasetArgs, rng: random.Random) -> list[tuple[int, int]]:
+    """Prompt tokens, without the prefix, and output tokens of each request."""
+
+    def draw(mean: int) -> int:
+        low, high = round(mean * (1 - args.range_ratio)), round(mean * (1 + args.range_ratio))
+        return rng.randint(max(1, low), max(1, high))
+
+    output_len = args.output_len or _DEFAULT_OUTPUT_LEN
+    return [(draw(args.input_len), draw(output_len)) for _ in range(args.num_prompts)]
+
+
+def random_requests(args: DatasetArgs, token_ids: Sequence[int]) -> list[BenchRequest]:
+    """Prompts of ids drawn evenly from `token_ids`."""
+    rng = random.Random(args.seed)
+    prefix = rng.choices(token_ids, k=args.prefix_len)
+    return [
+        BenchRequest(
+            prefix + rng.choices(token_ids, k=num_input), num_output, num_input + len(prefix)
+        )
+        for num_input, num_output in random_lengths(args, rng)
+    ]
+
+
+def random_texts(args: DatasetArgs, tokenizer: "PreTrainedTokenizerBase") -> list[BenchRequest]:
+    """Prompts as text: words drawn from the vocabulary, of the wanted number of tokens.
+
+    Text of some tokenizers does not come back as the same tokens; then it is near the number.
+    """
+    rng = random.Random(args.seed)
+    words = _words(tokenizer, rng)
+    prefix = rng.choices(words, k=args.prefix_len)
+    requests = []
+    for num_input, num_output in random_lengths(args, rng):
+        ids = prefix + rng.choices(words, k=num_input)
+        text, count = _text_of(ids, words, tokenizer, rng)
+        requests.append(BenchRequest(text, num_output, count))
+    return requests
+
+
+def ordinary_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """All token ids but the special ones."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return [token_id for token_id in range(len(tokenizer)) if token_id not in special]
+
+
+def _words(tokenizer: "PreTrainedTokenizerBase", rng: random.Random) -> list[int]:
+    """Tokens that are still themselves when they were text: any that have neighbours are near."""
+    ids = ordinary_ids(tokenizer)
+    rng.shuffle(ids)
+    words: list[int] = []
+    for token_id in ids:
+        text = cast(str, tokenizer.decode([token_id]))
+        if text[:1] == " " and text[1:].isalpha() and _encode(tokenizer, text) == [token_id]:
+            words.append(token_id)
+            if len(words) == _NUM_WORDS:
+                break
+    return words if len(words) >= 16 else ids
+
+
+def _text_of(
+    ids: list[int], words: list[int], tokenizer: "PreTrainedTokenizerBase", rng: random.Random
+) -> tuple[str, int]:
+    """The text of about these ids, and the tokens it has."""
+    wanted = len(ids)
+    for _ in range(_MAX_ATTEMPTS):
+        text = cast(str, tokenizer.decode(ids))
+        found = _encode(tokenizer, text)
+        if len(found) == wanted:
+            break
+        ids = found[:wanted] + rng.choices(words, k=max(0, wanted - len(found)))
+    return text, len(found)
+
+
+def _encode(
+    tokenizer: "PreTrainedTokenizerBase", text: str, *, is_prompt: bool = False
+) -> list[int]:
+    """Token ids; those of a prompt begin with the special tokens that the server adds."""
+    ids: list[int] = tokenizer(text, add_special_tokens=is_prompt, verbose=False)["input_ids"]
+    return ids
+
+
+# ---- files --------------------------------------------------------------------------------
+
+
+def file_requests(
+    args: DatasetArgs,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    max_model_len: int | None = None,
+) -> list[BenchRequest]:
+    """Requests of a file in an order drawn by the seed; again from the start when it is short.
+
+    Args:
+        args: with a path.
+        tokenizer: counts tokens; None counts none, and answers of sharegpt have 128.
+        max_model_len: requests that are longer are left out, where their tokens are known.
+
+    Raises:
+        ConfigError: the file cannot be read, or nothing in it can be used.
+    """
+    assert args.path is not None
+    readers = {"sharegpt": _read_sharegpt, "jsonl": _read_jsonl, "text": _read_lines}
+    items = list(readers[args.name](args.path, _read_text(args.path)))
+    random.Random(args.seed).shuffle(items)
+    requests: list[BenchRequest] = []
+    for prompt, output in items:
+        request = _file_request(prompt, output, args, tokenizer)
+        total = (request.num_prompt_tokens or 1) + request.max_tokens
+        if max_model_len is None or total <= max_model_len:
+            requests.append(request)
+        if len(requests) == args.num_prompts:
+            break
+    if not requests:
+        raise ConfigError(
+            f"{args.path!r} has no request that can be sent: {len(items)} were read as "
+            f"{args.name}, and none fits the model"
+            if items
+            else f"{args.path!r} has no prompt when it is read as {args.name}"
+        )
+    return [requests[i % len(requests)] for i in range(args.num_prompts)]
+
+
+def _file_request(
+    prompt: str | list[int],
+    output: str | int | None,
+    args: DatasetArgs,
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> BenchRequest:
+    num_prompt = len(prompt) if isinstance(prompt, list) else None
+    if num_prompt is None and tokenizer is not None:
+        num_prompt = len(_encode(tokenizer, cast(str, prompt), is_prompt=True))
+    num_output = output if isinstance(output, int) else None
+    if isinstance(output, str) and tokenizer is not None:
+        num_output = len(_encode(tokenizer, output))
+    return BenchRequest(prompt, args.output_len or num_output or _DEFAULT_OUTPUT_LEN, num_prompt)
+
+
+_Item = tuple[str | list[int], str | int | None]
+"""A prompt, and the answer or its length, where there is one."""
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the dataset {path!r}: {error}") from None
+
+
+def _read_sharegpt(path: str, text: str) -> Iterator[_Item]:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"dataset {path!r} is not JSON: {error}") from None
+    for entry in data if isinstance(data, list) else ():
+        turns = entry.get("conversations") if isinstance(entry, dict) else None
+        if not isinstance(turns, list) or len(turns) < 2:
+            continue
+        question, answer = (t.get("value") if isinstance(t, dict) else None for t in turns[:2])
+        if isinstance(question, str) and isinstance(answer, str) and question and answer:
+            yield question, answer
+
+
+def _read_jsonl(path: str, text: str) -> Iterator[_Item]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry: Any = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"dataset {path!r}, line {number}: not JSON: {error}") from None
+        entry = entry if isinstance(entry, dict) else {}
+        prompt = entry.get("prompt", entry.get("prompt_token_ids"))
+        output = entry.get("output_len", entry.get("max_tokens"))
+        is_ids = isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt)
+        if not prompt or not (isinstance(prompt, str) or is_ids):
+            raise ConfigError(
+                f"dataset {path!r}, line {number}: 'prompt' must be a text or a list of token ids"
+            )
+        if output is not None and (type(output) is not int or output < 1):
+            raise ConfigError(
+                f"dataset {path!r}, line {number}: 'output_len' must be a number above 0, "
+                f"got {output!r}"
+            )
+        yield prompt, output
+
+
+def _read_lines(path: str, text: str) -> Iterator[_Item]:
+    for line in text.splitlines():
+        if line.strip():
+            yield line, None

@@ -1,0 +1,94 @@
+"""`vllm bench latency`: one batch of fixed lengths, again and again."""
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.entrypoints.bench import offline, report
+from vllm.entrypoints.bench.datasets import DatasetArgs, random_requests
+from vllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Add all flags."""
+    group = parser.add_argument_group("batch")
+    for flag, default, help in (
+        ("--batch-size", 8, "prompts"),
+        ("--input-len", 32, "tokens of each prompt"),
+        ("--output-len", 128, "tokens of each output"),
+        ("--num-iters", 30, "times that count"),
+        ("--num-iters-warmup", 10, "times before, which do not"),
+    ):
+        text = f"{help} (default: {default})"
+        group.add_argument(flag, type=int, default=default, metavar="N", help=text)
+    offline.add_cli_args(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure; a table on stdout, JSON where it was asked for.
+
+    Raises:
+        RequestError: n and temperature do not go together.
+        ConfigError: a number is too small, or the engine cannot start.
+    """
+    for name in ("batch_size", "input_len", "output_len", "num_iters"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"{name} must be at least 1, got {getattr(args, name)}")
+    offline.sampling(1, args)  # raises before the model is loaded
+    report.check_writable(args.output_json)
+    llm = offline.make_llm(args)
+    for iteration in range(args.num_iters_warmup):
+        _time_batch(llm, args, args.output_len, seed=-1 - iteration)
+    # A batch with a single output token is prefill; what the rest adds is decode.
+    first_s = [_time_batch(llm, args, 1, seed=2 * i) for i in range(args.num_iters)]
+    whole_s = [_time_batch(llm, args, args.output_len, 2 * i + 1) for i in range(args.num_iters)]
+    result = _summarize(llm, args, first_s, whole_s)
+    figures = (("batch", result["latency"]), ("first token", result["first_token"]))
+    names = list(result["latency"])
+    rows: list[tuple[object, ...]] = [("ms", *names)]
+    rows += [(name, *(found[key] * 1e3 for key in names)) for name, found in figures]
+    rows.append(("further token", result["decode_ms_per_step"]))
+    report.emit(result, rows, args.output_json)
+
+
+def _time_batch(llm: "LLM", args: argparse.Namespace, num_tokens: int, seed: int) -> float:
+    """Seconds; each seed has prompts of its own, so that none is in the prefix cache."""
+    vocab_size = llm.llm_engine.vllm_config.model.resolved_arch.vocab_size
+    dataset = DatasetArgs(
+        name="random", num_prompts=args.batch_size, input_len=args.input_len, seed=seed
+    )
+    # The first ids are those of special tokens, in most vocabularies.
+    requests = random_requests(dataset, range(min(16, vocab_size - 1), vocab_size))
+    prompts: Any = [{"prompt_token_ids": request.prompt} for request in requests]
+    params = offline.sampling(num_tokens, args)
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def _summarize(
+    llm: "LLM", args: argparse.Namespace, first_s: list[float], whole_s: list[float]
+) -> dict[str, Any]:
+    import numpy as np
+
+    from vllm.entrypoints.bench.statistics import describe
+
+    decode_s = float(np.median(whole_s) - np.median(first_s))
+    return {
+        "benchmark": "latency",
+        "machine": report.machine() | offline.facts(llm),
+        "batch_size": args.batch_size,
+        "input_len": args.input_len,
+        "output_len": args.output_len,
+        "avg_latency": round(float(np.mean(whole_s)), 6),
+        "latencies": [round(s, 6) for s in whole_s],
+        "percentiles": {str(p): round(float(np.percentile(whole_s, p)), 6) for p in _PERCENTILES},
+        "latency": describe(whole_s, _PERCENTILES[-2:], digits=6),
+        "first_token": describe(first_s, _PERCENTILES[-2:], digits=6),
+        "decode_ms_per_step": round(decode_s / max(1, args.output_len - 1) * 1e3, 3),
+    }

@@ -1,0 +1,109 @@
+"""Sending requests as planned. Knows neither HTTP nor what is in a request."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from vllm.entrypoints.bench.backends import BenchRequest, RequestRecord
+
+Send = Callable[[BenchRequest, RequestRecord], Awaitable[None]]
+"""Sends one request and fills its record; raises nothing but cancelling."""
+
+
+@dataclass
+class LoadRun:
+    """A load, while it runs and afterwards."""
+
+    records: list[RequestRecord] = field(default_factory=list)
+    """One per request that was sent, in the order of sending."""
+    num_running: int = 0
+    peak_running: int = 0
+    """Most requests in flight at a time."""
+    start_s: float = 0.0
+    end_s: float = 0.0
+    is_interrupted: bool = False
+
+    @property
+    def duration_s(self) -> float:
+        """From the first request to the end of the last response."""
+        return self.end_s - self.start_s
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of output so far."""
+        return sum(len(record.output_s) for record in self.records)
+
+
+async def run_load(
+    run: LoadRun,
+    send: Send,
+    requests: Sequence[BenchRequest],
+    arrivals: Sequence[float],
+    *,
+    max_concurrency: int | None = None,
+    stop: asyncio.Event | None = None,
+    on_done: Callable[[RequestRecord], None] | None = None,
+) -> None:
+    """Send every request at its time and wait for all of them.
+
+    Args:
+        run: empty; what happens is written to it.
+        send: how to send one.
+        requests: what to send.
+        arrivals: when, in seconds after the start; ascending, one per request.
+        max_concurrency: most requests in flight: further ones wait, even if they are due.
+        stop: when set, no more are sent and those in flight are cut off.
+        on_done: called when a request has ended.
+    """
+    stop = stop or asyncio.Event()
+    slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+    tasks: set[asyncio.Task[None]] = set()
+    run.start_s = time.perf_counter()
+
+    async def one(request: BenchRequest, due_s: float) -> None:
+        now = time.perf_counter()
+        record = RequestRecord(start_s=now, lag_s=now - due_s)
+        run.records.append(record)
+        run.num_running += 1
+        run.peak_running = max(run.peak_running, run.num_running)
+        try:
+            await send(request, record)
+        except asyncio.CancelledError:
+            record.is_cut = True
+        finally:
+            record.end_s = time.perf_counter()
+            run.num_running -= 1
+            if slots is not None:
+                slots.release()
+            if on_done is not None:
+                on_done(record)
+
+    async def send_all() -> None:
+        for request, arrival_s in zip(requests, arrivals, strict=True):
+            due_s = run.start_s + arrival_s
+            if (wait_s := due_s - time.perf_counter()) > 0:
+                await asyncio.sleep(wait_s)
+            if slots is not None:
+                await slots.acquire()
+            task = asyncio.create_task(one(request, due_s))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        await asyncio.gather(*tasks)
+
+    sending = asyncio.create_task(send_all())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((sending, stopping), return_when=asyncio.FIRST_COMPLETED)
+        run.is_interrupted = not sending.done()
+    finally:
+        sending.cancel()
+        stopping.cancel()
+        # A task that never ran a line has no record, and is no request that was sent.
+        for task in list(tasks):
+            task.cancel()
+        ended = await asyncio.gather(sending, stopping, *tasks, return_exceptions=True)
+        run.end_s = max((r.end_s for r in run.records), default=time.perf_counter())
+    for result in ended:
+        if isinstance(result, Exception):  # a bug here, not a failed request
+            raise result

@@ -1,0 +1,57 @@
+"""What the benchmarks without a server share."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine.arg_utils import EngineArgs
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
+
+
+def make_llm(args: argparse.Namespace) -> "LLM":
+    """The engine that the flags describe."""
+    from vllm import LLM
+
+    return LLM(**vars(EngineArgs.from_cli_args(args)))
+
+
+def sampling(num_tokens: int, args: argparse.Namespace) -> "SamplingParams":
+    """`num_tokens` tokens, whatever the model says; nothing is detokenised, as in no server."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        n=args.n,
+        temperature=args.temperature,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        detokenize=not args.disable_detokenize,
+    )
+
+
+def facts(llm: "LLM") -> dict[str, Any]:
+    """What a result depends on: model, device, threads."""
+    import torch
+
+    config = llm.llm_engine.vllm_config
+    return {
+        "model": str(config.model.model),
+        "dtype": config.model.dtype,
+        "device": config.device.device,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """The flags that both have, and those of the engine."""
+    group = parser.add_argument_group("requests")
+    group.add_argument("--n", type=int, default=1, metavar="N", help="outputs per prompt")
+    group.add_argument(
+        "--temperature", type=float, default=0.0, metavar="X", help="(default: 0, greedy)"
+    )
+    group.add_argument(
+        "--disable-detokenize", action="store_true", help="do not make text of the tokens"
+    )
+    parser.add_argument("--output-json", metavar="FILE", help="write JSON; - is stdout")
+    EngineArgs.add_cli_args(parser)

@@ -1,0 +1,94 @@
+"""How results are shown and kept: a table for people, one JSON object for programs."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from vllm.errors import ConfigError
+from vllm.version import __version__
+
+
+def machine() -> dict[str, Any]:
+    """What a result depends on besides its settings."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return {
+        "cpus": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+        "python": platform.python_version(),
+        "vllm": __version__,
+    }
+
+
+def timestamp() -> str:
+    """Local time, fit for a file name."""
+    return datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
+def write_table(rows: Iterable[Sequence[object]], file: TextIO) -> None:
+    """Columns as wide as they need; the first one to the left, the others to the right."""
+    texts = [[_text(cell) for cell in row] for row in rows]
+    widths = [
+        max(len(row[i]) for row in texts if i < len(row)) for i in range(max(map(len, texts)))
+    ]
+    for row in texts:
+        first, *others = (cell for cell in row)
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=False)]
+        file.write("  ".join(cells).rstrip() + "\n")
+
+
+def _text(cell: object) -> str:
+    if cell is None:
+        return "-"
+    return f"{cell:,.2f}" if isinstance(cell, float) else str(cell)
+
+
+def write_json(result: Mapping[str, Any], target: str) -> None:
+    """Write one JSON object to a file, or to stdout if the target is `-`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    text = json.dumps(result, ensure_ascii=False) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        path = Path(target)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write the result to {target!r}: {error}") from None
+
+
+def emit(result: Mapping[str, Any], rows: Iterable[Sequence[object]], output: str | None) -> None:
+    """The table on stdout; or, when stdout is to hold JSON only, on stderr.
+
+    Args:
+        result: what is written as JSON.
+        rows: the table.
+        output: where the JSON goes, if anywhere.
+    """
+    write_table(rows, sys.stderr if output == "-" else sys.stdout)
+    if output is not None:
+        write_json(result, output)
+
+
+def check_writable(target: str | None) -> None:
+    """Find out before the run that its result could not be written.
+
+    Raises:
+        ConfigError: it could not.
+    """
+    if target is None or target == "-":
+        return
+    folder = Path(target).absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    is_usable = folder.is_dir() and os.access(folder, os.W_OK)
+    if not is_usable or Path(target).is_dir():
+        raise ConfigError(f"cannot write the result to {target!r}")

@@ -1,0 +1,233 @@
+"""The flags of `vllm bench serve`."""
+
+import argparse
+import json
+import math
+from typing import Any
+
+from vllm.entrypoints.bench.datasets import DATASETS
+from vllm.entrypoints.bench.statistics import METRICS, parse_goodput
+from vllm.errors import ConfigError
+
+_BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat"}
+_DATASET_NAMES = {"custom": "jsonl"}
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Add all flags."""
+    _add_server_flags(parser)
+    _add_load_flags(parser)
+    add_dataset_flags(parser, input_len=1024, num_prompts=1000)
+    _add_request_flags(parser)
+    _add_result_flags(parser)
+
+
+def check_args(args: argparse.Namespace) -> None:
+    """Settle what the flags say together.
+
+    Raises:
+        ConfigError: a value is out of its range or has a wrong form.
+    """
+    args.backend = _BACKENDS[args.backend]
+    args.goodput = parse_goodput(args.goodput)
+    args.percentile_metrics = args.percentile_metrics.split(",")
+    for metric in args.percentile_metrics:
+        if metric not in METRICS:
+            raise ConfigError(f"percentile_metrics: {metric!r} is not one of {', '.join(METRICS)}")
+    args.metric_percentiles = _percentiles(args.metric_percentiles)
+    for name in ("header", "metadata"):
+        for pair in getattr(args, name):
+            if "=" not in pair:
+                raise ConfigError(f"{name} must be like KEY=VALUE, got {pair!r}")
+    if not args.request_rate > 0 or not args.burstiness > 0:
+        raise ConfigError("request_rate and burstiness must be above 0")
+    for name, least in (("max_concurrency", 1), ("random_vocab_size", 1), ("num_warmups", 0)):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+    args.extra_body = _json_object(args.extra_body)
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    add = group.add_argument
+    add(
+        "--backend",
+        choices=_BACKENDS,
+        default="openai",
+        help="openai: /v1/completions; openai-chat: /v1/chat/completions (default: openai)",
+    )
+    add("--base-url", metavar="URL", help="in place of host and port, such as https://host/path")
+    add("--host", default="127.0.0.1", metavar="TEXT", help="(default: 127.0.0.1)")
+    add("--port", type=int, default=8000, metavar="N", help="(default: 8000)")
+    add("--endpoint", metavar="PATH", help="path of the requests, if it is not the usual one")
+    add("--model", metavar="TEXT", help="not set: the first that the server lists")
+    add("--served-model-name", metavar="TEXT", help="in requests, if it is not --model")
+    add("--api-key", metavar="KEY", help="sent as Authorization: Bearer KEY; not set: VLLM_API_KEY")
+    add(
+        "--header", action="append", default=[], metavar="KEY=VALUE", help="header; may be repeated"
+    )
+    add("--insecure", action="store_true", help="accept any TLS certificate")
+    add(
+        "--ready-check-timeout-sec",
+        type=float,
+        default=600.0,
+        metavar="X",
+        help="seconds to wait for a server that does not answer yet; 0: none (default: 600)",
+    )
+
+
+def _add_load_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load")
+    add = group.add_argument
+    add(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        metavar="X",
+        help="requests per second; inf sends all at once (default: inf)",
+    )
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="of the gaps between requests: 1 is a Poisson process, less comes in bursts, more is "
+        "more even (default: 1)",
+    )
+    add(
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="most requests in flight; with --request-rate inf, as many all the time",
+    )
+    add(
+        "--num-warmups",
+        type=int,
+        default=1,
+        metavar="N",
+        help="requests before the load that are not counted (default: 1)",
+    )
+    add("--disable-tqdm", action="store_true", help="no progress bar")
+
+
+def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_prompts: int) -> None:
+    """The flags of `DatasetArgs`."""
+    group = parser.add_argument_group("prompts")
+    add = group.add_argument
+    add(
+        "--dataset-name",
+        type=lambda name: _DATASET_NAMES.get(name, name),
+        choices=DATASETS,
+        help="not set: random, or what the name of the file says (.json is sharegpt, .jsonl is "
+        "jsonl, others are text)",
+    )
+    add("--dataset-path", metavar="FILE", help="file of prompts")
+    add(
+        "--num-prompts",
+        type=int,
+        default=num_prompts,
+        metavar="N",
+        help=f"requests (default: {num_prompts})",
+    )
+    add(
+        "--random-input-len",
+        "--input-len",
+        type=int,
+        default=input_len,
+        metavar="N",
+        help=f"prompt tokens (default: {input_len})",
+    )
+    add(
+        "--random-output-len",
+        "--output-len",
+        "--sharegpt-output-len",
+        "--custom-output-len",
+        type=int,
+        metavar="N",
+        help="output tokens; not set: what the file says, or 128",
+    )
+    add(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="random lengths vary by this share of themselves, up and down (default: 0)",
+    )
+    add(
+        "--random-prefix-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens that all random prompts begin with (default: 0)",
+    )
+
+
+def _add_request_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    add = group.add_argument
+    add("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
+    add("--tokenizer", metavar="TEXT", help="makes random prompts; not set: the model's")
+    add("--tokenizer-mode", choices=("auto", "slow"), default="auto", help="(default: auto)")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer")
+    add(
+        "--random-vocab-size",
+        type=int,
+        metavar="N",
+        help="draw token ids below this, without a tokenizer; not for chat",
+    )
+    add("--ignore-eos", action="store_true", help="go on until the output has its length")
+    add("--temperature", type=float, default=0.0, metavar="X", help="(default: 0, greedy)")
+    add("--top-p", type=float, metavar="X", help="nucleus sampling")
+    add("--top-k", type=int, metavar="N", help="0 is off")
+    add("--logprobs", type=int, metavar="N", help="log-probabilities per token")
+    add("--extra-body", default="{}", metavar="JSON", help="further fields of every request")
+
+
+def _add_result_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("results")
+    add = group.add_argument
+    add(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help="count requests within all limits, such as ttft:200 tpot:50 e2el:5000",
+    )
+    add(
+        "--percentile-metrics",
+        default=",".join(METRICS),
+        metavar="LIST",
+        help="; ".join(f"{name}: {text}" for name, text in METRICS.items()) + " (default: all)",
+    )
+    add(
+        "--metric-percentiles",
+        default="90,99",
+        metavar="LIST",
+        help="besides mean and median (default: 90,99)",
+    )
+    add("--output-json", metavar="FILE", help="write the result as JSON; - is stdout")
+    add("--save-result", action="store_true", help="write it to a file with a name of its own")
+    add("--result-dir", metavar="FOLDER", help="of --save-result")
+    add("--result-filename", metavar="FILE", help="of --save-result")
+    add("--save-detailed", action="store_true", help="also times and text of every request")
+    add("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="to be kept with the result")
+
+
+def _percentiles(text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [-1.0]
+    if not all(0 <= value <= 100 for value in values):
+        raise ConfigError(f"metric_percentiles must be like 50,99,99.9, got {text!r}")
+    return values
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"extra_body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"extra_body must be a JSON object, got {text!r}")
+    return value

@@ -1,0 +1,120 @@
+"""Figures of a load. Names of results are those that scripts of this field read."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.entrypoints.bench.backends import RequestRecord
+from vllm.entrypoints.bench.load import LoadRun
+from vllm.errors import ConfigError
+
+METRICS = {
+    "ttft": "time to first token",
+    "tpot": "time per output token, without the first",
+    "itl": "time between two pieces of a stream",
+    "e2el": "time to the end of the response",
+}
+
+
+def percentile_name(percentile: float) -> str:
+    """`p99`, `p99.9`."""
+    return f"p{percentile:g}"
+
+
+def describe(
+    values: Sequence[float], percentiles: Sequence[float], digits: int = 3
+) -> dict[str, Any]:
+    """Mean, median, standard deviation and percentiles (linear between values); None of nothing."""
+    import numpy as np
+
+    names = [percentile_name(p) for p in percentiles]
+    if not len(values):
+        return dict.fromkeys(("mean", "median", "std", *names))
+    found = np.asarray(values, dtype=np.float64)
+    figures = [found.mean(), np.median(found), found.std(), *np.percentile(found, percentiles)]
+    return {
+        name: round(float(figure), digits)
+        for name, figure in zip(("mean", "median", "std", *names), figures, strict=True)
+    }
+
+
+def metric_values(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
+    """Milliseconds of every metric over completed requests."""
+    return {
+        "ttft": [r.ttft_s * 1e3 for r in records],
+        "tpot": [tpot * 1e3 for r in records if (tpot := r.tpot_s) is not None],
+        "itl": [itl * 1e3 for r in records for itl in r.itl_s],
+        "e2el": [r.e2el_s * 1e3 for r in records],
+    }
+
+
+def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
+    """`ttft:200` means at most 200 ms.
+
+    Raises:
+        ConfigError: a pair has another form, or another metric than ttft, tpot and e2el.
+    """
+    limits = {}
+    for pair in pairs:
+        name, _, text = pair.partition(":")
+        try:
+            limit = float(text)
+        except ValueError:
+            limit = -1.0
+        if name not in ("ttft", "tpot", "e2el") or not limit >= 0:
+            raise ConfigError(f"goodput must be like ttft:200, tpot:50 or e2el:5000, got {pair!r}")
+        limits[name] = limit
+    return limits
+
+
+def summarize(
+    run: LoadRun,
+    *,
+    metrics: Sequence[str],
+    percentiles: Sequence[float],
+    goodput: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """All figures of a load that has ended; latencies in milliseconds, of completed requests."""
+    done = [r for r in run.records if not r.is_cut and r.error is None]
+    failed = [r for r in run.records if not r.is_cut and r.error is not None]
+    duration_s = max(run.duration_s, 1e-9)
+    num_input = sum(r.num_prompt_tokens for r in done)
+    # What a request that was cut off or failed had received took time, but is not counted.
+    num_output = sum(r.num_output_tokens for r in done)
+    num_pieces = sum(len(r.output_s) for r in done)
+    result: dict[str, Any] = {
+        "duration": round(run.duration_s, 4),
+        "completed": len(done),
+        "failed": len(failed),
+        "interrupted": len(run.records) - len(done) - len(failed),
+        "errors": dict(Counter(r.error for r in failed).most_common()),
+        "finish_reasons": dict(Counter(str(r.finish_reason) for r in done)),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": round(len(done) / duration_s, 3),
+        "output_throughput": round(num_output / duration_s, 2),
+        "total_token_throughput": round((num_input + num_output) / duration_s, 2),
+        "max_concurrent_requests": run.peak_running,
+        "tokens_per_piece": round(num_output / num_pieces, 3) if num_pieces else None,
+    }
+    if goodput:
+        result["request_goodput"] = round(_count_good(done, goodput) / duration_s, 3)
+    values = metric_values(done)
+    for metric in metrics:
+        for name, figure in describe(values[metric], percentiles).items():
+            result[f"{name}_{metric}_ms"] = figure
+    return result
+
+
+def _count_good(records: Sequence[RequestRecord], limits: Mapping[str, float]) -> int:
+    """Requests within all limits; one without a second token has nothing to be late with."""
+
+    def is_good(record: RequestRecord) -> bool:
+        ms = {
+            "ttft": record.ttft_s * 1e3,
+            "tpot": (record.tpot_s or 0.0) * 1e3,
+            "e2el": record.e2el_s * 1e3,
+        }
+        return all(ms[name] <= limit for name, limit in limits.items())
+
+    return sum(map(is_good, records))

@@ -1,0 +1,87 @@
+"""`vllm bench throughput`: all requests are there at the start; there is no server."""
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.entrypoints.bench import offline, report
+from vllm.entrypoints.bench.backends import BenchRequest
+from vllm.entrypoints.bench.datasets import (
+    DatasetArgs,
+    dataset_of,
+    file_requests,
+    random_requests,
+)
+from vllm.entrypoints.bench.serve_args import add_dataset_flags
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.outputs import RequestOutput
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Add all flags."""
+    add_dataset_flags(parser, input_len=512, num_prompts=1000)
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    offline.add_cli_args(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure; a table on stdout, JSON where it was asked for.
+
+    Raises:
+        RequestError: n and temperature do not go together.
+        ConfigError: a flag is out of its range, a file cannot be used, or the engine cannot start.
+    """
+    dataset = DatasetArgs(
+        name=args.dataset_name or dataset_of(args.dataset_path),
+        path=args.dataset_path,
+        num_prompts=args.num_prompts,
+        input_len=args.random_input_len,
+        output_len=args.random_output_len,
+        range_ratio=args.random_range_ratio,
+        prefix_len=args.random_prefix_len,
+        seed=args.seed or 0,
+    )
+    offline.sampling(1, args)  # raises before the model is loaded
+    report.check_writable(args.output_json)
+    llm = offline.make_llm(args)
+    requests = _make_requests(llm, dataset)
+    prompts: list[Any] = [
+        {"prompt_token_ids": r.prompt} if isinstance(r.prompt, list) else r.prompt for r in requests
+    ]
+    params = [offline.sampling(request.max_tokens, args) for request in requests]
+    # One short request, so that what happens once does not count.
+    llm.generate(prompts[:1], [offline.sampling(2, args)], use_tqdm=False)
+    llm.reset_prefix_cache()
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=not args.disable_tqdm)
+    result = _summarize(llm, outputs, time.perf_counter() - start)
+    keys = ("elapsed_time", "requests_per_second", "output_tokens_per_second", "tokens_per_second")
+    rows = [(key.replace("_", " "), result[key]) for key in keys]
+    report.emit(result, rows, args.output_json)
+
+
+def _make_requests(llm: "LLM", dataset: DatasetArgs) -> list[BenchRequest]:
+    config = llm.llm_engine.vllm_config
+    if dataset.name == "random":
+        vocab_size = config.model.resolved_arch.vocab_size
+        return random_requests(dataset, range(min(16, vocab_size - 1), vocab_size))
+    return file_requests(dataset, llm.get_tokenizer(), config.scheduler.max_model_len)
+
+
+def _summarize(llm: "LLM", outputs: "list[RequestOutput]", elapsed_s: float) -> dict[str, Any]:
+    num_input = sum(len(output.prompt_token_ids or ()) for output in outputs)
+    num_output = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    return {
+        "benchmark": "throughput",
+        "machine": report.machine() | offline.facts(llm),
+        "num_requests": len(outputs),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "total_num_tokens": num_input + num_output,
+        "elapsed_time": round(elapsed_s, 4),
+        "requests_per_second": round(len(outputs) / elapsed_s, 3),
+        "output_tokens_per_second": round(num_output / elapsed_s, 2),
+        "tokens_per_second": round((num_input + num_output) / elapsed_s, 2),
+    }

@@ -1,0 +1,40 @@
+"""`vllm bench`: measure a server, or the engine without one."""
+
+import argparse
+from importlib import import_module
+
+from vllm.utils import FlexibleArgumentParser
+
+_BENCHMARKS = {
+    "serve": "load a running server and show throughput and latencies",
+    "latency": "time one batch from its first token in to its last token out",
+    "throughput": "time many prompts that are all there at the start",
+}
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
+) -> FlexibleArgumentParser:
+    """Declare the subcommand and return its parser."""
+    parser = subparsers.add_parser(
+        "bench",
+        description="Measure throughput and latency.",
+    )
+    benchmarks = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+    for name, text in _BENCHMARKS.items():
+        module = import_module(f"vllm.entrypoints.bench.{name}")
+        module.add_cli_args(
+            benchmarks.add_parser(
+                name,
+                help=text,
+                description=text.capitalize() + ".",
+                usage=f"vllm bench {name} [flags]",
+            )
+        )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int | None:
+    """Run one benchmark; returns its exit code."""
+    code: int | None = import_module(f"vllm.entrypoints.bench.{args.benchmark}").run(args)
+    return code
