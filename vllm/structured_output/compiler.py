@@ -67,6 +67,7 @@ class GrammarCompiler:
         self._under_way: dict[bytes, Future[_Result]] = {}
         self._start_lock = threading.Lock()
         self._workers: list[DeadlineWorker] = []
+        self._is_closed = False
         self._idle: queue.LifoQueue[DeadlineWorker] = queue.LifoQueue()
 
     # ---- compiling ------------------------------------------------------------------------
@@ -97,6 +98,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the processes; what is being compiled fails."""
+        self._is_closed = True
         for worker in self._workers:
             worker.close()
 
@@ -169,7 +171,8 @@ class GrammarCompiler:
             self._make_workers()
             self._workers[-1].start()  # the one that is taken first
         except (RequestError, WorkerError) as error:
-            logger.info("requests for structured output will be refused: %s", error)
+            if not self._is_closed:
+                logger.info("requests for structured output will be refused: %s", error)
 
     # ---- the cache ------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Python's garbage collector in a process that has started and will run for long."""
 
+import atexit
 import gc
 
 
@@ -11,3 +12,5 @@ def keep_for_good() -> None:
     """
     gc.collect()
     gc.freeze()
+    # Libraries look at the end of the process for what was never freed, and print it.
+    atexit.register(gc.unfreeze)
