@@ -1,4 +1,5 @@
-"""Times linear layers: torch's F.linear against packed weights, dense, int8 and int4.
+"""Times linear layers: torch's F.linear against packed weights, dense, int8, int4, and int4 as GPTQ
+checkpoints have it, with groups of 128 inputs and zero points.
 
     python benchmarks/bench_linear.py [--dtype bfloat16] [--rows 1,16,1024] [--threads N]
 
@@ -33,7 +34,20 @@ SHAPES = {  # out_features, in_features
 CACHE_BYTES = 128 << 20
 """Copies of a weight together are at least this large, at most 16 of them."""
 
+GPTQ_GROUP = 128
+
 Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+def random_gptq(num_out: int, num_in: int) -> PackedWeight:
+    """A weight as from a checkpoint."""
+    low, high = -(2**31), 2**31 - 1
+    num_groups = num_in // GPTQ_GROUP
+    return PackedWeight.from_gptq(
+        torch.randint(low, high, (num_in // 8, num_out), dtype=torch.int32),
+        torch.randint(low, high, (num_groups, num_out // 8), dtype=torch.int32),
+        torch.rand(num_groups, num_out).half(),
+    )
 
 
 def make_sides(
@@ -48,6 +62,7 @@ def make_sides(
         "packed": [PackedWeight.pack(weight.clone()) for _ in plain],
         "int8": [PackedWeight.quantize(weight, WeightFormat.INT8) for _ in plain],
         "int4": [PackedWeight.quantize(weight, WeightFormat.INT4) for _ in plain],
+        "gptq": [random_gptq(num_out, num_in) for _ in plain],
     }
     sides: dict[str, list[Call]] = {"torch": [lambda x, w=w: F.linear(x, w) for w in plain]}
     sides.update({name: [w.linear for w in weights] for name, weights in packed.items()})

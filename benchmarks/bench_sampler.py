@@ -3,11 +3,13 @@
     python benchmarks/bench_sampler.py
     python benchmarks/bench_sampler.py --rows 64 --vocab-sizes 128256 --threads 1 --dtype bfloat16
 
-Prints JSON on stdout: microseconds, the median and the least of the repetitions. Logits are normal
-numbers: the time hardly depends on their values.
+Prints JSON on stdout: microseconds, the median and the least of the repetitions, for the C++
+kernels and for torch, one after the other. Logits are normal numbers: top_p keeps thousands of
+tokens, which is dear for both.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 
 from vllm.messages import EngineRequest
+from vllm.sample.cpu_sampler import make_sampler
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState
 from vllm.sampling_params import SamplingParams
@@ -40,9 +43,19 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def make_state(num_rows: int, vocab_size: int, params: list[dict[str, Any]]) -> SamplingState:
+def make_torch_sampler(
+    max_num_seqs: int, vocab_size: int, device: torch.device
+) -> tuple[SamplingState, Sampler]:
+    return SamplingState(max_num_seqs, vocab_size, device), Sampler()
+
+
+PATHS = {"kernels": make_sampler, "torch": make_torch_sampler}
+
+
+def fill(
+    state: SamplingState, num_rows: int, vocab_size: int, params: list[dict[str, Any]]
+) -> None:
     rng = np.random.default_rng(0)
-    state = SamplingState(num_rows, vocab_size, torch.device("cpu"))
     for row in range(num_rows):
         request = EngineRequest(
             request_id=str(row),
@@ -54,7 +67,6 @@ def make_state(num_rows: int, vocab_size: int, params: list[dict[str, Any]]) -> 
             arrival_time=0.0,
         )
         state.add(row, request, rng.integers(0, vocab_size, OUTPUT_TOKENS).tolist())
-    return state
 
 
 def microseconds(function: Callable[[], Any], seconds: float) -> dict[str, float]:
@@ -79,14 +91,14 @@ def microseconds(function: Callable[[], Any], seconds: float) -> dict[str, float
 
 
 def measure(
-    logits: torch.Tensor, params: list[dict[str, Any]], seconds: float
+    logits: torch.Tensor, params: list[dict[str, Any]], path: str, seconds: float
 ) -> dict[str, dict[str, float]]:
     num_rows, vocab_size = logits.shape
-    state = make_state(num_rows, vocab_size, params)
+    state, sampler = PATHS[path](num_rows, vocab_size, torch.device("cpu"))
+    fill(state, num_rows, vocab_size, params)
     rows = np.arange(num_rows, dtype=np.int32)
     num_output_tokens = np.full(num_rows, OUTPUT_TOKENS, np.int32)
     token_ids = np.zeros(num_rows, np.int32)
-    sampler = Sampler()
     metadata = state.metadata(rows, num_output_tokens)
     return {
         "metadata_us": microseconds(lambda: state.metadata(rows, num_output_tokens), seconds / 4),
@@ -100,6 +112,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[4096, 128256])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each figure")
@@ -111,11 +124,10 @@ def main() -> None:
         for num_rows in args.rows:
             logits = torch.randn(num_rows, vocab_size, generator=generator) * 3
             logits = logits.to(getattr(torch, args.dtype))
-            for case in args.cases:
-                figures = measure(logits, CASES[case], args.seconds)
-                results.append(
-                    {"vocab_size": vocab_size, "rows": num_rows, "case": case, **figures}
-                )
+            for case, path in itertools.product(args.cases, args.paths):
+                figures = measure(logits, CASES[case], path, args.seconds)
+                about = {"vocab_size": vocab_size, "rows": num_rows, "case": case, "path": path}
+                results.append({**about, **figures})
                 print(json.dumps(results[-1]), file=sys.stderr)
     about = {
         "machine": platform.processor() or platform.machine(),

@@ -40,6 +40,7 @@ class Timers:
 def measure(num_seqs: int, args: argparse.Namespace) -> dict[str, Any]:
     """Median and tail of a step of `num_seqs` running decodes."""
     args.max_num_seqs = max(args.num_seqs)
+    args.async_scheduling = False  # parts are timed where they happen, one after the other
     engine = make_llm(args).llm_engine
     core = engine.engine_core
     runner = core.executor._worker.runner

@@ -47,7 +47,6 @@ def test_every_variable_a_reason_points_to_has_an_effect():
         "VLLM_ENGINE_ITERATION_TIMEOUT_S",
         "VLLM_RPC_TIMEOUT",
         "VLLM_DISABLE_MARK_SCALES_AS_CONST",
-        "VLLM_DELAYED_SAMPLING",
         "VLLM_HPU_MULTI_MODEL_CONFIG",
     ],
 )
@@ -75,7 +74,7 @@ def test_an_empty_value_asks_for_nothing():
         ("VLLM_USE_V1", "1", "0"),
         ("VLLM_HANDLE_TOPK_DUPLICATES", "True", "false"),
         ("VLLM_ENABLE_BUCKETING", "y", "f"),
-        ("VLLM_DELAYED_SAMPLING", "false", "true"),
+        ("VLLM_DELAYED_SAMPLING", "true", "false"),
         ("VLLM_DEFRAG", "0", "maybe"),
     ],
 )

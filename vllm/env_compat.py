@@ -37,7 +37,7 @@ _IN_PROCESS = (
     "LLM computes in the caller's process, and the engine process of a server is reached by a "
     "socket file of its own"
 )
-_QUANTIZATION = "quantization is not available yet"
+_QUANTIZATION = "weights and cache are not quantized on a card yet"
 _MULTIMODAL = "multimodal input is not available yet"
 _EXPERTS = "mixture-of-experts models are not available yet"
 _RECURRENT = "models with recurrent state are not available yet"
@@ -65,7 +65,9 @@ _FLOAT32_SOFTMAX = (
 _NOT_SLICED = "fused attention is not sliced"
 _NOT_DEFRAGMENTED = "the KV cache is not defragmented"
 _NO_STEP_PROFILE = "single steps are not profiled; VLLM_PROFILER_ENABLED traces all of them"
-_SYNCHRONOUS = "every step waits for the tokens of the one before; the outputs are the same"
+_RUNS_AHEAD = (
+    "steps are scheduled ahead where that pays, see --async-scheduling; outputs are the same"
+)
 _NO_CACHE_FOLDER = "nothing is kept there; HF_HOME is the folder of downloaded models"
 _NO_USAGE_STATS = "no usage data is ever sent"
 _NO_COMPILE_CACHE = "the compile cache it controls does not exist here"
@@ -130,7 +132,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         "VLLM_HPU_FORCE_MARK_STEP",
         same_as=True,
     ),
-    *_ignored(_SYNCHRONOUS, "VLLM_DELAYED_SAMPLING VLLM_HPU_USE_DELAYED_SAMPLING", same_as=False),
+    *_ignored(_RUNS_AHEAD, "VLLM_DELAYED_SAMPLING VLLM_HPU_USE_DELAYED_SAMPLING", same_as=True),
     *_ignored(
         "tokens that tie at the k-th place are always kept",
         "VLLM_HANDLE_TOPK_DUPLICATES",
@@ -263,9 +265,6 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     # What never concerned a Gaudi card, or this package.
     *_ignored(_V0, "VLLM_LOGITS_PROCESSOR_THREADS"),
     *_ignored(_NO_CACHE_FOLDER, "VLLM_CACHE_ROOT VLLM_CONFIG_ROOT"),
-    *_ignored(
-        "threads follow OMP_NUM_THREADS and the CPUs of the process", "VLLM_CPU_OMP_THREADS_BIND"
-    ),
     *_ignored(
         "the kernels are built for every instruction set and choose when they are loaded",
         "VLLM_CPU_DISABLE_AVX512 VLLM_CPU_AVX512BF16",

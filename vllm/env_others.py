@@ -73,10 +73,10 @@ OTHER_READERS = (
     _read_by(
         "PyTorch, OpenMP and Python",
         """
-        OMP_NUM_THREADS KMP_AFFINITY TORCHINDUCTOR_COMPILE_THREADS TORCHINDUCTOR_CACHE_DIR
+        KMP_AFFINITY GOMP_SPINCOUNT TORCHINDUCTOR_COMPILE_THREADS TORCHINDUCTOR_CACHE_DIR
         TRITON_CACHE_DIR LD_LIBRARY_PATH LD_PRELOAD PYTHONHASHSEED
         """,
-        "OMP_NUM_THREADS is the number of threads of the CPU device",
+        "the engine process of a server starts with GOMP_SPINCOUNT=1000 where it is not set",
     ),
     _read_by("the build of this package", "CXX", "the C++ compiler of the CPU kernels"),
     _read_by(

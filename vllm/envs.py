@@ -102,6 +102,15 @@ class Envs:
         "KV cache of the CPU device in GiB. Not set, or 0: a share of the free memory.",
         at_least=0,
     )
+    VLLM_CPU_OMP_THREADS_BIND: str = _cpu(
+        "auto",
+        "Cores of the threads of the CPU device, one thread each, such as 0-3 or 0,2,4. auto: as "
+        "many threads as suit the cores of the process, its share of the container's time and "
+        "the model, on any core; all or nobind: OpenMP decides.",
+    )
+    OMP_NUM_THREADS: str | None = _cpu(
+        None, "Read by OpenMP: threads of the CPU device. Not set: as VLLM_CPU_OMP_THREADS_BIND."
+    )
     VLLM_CPU_KERNELS: bool = _cpu(True, "Use the compiled kernels on the CPU; 0 runs plain torch.")
     VLLM_BUCKETING_STRATEGY: str = _buckets(
         "linear",

@@ -1,4 +1,4 @@
-// The activation of a gated MLP.
+// The activations of gated MLPs.
 #pragma once
 
 #include "parallel.h"
@@ -6,19 +6,57 @@
 
 namespace VLLM_ISA {
 
-// out = round(silu(gate)) * up. x: [rows, 2 * size], gate then up, rows `x_stride` elements
+// out = round(silu(gate)) * up. x: [2 * size], gate then up.
+template <typename T>
+inline void silu_and_mul_row(const T* x, T* out, int64_t size) {
+  for_each_vector(size, [&](int64_t i, int64_t count) {
+    // Below -88 e^-g stops growing, and the quotient is nothing already.
+    const Vec g = max(splat(-88.0f), load(x + i, count));
+    const Vec silu = round_to<T>(g / (1.0f + exp(-g)));
+    store(out + i, silu * load(x + size + i, count), count);
+  });
+}
+
+// The same for all rows. x: [rows, 2 * size], gate then up, rows `x_stride` elements
 // apart; out: [rows, size], dense.
 template <typename T>
 void silu_and_mul(const T* x, T* out, int64_t rows, int64_t size, int64_t x_stride,
                   int num_threads) {
   parallel_rows(rows, 4 * size, num_threads, [&](int64_t row) {  // e^x costs about 4 passes
+    silu_and_mul_row(x + row * x_stride, out + row * size, size);
+  });
+}
+
+// x * P(X <= x) of a normal X, with erf by formula 7.1.26 of Abramowitz and Stegun (1964), whose
+// error is at most 1.5e-7.
+VLLM_INLINE Vec gelu(Vec x) {
+  const Vec z = max(x, -x) * 0.70710678f;
+  const Vec t = 1.0f / fma(z, splat(0.3275911f), splat(1.0f));
+  Vec p = splat(1.061405429f);
+  p = fma(p, t, splat(-1.453152027f));
+  p = fma(p, t, splat(1.421413741f));
+  p = fma(p, t, splat(-0.284496736f));
+  p = fma(p, t, splat(0.254829592f));
+  const Vec tail = 0.5f * p * t * exp(-z * z);  // P(X > |x|)
+  return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+// The same with tanh for erf (Hendrycks and Gimpel 2016, arXiv 1606.08415).
+VLLM_INLINE Vec gelu_tanh(Vec x) {
+  const Vec g = max(splat(-10.0f), x);  // nothing is left below, and e^88 is as far as exp goes
+  return g / (1.0f + exp(-1.5957691f * fma(0.044715f * g * g, g, g)));
+}
+
+// out = round(gelu(gate)) * up; see silu_and_mul.
+template <typename T>
+void gelu_and_mul(const T* x, T* out, int64_t rows, int64_t size, int64_t x_stride, int is_tanh,
+                  int num_threads) {
+  parallel_rows(rows, 5 * size, num_threads, [&](int64_t row) {
     const T* const gate = x + row * x_stride;
-    const T* const up = gate + size;
     for_each_vector(size, [&](int64_t i, int64_t count) {
-      // Below -88 e^-g stops growing, and the quotient is nothing already.
-      const Vec g = max(splat(-88.0f), load(gate + i, count));
-      const Vec silu = round_to<T>(g / (1.0f + exp(-g)));
-      store(out + row * size + i, silu * load(up + i, count), count);
+      const Vec g = load(gate + i, count);
+      const Vec activated = round_to<T>(is_tanh ? gelu_tanh(g) : gelu(g));
+      store(out + row * size + i, activated * load(gate + size + i, count), count);
     });
   });
 }

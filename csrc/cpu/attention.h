@@ -14,7 +14,7 @@
 namespace VLLM_ISA {
 
 constexpr int kPartitionKeys = 256;
-constexpr int kTilesAhead = 2;  // how early memory is asked for a tile; 1 to 4 are alike
+constexpr int kStepsAhead = 2;  // how early memory is asked for a tile of a kv head
 
 // The arguments of one call, and what follows from them.
 template <typename T>
@@ -34,44 +34,85 @@ struct DecodeCall : vllm_cpu::DecodeArgs<T> {
 };
 
 // Scratch of one thread, for the heads of one item.
-struct DecodeScratch {
-  float* query;   // [heads, padded head size]
-  float* states;  // [heads, kHeader + padded head size]
-  float* scores;  // [4, kTileKeys]
-
-  static int64_t floats(int64_t heads, int64_t head_size) {
-    return heads * (kHeader + 2 * padded(head_size)) + 4 * kTileKeys;
+template <class Dot, typename T>
+class DecodeScratch {
+ public:
+  static int64_t bytes(const DecodeCall<T>& call, int64_t heads) {
+    const int64_t padded_size = decode_padded<Dot>(call.head_size);
+    const bool is_widened = call.cache_type != vllm_cpu::CacheType::kSame;
+    return 4 * (heads * (padded_size / Dot::kInputs + kHeader + padded_size) + 8 * kTileKeys) +
+           (is_widened ? kTileKeys * (2 * padded_size * int64_t{sizeof(T)} + 8) : 0);
   }
-  DecodeScratch(float* memory, int64_t heads, int64_t head_size)
-      : query(memory),
-        states(query + heads * padded(head_size)),
-        scores(states + heads * (kHeader + padded(head_size))) {}
+
+  DecodeScratch(char* memory, const DecodeCall<T>& call, int64_t heads) {
+    work.head_size = call.head_size;
+    work.padded_size = decode_padded<Dot>(call.head_size);
+    work.query_stride = work.padded_size / Dot::kInputs;
+    query = reinterpret_cast<uint32_t*>(memory);
+    work.query = query;
+    states = reinterpret_cast<float*>(query + heads * work.query_stride);
+    work.scores = states + heads * (kHeader + work.padded_size);
+    work.weights = reinterpret_cast<uint32_t*>(work.scores + 4 * kTileKeys);
+    keys_ = reinterpret_cast<T*>(work.weights + 4 * kTileKeys);
+    if (call.cache_type == vllm_cpu::CacheType::kSame) return;
+    values_ = keys_ + kTileKeys * work.padded_size;
+    rows_ = reinterpret_cast<int64_t*>(values_ + kTileKeys * work.padded_size);
+    for (int64_t k = 0; k < kTileKeys; ++k) rows_[k] = k * work.padded_size;
+  }
+
+  // The rows of a tile as numbers of type T.
+  Tile<T> tile_of(vllm_cpu::CacheType type, const Fetch& from, int64_t num_keys,
+                  int64_t distance) const {
+    if (type == vllm_cpu::CacheType::kSame) {
+      return {reinterpret_cast<const T*>(from.keys), reinterpret_cast<const T*>(from.values),
+              from.rows, num_keys, distance};
+    }
+    constexpr int64_t kUnit = kLanes * Dot::kInputs;
+    // up to whole vectors of keys: what is behind the last one is computed with, not used
+    const int64_t num_rows = round_up(num_keys, kLanes);
+    widen_rows(type, num_rows, work.head_size, kUnit,
+               [&](int64_t k) { return from.keys + from.rows[k]; }, keys_);
+    widen_rows(type, num_rows, work.head_size, kUnit,
+               [&](int64_t k) { return from.values + from.rows[k]; }, values_);
+    return {keys_, values_, rows_, num_keys, distance};
+  }
+
+  TileWork work;
+  uint32_t* query;
+  float* states;
+
+ private:
+  T* keys_;
+  T* values_;
+  int64_t* rows_;
 };
 
-// Fills a tile with keys [first, end) of kv head g of request b, at most kTileKeys of them.
-// False when a block id is out of range.
+// Where the rows of a tile are in the cache, in elements: those of kv head 0.
+struct DecodeRows {
+  int64_t at[kTileKeys];
+  int64_t num_keys, distance;
+};
+
+// Fills in keys [first, end) of request b, at most kTileKeys of them. False when a block id is out
+// of range.
 template <typename T>
-inline bool fill_tile(const DecodeCall<T>& call, int64_t b, int64_t g, int64_t first, int64_t end,
-                      Tile<T>& tile) {
-  const int32_t* const table = call.block_tables + b * call.table_stride;
+inline bool find_rows(const DecodeCall<T>& call, int64_t b, int64_t first, int64_t end,
+                      DecodeRows& rows) {
+  const int32_t* table = call.block_tables + b * call.table_stride + first / call.block_size;
   const int64_t token_stride = call.num_kv_heads * call.head_size;
-  tile.num_keys = end - first < kTileKeys ? end - first : kTileKeys;
-  tile.distance = call.end_key(b) - 1 - first;
-  for (int64_t k = 0; k < tile.num_keys;) {
-    const int64_t block = table[(first + k) / call.block_size];
+  rows.num_keys = end - first < kTileKeys ? end - first : kTileKeys;
+  rows.distance = call.end_key(b) - 1 - first;
+  int64_t offset = first % call.block_size;
+  for (int64_t k = 0; k < rows.num_keys; offset = 0, ++table) {
+    const int64_t block = *table;
     if (block < 0 || block >= call.num_blocks) return false;
-    int64_t offset = (first + k) % call.block_size;
-    int64_t at = (block * call.block_size + offset) * token_stride + g * call.head_size;
-    for (; offset < call.block_size && k < tile.num_keys; ++offset, ++k, at += token_stride) {
-      tile.keys[k] = call.key_cache + at;
-      tile.values[k] = call.value_cache + at;
+    int64_t at = (block * call.block_size + offset) * token_stride;
+    for (; offset < call.block_size && k < rows.num_keys; ++offset, ++k, at += token_stride) {
+      rows.at[k] = at;
     }
   }
   // Scores are computed for whole vectors of keys: the rest repeat a key and are not used.
-  for (int64_t k = tile.num_keys; k < kTileKeys; ++k) {
-    tile.keys[k] = tile.keys[0];
-    tile.values[k] = tile.values[0];
-  }
+  for (int64_t k = rows.num_keys; k < kTileKeys; ++k) rows.at[k] = rows.at[0];
   return true;
 }
 
@@ -80,75 +121,102 @@ struct Item {
   int64_t b, begin, end, first_g, end_g;
 };
 
-// Attends the query heads of an item to its keys; states: [heads of the item, ...].
-// All kv heads of a tile before the next tile: their rows are neighbours in memory.
-// False, and no result, when a block id is out of range.
-template <typename T>
-inline bool attend(const DecodeCall<T>& call, const Item& item, const DecodeScratch& scratch,
-                   float* states) {
-  const int64_t group = call.group(), head_size = call.head_size;
-  const int64_t query_stride = padded(head_size), state_stride = kHeader + padded(head_size);
-  const int64_t first_head = item.first_g * group, num_heads = item.end_g * group - first_head;
+// Loads the query heads of an item, and makes their states those of no key.
+template <class Dot, typename T>
+inline void start_item(const DecodeCall<T>& call, const Item& item, int64_t num_heads,
+                       const DecodeScratch<Dot, T>& scratch, float* states) {
+  const int64_t head_size = call.head_size, first_head = item.first_g * call.group();
+  const int64_t state_stride = kHeader + scratch.work.padded_size;
   for (int64_t h = 0; h < num_heads; ++h) {
     const T* const query = call.query + item.b * call.query_stride + (first_head + h) * head_size;
-    for_each_vector(head_size, [&](int64_t i, int64_t count) {
-      // zeros after the end: they add nothing
-      store(scratch.query + h * query_stride + i, load(query + i, count));
-    });
+    pack_key<Dot>(query, head_size, scratch.query + h * scratch.work.query_stride);
     float* const state = states + h * state_stride;
-    __builtin_memset(state, 0, state_stride * sizeof(float));
+    for (int64_t i = 0; i < state_stride; i += kLanes) store(state + i, Vec{});
     state[0] = -__builtin_inff();
   }
-  if (item.begin >= item.end) return true;
+}
 
+// Attends the query heads of an item to its keys; states: [heads of the item, ...].
+// All kv heads of a tile before the next tile: their rows are neighbours in memory.
+// after: the item that this thread attends to next, if known: it is asked for towards the end.
+// False, and no result, when a block id is out of range.
+template <class Dot, typename T>
+inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* after,
+                   const DecodeScratch<Dot, T>& scratch, float* states) {
+  const int64_t group = call.group(), num_kv_heads = item.end_g - item.first_g;
+  start_item(call, item, num_kv_heads * group, scratch, states);
+  TileWork work = scratch.work;
+  work.states = states;
+  work.first_head = item.first_g * group;
   const ScoreOptions options{call.scale, call.soft_cap, call.alibi_slopes, 0};
-  // A ring: the tile at `used`, and those after it up to the one that is being fetched.
-  Tile<T> tiles[kTilesAhead + 1];
-  int64_t num_filled = 0;
-  const int64_t num_kv_heads = item.end_g - item.first_g;
-  const int64_t num_tiles = (item.end - item.begin + kTileKeys - 1) / kTileKeys * num_kv_heads;
-  for (int64_t used = 0; used < num_tiles; ++used) {
-    for (; num_filled < num_tiles && num_filled <= used + kTilesAhead; ++num_filled) {
-      if (!fill_tile(call, item.b, item.first_g + num_filled % num_kv_heads,
-                     item.begin + num_filled / num_kv_heads * kTileKeys, item.end,
-                     tiles[num_filled % (kTilesAhead + 1)])) {
+
+  // A ring: the rows of the tile in use, and of those after it up to the one being fetched.
+  DecodeRows rows[kStepsAhead + 1];
+  int64_t num_found = 0;
+  const int64_t num_tiles = (item.end - item.begin + kTileKeys - 1) / kTileKeys;
+  const int64_t num_steps = num_tiles * num_kv_heads, bytes = cache_bytes<T>(call.cache_type);
+  const auto fetch_of = [&](const DecodeRows& of_tile, int64_t g) {
+    const int64_t of_head = g * call.head_size * bytes;
+    return Fetch{static_cast<const char*>(call.key_cache) + of_head,
+                 static_cast<const char*>(call.value_cache) + of_head, of_tile.at, bytes,
+                 call.head_size * bytes};
+  };
+  DecodeRows rows_after;
+  const bool has_after = after != nullptr && after->begin < after->end &&
+                         find_rows(call, after->b, after->begin, after->end, rows_after);
+  int64_t tile = 0, g = 0, ahead_tile = kStepsAhead / num_kv_heads;
+  int64_t ahead_g = kStepsAhead % num_kv_heads;
+  for (int64_t step = 0; step < num_steps; ++step) {
+    for (; num_found <= ahead_tile && num_found < num_tiles; ++num_found) {
+      if (!find_rows(call, item.b, item.begin + num_found * kTileKeys, item.end,
+                     rows[num_found % (kStepsAhead + 1)])) {
         return false;
       }
     }
-    const int64_t h = used % num_kv_heads * group;
-    attend_tile(scratch.query + h * query_stride, scratch.scores, states + h * state_stride, group,
-                tiles[used % (kTilesAhead + 1)], tiles[(num_filled - 1) % (kTilesAhead + 1)],
-                head_size, options, first_head + h);
+    const DecodeRows& of_tile = rows[tile % (kStepsAhead + 1)];
+    const Tile<T> now = scratch.tile_of(call.cache_type, fetch_of(of_tile, item.first_g + g),
+                                        of_tile.num_keys, of_tile.distance);
+    const bool is_mine = ahead_tile < num_tiles;
+    const Fetch next =
+        is_mine ? fetch_of(rows[ahead_tile % (kStepsAhead + 1)], item.first_g + ahead_g)
+                : fetch_of(rows_after, has_after ? after->first_g + ahead_g : 0);
+    attend_tile<Dot>(work, g * group, group, now, is_mine || has_after ? &next : nullptr, options);
+    if (++g == num_kv_heads) g = 0, ++tile;
+    if (++ahead_g == num_kv_heads) ahead_g = 0, ++ahead_tile;
   }
   return true;
 }
 
-// Writes the head whose softmax is finished. No keys: zeros.
-template <typename T>
-inline void write_out(const float* state, int64_t head_size, T* out) {
-  const float factor = state[1] > 0 ? 1.0f / state[1] : state[1] == 0 ? 0.0f : state[1];
-  for_each_vector(head_size, [&](int64_t i, int64_t count) {
-    store(out + i, load(state + kHeader + i) * factor, count);
-  });
+// Writes the head whose softmax is finished, times `scale`. No keys: zeros.
+template <class Dot, typename T>
+inline void write_out(const float* state, int64_t head_size, float scale, T* out) {
+  const float total = sum_lanes(load(state + kTotal));
+  const float factor = total > 0 ? scale / total : total == 0 ? 0.0f : total;
+  for (int64_t i = 0; i < head_size; i += kLanes * Dot::kInputs) {
+    Vec parts[Dot::kInputs];
+    for (int j = 0; j < Dot::kInputs; ++j) parts[j] = load(state + kHeader + i + j * kLanes);
+    natural<Dot>(parts);
+    for (int64_t j = 0, at = i; j < Dot::kInputs && at < head_size; ++j, at += kLanes) {
+      const int64_t left = head_size - at;
+      store(out + at, parts[j] * factor, left < kLanes ? left : int64_t{kLanes});
+    }
+  }
 }
 
 // Adds the partial results of one head, `stride` floats apart, in order into the first of them.
-inline void merge(float* states, int64_t num_states, int64_t stride, int64_t head_size) {
+inline void merge(float* states, int64_t num_states, int64_t stride, int64_t padded_size) {
   float largest = states[0];
   for (int64_t p = 1; p < num_states; ++p) {
     if (states[p * stride] > largest) largest = states[p * stride];
   }
-  float total = 0;
   for (int64_t p = 0; p < num_states; ++p) {
-    float* const state = states + p * stride;
+    const float* const state = states + p * stride;
     const Vec weight = exp(splat(state[0] - largest));
-    total += state[1] * weight[0];
-    for_each_vector(padded(head_size), [&](int64_t i, int64_t) {
-      const Vec before = p == 0 ? Vec{} : load(states + kHeader + i);
-      store(states + kHeader + i, fma(weight, load(state + kHeader + i), before));
-    });
+    for (int64_t i = kTotal; i < kHeader + padded_size; i += kLanes) {
+      const Vec before = p == 0 ? Vec{} : load(states + i);
+      store(states + i, fma(weight, load(state + i), before));
+    }
   }
-  states[1] = total;
 }
 
 // How the partitions of all requests are numbered and cut into items.
@@ -199,9 +267,12 @@ class WorkList {
 // undefined then. -2: no memory.
 template <typename T>
 int64_t paged_attention_decode(const vllm_cpu::DecodeArgs<T>& args, int num_threads) {
+  using Dot = typename PrefillDot<T>::type;
+  using Scratch = DecodeScratch<Dot, T>;
   const DecodeCall<T> call{args};
   const int64_t num_heads = call.num_heads, head_size = call.head_size;
-  const int64_t state_floats = kHeader + padded(head_size);
+  const int64_t padded_size = decode_padded<Dot>(head_size);
+  const int64_t state_floats = kHeader + padded_size;
 
   int64_t num_partitions = 0;
   for (int64_t b = 0; b < call.num_requests; ++b) {
@@ -209,49 +280,53 @@ int64_t paged_attention_decode(const vllm_cpu::DecodeArgs<T>& args, int num_thre
     num_partitions += call.num_partitions(b);
   }
   const bool is_split = num_partitions > call.num_requests;
-  const int64_t scratch_floats = DecodeScratch::floats(num_heads, head_size);
+  const int64_t scratch_bytes = round_up(Scratch::bytes(call, num_heads), 64);
   const int64_t partial_floats = is_split ? num_partitions * num_heads * state_floats : 0;
-  char* const memory = vllm_cpu::workspace((num_threads * scratch_floats + partial_floats) * 4 +
+  char* const memory = vllm_cpu::workspace(num_threads * scratch_bytes + partial_floats * 4 +
                                            (call.num_requests + 1) * 8);
   if (memory == nullptr) return -2;
-  float* const scratch_memory = reinterpret_cast<float*>(memory);
-  float* const partials = scratch_memory + num_threads * scratch_floats;  // [partition, head]
+  // [partition, head]
+  float* const partials = reinterpret_cast<float*>(memory + num_threads * scratch_bytes);
   const WorkList<T> work(call, reinterpret_cast<int64_t*>(partials + partial_floats), num_threads);
 
   int64_t bad_request = -1;
-  const auto run_item = [&](int64_t index, int worker) {
-    const Item item = work.item(index);
-    const DecodeScratch scratch(scratch_memory + worker * scratch_floats, work.heads_per_item(),
-                                head_size);
+  const auto run_item = [&](int64_t index, const Item& item, const Item* after, int worker) {
+    const Scratch scratch(memory + worker * scratch_bytes, call, work.heads_per_item());
     const int64_t first_head = item.first_g * call.group();
     const bool is_whole = work.num_partitions(item.b) == 1;
     float* const states =
         is_whole ? scratch.states
                  : partials + (work.partition_of(index) * num_heads + first_head) * state_floats;
-    if (!attend(call, item, scratch, states)) {
+    if (!attend(call, item, after, scratch, states)) {
       __atomic_store_n(&bad_request, item.b, __ATOMIC_RELAXED);
       return;
     }
     for (int64_t h = first_head; is_whole && h < item.end_g * call.group(); ++h) {
-      write_out(states + (h - first_head) * state_floats, head_size,
-                call.out + (item.b * num_heads + h) * head_size);
+      write_out<Dot>(states + (h - first_head) * state_floats, head_size, call.value_scale,
+                     call.out + (item.b * num_heads + h) * head_size);
     }
   };
-  parallel_for(work.num_items(), 1, num_threads, [&](int64_t begin, int64_t end, int worker) {
-    for (int64_t index = begin; index < end; ++index) run_item(index, worker);
+  // Several items at a time, where there are many, so that the next one is known.
+  const int64_t share = work.num_items() / (8 * num_threads), chunk = share > 1 ? share : 1;
+  parallel_for(work.num_items(), chunk, num_threads, [&](int64_t begin, int64_t end, int worker) {
+    for (Item item = work.item(begin), after = item; begin < end; ++begin, item = after) {
+      const bool is_last = begin + 1 == end;
+      if (!is_last) after = work.item(begin + 1);
+      run_item(begin, item, is_last ? nullptr : &after, worker);
+    }
   });
-  if (!is_split || bad_request >= 0) return bad_request;
+  if (!is_split) return bad_request;
 
   parallel_for(call.num_requests * num_heads, 4, num_threads, [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t b = row / num_heads, h = row % num_heads;
       if (work.num_partitions(b) == 1) continue;  // already written
       float* const states = partials + (work.first_partition(b) * num_heads + h) * state_floats;
-      merge(states, work.num_partitions(b), num_heads * state_floats, head_size);
-      write_out(states, head_size, call.out + row * head_size);
+      merge(states, work.num_partitions(b), num_heads * state_floats, padded_size);
+      write_out<Dot>(states, head_size, call.value_scale, call.out + row * head_size);
     }
   });
-  return -1;
+  return bad_request;
 }
 
 }  // namespace VLLM_ISA

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "attention_pack.h"
-#include "attention_tile.h"
+#include "attention_score.h"
 
 namespace VLLM_ISA {
 

@@ -5,6 +5,7 @@
 // one float, or the pair of bf16 numbers that one instruction multiplies and adds.
 #pragma once
 
+#include "fp8.h"
 #include "linear_dot.h"
 
 namespace VLLM_ISA {
@@ -22,6 +23,38 @@ struct PrefillDot<bf16> {
 #endif
 
 VLLM_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// Head sizes are padded to whole vectors in scratch memory.
+VLLM_INLINE int64_t padded(int64_t head_size) { return round_up(head_size, kLanes); }
+
+// The processor does not foresee the next row. Into the second-level cache: a fetch into the first
+// holds one of about twenty buffers until memory has answered, and a core then gets half as many
+// bytes per second.
+VLLM_INLINE void prefetch_row(const char* row, int64_t row_bytes) {
+  for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+}
+
+// Bytes of one number of a cache.
+template <typename T>
+VLLM_INLINE int64_t cache_bytes(vllm_cpu::CacheType type) {
+  return type == vllm_cpu::CacheType::kSame ? int64_t{sizeof(T)} : 1;
+}
+
+// Rows of a cache of eight-bit floats as rows of T, `unit` elements or a multiple of it apart.
+// row_at(k): where row k begins.
+template <typename T, typename RowAt>
+inline void widen_rows(vllm_cpu::CacheType type, int64_t num_rows, int64_t head_size, int64_t unit,
+                       RowAt row_at, T* to) {
+  const int64_t stride = round_up(head_size, unit);
+  for (int64_t k = 0; k < num_rows; ++k) {
+    const uint8_t* const row = reinterpret_cast<const uint8_t*>(row_at(k));
+    if (type == vllm_cpu::CacheType::kE4m3) {
+      widen_row<E4m3>(row, head_size, unit, to + k * stride);
+    } else {
+      widen_row<E5m2>(row, head_size, unit, to + k * stride);
+    }
+  }
+}
 
 // Lanes of the lower (upper) half of a and b in turn: a0 b0 a1 b1 ...
 #if defined(__clang__)
@@ -71,10 +104,15 @@ VLLM_INLINE Bits load_words(const T* row, int64_t left) {
   if constexpr (Dot::kInputs == 1) {
     return reinterpret_cast<Bits>(load(row, left < kElements ? left : kElements));
   } else {
-    Bits words = {};
     if (left >= kElements) return load_bits(row);
+#ifdef __AVX512BW__
+    const __mmask32 mask = (1u << left) - 1;
+    return reinterpret_cast<Bits>(_mm512_maskz_loadu_epi16(mask, row));
+#else
+    Bits words = {};
     __builtin_memcpy(&words, row, left * sizeof(T));
     return words;
+#endif
   }
 }
 

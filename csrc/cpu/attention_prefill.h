@@ -85,7 +85,7 @@ class PrefillScratch {
     const int64_t padded_head = padded(head_size), head_words = padded_words(head_size);
     return kPrefillKeys * head_words + kPrefillKeys / Dot::kInputs * padded_head +
            (kPrefillKeys + kPrefillKeys / Dot::kInputs) * kQueryRows +
-           item_rows / kQueryRows * block_words(head_size);
+           2 * kPrefillKeys * padded_head + item_rows / kQueryRows * block_words(head_size);
   }
 
   PrefillScratch(uint32_t* memory, int64_t head_size)
@@ -101,6 +101,7 @@ class PrefillScratch {
     tile.weights = take(kPrefillKeys / Dot::kInputs * kQueryRows);
     tile.keys = take(kPrefillKeys * tile.key_stride);
     tile.values = take(kPrefillKeys / Dot::kInputs * tile.value_stride);
+    widened = take(2 * kPrefillKeys * padded(head_size));
     blocks_ = memory;
   }
 
@@ -121,6 +122,7 @@ class PrefillScratch {
   }
 
   TileScratch tile;
+  uint32_t* widened;  // keys and values of a tile from a cache of eight-bit floats
 
  private:
   static int64_t padded_words(int64_t head_size) {
@@ -164,7 +166,7 @@ inline void start_block(const PrefillCall<T>& call, const PrefillItem& item, int
     block.slopes[r] = call.alibi_slopes != nullptr ? call.alibi_slopes[head] : 0;
     block.positions[r] = static_cast<int32_t>(context_len + token);
     queries[r] = call.query + (first_token + token) * call.query_stride + head * head_size;
-    prefetch_row(queries[r], head_size);
+    prefetch_row(reinterpret_cast<const char*>(queries[r]), head_size * int64_t{sizeof(T)});
   });
   block.first_position = block.positions[0];
   block.last_position = block.positions[kQueryRows - 1];
@@ -174,11 +176,10 @@ inline void start_block(const PrefillCall<T>& call, const PrefillItem& item, int
   }
 }
 
-// Where the keys and values of a tile are in the cache. Behind the last value is a null.
-template <typename T>
+// Where the keys and values of a tile are in the cache.
 struct TileRows {
-  const T* keys[kPrefillKeys];
-  const T* values[kPrefillKeys + 1];
+  const char* keys[kPrefillKeys];
+  const char* values[kPrefillKeys];
   int64_t num_keys;
 };
 
@@ -186,38 +187,62 @@ struct TileRows {
 // for them. False when a block id is out of range.
 template <typename T>
 inline bool find_tile(const PrefillCall<T>& call, const PrefillItem& item, int64_t begin,
-                      int64_t end, TileRows<T>& rows) {
+                      int64_t end, TileRows& rows) {
   const int32_t* const table = call.block_tables + item.b * call.table_stride;
-  const int64_t token_stride = call.num_kv_heads * call.head_size;
+  const int64_t bytes = cache_bytes<T>(call.cache_type), row_bytes = call.head_size * bytes;
+  const int64_t token_bytes = call.num_kv_heads * row_bytes;
   rows.num_keys = end - begin < kPrefillKeys ? end - begin : kPrefillKeys;
   for (int64_t k = 0; k < rows.num_keys;) {
     const int64_t block = table[(begin + k) / call.block_size];
     if (block < 0 || block >= call.num_blocks) return false;
     int64_t offset = (begin + k) % call.block_size;
-    int64_t at = (block * call.block_size + offset) * token_stride + item.g * call.head_size;
-    for (; offset < call.block_size && k < rows.num_keys; ++offset, ++k, at += token_stride) {
-      rows.keys[k] = call.key_cache + at;
-      rows.values[k] = call.value_cache + at;
-      prefetch_row(rows.keys[k], call.head_size);
-      prefetch_row(rows.values[k], call.head_size);
+    int64_t at = (block * call.block_size + offset) * token_bytes + item.g * row_bytes;
+    for (; offset < call.block_size && k < rows.num_keys; ++offset, ++k, at += token_bytes) {
+      rows.keys[k] = static_cast<const char*>(call.key_cache) + at;
+      rows.values[k] = static_cast<const char*>(call.value_cache) + at;
+      prefetch_row(rows.keys[k], row_bytes);
+      prefetch_row(rows.values[k], row_bytes);
     }
   }
-  rows.values[rows.num_keys] = nullptr;
   return true;
 }
 
-// Copies a tile. Keys after the last, up to a multiple of kColumns, are zero.
+// Copies a tile whose rows are of type T. Keys after the last, up to a multiple of kColumns, are
+// zero. key_at(k), value_at(k): where the row is.
+template <class Dot, typename T, typename KeyAt, typename ValueAt>
+inline void pack_rows(int64_t num_keys, int64_t head_size, KeyAt key_at, ValueAt value_at,
+                      const TileScratch& tile) {
+  for (int64_t k = 0; k < num_keys; ++k) {
+    pack_key<Dot, T>(key_at(k), head_size, tile.keys + k * tile.key_stride);
+  }
+  __builtin_memset(tile.keys + num_keys * tile.key_stride, 0,
+                   (round_up(num_keys, kColumns) - num_keys) * tile.key_stride * 4);
+  for (int64_t k = 0; k < num_keys; k += Dot::kInputs) {
+    const T* const values[] = {value_at(k), k + 1 < num_keys ? value_at(k + 1) : nullptr};
+    pack_values<Dot>(values, head_size, tile.values + k / Dot::kInputs * tile.value_stride);
+  }
+}
+
 template <class Dot, typename T>
-inline void pack_tile(const TileRows<T>& rows, int64_t head_size, const TileScratch& tile) {
-  for (int64_t k = 0; k < rows.num_keys; ++k) {
-    pack_key<Dot>(rows.keys[k], head_size, tile.keys + k * tile.key_stride);
+inline void pack_tile(const PrefillCall<T>& call, const TileRows& rows,
+                      const PrefillScratch<Dot>& scratch) {
+  const int64_t num_keys = rows.num_keys, head_size = call.head_size;
+  if (call.cache_type == vllm_cpu::CacheType::kSame) {
+    pack_rows<Dot, T>(
+        num_keys, head_size, [&](int64_t k) { return reinterpret_cast<const T*>(rows.keys[k]); },
+        [&](int64_t k) { return reinterpret_cast<const T*>(rows.values[k]); }, scratch.tile);
+    return;
   }
-  __builtin_memset(tile.keys + rows.num_keys * tile.key_stride, 0,
-                   (round_up(rows.num_keys, kColumns) - rows.num_keys) * tile.key_stride * 4);
-  for (int64_t k = 0; k < rows.num_keys; k += Dot::kInputs) {
-    pack_values<Dot>(rows.values + k, head_size,
-                     tile.values + k / Dot::kInputs * tile.value_stride);
-  }
+  const int64_t stride = padded(head_size);
+  T* const keys = reinterpret_cast<T*>(scratch.widened);
+  T* const values = keys + kPrefillKeys * stride;
+  widen_rows(call.cache_type, num_keys, head_size, kLanes, [&](int64_t k) { return rows.keys[k]; },
+             keys);
+  widen_rows(call.cache_type, num_keys, head_size, kLanes,
+             [&](int64_t k) { return rows.values[k]; }, values);
+  pack_rows<Dot, T>(
+      num_keys, head_size, [&](int64_t k) { return keys + k * stride; },
+      [&](int64_t k) { return values + k * stride; }, scratch.tile);
 }
 
 // Writes the rows of a block whose softmax is finished.
@@ -230,7 +255,7 @@ inline void write_block(const PrefillCall<T>& call, const PrefillItem& item, int
     out[r] = call.out + ((first_token + token) * call.num_heads + head) * head_size;
   });
   for (int64_t r = 0; r < block.num_rows; r += kLanes) {
-    const Vec factor = 1.0f / load(block.total + r);
+    const Vec factor = call.value_scale / load(block.total + r);
     const int64_t num_lanes = block.num_rows - r < kLanes ? block.num_rows - r : kLanes;
     for_each_vector(head_size, [&](int64_t i, int64_t count) {
       Vec rows[kLanes];
@@ -255,7 +280,7 @@ inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
   const int64_t begin =
       options.window > 0 && first_seen > 0 ? first_seen / kPrefillKeys * kPrefillKeys : 0;
   const int64_t end = context_len + (item.end - 1) / group + 1;
-  TileRows<T> rows[2];  // of the even tiles, and of the odd ones
+  TileRows rows[2];  // of the even tiles, and of the odd ones
   if (!find_tile(call, item, begin, end, rows[begin / kPrefillKeys % 2])) return false;
 
   RowBlock blocks[kItemRows / kQueryRows];
@@ -265,8 +290,8 @@ inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
     start_block<Dot>(call, item, first, blocks[num_blocks]);
   }
   for (int64_t key = begin; key < end; key += kPrefillKeys) {
-    const TileRows<T>& now = rows[key / kPrefillKeys % 2];
-    pack_tile<Dot>(now, call.head_size, scratch.tile);
+    const TileRows& now = rows[key / kPrefillKeys % 2];
+    pack_tile(call, now, scratch);
     // The next tile is fetched while this one is computed.
     const int64_t next = key + kPrefillKeys;
     if (next < end && !find_tile(call, item, next, end, rows[next / kPrefillKeys % 2])) {

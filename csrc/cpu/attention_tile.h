@@ -1,238 +1,303 @@
-// The inner loops of paged attention: one tile of keys and values against the query heads that
+// The inner loops of decode attention: one tile of keys and values against the query heads that
 // share them. Knows no requests and no blocks.
+//
+// Rows are read where they lie, as words: one float, or the pair of bf16 numbers that one
+// instruction multiplies and adds (attention_pack.h).
 #pragma once
 
-#include "simd.h"
+#include "attention_pack.h"
+#include "attention_score.h"
 
 namespace VLLM_ISA {
 
-constexpr int kTileKeys = 32;  // scores, keys and values of a tile stay in the first-level cache
+constexpr int kTileKeys = 64;  // scores, keys and values of a tile stay in the first-level cache
 
-// Head sizes are padded to whole vectors in scratch memory.
-VLLM_INLINE int64_t padded(int64_t head_size) { return (head_size + kLanes - 1) / kLanes * kLanes; }
+// Online softmax of some query heads that share keys. One head is kHeader + decode_padded floats:
+// the largest score in the first, kLanes parts of sum(e^(score - largest)) from kTotal on, then
+// sum(e^(score - largest) * value), in the order of `pair_up`.
+constexpr int64_t kTotal = kLanes, kHeader = 2 * kLanes;
 
-// Online softmax of some query heads that share keys. out is sum(e^(s - largest) * value), not
-// yet divided by total = sum(e^(s - largest)). One head is `padded(head_size) + kHeader` floats:
-// largest, total, then out.
-constexpr int64_t kHeader = kLanes;
-
-// What is done to a product of query and key, in this order.
-struct ScoreOptions {
-  float scale;
-  float soft_cap;       // cap * tanh(score / cap); 0: none
-  const float* slopes;  // ALiBi: minus the slope of the head times the distance of the key, or null
-  int64_t window;       // most recent keys a query sees; 0: all. For decode the caller leaves the
-                        // others out.
-};
-
-// tanh within 3e-7. By its series near zero, where the difference from one would cancel.
-VLLM_INLINE Vec tanh(Vec x) {
-  const Vec square = x * x;
-  Vec p = fma(square, splat(62.0f / 2835), splat(-17.0f / 315));
-  p = fma(p, square, splat(2.0f / 15));
-  p = fma(p, square, splat(-1.0f / 3));
-  const Vec near = fma(p * square, x, x);
-  const Vec far = 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
-  return square < 0.09f ? near : far;
+// Head sizes are padded in scratch memory to what kLanes words hold.
+template <class Dot>
+VLLM_INLINE int64_t decode_padded(int64_t head_size) {
+  return round_up(head_size, kLanes * Dot::kInputs);
 }
 
-// Rows of some keys of one kv head, and of their values. All kTileKeys pointers are readable.
+// Rows of some keys of one kv head, and of their values: row k is `rows[k]` elements from the
+// first. All kTileKeys of them are readable.
 template <typename T>
 struct Tile {
-  const T* keys[kTileKeys];
-  const T* values[kTileKeys];
+  const T* keys;
+  const T* values;
+  const int64_t* rows;
   int64_t num_keys;
   int64_t distance;  // positions from the first key to the query
 };
 
-// A row is 256 bytes or so and the next one is far away, which the processor does not foresee. Into
-// the second-level cache: a fetch into the first holds one of about twenty buffers until memory has
-// answered, and a core then gets half as many bytes per second.
-template <typename T>
-VLLM_INLINE void prefetch_row(const T* row, int64_t head_size) {
-  for (int64_t i = 0; i < head_size; i += 64 / int64_t{sizeof(T)})
-    __builtin_prefetch(row + i, 0, 2);
-}
+// A tile that will be needed soon: rows of `row_bytes`, element_bytes * rows[k] from the first.
+struct Fetch {
+  const char* keys;
+  const char* values;
+  const int64_t* rows;
+  int64_t element_bytes, row_bytes;
+};
 
-// Scores of kLanes / kHeads keys against kHeads query heads: lane h * keys + k.
-template <int kHeads, typename T>
-VLLM_INLINE Vec dot_products(const float* query, int64_t query_stride, const T* const* keys,
-                             int64_t head_size) {
+// Scores of kLanes / kHeads keys, from key k on, against kHeads query heads: lane h * keys + k.
+template <class Dot, int kHeads, typename T>
+VLLM_INLINE Vec dot_products(const uint32_t* query, int64_t query_stride, const Tile<T>& tile,
+                             int64_t first, int64_t head_size) {
   constexpr int kKeys = kLanes / kHeads;
+  constexpr int64_t kElements = kLanes * Dot::kInputs;
   Vec sums[kLanes] = {};
-  for_each_vector(head_size, [&](int64_t i, int64_t count) {
-    Vec q[kHeads];
+  const auto add = [&](int64_t i, int64_t left) __attribute__((always_inline)) {
+    typename Dot::Splat q[kHeads];
 #pragma GCC unroll 16
-    for (int h = 0; h < kHeads; ++h) q[h] = load(query + h * query_stride + i);
+    for (int h = 0; h < kHeads; ++h) {
+      q[h] = reinterpret_cast<typename Dot::Splat>(
+          load_bits(query + h * query_stride + i / Dot::kInputs));
+    }
 #pragma GCC unroll 16
     for (int k = 0; k < kKeys; ++k) {
-      const Vec key = load(keys[k] + i, count);
+      const Bits key = load_words<Dot>(tile.keys + tile.rows[first + k] + i, left);
 #pragma GCC unroll 16
-      for (int h = 0; h < kHeads; ++h) sums[h * kKeys + k] = fma(q[h], key, sums[h * kKeys + k]);
+      for (int h = 0; h < kHeads; ++h) {
+        sums[h * kKeys + k] = Dot::dot(sums[h * kKeys + k], key, q[h]);
+      }
     }
-  });
+  };
+  int64_t i = 0;
+  for (; i + kElements <= head_size; i += kElements) add(i, kElements);
+  if (i < head_size) add(i, head_size - i);
   return sum_each(sums);
 }
 
-// scores[h][k] for kHeads heads and all keys of a tile. Fetches the keys of `next` meanwhile,
-// unless that is null; add_values does it for the values.
-template <int kHeads, typename T>
-inline void score_tile(const float* query, int64_t query_stride, const Tile<T>& tile,
-                       const Tile<T>* next, int64_t head_size, float* scores) {
+// scores[h][k] for kHeads heads and all keys of a tile. Asks memory for the keys of `next`
+// meanwhile, unless that is null; add_values does it for the values.
+template <class Dot, int kHeads, typename T>
+inline void score_tile(const uint32_t* query, int64_t query_stride, const Tile<T>& tile,
+                       const Fetch* next, int64_t head_size, float* scores) {
   constexpr int kKeys = kLanes / kHeads;
   for (int64_t k = 0; k < tile.num_keys; k += kKeys) {
     for (int j = 0; next != nullptr && j < kKeys; ++j) {
-      prefetch_row(next->keys[k + j], head_size);
+      prefetch_row(next->keys + next->rows[k + j] * next->element_bytes, next->row_bytes);
     }
+    const Vec products = dot_products<Dot, kHeads>(query, query_stride, tile, k, head_size);
     float block[kLanes];
-    store(block, dot_products<kHeads>(query, query_stride, tile.keys + k, head_size));
+    store(block, products);
     for (int h = 0; h < kHeads; ++h) {
       __builtin_memcpy(scores + h * kTileKeys + k, block + h * kKeys, kKeys * sizeof(float));
     }
   }
 }
 
-// out[h] += sum over keys of weights[h][k] * values[k], for kVecs vectors of the head from
-// `offset` on. The last vector has `count` elements.
-template <int kHeads, int kVecs, typename T>
-VLLM_INLINE void add_values(const float* weights, const Tile<T>& tile, const Tile<T>* next,
-                            int64_t head_size, int64_t offset, int64_t count, float* out,
-                            int64_t out_stride) {
-  Vec sums[kHeads][kVecs];
+// Words of one element of the values of kInputs keys, for kLanes * kInputs elements from `i` on,
+// `left` of which are there. Pairs are in the order in which the processor interleaves: within
+// each eight elements, the first four are in the first vector. `natural` undoes it.
+template <class Dot, typename T>
+VLLM_INLINE void pair_up(const Tile<T>& tile, int64_t k, int64_t i, int64_t left,
+                         Bits (&words)[Dot::kInputs]) {
+  const Bits first = load_words<Dot>(tile.values + tile.rows[k] + i, left);
+  words[0] = first;
+#ifdef __AVX512BF16__
+  if constexpr (Dot::kInputs == 2) {
+    const Bits second = load_words<Dot>(tile.values + tile.rows[k + 1] + i, left);
+    const __m512i a = reinterpret_cast<__m512i>(first), b = reinterpret_cast<__m512i>(second);
+    words[0] = reinterpret_cast<Bits>(_mm512_unpacklo_epi16(a, b));
+    words[1] = reinterpret_cast<Bits>(_mm512_unpackhi_epi16(a, b));
+  }
+#endif
+}
+
+template <class Dot>
+VLLM_INLINE void natural(Vec (&parts)[Dot::kInputs]) {
+#ifdef __AVX512BF16__
+  if constexpr (Dot::kInputs == 2) {
+    const __m512 a = reinterpret_cast<__m512>(parts[0]), b = reinterpret_cast<__m512>(parts[1]);
+    const __m512i lower =
+        _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(8));
+    parts[0] = reinterpret_cast<Vec>(_mm512_permutex2var_ps(a, lower, b));
+    parts[1] = reinterpret_cast<Vec>(_mm512_permutex2var_ps(a, upper, b));
+  }
+#endif
+  (void)parts;
+}
+
+// out[h] += sum over keys of weights[h][k] * values[k], for kParts times kLanes * kInputs elements
+// of the head from `offset` on; of the last part `left` elements are there.
+template <class Dot, int kHeads, int kParts, typename T>
+VLLM_INLINE void add_values(const uint32_t* weights, const Tile<T>& tile, const Fetch* next,
+                            int64_t offset, int64_t left, float* out, int64_t out_stride) {
+  constexpr int kInputs = Dot::kInputs, kVectors = kParts * kInputs;
+  Vec sums[kHeads][kVectors];
 #pragma GCC unroll 16
   for (int h = 0; h < kHeads; ++h) {
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) sums[h][v] = load(out + h * out_stride + offset + v * kLanes);
-  }
-  for (int64_t k = 0; k < tile.num_keys; ++k) {
-    if (next != nullptr) prefetch_row(next->values[k], head_size);
-    Vec weight[kHeads];
-#pragma GCC unroll 16
-    for (int h = 0; h < kHeads; ++h) weight[h] = splat(weights[h * kTileKeys + k]);
-#pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) {
-      const Vec value = load(tile.values[k] + offset + v * kLanes, v + 1 < kVecs ? kLanes : count);
-#pragma GCC unroll 16
-      for (int h = 0; h < kHeads; ++h) sums[h][v] = fma(weight[h], value, sums[h][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      sums[h][v] = load(out + h * out_stride + offset + v * kLanes);
     }
   }
+  for (int64_t k = 0; k < tile.num_keys; k += kInputs) {
+    for (int j = 0; next != nullptr && j < kInputs; ++j) {
+      prefetch_row(next->values + next->rows[k + j] * next->element_bytes, next->row_bytes);
+    }
+    typename Dot::Splat weight[kHeads];
 #pragma GCC unroll 16
-  for (int h = 0; h < kHeads; ++h) {
+    for (int h = 0; h < kHeads; ++h) {
+      weight[h] = Dot::splat_of(reinterpret_cast<const typename Dot::Input*>(
+          weights + h * kTileKeys + k / kInputs));
+    }
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; ++v) store(out + h * out_stride + offset + v * kLanes, sums[h][v]);
-  }
-}
-
-template <int kHeads, typename T>
-inline void add_tile(const float* weights, const Tile<T>& tile, const Tile<T>* next,
-                     int64_t head_size, float* out, int64_t out_stride) {
-  constexpr int kVecs = 4;
-  int64_t i = 0;
-  for (; i + kVecs * kLanes <= head_size; i += kVecs * kLanes) {
-    add_values<kHeads, kVecs>(weights, tile, i == 0 ? next : nullptr, head_size, i, int64_t{kLanes},
-                              out, out_stride);
-  }
-  for (; i + kLanes <= head_size; i += kLanes) {
-    add_values<kHeads, 1>(weights, tile, i == 0 ? next : nullptr, head_size, i, int64_t{kLanes},
-                          out, out_stride);
-  }
-  if (i < head_size) {
-    add_values<kHeads, 1>(weights, tile, i == 0 ? next : nullptr, head_size, i, head_size - i, out,
-                          out_stride);
-  }
-}
-
-// Turns the scores of one head into weights e^(s * scale - largest), and brings the head's state
-// up to the new largest score.
-inline void softmax_tile(float* scores, int64_t num_keys, float scale, float* state,
-                         int64_t head_size) {
-  float tile_largest = -__builtin_inff();
-  Vec largest_each = splat(tile_largest);
-  for_each_vector(num_keys, [&](int64_t k, int64_t count) {
-    const Vec scaled = load(scores + k, count) * scale;
-    store(scores + k, scaled, count);
-    if (count == kLanes) {
-      largest_each = max(largest_each, scaled);
-    } else {
-      for (int64_t j = 0; j < count; ++j) {
-        if (scaled[j] > tile_largest) tile_largest = scaled[j];
+    for (int part = 0; part < kParts; ++part) {
+      Bits words[kInputs];
+      pair_up<Dot>(tile, k, offset + part * kLanes * kInputs, left, words);
+#pragma GCC unroll 16
+      for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kInputs; ++v) {
+          Vec& sum = sums[h][part * kInputs + v];
+          sum = Dot::dot(sum, words[v], weight[h]);
+        }
       }
     }
-  });
-  const float vec_largest = max_lanes(largest_each);
-  if (vec_largest > tile_largest) tile_largest = vec_largest;
+  }
+#pragma GCC unroll 16
+  for (int h = 0; h < kHeads; ++h) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      store(out + h * out_stride + offset + v * kLanes, sums[h][v]);
+    }
+  }
+}
 
-  float total = state[1];
-  float* const out = state + kHeader;
+template <class Dot, int kHeads, typename T>
+inline void add_tile(const uint32_t* weights, const Tile<T>& tile, const Fetch* next,
+                     int64_t head_size, float* out, int64_t out_stride) {
+  constexpr int64_t kElements = kLanes * Dot::kInputs;
+  constexpr int kParts = 4 / Dot::kInputs;
+  int64_t i = 0;
+  for (; i + kParts * kElements <= head_size; i += kParts * kElements, next = nullptr) {
+    add_values<Dot, kHeads, kParts>(weights, tile, next, i, kElements, out, out_stride);
+  }
+  for (; i + kElements <= head_size; i += kElements, next = nullptr) {
+    add_values<Dot, kHeads, 1>(weights, tile, next, i, kElements, out, out_stride);
+  }
+  if (i < head_size) {
+    add_values<Dot, kHeads, 1>(weights, tile, next, i, head_size - i, out, out_stride);
+  }
+}
+
+// A mask of the lanes before `count`.
+VLLM_INLINE Ints lanes_before(int64_t count) {
+  Ints lanes;
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i;
+  return lanes < static_cast<int32_t>(count);
+}
+
+// What is done to the products of one head; the largest of them.
+inline float finish_scores(float* scores, int64_t num_keys, const ScoreOptions& options,
+                           int64_t head, int64_t distance) {
+  const bool is_plain = options.soft_cap == 0 && options.slopes == nullptr;
+  const float slope = options.slopes != nullptr ? options.slopes[head] : 0;
+  Vec largest = splat(-__builtin_inff());
+  for (int64_t k = 0; k < num_keys; k += kLanes) {
+    Vec score = load(scores + k) * options.scale;
+    if (!is_plain) {
+      if (options.soft_cap != 0) score = options.soft_cap * tanh(score / options.soft_cap);
+      Vec distances;
+      for (int j = 0; j < kLanes; ++j) distances[j] = static_cast<float>(distance - k - j);
+      score -= slope * distances;
+    }
+    if (num_keys - k < kLanes) {
+      score = lanes_before(num_keys - k) ? score : splat(-__builtin_inff());
+    }
+    store(scores + k, score);
+    largest = max(largest, score);
+  }
+  return max_lanes(largest);
+}
+
+// Turns finished scores of one head into weights e^(score - largest), kInputs keys in a word, and
+// brings the head's state up to the new largest score. No key: weight zero.
+template <class Dot>
+inline void weigh_tile(const float* scores, int64_t num_keys, float tile_largest, float* state,
+                       int64_t padded_size, uint32_t* weights) {
+  constexpr int kInputs = Dot::kInputs;
+  Vec total = load(state + kTotal);
   if (tile_largest > state[0]) {
     const Vec shrink = exp(splat(state[0] - tile_largest));
     state[0] = tile_largest;
-    total *= shrink[0];
-    for_each_vector(padded(head_size),
-                    [&](int64_t i, int64_t) { store(out + i, load(out + i) * shrink); });
+    total = total * shrink;
+    for (int64_t i = 0; i < padded_size; i += kLanes) {
+      store(state + kHeader + i, load(state + kHeader + i) * shrink);
+    }
   }
-  Vec total_each = {};
-  for_each_vector(num_keys, [&](int64_t k, int64_t count) {
-    Vec weight = exp(load(scores + k, count) - state[0]);
-    store(scores + k, weight, count);
-    for (int64_t j = count; j < kLanes; ++j) weight[j] = 0;
-    total_each += weight;
-  });
-  state[1] = total + sum_lanes(total_each);
+  const Vec largest = splat(state[0]);
+  for (int64_t k = 0; k < num_keys; k += kLanes * kInputs) {
+    Vec weight[kInputs] = {};
+    for (int j = 0; j < kInputs; ++j) {
+      const int64_t left = num_keys - k - j * kLanes;
+      if (left <= 0) break;
+      weight[j] = exp(load(scores + k + j * kLanes) - largest);
+      if (left < kLanes) weight[j] = lanes_before(left) ? weight[j] : Vec{};
+      total += weight[j];
+    }
+#ifdef __AVX512BF16__
+    if constexpr (kInputs == 2) {
+      const auto words = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(weight[1]),
+                                             reinterpret_cast<__m512>(weight[0]));
+      __builtin_memcpy(weights + k / 2, &words, sizeof words);
+      continue;
+    }
+#endif
+    __builtin_memcpy(weights + k, &weight[0], sizeof weight[0]);
+  }
+  store(state + kTotal, total);
 }
 
-// All of ScoreOptions, for the products of one head.
-inline void finish_scores(float* scores, const ScoreOptions& options, int64_t head,
-                          int64_t num_keys, int64_t distance) {
-  const float slope = options.slopes != nullptr ? options.slopes[head] : 0;
-  for (int64_t k = 0; k < num_keys; k += kLanes) {
-    Vec score = load(scores + k) * options.scale, distances;
-    if (options.soft_cap != 0) score = options.soft_cap * tanh(score / options.soft_cap);
-    for (int j = 0; j < kLanes; ++j) distances[j] = static_cast<float>(distance - k - j);
-    store(scores + k, score - slope * distances);
-  }
-}
+// What attending to a tile needs besides the tile.
+struct TileWork {
+  const uint32_t* query;  // [heads][query_stride] words
+  float* states;          // [heads][kHeader + padded_size]
+  float* scores;          // [4][kTileKeys]
+  uint32_t* weights;      // [4][kTileKeys]
+  int64_t query_stride, padded_size, head_size;
+  int64_t first_head;  // of the query, as `options.slopes` counts
+};
 
-// One tile for kHeads query heads that share the loaded keys and values. first_head: the first of
-// them, as `options.slopes` counts.
-template <int kHeads, typename T>
-inline void attend_heads(const float* query, float* scores, float* states, const Tile<T>& tile,
-                         const Tile<T>* next, int64_t head_size, const ScoreOptions& options,
-                         int64_t first_head) {
-  const int64_t query_stride = padded(head_size), state_stride = kHeader + padded(head_size);
-  score_tile<kHeads>(query, query_stride, tile, next, head_size, scores);
-  const bool is_plain = options.soft_cap == 0 && options.slopes == nullptr;
+// One tile for kHeads query heads, from `head` on, that share the loaded keys and values.
+template <class Dot, int kHeads, typename T>
+inline void attend_heads(const TileWork& work, int64_t head, const Tile<T>& tile,
+                         const Fetch* next, const ScoreOptions& options) {
+  const int64_t state_stride = kHeader + work.padded_size;
+  float* const states = work.states + head * state_stride;
+  score_tile<Dot, kHeads>(work.query + head * work.query_stride, work.query_stride, tile, next,
+                          work.head_size, work.scores);
   for (int h = 0; h < kHeads; ++h) {
-    float* const of_head = scores + h * kTileKeys;
-    if (!is_plain) finish_scores(of_head, options, first_head + h, tile.num_keys, tile.distance);
-    softmax_tile(of_head, tile.num_keys, is_plain ? options.scale : 1.0f,
-                 states + h * state_stride, head_size);
+    float* const scores = work.scores + h * kTileKeys;
+    const float largest = finish_scores(scores, tile.num_keys, options,
+                                        work.first_head + head + h, tile.distance);
+    weigh_tile<Dot>(scores, tile.num_keys, largest, states + h * state_stride, work.padded_size,
+                    work.weights + h * kTileKeys);
   }
-  add_tile<kHeads>(scores, tile, next, head_size, states + kHeader, state_stride);
+  add_tile<Dot, kHeads>(work.weights, tile, next, work.head_size, states + kHeader, state_stride);
 }
 
-// One tile for all query heads of its kv head, in steps of as many as the registers hold.
-template <typename T>
-inline void attend_tile(const float* query, float* scores, float* states, int64_t group,
-                        const Tile<T>& tile, const Tile<T>& next, int64_t head_size,
-                        const ScoreOptions& options, int64_t first_head) {
-  const int64_t query_stride = padded(head_size), state_stride = kHeader + padded(head_size);
-  for (int64_t h = 0; h < group;) {
-    const float* const q = query + h * query_stride;
-    float* const state = states + h * state_stride;
-    const Tile<T>* const fetch = h == 0 ? &next : nullptr;
-    if (kLanes >= 16 && group - h >= 4) {
-      attend_heads<(kLanes >= 16 ? 4 : 1)>(q, scores, state, tile, fetch, head_size, options,
-                                           first_head + h);
-      h += 4;
-    } else if (kLanes >= 8 && group - h >= 2) {
-      attend_heads<(kLanes >= 8 ? 2 : 1)>(q, scores, state, tile, fetch, head_size, options,
-                                          first_head + h);
-      h += 2;
+// One tile for `num_heads` query heads of its kv head, in steps of as many as the registers hold.
+template <class Dot, typename T>
+inline void attend_tile(const TileWork& work, int64_t head, int64_t num_heads,
+                        const Tile<T>& tile, const Fetch* next, const ScoreOptions& options) {
+  for (const int64_t end = head + num_heads; head < end; next = nullptr) {
+    if (kLanes >= 16 && end - head >= 4) {
+      attend_heads<Dot, (kLanes >= 16 ? 4 : 1)>(work, head, tile, next, options);
+      head += 4;
+    } else if (kLanes >= 8 && end - head >= 2) {
+      attend_heads<Dot, (kLanes >= 8 ? 2 : 1)>(work, head, tile, next, options);
+      head += 2;
     } else {
-      attend_heads<1>(q, scores, state, tile, fetch, head_size, options,
-                      first_head + h);
-      h += 1;
+      attend_heads<Dot, 1>(work, head, tile, next, options);
+      head += 1;
     }
   }
 }

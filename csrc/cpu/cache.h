@@ -1,6 +1,8 @@
 // Writing new keys and values into the paged cache.
 #pragma once
 
+#include "fp8.h"
+#include "kernels.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -23,6 +25,33 @@ int64_t reshape_and_cache(const T* key, const T* value, T* key_cache, T* value_c
     __builtin_memcpy(key_cache + slot * row_size, key + t * key_stride, row_size * sizeof(T));
     __builtin_memcpy(value_cache + slot * row_size, value + t * value_stride, row_size * sizeof(T));
   });
+  return -1;
+}
+
+// The same for a cache of eight-bit floats.
+template <class Format, typename T>
+void narrow_into_cache(const vllm_cpu::CacheFp8Args<T>& args, int num_threads) {
+  const int64_t row_size = args.row_size;
+  parallel_rows(args.num_tokens, 4 * row_size, num_threads, [&](int64_t t) {
+    const int64_t slot = args.slot_mapping[t];
+    if (slot < 0) return;
+    narrow_row<Format>(args.key + t * args.key_stride, row_size, args.key_scale,
+                       args.key_cache + slot * row_size);
+    narrow_row<Format>(args.value + t * args.value_stride, row_size, args.value_scale,
+                       args.value_cache + slot * row_size);
+  });
+}
+
+template <typename T>
+int64_t reshape_and_cache_fp8(const vllm_cpu::CacheFp8Args<T>& args, int num_threads) {
+  for (int64_t t = 0; t < args.num_tokens; ++t) {
+    if (args.slot_mapping[t] >= args.num_slots) return t;
+  }
+  if (args.cache_type == vllm_cpu::CacheType::kE4m3) {
+    narrow_into_cache<E4m3>(args, num_threads);
+  } else {
+    narrow_into_cache<E5m2>(args, num_threads);
+  }
   return -1;
 }
 

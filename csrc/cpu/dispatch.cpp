@@ -106,6 +106,10 @@ VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
                                               int64_t x_stride, int num_threads) {                \
     isa->table->silu_and_mul(x, out, rows, size, x_stride, num_threads);                          \
   }                                                                                               \
+  VLLM_EXPORT void vllm_gelu_and_mul_##suffix(const T* x, T* out, int64_t rows, int64_t size,     \
+                                              int64_t x_stride, int is_tanh, int num_threads) {   \
+    isa->table->gelu_and_mul(x, out, rows, size, x_stride, is_tanh, num_threads);                 \
+  }                                                                                               \
   VLLM_EXPORT int64_t vllm_rotary_embedding_##suffix(                                             \
       const int64_t* positions, T* query, T* key, const float* cos_sin, int64_t num_tokens,       \
       int64_t num_heads, int64_t num_kv_heads, int64_t head_size, int64_t query_stride,           \
@@ -121,6 +125,10 @@ VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
     return isa->table->reshape_and_cache(key, value, key_cache, value_cache, slot_mapping,        \
                                          num_tokens, row_size, key_stride, value_stride,          \
                                          num_slots, num_threads);                                 \
+  }                                                                                               \
+  VLLM_EXPORT int64_t vllm_reshape_and_cache_fp8_##suffix(const vllm_cpu::CacheFp8Args<T>* args,   \
+                                                          int num_threads) {                      \
+    return isa->table->reshape_and_cache_fp8(*args, num_threads);                                 \
   }                                                                                               \
   VLLM_EXPORT int64_t vllm_paged_attention_decode_##suffix(const vllm_cpu::DecodeArgs<T>* args,   \
                                                            int num_threads) {                     \
@@ -143,6 +151,26 @@ VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
                                                 const int64_t* ids, int64_t count, T* out,        \
                                                 int num_threads) {                                \
     return isa->table->linear_rows(*weight, ids, count, out, num_threads);                        \
+  }                                                                                               \
+  VLLM_EXPORT int64_t vllm_decoder_scratch_bytes_##suffix(                                        \
+      const vllm_cpu::DecoderModel<T>* model, int64_t num_tokens, int num_threads) {              \
+    return isa->table->decoder_scratch_bytes(*model, num_tokens, num_threads);                    \
+  }                                                                                               \
+  VLLM_EXPORT int64_t vllm_decoder_forward_##suffix(const vllm_cpu::DecoderModel<T>* model,       \
+                                                    vllm_cpu::DecoderLaunch* launch,              \
+                                                    int num_threads) {                            \
+    return isa->table->decoder_forward(*model, *launch, num_threads);                             \
+  }                                                                                               \
+  VLLM_EXPORT int64_t vllm_sample_##suffix(const vllm_cpu::SampleArgs<T>* args,                   \
+                                           int num_threads) {                                     \
+    return isa->table->sample(*args, num_threads);                                                \
+  }                                                                                               \
+  VLLM_EXPORT int64_t vllm_gather_logprobs_##suffix(const vllm_cpu::LogprobArgs<T>* args,         \
+                                                    int num_threads) {                            \
+    return isa->table->gather_logprobs(*args, num_threads);                                       \
+  }                                                                                               \
+  VLLM_EXPORT int64_t vllm_moe_##suffix(const vllm_cpu::MoeArgs<T>* args, int num_threads) {      \
+    return isa->table->moe(*args, num_threads);                                                   \
   }
 
 VLLM_ENTRIES(f32, float, f32)
@@ -154,10 +182,20 @@ VLLM_EXPORT int64_t vllm_pack_panels(uint32_t* panels, int64_t num_panels, int64
   return isa->f32->pack_panels(panels, num_panels, words, num_threads);
 }
 
-// Bytes of the packed panels of a weight; the format as in linear_format.h.
-VLLM_EXPORT int64_t vllm_packed_bytes(int64_t format, int64_t in_features, int64_t out_features) {
-  using vllm_cpu::kPanel;
-  const auto weight_format = static_cast<vllm_cpu::WeightFormat>(format);
-  return vllm_cpu::ceil_div(out_features, kPanel) *
-         vllm_cpu::panel_words(weight_format, in_features) * 4;
+// Random numbers of the sampler: the first `count` at a position of each key; out [num_rows, count].
+VLLM_EXPORT void vllm_draw_exponentials(const uint64_t* keys, const int64_t* positions,
+                                        int64_t num_rows, int64_t count, float* out,
+                                        int num_threads) {
+  isa->f32->draw_exponentials(keys, positions, num_rows, count, out, num_threads);
+}
+
+// Fills an int4 weight, whose memory is zeroed, from a checkpoint's.
+VLLM_EXPORT void vllm_convert_int4(const vllm_cpu::LinearWeight* weight,
+                                   const vllm_cpu::Int4Source* source, int num_threads) {
+  isa->f32->convert_int4(*weight, *source, num_threads);
+}
+
+// Bytes of the packed panels of a weight, whose pointers need not be set yet.
+VLLM_EXPORT int64_t vllm_packed_bytes(const vllm_cpu::LinearWeight* weight) {
+  return vllm_cpu::num_panels(*weight) * vllm_cpu::panel_words(*weight) * 4;
 }

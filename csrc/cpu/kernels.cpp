@@ -6,9 +6,12 @@
 #include "attention.h"
 #include "attention_prefill.h"
 #include "cache.h"
+#include "decoder.h"
 #include "linear_pack.h"
+#include "moe.h"
 #include "norm.h"
 #include "rotary.h"
+#include "sampling_logprobs.h"
 
 namespace VLLM_ISA {
 
@@ -17,14 +20,23 @@ constexpr vllm_cpu::Kernels<T> all_kernels() {
   return {rms_norm<T>,
           fused_add_rms_norm<T>,
           silu_and_mul<T>,
+          gelu_and_mul<T>,
           rotary_embedding<T>,
           reshape_and_cache<T>,
+          reshape_and_cache_fp8<T>,
           paged_attention_decode<T>,
           paged_attention_prefill<T>,
           linear<T>,
           quantize_weight<T>,
           linear_rows<T>,
-          pack_panels};
+          pack_panels,
+          decoder_scratch_bytes<T>,
+          decoder_forward<T>,
+          sample<T>,
+          gather_logprobs<T>,
+          draw_exponentials,
+          moe<T>,
+          convert_int4};
 }
 
 extern const vllm_cpu::Kernels<float> kernels_f32 = all_kernels<float>();

@@ -5,51 +5,23 @@
 // inputs and the stretches added up, which also keeps rounding errors small.
 #pragma once
 
-#include "linear_tile.h"
+#include "linear_input.h"
 #include "parallel.h"
 #include "workspace.h"
 
 namespace VLLM_ISA {
 
-using vllm_cpu::ceil_div;
-using vllm_cpu::LinearWeight;
-using vllm_cpu::WeightFormat;
-
 constexpr int64_t kSlabRows = 1024;   // rows that are converted and multiplied at a time
 constexpr int64_t kBlockRows = 512;   // rows whose sums stay in the second-level cache
 constexpr int64_t kNoMemory = -2;
 
-// A row of x as bytes: round(x * 127 / max |x|) + 128. Returns what one step is worth; NaN or
-// infinity when the row has one, so that it reaches the result.
-template <typename T>
-float quantize_row(const T* x, uint8_t* out, int64_t size) {
-  Ints largest = {};  // non-negative floats are ordered as their bits are, NaN last
-  for_each_vector(size, [&](int64_t i, int64_t count) {
-    const Ints bits = reinterpret_cast<Ints>(load(x + i, count)) & 0x7fffffff;
-    largest = bits > largest ? bits : largest;
-  });
-  int32_t max_bits = 0;
-  for (int i = 0; i < kLanes; ++i) max_bits = largest[i] > max_bits ? largest[i] : max_bits;
-  float max;
-  __builtin_memcpy(&max, &max_bits, sizeof max);
-  const float inverse = max > 0 ? 127.0f / max : 0.0f;
-  for_each_vector(size, [&](int64_t i, int64_t count) {
-    typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-    // 1.5 * 2^23 + n has n in its low bits. Product and sum round separately on every processor.
-    const Vec shifted = load(x + i, count) * inverse + (12582912.0f + 128.0f);
-    const Bytes bytes = __builtin_convertvector(reinterpret_cast<Bits>(shifted) & 0xffu, Bytes);
-    __builtin_memcpy(out + i, &bytes, count);
-  });
-  return max / 127.0f;
-}
-
 // All rows with one stretch of a panel, in tiles of about equal height.
 template <class Tile>
-void run_tiles(const typename Tile::Input* x, int64_t x_stride, int64_t rows, const uint32_t* w,
-               int64_t inputs, typename Tile::Acc (*total)[kPanel / kLanes], bool is_first,
-               const uint32_t* next) {
+void run_tiles(const LinearWeight& weight, const typename Tile::Input* x, int64_t x_stride,
+               int64_t rows, const uint32_t* w, int64_t inputs,
+               typename Tile::Acc (*total)[kPanel / kLanes], bool is_first, const uint32_t* next) {
   const int64_t num_tiles = ceil_div(rows, int64_t{kMaxTileRows});
-  const int64_t num_steps = inputs / Tile::kStepInputs;
+  const int64_t num_steps = Tile::num_steps(weight, inputs);
   int64_t lines = ceil_div(Tile::kStepLines, num_tiles);
   if (num_tiles == 1 && Tile::kIsFollowed) lines = 0;
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
@@ -58,7 +30,7 @@ void run_tiles(const typename Tile::Input* x, int64_t x_stride, int64_t rows, co
     const Prefetch prefetch = {reinterpret_cast<const char*>(next) + tile * lines * num_steps * 64,
                                is_needed ? lines : 0};
     const auto run = [&](auto kernel) {
-      kernel(x + first * x_stride, x_stride, w, inputs, total + first, is_first, prefetch);
+      kernel(weight, x + first * x_stride, x_stride, w, inputs, total + first, is_first, prefetch);
     };
     switch (rows * (tile + 1) / num_tiles - first) {
       case 1:
@@ -86,13 +58,13 @@ void run_tiles(const typename Tile::Input* x, int64_t x_stride, int64_t rows, co
 template <class Tile>
 void panel_sums(const LinearWeight& weight, int64_t panel, const typename Tile::Input* x,
                 int64_t x_stride, int64_t rows, typename Tile::Acc (*total)[kPanel / kLanes]) {
-  const uint32_t* w =
-      weight.panels + panel * vllm_cpu::panel_words(weight.format, weight.in_features);
+  const uint32_t* w = weight.panels + panel * vllm_cpu::panel_words(weight);
   for (int64_t k = 0; k < weight.in_features; k += Tile::kStretchInputs) {
     const int64_t left = weight.in_features - k;
     const int64_t inputs = left < Tile::kStretchInputs ? left : Tile::kStretchInputs;
-    const uint32_t* const next = w + Tile::words(inputs);
-    run_tiles<Tile>(x + k, x_stride, rows, w, inputs, total, k == 0, next);
+    const uint32_t* const next = w + vllm_cpu::panel_words(weight, inputs);
+    run_tiles<Tile>(weight, x + Tile::x_offset(weight, k), x_stride, rows, w, inputs, total, k == 0,
+                    next);
     w = next;
   }
 }
@@ -109,7 +81,7 @@ struct Shares {
 inline Shares share_out(const LinearWeight& weight, int64_t rows, int num_threads) {
   const int64_t panels = vllm_cpu::num_panels(weight);
   // Cycles, about: four cache lines of weights per word, and a product of each with every row.
-  const int64_t words = vllm_cpu::panel_words(weight.format, weight.in_features) / kPanel;
+  const int64_t words = vllm_cpu::panel_words(weight) / kPanel;
   const int64_t cycles = panels * words * (8 + 4 * rows);
   if (cycles < 10000 * int64_t{num_threads - 1}) num_threads = 1;  // 3 us: a second would not pay
   int64_t num_blocks = ceil_div(rows, kBlockRows);
@@ -174,82 +146,36 @@ struct LinearCall {
 // Rounds up so that what follows in the scratch memory is aligned.
 inline int64_t aligned(int64_t bytes) { return ceil_div(bytes, int64_t{64}) * 64; }
 
-// Float sums; Input may differ from T: then x is converted first.
-template <class Tile, typename T>
-int64_t linear_float(const LinearCall<T>& call) {
-  using Input = typename Tile::Input;
-  const Shares shares = share_out(call.weight, call.rows, call.num_threads);
-  const int64_t size = call.weight.in_features;
-  constexpr bool kConverts = sizeof(Input) != sizeof(T);
-  const int64_t x_bytes = kConverts ? aligned(call.rows * size * int64_t{sizeof(Input)}) : 0;
+template <class Kind, typename T>
+int64_t linear_slab(const LinearCall<T>& call) {
+  using Input = typename Kind::Input;
+  const LinearWeight& weight = call.weight;
+  const Shares shares = share_out(weight, call.rows, call.num_threads);
+  const int64_t row_size = Kind::row_size(weight);
+  const int64_t x_bytes =
+      Kind::kConverts ? aligned(call.rows * row_size * int64_t{sizeof(Input)}) : 0;
   char* const scratch = vllm_cpu::workspace(x_bytes + shares.sum_bytes());
   if (scratch == nullptr) return kNoMemory;
   const Input* x;
   int64_t x_stride = call.x_stride;
-  if constexpr (kConverts) {
+  if constexpr (Kind::kConverts) {
     Input* const converted = reinterpret_cast<Input*>(scratch);
-    parallel_rows(call.rows, size, call.num_threads, [&](int64_t row) {
-      for_each_vector(size, [&](int64_t i, int64_t count) {
-        store(converted + row * size + i, load(call.x + row * call.x_stride + i, count), count);
-      });
+    parallel_rows(call.rows, 2 * weight.in_features, call.num_threads, [&](int64_t row) {
+      Kind::convert(weight, call.x + row * call.x_stride, converted + row * row_size);
     });
     x = converted;
-    x_stride = size;
+    x_stride = row_size;
   } else {
     x = call.x;
   }
-  multiply<Tile>(call.weight, x, x_stride, call.rows, shares, scratch + x_bytes,
-                 [&](int64_t panel, int64_t first, int64_t count, const auto* sums) {
-                   call.store_panel(panel, first, count,
-                                    [&](int64_t r, int64_t v, int64_t) { return sums[r][v]; });
-                 });
-  return 0;
-}
-
-template <typename T>
-int64_t linear_int8(const LinearCall<T>& call) {
-  const Shares shares = share_out(call.weight, call.rows, call.num_threads);
-  const int64_t size = call.weight.in_features;
-  const int64_t x_bytes = aligned(call.rows * size);
-  const int64_t scale_bytes = aligned(call.rows * int64_t{sizeof(float)});
-  char* const scratch = vllm_cpu::workspace(x_bytes + scale_bytes + shares.sum_bytes());
-  if (scratch == nullptr) return kNoMemory;
-  uint8_t* const x = reinterpret_cast<uint8_t*>(scratch);
-  float* const row_scales = reinterpret_cast<float*>(scratch + x_bytes);
-  parallel_rows(call.rows, 2 * size, call.num_threads, [&](int64_t row) {
-    row_scales[row] = quantize_row(call.x + row * call.x_stride, x + row * size, size);
-  });
-  const LinearWeight& weight = call.weight;
-  multiply<DenseTile<DotInt8>>(
-      weight, x, size, call.rows, shares, scratch + x_bytes + scale_bytes,
+  multiply<typename Kind::Tile>(
+      weight, x, x_stride, call.rows, shares, scratch + x_bytes,
       [&](int64_t panel, int64_t first, int64_t count, const auto* sums) {
         call.store_panel(panel, first, count, [&](int64_t r, int64_t v, int64_t output) {
-          const Ints weights = reinterpret_cast<Ints>(load_bits(weight.sums + output));
-          const Vec sum = __builtin_convertvector(sums[r][v] - (weights << 7), Vec);
-          return sum * load(weight.scales + output) * row_scales[first + r];
+          return Kind::value(weight, x + (first + r) * x_stride, sums[r][v], output);
         });
       });
   return 0;
-}
-
-template <typename T>
-int64_t linear_slab(const LinearCall<T>& call) {
-  switch (call.weight.format) {
-    case WeightFormat::kFloat:
-      return linear_float<DenseTile<DotFloat>>(call);
-    case WeightFormat::kBf16:
-#ifdef __AVX512BF16__
-      if constexpr (sizeof(T) == sizeof(bf16)) return linear_float<DenseTile<DotBf16>>(call);
-#endif
-      return linear_float<DenseTile<DotWide>>(call);
-    case WeightFormat::kInt8:
-      return linear_int8(call);
-    default:
-#ifdef __AVX512BF16__
-      if constexpr (sizeof(T) == sizeof(bf16)) return linear_float<Int4Tile<DotBf16>>(call);
-#endif
-      return linear_float<Int4Tile<DotWide>>(call);
-  }
 }
 
 // x: [rows, in_features], rows x_stride elements apart; bias: [out_features] or null;
@@ -259,9 +185,10 @@ int64_t linear(const LinearWeight& weight, const T* x, const T* bias, T* out, in
                int64_t x_stride, int num_threads) {
   for (int64_t first = 0; first < rows; first += kSlabRows) {
     const int64_t count = rows - first < kSlabRows ? rows - first : kSlabRows;
-    const int64_t status = linear_slab<T>({weight, x + first * x_stride, bias,
-                                           out + first * weight.out_features, count, x_stride,
-                                           num_threads});
+    const LinearCall<T> call = {weight, x + first * x_stride, bias,
+                                out + first * weight.out_features, count, x_stride, num_threads};
+    const int64_t status =
+        with_kind<T>(weight, [&](auto kind) { return linear_slab<decltype(kind)>(call); });
     if (status != 0) return status;
   }
   return 0;

@@ -68,6 +68,25 @@ struct DotBf16 {
 };
 #endif
 
+typedef int16_t Shorts __attribute__((vector_size(kLanes * 4)));
+
+// Sums of the products of neighbours.
+VLLM_INLINE Ints pair_dot(Shorts a, Shorts b) {
+#if defined(__AVX512BW__)
+  return reinterpret_cast<Ints>(
+      _mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Ints>(
+      _mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#elif defined(__SSE2__)
+  return reinterpret_cast<Ints>(
+      _mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+#else
+  const Ints a2 = reinterpret_cast<Ints>(a), b2 = reinterpret_cast<Ints>(b);
+  return (a2 >> 16) * (b2 >> 16) + ((a2 << 16) >> 16) * ((b2 << 16) >> 16);
+#endif
+}
+
 // int8 weights with inputs x + 128 as bytes: the instruction multiplies unsigned by signed. The
 // caller subtracts 128 times the sum of the weights. Exact: the sums stay below 2^31 for up to
 // 66,000 inputs.
@@ -85,7 +104,6 @@ struct DotInt8 {
   }
 #else
   // Bytes 0 and 2, and 1 and 3, as pairs of 16-bit numbers.
-  typedef int16_t Shorts __attribute__((vector_size(kLanes * 4)));
   struct Splat {
     Shorts even, odd;
   };
@@ -94,25 +112,49 @@ struct DotInt8 {
     return {reinterpret_cast<Shorts>(word & 0x00ff00ffu),
             reinterpret_cast<Shorts>((word >> 8) & 0x00ff00ffu)};
   }
-  static VLLM_INLINE Ints pair_dot(Shorts a, Shorts b) {
-#if defined(__AVX512BW__)
-    return reinterpret_cast<Ints>(
-        _mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
-#elif defined(__AVX2__)
-    return reinterpret_cast<Ints>(
-        _mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
-#elif defined(__SSE2__)
-    return reinterpret_cast<Ints>(
-        _mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
-#else
-    const Ints a2 = reinterpret_cast<Ints>(a), b2 = reinterpret_cast<Ints>(b);
-    return (a2 >> 16) * (b2 >> 16) + ((a2 << 16) >> 16) * ((b2 << 16) >> 16);
-#endif
-  }
   static VLLM_INLINE Ints dot(Ints acc, Bits w, Splat x) {
     const Shorts odd = reinterpret_cast<Shorts>(w) >> 8;
     const Shorts even = reinterpret_cast<Shorts>(w << 8) >> 8;
     return acc + pair_dot(even, x.even) + pair_dot(odd, x.odd);
+  }
+#endif
+};
+
+// Bytes 0..15, four of an int4 word, with signed bytes.
+struct DotInt4 {
+#ifdef __AVX512VNNI__
+  using Splat = Bits;
+  static VLLM_INLINE Splat splat_of(const int8_t* x) { return splat_bits(x); }
+  static VLLM_INLINE Ints dot(Ints acc, Bits q, Bits x) {
+    return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(acc),
+                                                      reinterpret_cast<__m512i>(q),
+                                                      reinterpret_cast<__m512i>(x)));
+  }
+#elif defined(__AVX2__)
+  // The instruction saturates at 2^15: 2 * 15 * 127 stays below.
+  using Splat = Bits;
+  static VLLM_INLINE Splat splat_of(const int8_t* x) { return splat_bits(x); }
+  static VLLM_INLINE Ints dot(Ints acc, Bits q, Bits x) {
+#if defined(__AVX512BW__)
+    const Shorts pairs = reinterpret_cast<Shorts>(
+        _mm512_maddubs_epi16(reinterpret_cast<__m512i>(q), reinterpret_cast<__m512i>(x)));
+#else
+    const Shorts pairs = reinterpret_cast<Shorts>(
+        _mm256_maddubs_epi16(reinterpret_cast<__m256i>(q), reinterpret_cast<__m256i>(x)));
+#endif
+    return acc + pair_dot(pairs, Shorts{} + int16_t{1});
+  }
+#else
+  struct Splat {
+    Shorts even, odd;
+  };
+  static VLLM_INLINE Splat splat_of(const int8_t* x) {
+    const Bits word = splat_bits(x);
+    return {reinterpret_cast<Shorts>(word << 8) >> 8, reinterpret_cast<Shorts>(word) >> 8};
+  }
+  static VLLM_INLINE Ints dot(Ints acc, Bits q, Splat x) {
+    acc = acc + pair_dot(reinterpret_cast<Shorts>(q & 0x00ff00ffu), x.even);
+    return acc + pair_dot(reinterpret_cast<Shorts>((q >> 8) & 0x00ff00ffu), x.odd);
   }
 #endif
 };

@@ -11,11 +11,11 @@
 //
 // A panel has as many bytes as 64 rows of the plain matrix: packing is in place.
 //
-// int4 comes in groups of 32 inputs (the last of a row may be shorter, in steps of 8):
-//     scale: 64 bf16 | up to 4 words x 64 outputs
-// and a weight is scale * (q - 8) with q in 0..15: 4.5 bits per weight. Of the eight q in a word,
-// bits 4 j hold input 2 j and bits 16 + 4 j input 2 j + 1: a shift brings each pair to where two
-// bf16 would be.
+// int4 comes in blocks of 32, 64 or 128 inputs (the last of a row may be shorter, in steps of 8):
+//     scales: 64 float16 | zero points: 64 bytes, if there are any | up to 16 words x 64 outputs
+// and a weight is scales[output] * scale * (q - zero) with q in 0..15, the zero point 8 where none
+// is stored: 4.5 bits per weight in blocks of 32. Of the eight q in a word, byte j holds input j in
+// its lower and input 4 + j in its upper half: a mask brings four to where int8 would be.
 #pragma once
 
 #include <cstdint>
@@ -25,37 +25,59 @@
 namespace vllm_cpu {
 
 constexpr int kPanel = 64;
-constexpr int kGroupInputs = 32;
-constexpr int kGroupWords = kGroupInputs / 8;
-constexpr int kScaleWords = kPanel / 2;  // 64 bf16
+constexpr int kMaxBlockInputs = 128;
+constexpr int kScaleWords = kPanel / 2;  // 64 float16
+constexpr int kZeroWords = kPanel / 4;   // 64 bytes
+constexpr int kNoZero = 8;               // the zero point where none is stored
 
 enum class WeightFormat : int64_t { kFloat = 0, kBf16 = 1, kInt8 = 2, kInt4 = 3 };
 
 // A packed weight [out_features, in_features]. Mirrored in vllm/ops/cpu_linear.py.
 struct LinearWeight {
   const uint32_t* panels;  // aligned to 64 bytes
-  const float* scales;     // int8: [out_features rounded up to 64]; else null
+  const float* scales;     // int8, int4: [out_features rounded up to 64]; else null
   const int32_t* sums;     // int8: sum of the weights of an output, as many; else null
+  const int32_t* order;    // int4: [in_features], which input of x is next; null: as they come
   int64_t in_features, out_features;
   WeightFormat format;
+  int64_t block_inputs;  // int4: inputs that share a scale; else 0
+  int64_t has_zeros;     // int4: 1 when zero points are stored; else 0
+};
+
+// int4 numbers as checkpoints have them, all dense.
+struct Int4Source {
+  // GPTQ: [in_features / 8, out_features], eight inputs of an output in a word, the first in the
+  // lowest bits. AWQ: [in_features, out_features / 8], eight outputs of an input.
+  const uint32_t* words;
+  const float* scales;   // [num_groups, out_features]
+  const uint8_t* zeros;  // as many; null when the weight has none
+  int64_t num_groups;
+  int64_t group_inputs;  // a multiple of the weight's blocks, or there is one group
+  int64_t is_awq;
 };
 
 inline int64_t num_panels(const LinearWeight& w) { return (w.out_features + kPanel - 1) / kPanel; }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// 32-bit words of a panel.
-inline int64_t panel_words(WeightFormat format, int64_t in_features) {
-  switch (format) {
+// 32-bit words of the scales and zero points of an int4 block.
+inline int64_t header_words(const LinearWeight& w) {
+  return kScaleWords + (w.has_zeros ? kZeroWords : 0);
+}
+
+// 32-bit words of the first `inputs` inputs of a panel: whole blocks, or all.
+inline int64_t panel_words(const LinearWeight& w, int64_t inputs) {
+  switch (w.format) {
     case WeightFormat::kFloat:
-      return in_features * kPanel;
+      return inputs * kPanel;
     case WeightFormat::kBf16:
-      return in_features / 2 * kPanel;
+      return inputs / 2 * kPanel;
     case WeightFormat::kInt8:
-      return in_features / 4 * kPanel;
+      return inputs / 4 * kPanel;
     default:
-      return in_features / 8 * kPanel + ceil_div(in_features, kGroupInputs) * kScaleWords;
+      return inputs / 8 * kPanel + ceil_div(inputs, w.block_inputs) * header_words(w);
   }
 }
+inline int64_t panel_words(const LinearWeight& w) { return panel_words(w, w.in_features); }
 
 }  // namespace vllm_cpu

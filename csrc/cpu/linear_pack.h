@@ -1,7 +1,7 @@
 // Bringing weights into the layout of linear_format.h, and reading rows back.
 #pragma once
 
-#include "linear.h"
+#include "linear_pack_int4.h"
 
 namespace VLLM_ISA {
 
@@ -41,45 +41,14 @@ int32_t pack_int8_row(const T* from, int64_t size, uint32_t* to, float* scale, u
   return sum - static_cast<int32_t>(128 * size);
 }
 
-// One output to int4. The number of largest magnitude in a group becomes -8, whatever its sign:
-// the scale takes the sign.
-template <typename T>
-void pack_int4_row(const T* from, int64_t size, uint32_t* panel, int64_t output) {
-  for (int64_t k = 0; k < size; k += vllm_cpu::kGroupInputs) {
-    const int64_t left = size - k;
-    const int64_t count = left < vllm_cpu::kGroupInputs ? left : vllm_cpu::kGroupInputs;
-    float group[vllm_cpu::kGroupInputs] = {};
-    float extreme = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      group[i] = to_float(from[k + i]);
-      if (__builtin_fabsf(group[i]) > __builtin_fabsf(extreme)) extreme = group[i];
-    }
-    bf16 rounded[kLanes];
-    store(rounded, splat(extreme / -8.0f));
-    reinterpret_cast<bf16*>(panel)[output] = rounded[0];
-    const float scale = to_float(rounded[0]);
-    const float inverse = scale != 0 ? 1.0f / scale : 0.0f;
-    panel += vllm_cpu::kScaleWords;
-    for (int64_t i = 0; i < count; i += 8, panel += kPanel) {
-      uint32_t word = 0;
-      for (int64_t j = 0; j < 8; ++j) {
-        const float step = __builtin_rintf(group[i + j] * inverse) + 8.0f;
-        const uint32_t q = step > 15.0f ? 15u : step > 0.0f ? static_cast<uint32_t>(step) : 0u;
-        word |= q << (j % 2 * 16 + j / 2 * 4);
-      }
-      panel[output] = word;
-    }
-  }
-}
-
 // Fills `weight` (int8 or int4), whose memory is zeroed, from a plain matrix
-// [out_features, in_features]. Returns 0, or kNoMemory.
+// [out_features, in_features]; int4 without zero points and in its order. Returns 0, or kNoMemory.
 template <typename T>
 int64_t quantize_weight(const LinearWeight& weight, const T* from, int num_threads) {
   const int64_t size = weight.in_features;
   char* const scratch = vllm_cpu::workspace(num_threads * aligned(size));
   if (scratch == nullptr) return kNoMemory;
-  const int64_t words = vllm_cpu::panel_words(weight.format, size);
+  const int64_t words = vllm_cpu::panel_words(weight);
   parallel_for(vllm_cpu::num_panels(weight), 1, num_threads,
                [&](int64_t begin, int64_t end, int worker) {
                  uint8_t* const bytes =
@@ -89,7 +58,7 @@ int64_t quantize_weight(const LinearWeight& weight, const T* from, int num_threa
                    uint32_t* const panel =
                        const_cast<uint32_t*>(weight.panels) + n / kPanel * words;
                    if (weight.format == WeightFormat::kInt4) {
-                     pack_int4_row(from + n * size, size, panel, n % kPanel);
+                     pack_int4_row(weight, n, from + n * size);
                    } else {
                      const_cast<int32_t*>(weight.sums)[n] =
                          pack_int8_row(from + n * size, size, panel + n % kPanel,
@@ -100,10 +69,11 @@ int64_t quantize_weight(const LinearWeight& weight, const T* from, int num_threa
   return 0;
 }
 
-// One output of a packed weight that is not int4, as T.
+// One output of a packed weight, as T.
 template <typename T>
 void unpack_row(const LinearWeight& weight, int64_t n, T* out) {
-  const int64_t words = vllm_cpu::panel_words(weight.format, weight.in_features);
+  if (weight.format == WeightFormat::kInt4) return unpack_int4_row(weight, n, out);
+  const int64_t words = vllm_cpu::panel_words(weight);
   const uint32_t* const from = weight.panels + n / kPanel * words + n % kPanel;
   const int64_t per_word = weight.in_features * kPanel / words;
   for (int64_t i = 0; i < weight.in_features; i += per_word) {
@@ -123,9 +93,7 @@ void unpack_row(const LinearWeight& weight, int64_t n, T* out) {
       }
     }
     for (int64_t j = 0; j < per_word; ++j) {
-      T lanes[kLanes];
-      store(lanes, splat(values[j]));
-      out[i + j] = lanes[0];
+      out[i + j] = to_type<T>(values[j]);
     }
   }
 }

@@ -7,6 +7,7 @@
 namespace VLLM_ISA {
 
 using vllm_cpu::kPanel;
+using vllm_cpu::LinearWeight;
 
 constexpr int kMaxTileRows = 6;
 
@@ -25,21 +26,25 @@ struct Prefetch {
   }
 };
 
-// total[kRows][64] = (or +=) the products of `inputs` inputs with float, bf16 or int8 weights.
+// total[kRows][64] = (or +=) the products of `inputs` inputs with float, bf16 or int8 weights. The
+// arguments named Weight say how the weight is stored; only int4 has a choice.
 template <class Dot>
 struct DenseTile {
   using Input = typename Dot::Input;
   using Acc = typename Dot::Acc;
   static constexpr int64_t kStretchInputs = 128 * Dot::kInputs;  // 32 KiB of weights
-  static constexpr int64_t kStepInputs = 4 * Dot::kInputs;
-  static constexpr int64_t kStepLines = 4 * kPanel * 4 / 64;
   static constexpr bool kIsFollowed = true;  // by the hardware, as long as one tile reads
 
-  static int64_t words(int64_t inputs) { return inputs / Dot::kInputs * kPanel; }
+  static constexpr int64_t kStepLines = 4 * kPanel * 4 / 64;
+  static int64_t num_steps(const LinearWeight&, int64_t inputs) {
+    return inputs / (4 * Dot::kInputs);
+  }
+  static int64_t x_offset(const LinearWeight&, int64_t input) { return input; }
 
   template <int kRows>
-  static void run(const Input* x, int64_t x_stride, const uint32_t* w, int64_t inputs,
-                  typename Dot::Acc (*total)[kPanel / kLanes], bool is_first, Prefetch prefetch) {
+  static void run(const LinearWeight&, const Input* x, int64_t x_stride, const uint32_t* w,
+                  int64_t inputs, typename Dot::Acc (*total)[kPanel / kLanes], bool is_first,
+                  Prefetch prefetch) {
     constexpr int kVectors = tile_vectors(kRows);
     const int64_t num_words = inputs / Dot::kInputs;
     for (int column = 0; column < kPanel; column += kVectors * kLanes) {
@@ -79,89 +84,120 @@ struct DenseTile {
   }
 };
 
-// Pair j of the eight int4 in each word, less 8, as two bf16.
-VLLM_INLINE Bits int4_pair(Bits w, int j) {
-#ifdef __AVX512BW__
-  // The numbers -8..7, twice: a look-up goes by the low 5 bits of 16.
-  alignas(64) static constexpr uint16_t kNumbers[32] = {
-      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
-      0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
-      0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-  const __m512i index = _mm512_srli_epi16(reinterpret_cast<__m512i>(w), 4 * j);
-  return reinterpret_cast<Bits>(_mm512_permutexvar_epi16(index, _mm512_load_si512(kNumbers)));
+// Numbers of 16 bits (float16) as floats; finite ones.
+VLLM_INLINE Vec load_halves(const uint16_t* from) {
+  HalfBits half;
+  __builtin_memcpy(&half, from, sizeof half);
+#if defined(__AVX512F__)
+  return reinterpret_cast<Vec>(_mm512_maskz_cvtph_ps(0xffff, reinterpret_cast<__m256i>(half)));
 #else
-  const Bits even = (w >> (4 * j)) & 15u, odd = (w >> (16 + 4 * j)) & 15u;
-  const Vec even_number = __builtin_convertvector(reinterpret_cast<Ints>(even), Vec) - 8.0f;
-  const Vec odd_number = __builtin_convertvector(reinterpret_cast<Ints>(odd), Vec) - 8.0f;
-  return (reinterpret_cast<Bits>(even_number) >> 16) | reinterpret_cast<Bits>(odd_number);
+  const Bits bits = __builtin_convertvector(half, Bits);
+  const Vec size = reinterpret_cast<Vec>((bits & 0x7fffu) << 13) * 0x1p112f;  // other exponents
+  return reinterpret_cast<Vec>(reinterpret_cast<Bits>(size) | ((bits & 0x8000u) << 16));
 #endif
 }
 
-// The same for int4: sums of whole numbers times inputs per group, then scaled and added up. Every
-// tile unpacks the numbers anew: that runs beside the products, and writing them out once for all
-// tiles was measured to be slower.
-template <class Dot>
+// What comes before the bytes of each block of a row of x for int4.
+struct Int4Header {
+  float scale;    // what a step is worth
+  int32_t start;  // minus the sum of the bytes: times 8, or modulo 2^16 when there are zero points
+};
+
+// The same for int4: whole numbers are summed up per block, then scaled and added up. Every tile
+// unpacks the numbers anew, which runs beside the products.
+template <bool kHasZeros>
 struct Int4Tile {
-  using Input = typename Dot::Input;
+  using Input = int8_t;
   using Acc = Vec;
-  static constexpr int64_t kGroupInputs = vllm_cpu::kGroupInputs;
-  static constexpr int64_t kStretchInputs = 16 * kGroupInputs;  // 18 KiB of weights
-  static constexpr int64_t kStepInputs = kGroupInputs;
-  static constexpr int64_t kStepLines =
-      (vllm_cpu::kScaleWords + vllm_cpu::kGroupWords * kPanel) * 4 / 64;
+  static constexpr int64_t kStretchInputs = 512;  // at most 19 KiB of weights
   static constexpr bool kIsFollowed = false;
 
-  static int64_t words(int64_t inputs) {
-    return vllm_cpu::panel_words(vllm_cpu::WeightFormat::kInt4, inputs);
+  // One for each word of a row, and one for the header of a block.
+  static constexpr int64_t kStepLines = kPanel * 4 / 64;
+  static int64_t num_steps(const LinearWeight& weight, int64_t inputs) {
+    return inputs / 8 + inputs / weight.block_inputs;
+  }
+  static int64_t x_offset(const LinearWeight& weight, int64_t input) {
+    return input + input / weight.block_inputs * int64_t{sizeof(Int4Header)};
   }
 
   template <int kRows>
-  static void run(const Input* x, int64_t x_stride, const uint32_t* w, int64_t inputs,
-                  Vec (*total)[kPanel / kLanes], bool is_first, Prefetch prefetch) {
+  static void run(const LinearWeight& weight, const Input* x, int64_t x_stride, const uint32_t* w,
+                  int64_t inputs, Vec (*total)[kPanel / kLanes], bool is_first,
+                  Prefetch prefetch) {
     if (is_first) __builtin_memset(total, 0, kRows * kPanel * sizeof(float));
-    for (int64_t left = inputs; left > 0; left -= kGroupInputs) {
-      const int64_t num_words = (left < kGroupInputs ? left : kGroupInputs) / 8;
-      prefetch.step();
-      add_group<kRows>(x, x_stride, w, num_words, total);
-      w += vllm_cpu::kScaleWords + num_words * kPanel;
-      x += kGroupInputs;
+    const int64_t block = weight.block_inputs;
+    for (int64_t left = inputs; left > 0; left -= block) {
+      const int64_t num_words = (left < block ? left : block) / 8;
+      add_block<kRows>(x, x_stride, w, num_words, total, prefetch);
+      __asm__ volatile("" : : : "memory");  // or the compiler keeps a second copy of the totals
+      w += vllm_cpu::header_words(weight) + num_words * kPanel;
+      x += sizeof(Int4Header) + block;
     }
   }
 
  private:
   template <int kRows>
-  static VLLM_INLINE void add_group(const Input* x, int64_t x_stride, const uint32_t* group,
-                                    int64_t num_words, Vec (*total)[kPanel / kLanes]) {
+  static VLLM_INLINE void add_block(const Input* x, int64_t x_stride, const uint32_t* block,
+                                    int64_t num_words, Vec (*total)[kPanel / kLanes],
+                                    Prefetch& prefetch) {
     constexpr int kVectors = tile_vectors(kRows);
-    const bf16* const scales = reinterpret_cast<const bf16*>(group);
+    const uint16_t* const scales = reinterpret_cast<const uint16_t*>(block);
+    const uint8_t* const zeros =
+        reinterpret_cast<const uint8_t*>(block + vllm_cpu::kScaleWords);
+    const uint32_t* const words =
+        block + vllm_cpu::kScaleWords + (kHasZeros ? vllm_cpu::kZeroWords : 0);
     for (int column = 0; column < kPanel; column += kVectors * kLanes) {
-      const uint32_t* const first = group + vllm_cpu::kScaleWords + column;
-      Vec acc[kRows][kVectors] = {};
+      Ints acc[kRows][kVectors];
+      start_sums<kRows, kVectors>(x, x_stride, zeros + column, acc);
+      if (column == 0) prefetch.step();
       for (int64_t k = 0; k < num_words; ++k) {
-        const uint32_t* const w = first + k * kPanel;
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-          Bits pairs[kVectors];
+        if (column == 0) prefetch.step();
+        const uint32_t* const w = words + k * kPanel + column;
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+          Bits q[kVectors];
 #pragma GCC unroll 8
-          for (int v = 0; v < kVectors; ++v) pairs[v] = int4_pair(load_bits(w + v * kLanes), j);
+          for (int v = 0; v < kVectors; ++v) {
+            q[v] = (load_bits(w + v * kLanes) >> (4 * half)) & 0x0f0f0f0fu;
+          }
 #pragma GCC unroll 6
           for (int r = 0; r < kRows; ++r) {
-            const auto inputs_of_pair = Dot::splat_of(x + r * x_stride + k * 8 + j * 2);
+            const auto four = DotInt4::splat_of(x + r * x_stride + sizeof(Int4Header) + k * 8 +
+                                                half * 4);
 #pragma GCC unroll 8
-            for (int v = 0; v < kVectors; ++v) {
-              acc[r][v] = Dot::dot(acc[r][v], pairs[v], inputs_of_pair);
-            }
+            for (int v = 0; v < kVectors; ++v) acc[r][v] = DotInt4::dot(acc[r][v], q[v], four);
           }
         }
       }
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        const Vec scale = load(scales + column + v * kLanes);
+        const Vec scale = load_halves(scales + column + v * kLanes);
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; ++r) {
+          const Vec x_scale = reinterpret_cast<Vec>(splat_bits(x + r * x_stride));
           Vec& sum = total[r][column / kLanes + v];
-          sum = fma(scale, acc[r][v], sum);
+          sum = fma(__builtin_convertvector(acc[r][v], Vec), scale * x_scale, sum);
         }
+      }
+    }
+  }
+
+  // Minus the zero point times the sum of the inputs.
+  template <int kRows, int kVectors>
+  static VLLM_INLINE void start_sums(const Input* x, int64_t x_stride, const uint8_t* zeros,
+                                     Ints (&acc)[kRows][kVectors]) {
+    typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      Bytes bytes = {};
+      if (kHasZeros) __builtin_memcpy(&bytes, zeros + v * kLanes, sizeof bytes);
+      const Shorts zero = reinterpret_cast<Shorts>(__builtin_convertvector(bytes, Bits));
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+        const Bits start = splat_bits(x + r * x_stride + sizeof(float));
+        acc[r][v] = kHasZeros ? pair_dot(zero, reinterpret_cast<Shorts>(start))
+                              : reinterpret_cast<Ints>(start);
       }
     }
   }

@@ -43,17 +43,23 @@ void rms_norm(const T* x, const T* weight, T* out, int64_t rows, int64_t heads, 
   });
 }
 
+// residual = x + residual; out = rms_norm(residual). out may be x.
+template <typename T>
+inline void add_rms_norm_row(const T* x, T* residual, const T* weight, T* out, int64_t hidden,
+                             float eps) {
+  for_each_vector(hidden, [&](int64_t i, int64_t count) {
+    store(residual + i, load(x + i, count) + load(residual + i, count), count);
+  });
+  rms_norm_row(residual, weight, out, hidden, eps);
+}
+
 // residual = x + residual; x = rms_norm(residual). Both [rows, hidden], dense, in place.
 template <typename T>
 void fused_add_rms_norm(T* x, T* residual, const T* weight, int64_t rows, int64_t hidden, float eps,
                         int num_threads) {
   parallel_rows(rows, 2 * hidden, num_threads, [&](int64_t row) {
     T* const x_row = x + row * hidden;
-    T* const residual_row = residual + row * hidden;
-    for_each_vector(hidden, [&](int64_t i, int64_t count) {
-      store(residual_row + i, load(x_row + i, count) + load(residual_row + i, count), count);
-    });
-    rms_norm_row(residual_row, weight, x_row, hidden, eps);
+    add_rms_norm_row(x_row, residual + row * hidden, weight, x_row, hidden, eps);
   });
 }
 

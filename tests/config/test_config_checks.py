@@ -82,7 +82,11 @@ REFUSED = [
         {"kv_cache_space_bytes": 0},
         "kv_cache_space_bytes must be an integer of at least 1, got 0",
     ),
-    (CacheConfig, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of auto, got 'fp8'"),
+    (
+        CacheConfig,
+        {"kv_cache_dtype": "int8"},
+        "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, fp8_e5m2, got 'int8'",
+    ),
     (
         CacheConfig,
         {"prefix_caching_hash_algo": "md5"},

@@ -5,6 +5,9 @@ import random
 import pytest
 
 from vllm import LLM, SamplingParams
+from vllm.engine import engine_core
+from vllm.engine.run_ahead import RunAhead
+from vllm.executor import uniproc
 
 PIECES = [
     "import os\n",
@@ -51,6 +54,15 @@ def seen_by_user(output) -> list:
     ]
 
 
+@pytest.fixture(params=["waits", "runs ahead"])
+def is_ahead(request, monkeypatch):
+    """Whether every step is scheduled before the result of the last one is known."""
+    ahead = request.param == "runs ahead"
+    monkeypatch.setattr(engine_core, "RunAhead", lambda allowed: RunAhead(allowed and ahead, 0))
+    monkeypatch.setattr(uniproc, "has_core_to_spare", lambda: ahead)
+    return ahead
+
+
 @pytest.mark.parametrize(
     ("settings", "preempts"),
     [
@@ -58,12 +70,18 @@ def seen_by_user(output) -> list:
         ({"max_num_seqs": 64, "num_gpu_blocks_override": 400, "block_size": 8}, False),
     ],
 )
-def test_a_request_gets_the_same_in_a_crowd_as_alone(settings, preempts):
+def test_a_request_gets_the_same_in_a_crowd_as_alone(settings, preempts, is_ahead):
     rng = random.Random(5)
     prompts = ["".join(rng.choices(PIECES, k=rng.randint(1, 30))) for _ in range(60)]
     params = [random_params(rng) for _ in prompts]
     common = {"dtype": "float32", "max_model_len": 256}
-    alone = LLM(max_num_seqs=2, num_gpu_blocks_override=40, enable_prefix_caching=False, **common)
+    alone = LLM(
+        async_scheduling=False,
+        max_num_seqs=2,
+        num_gpu_blocks_override=40,
+        enable_prefix_caching=False,
+        **common,
+    )
     want = [
         seen_by_user(alone.generate(prompt, p, use_tqdm=False)[0])
         for prompt, p in zip(prompts, params, strict=True)
@@ -91,4 +109,5 @@ def test_a_request_gets_the_same_in_a_crowd_as_alone(settings, preempts):
         assert found == want[index], (prompts[index], params[index])
     scheduler = engine.engine_core.scheduler
     assert (scheduler.num_preemptions > 0) == preempts
+    assert engine.engine_core.executor.is_asynchronous == is_ahead
     assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_usable_blocks

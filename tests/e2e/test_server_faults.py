@@ -21,7 +21,7 @@ def server():
         yield server
 
 
-async def send(server, body, *, num_events=None):
+async def send(server, body, *, num_events=None, on_status=None):
     """(status, body) of a completion; with `num_events` leaves after so many of a stream."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
@@ -32,6 +32,8 @@ async def send(server, body, *, num_events=None):
         )
         writer.write(head.encode() + data)
         status = int((await reader.readline()).split()[1])
+        if on_status is not None:
+            on_status()
         if num_events is None:
             return status, (await reader.read()).decode()
         text = b""
@@ -84,10 +86,20 @@ def test_a_thousand_connections_at_once_are_all_answered(server):
 
 
 async def answers_around(server, bodies, act):
-    """What requests are answered around `act`, which happens when all of them run."""
-    tasks = [asyncio.ensure_future(send(server, body)) for body in bodies]
+    """What requests are answered around `act`: all of them run then, and streams have begun.
+
+    The status of a stream is sent with its first token: until then its failure is a status too.
+    """
+    streams = [asyncio.Event() if body.get("stream") else None for body in bodies]
+    tasks = [
+        asyncio.ensure_future(send(server, body, on_status=begun and begun.set))
+        for body, begun in zip(bodies, streams, strict=True)
+    ]
     while await asyncio.to_thread(server.metric, "vllm:num_requests_running") < len(bodies):
         await asyncio.sleep(0.02)
+    for begun in streams:
+        if begun is not None:
+            await asyncio.wait_for(begun.wait(), 60)
     act()
     return await asyncio.wait_for(asyncio.gather(*tasks), 60)
 

@@ -5,6 +5,7 @@ import pytest
 
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.engine.engine_core import EngineCore
+from vllm.engine.run_ahead import RunAhead
 from vllm.errors import EngineDeadError
 from vllm.executor import Executor
 from vllm.messages import EngineRequest, FinishReason, ModelRunnerOutput, SchedulerOutput
@@ -12,18 +13,28 @@ from vllm.sampling_params import SamplingParams
 
 
 class FakeHandle:
-    def __init__(self, output: ModelRunnerOutput) -> None:
+    def __init__(self, output: ModelRunnerOutput, log: list[str], fails: bool) -> None:
         self.output = output
+        self.log = log
+        self.fails = fails
 
     def result(self) -> ModelRunnerOutput:
+        self.log.append(f"result {self.output.step_id}")
+        if self.fails:
+            raise RuntimeError("lost later")
         return self.output
 
 
 class FakeExecutor(Executor):
-    """Every row that reaches its end samples token 7; raises in step `fails_at`."""
+    """Every row that reaches its end samples token 7; raises in step `fails_at`, or when the
+    result of step `fails_late` is asked for."""
 
-    def __init__(self, fails_at: int | None = None) -> None:
+    is_asynchronous = True
+
+    def __init__(self, fails_at: int | None = None, fails_late: int | None = None) -> None:
         self.fails_at = fails_at
+        self.fails_late = fails_late
+        self.log: list[str] = []
         self.is_shut_down = False
         self.is_preloaded = False
         self.num_tokens: dict[int, int] = {}
@@ -34,6 +45,7 @@ class FakeExecutor(Executor):
     def execute_model(self, step: SchedulerOutput) -> FakeHandle:
         if step.step_id == self.fails_at:
             raise RuntimeError("device lost")
+        self.log.append(f"execute {step.step_id}")
         for new in step.new_requests:
             self.num_tokens[new.row] = len(new.request.prompt_token_ids)
         rows = []
@@ -51,7 +63,9 @@ class FakeExecutor(Executor):
                 step_id=step.step_id,
                 rows=np.array(rows, np.int32),
                 token_ids=np.full(len(rows), 7, np.int32),
-            )
+            ),
+            self.log,
+            fails=step.step_id == self.fails_late,
         )
 
     def preload(self) -> None:
@@ -61,13 +75,13 @@ class FakeExecutor(Executor):
         self.is_shut_down = True
 
 
-def make_core(fails_at: int | None = None) -> EngineCore:
+def make_core(run_ahead: RunAhead | None = None, **fails: int) -> EngineCore:
     config = VllmConfig(
         model=ModelConfig(),
         cache=CacheConfig(block_size=4),
         scheduler=SchedulerConfig(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=32),
     )
-    return EngineCore(config, FakeExecutor(fails_at))
+    return EngineCore(config, FakeExecutor(**fails), run_ahead or RunAhead(False))
 
 
 def make_request(request_id: str, max_tokens: int = 3, eos: int | None = None) -> EngineRequest:
@@ -82,8 +96,9 @@ def make_request(request_id: str, max_tokens: int = 3, eos: int | None = None) -
     )
 
 
-def test_requests_run_until_each_has_its_reason_to_end():
-    core = make_core()
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_requests_run_until_each_has_its_reason_to_end(is_ahead):
+    core = make_core(RunAhead(is_ahead, min_share=0))
     core.add_request(make_request("long"))
     core.add_request(make_request("stops", eos=7))
     tokens: dict[str, list[int]] = {"long": [], "stops": []}
@@ -109,6 +124,43 @@ def test_an_aborted_request_is_gone_at_once():
     core.abort_requests(["a", "never seen"])
     assert not core.has_unfinished_requests()
     assert core.reset_prefix_cache()
+
+
+def test_the_next_step_starts_before_the_result_of_this_one_is_asked_for():
+    core = make_core(RunAhead(True, min_share=0))
+    core.add_request(make_request("a", max_tokens=3))
+    outputs = [core.step().token_ids for _ in range(3)]
+    assert outputs == [[7], [7], [7]] and not core.has_unfinished_requests()
+    starts_first = ["execute 0", "execute 1", "result 0", "execute 2", "result 1", "result 2"]
+    assert core.executor.log == starts_first
+
+
+def test_without_running_ahead_a_step_waits_for_the_one_before():
+    core = make_core()
+    core.add_request(make_request("a", max_tokens=2))
+    core.step(), core.step()
+    assert core.executor.log == ["execute 0", "result 0", "execute 1", "result 1"]
+
+
+def test_a_step_whose_requests_have_left_is_taken_in_and_says_nothing():
+    core = make_core(RunAhead(True, min_share=0))
+    core.add_request(make_request("a", eos=7))
+    assert core.step().finished.keys() == {"a"}
+    assert core.has_unfinished_requests()  # the step that was started before the end was known
+    output = core.step()
+    assert output.request_ids == [] and output.finished == {}
+    assert not core.has_unfinished_requests()
+    assert core.executor.log[-1] == "result 1" and core.reset_prefix_cache()
+
+
+def test_a_step_that_fails_later_stops_the_engine_with_the_cause():
+    core = make_core(RunAhead(True, min_share=0), fails_late=1)
+    core.add_request(make_request("a"))
+    core.step()
+    with pytest.raises(EngineDeadError, match=r"step 1 failed.*lost later"):
+        core.step()
+    with pytest.raises(EngineDeadError, match="lost later"):
+        core.add_request(make_request("b"))
 
 
 def test_the_prefix_cache_is_not_reset_under_a_running_request():

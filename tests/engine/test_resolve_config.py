@@ -35,7 +35,7 @@ def test_the_default_config_is_complete():
     assert config.model.max_model_len == config.scheduler.max_model_len == 2048
     assert config.device.device == "cpu"
     assert config.cache.block_size == 16
-    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 4096)
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 2048)
     assert config.cache.kv_cache_space_bytes is None
 
 
@@ -78,7 +78,7 @@ def test_without_chunked_prefill_a_step_holds_the_longest_prompt(tmp_path):
     model = write_model(tmp_path, max_position_embeddings=9000)
     config = resolve(model=model, enable_chunked_prefill=False)
     assert config.scheduler.max_num_batched_tokens == 9000
-    assert resolve(model=model).scheduler.max_num_batched_tokens == 4096
+    assert resolve(model=model).scheduler.max_num_batched_tokens == 2048
 
 
 def test_a_length_beyond_the_model_names_both_numbers_and_the_way_out():

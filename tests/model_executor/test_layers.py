@@ -5,7 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.activation import SiluAndMul, get_activation
+from vllm.model_executor.layers.activation import (
+    SiluAndMul,
+    get_activation,
+    get_gated_activation,
+)
 from vllm.model_executor.layers.embedding import LearnedPositionalEmbedding
 from vllm.model_executor.layers.norm import RMSNorm
 
@@ -26,6 +30,18 @@ def test_an_unknown_activation_is_named_with_the_known_ones():
 def test_silu_and_mul():
     x = torch.randn(3, 8)
     torch.testing.assert_close(SiluAndMul()(x), F.silu(x[:, :4]) * x[:, 4:])
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh"])
+def test_gelu_and_mul(name):
+    x = torch.randn(3, 8)
+    want = F.gelu(x[:, :4], approximate="none" if name == "gelu" else "tanh") * x[:, 4:]
+    torch.testing.assert_close(get_gated_activation(name)(x), want)
+
+
+def test_an_unknown_gated_activation_is_named_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"'relu' is not supported in a gated MLP; .*silu"):
+        get_gated_activation("relu")
 
 
 def test_rms_norm_with_a_residual_norms_the_sum():

@@ -163,6 +163,34 @@ def test_an_unknown_tensor_is_named(llama):
         load(llama)
 
 
+@pytest.mark.parametrize(
+    ("names", "scales"),
+    [
+        (["k_scale", "v_scale"], (0.5, 0.25)),
+        (["k_proj.k_scale", "v_proj.v_scale"], (0.5, 0.25)),
+        (["attn.v_scale"], (1.0, 0.5)),
+        (["kv_scale"], (0.5, 0.5)),
+    ],
+)
+def test_scales_of_the_kv_cache_reach_their_layer(llama, names, scales):
+    scalars = {
+        f"model.layers.1.self_attn.{name}": torch.tensor(0.5 ** (i + 1))
+        for i, name in enumerate(names)
+    }
+    put(llama, tensors_of(llama) | scalars)
+    first, second, _ = (layer.self_attn.attn for layer in load(llama).model.layers)
+    assert (first.key_scale, first.value_scale) == (1.0, 1.0)
+    assert (second.key_scale, second.value_scale) == scales
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), [1.0, 2.0]])
+def test_a_scale_that_cannot_be_one_is_named(llama, scale):
+    name = "model.layers.1.self_attn.k_scale"
+    put(llama, tensors_of(llama) | {name: torch.tensor(scale)})
+    with pytest.raises(WeightLoadError, match=rf"{name} is .* not one positive number"):
+        load(llama)
+
+
 def test_a_tensor_in_two_files_is_named(llama):
     first, _ = shard(llama, "safetensors", save_file)
     extra = {"lm_head.weight": torch.ones(4096, 64), "model.norm.weight": torch.ones(64)}

@@ -2,7 +2,6 @@
 written out in float64; and the promise that chunks and batches do not change a bit.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm.ops.cpu import CPUOps, load_cpu_kernels
+from vllm.ops.cpu import CPUOps
 from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
 
@@ -31,24 +30,10 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["avx512_bf16", "avx512", "avx2", "base"])
-def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
-    """The C++ kernels, once for each instruction set that this machine can run."""
-    library = load_cpu_kernels()
-    if library is None:
-        pytest.skip("the C++ kernels are not built")
-    best = library.vllm_cpu_isa()
-    if not library.vllm_cpu_set_isa(request.param.encode()):
-        pytest.skip(f"no {request.param} in this build or on this processor")
-    yield CPUOps()
-    library.vllm_cpu_set_isa(best)
-
-
 @pytest.fixture
-def restore_threads() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
+def ops(isa: str) -> Ops:
+    """The C++ kernels, once for each instruction set that this machine can run."""
+    return CPUOps()
 
 
 @dataclass

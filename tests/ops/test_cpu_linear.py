@@ -1,6 +1,5 @@
 """Packed weights against products in float64, for each instruction set that runs here."""
 
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -13,7 +12,6 @@ from vllm.ops.cpu_linear import PackedWeight, WeightFormat, can_pack
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 INT8, INT4 = WeightFormat.INT8, WeightFormat.INT4
-ISAS = ["avx512_bf16", "avx512_vnni", "avx512", "avx2", "base"]
 # Weight dtype, what it is stored as (None: itself), dtype of x.
 COMBINATIONS = [
     (FLOAT32, None, FLOAT32),
@@ -30,25 +28,6 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    library = load_cpu_kernels()
-    if library is None:
-        pytest.skip("the C++ kernels are not built")
-    best = library.vllm_cpu_isa()
-    if not library.vllm_cpu_set_isa(request.param.encode()):
-        pytest.skip(f"no {request.param} in this build or on this processor")
-    yield request.param
-    library.vllm_cpu_set_isa(best)
-
-
-@pytest.fixture
-def restore_threads() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def packed_of(weight: Tensor, weight_format: WeightFormat | None) -> PackedWeight:
     if weight_format is None:
         return PackedWeight.pack(weight.clone())
@@ -63,21 +42,29 @@ def to_int8(x: Tensor) -> Tensor:
 
 
 def to_int4(weight: Tensor) -> Tensor:
-    """Groups of 32 scaled so that the number of largest magnitude is -8, in float64."""
+    """Groups of 32 scaled so that the number of largest magnitude is -8, in float64. Scales are
+    float16 times a power of two of the row."""
+    unit = torch.exp2((weight.float().abs().amax(1, keepdim=True) / 8).log2().floor())
     groups = []
     for group in weight.float().split(32, dim=1):
         largest = group.gather(1, group.abs().argmax(1, keepdim=True))
-        scale = (largest / -8).bfloat16().float()
+        scale = (largest / -8 / unit).half().float() * unit
         steps = (group * torch.where(scale != 0, 1 / scale, 0.0)).round().clamp(-8, 7)
         groups.append(steps.double() * scale.double())
     return torch.cat(groups, dim=1)
 
 
+def in_blocks(x: Tensor, size: int) -> Tensor:
+    """Inputs as int4 weights meet them: int8 with a scale per block, in float64."""
+    return torch.cat([to_int8(block) for block in x.split(size, dim=-1)], dim=-1)
+
+
 def expected(x: Tensor, weight: Tensor, weight_format: WeightFormat | None, bias: Tensor) -> Tensor:
     if weight_format is INT8:
         return F.linear(to_int8(x), to_int8(weight), bias.double())
-    weight = to_int4(weight) if weight_format is INT4 else weight.double()
-    return F.linear(x.double(), weight, bias.double())
+    if weight_format is INT4:
+        return F.linear(in_blocks(x, 32), to_int4(weight), bias.double())
+    return F.linear(x.double(), weight.double(), bias.double())
 
 
 @pytest.mark.parametrize(("weight_dtype", "weight_format", "dtype"), COMBINATIONS)
@@ -141,8 +128,9 @@ def test_x_may_be_of_any_rank_and_have_strided_rows(weight_format):
 def test_rows_of_a_packed_weight_can_be_read(isa, dtype):
     weight, ids = torch.randn(100, 48, dtype=dtype), torch.tensor([99, 0, 64, 0])
     assert torch.equal(packed_of(weight, None).rows(ids, dtype), weight[ids])
-    rounded = to_int8(weight)[ids].to(dtype)
-    torch.testing.assert_close(packed_of(weight, INT8).rows(ids, dtype), rounded)
+    for weight_format, rounded in ((INT8, to_int8(weight)), (INT4, to_int4(weight))):
+        got = packed_of(weight, weight_format).rows(ids, dtype)
+        torch.testing.assert_close(got, rounded[ids].to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +152,7 @@ def test_packing_uses_the_memory_of_the_weight_when_panels_are_full(num_out, is_
         ((64, 64), FLOAT32, None, 32),
         ((64, 64), BFLOAT16, None, 16),
         ((64, 64), BFLOAT16, INT8, 9),  # with a scale and a sum of 32 bits per 64
-        ((64, 64), BFLOAT16, INT4, 4.5),
+        ((64, 64), BFLOAT16, INT4, 5),  # with a scale of 32 bits per 64, and 16 bits per 32
     ],
 )
 def test_a_weight_has_so_many_bits(shape, dtype, weight_format, bits):
@@ -224,5 +212,3 @@ def test_what_does_not_fit_is_refused_with_both_shapes():
         PackedWeight.quantize(torch.randn(4, 8), WeightFormat.FLOAT32)
     with pytest.raises(IndexError, match=r"ids\[1\] is 10 of 10 rows"):
         packed.rows(torch.tensor([3, 10]), FLOAT32)
-    with pytest.raises(ValueError, match="rows of an int4 weight"):
-        packed_of(torch.randn(4, 8), INT4).rows(torch.tensor([0]), FLOAT32)

@@ -4,7 +4,6 @@ The reference itself is checked against Hugging Face models, and its two attenti
 against each other.
 """
 
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops import get_ops, set_ops
-from vllm.ops.cpu import CPUOps, load_cpu_kernels
+from vllm.ops.cpu import CPUOps
 from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
 
@@ -34,24 +33,10 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["avx512_bf16", "avx512_vnni", "avx512", "avx2", "base"])
-def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
-    """The C++ kernels, once for each instruction set that this machine can run."""
-    library = load_cpu_kernels()
-    if library is None:
-        pytest.skip("the C++ kernels are not built")
-    best = library.vllm_cpu_isa()
-    if not library.vllm_cpu_set_isa(request.param.encode()):
-        pytest.skip(f"no {request.param} in this build or on this processor")
-    yield CPUOps()
-    library.vllm_cpu_set_isa(best)
-
-
 @pytest.fixture
-def restore_threads() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
+def ops(isa: str) -> Ops:
+    """The C++ kernels, once for each instruction set that this machine can run."""
+    return CPUOps()
 
 
 def packed_qkv(
@@ -151,10 +136,31 @@ def test_silu_and_mul_of_extreme_gates(ops, dtype):
     assert_close(ops.silu_and_mul(x), NATIVE.silu_and_mul(x))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_tanh", [False, True])
+@pytest.mark.parametrize(("num_tokens", "size"), [(0, 4), (1, 1), (33, 160), (3, 5000)])
+def test_gelu_and_mul_agrees_with_reference(ops, num_tokens, size, is_tanh, dtype):
+    x = torch.randn(num_tokens, 2 * size, dtype=dtype) * 4
+    assert_close(ops.gelu_and_mul(x, is_tanh), NATIVE.gelu_and_mul(x, is_tanh))
+    wider = torch.randn(num_tokens, 2 * size + 3, dtype=dtype)[:, : 2 * size]
+    assert_close(ops.gelu_and_mul(wider, is_tanh), NATIVE.gelu_and_mul(wider, is_tanh))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_tanh", [False, True])
+def test_gelu_and_mul_of_extreme_gates(ops, is_tanh, dtype):
+    gates = torch.tensor([-3e38, -1e4, -90.0, -10.0, -5.0, -0.0, 0.0, 5.0, 90.0, 1e4, 1e38])
+    x = torch.cat((gates, torch.ones(11)))[None].to(dtype)
+    assert_close(ops.gelu_and_mul(x, is_tanh), NATIVE.gelu_and_mul(x, is_tanh))
+
+
 def test_not_a_number_is_not_hidden(ops):
     x = torch.ones(1, 64)
     x[0, 5] = float("nan")
     for dtype in DTYPES:
+        for is_tanh in (False, True):
+            got = ops.gelu_and_mul(x.to(dtype), is_tanh)
+            assert got.isnan().nonzero().tolist() == [[0, 5]]
         assert ops.silu_and_mul(x.to(dtype)).isnan().nonzero().tolist() == [[0, 5]]
         assert ops.rms_norm(x.to(dtype), torch.ones(64, dtype=dtype), 1e-5).isnan().all()
         cache = PagedCache([40], 1, 16, 16, dtype)
@@ -329,6 +335,8 @@ def test_shapes_that_do_not_fit_are_named(ops, implementation):
         ops.fused_add_rms_norm(x, torch.randn(2, 8), torch.ones(8), 1e-5)
     with pytest.raises(ValueError, match="7"):
         ops.silu_and_mul(torch.randn(3, 7))
+    with pytest.raises(ValueError, match="7"):
+        ops.gelu_and_mul(torch.randn(3, 7), True)
     with pytest.raises(ValueError, match=r"rot_dim is 10.*head size 8"):
         q = torch.randn(3, 2, 8)
         ops.rotary_embedding(torch.arange(3), q, q.clone(), torch.zeros(9, 10), True)

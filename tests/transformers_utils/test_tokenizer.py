@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 import vllm
 from vllm.errors import ConfigError
@@ -35,3 +36,30 @@ def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 5}))
     with pytest.raises(ConfigError, match="no usable tokenizer"):
         get_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tokenizer_class"),
+    [
+        ("llama", "PreTrainedTokenizerFast"),
+        ("qwen3", "PreTrainedTokenizerFast"),
+        ("qwen2", "PreTrainedTokenizerFast"),
+        ("qwen2", "Qwen2Tokenizer"),
+        ("llama", "GPT2Tokenizer"),
+    ],
+)
+def test_the_tokenizer_is_the_one_that_transformers_chooses(tmp_path, model_type, tokenizer_class):
+    folder = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    for name, change in {
+        "config.json": {"model_type": model_type},
+        "tokenizer_config.json": {"tokenizer_class": tokenizer_class},
+    }.items():
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    ours, theirs = get_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    assert type(ours) is type(theirs)
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    text = "def f(x):\n    return  [x]  # \u00e9<|end|>"
+    assert ours(text).input_ids == theirs(text).input_ids
+    messages = [{"role": "user", "content": "x"}]
+    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)

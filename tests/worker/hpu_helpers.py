@@ -26,7 +26,7 @@ from vllm.messages import EngineRequest, Finished, IntArray, ModelRunnerOutput, 
 from vllm.sampling_params import SamplingParams
 from vllm.worker.hpu_input import HPUInputBuilder
 from vllm.worker.hpu_planner import BucketLaunch, HPULaunchPlanner, LaunchShape, launch_shapes
-from vllm.worker.input_batch import InputBatch
+from vllm.worker.input_batch import ExpectedTokens, InputBatch
 
 EOS = 3
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
@@ -219,8 +219,7 @@ class ScheduleLoop:
         self._depth = depth
         self.token_ids: defaultdict[str, list[int]] = defaultdict(list)
         self.finished: dict[str, Finished] = {}
-        self._unrecorded: tuple[IntArray, IntArray] | None = None
-        self._outputs: deque[ModelRunnerOutput] = deque()
+        self._outputs: deque[tuple[ModelRunnerOutput, ExpectedTokens]] = deque()
 
     def step(self, run: Run) -> bool:
         """Schedule a step, let `run` do its launches, take in the oldest result.
@@ -235,23 +234,21 @@ class ScheduleLoop:
         if not len(step.rows):
             self._take_in(0)
             return False
-        if self._unrecorded is not None:
-            self.batch.record(*self._unrecorded)
         self.batch.update(step)
         self.inputs.place([new.row for new in step.new_requests])
         launches: Any = self.planner.plan(step)
         rows = sampled_rows(step, self.batch)
         token_ids = np.array(run(step, launches), np.int32)
-        self._unrecorded = rows, token_ids
-        self._outputs.append(
-            ModelRunnerOutput(step_id=step.step_id, rows=rows, token_ids=token_ids)
-        )
+        output = ModelRunnerOutput(step_id=step.step_id, rows=rows, token_ids=token_ids)
+        self._outputs.append((output, self.batch.expect(rows)))
         self._take_in(self._depth)
         return True
 
     def _take_in(self, most_left: int) -> None:
         while len(self._outputs) > most_left:
-            output = self.scheduler.update(self._outputs.popleft())
+            sampled, expected = self._outputs.popleft()
+            self.batch.record(expected, sampled.token_ids)
+            output = self.scheduler.update(sampled)
             for name, token_id in zip(output.request_ids, output.token_ids, strict=True):
                 self.token_ids[name].append(token_id)
             self.finished.update(output.finished)

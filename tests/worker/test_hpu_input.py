@@ -161,7 +161,7 @@ def sampled_on_device() -> tuple[InputBatch, HPUInputBuilder]:
     batch = filled_batch()
     builder = HPUInputBuilder(batch, SIZE)
     builder.mark_sampled(int_array(5, 2))
-    batch.record(int_array(5, 2), int_array(56, 24))
+    batch.record(batch.expect(int_array(5, 2)), int_array(56, 24))
     return batch, builder
 
 

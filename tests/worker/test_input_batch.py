@@ -65,9 +65,23 @@ def test_blocks_are_appended_in_order_even_several_to_one_row():
 def test_a_reused_row_shows_nothing_of_its_last_owner():
     batch = InputBatch(max_num_seqs=1, max_model_len=32, max_blocks=8)
     batch.update(step([new_request(0, [1, 2, 3], blocks=[4, 5])]))
-    batch.record(int_array(0), int_array(9))
+    batch.record(batch.expect(int_array(0)), int_array(9))
     batch.update(step([new_request(0, [8], blocks=[6])], freed=[0]))
     batch.update(step(block_rows=[0], block_ids=[7]))
-    batch.record(int_array(0), int_array(2))
+    batch.record(batch.expect(int_array(0)), int_array(2))
     assert batch.token_ids[0, : batch.num_tokens[0]].tolist() == [8, 2]
     assert batch.block_table[0, : batch.num_blocks[0]].tolist() == [6, 7]
+
+
+def test_a_token_that_comes_late_goes_to_its_place_or_nowhere():
+    batch = InputBatch(max_num_seqs=3, max_model_len=8, max_blocks=1)
+    batch.update(step([new_request(r, [r]) for r in range(3)]))
+    first = batch.expect(int_array(2, 0))
+    second = batch.expect(int_array(2, 0))
+    assert batch.num_tokens.tolist() == [3, 1, 3]
+    batch.update(step([new_request(0, [7])], freed=[0]))
+    for expected, values in ((first, (5, 6)), (second, (8, 9))):
+        rows, token_ids = batch.record(expected, int_array(*values))
+        assert rows.tolist() == [2] and token_ids.tolist() == [values[0]]
+    assert batch.token_ids[2, :3].tolist() == [2, 5, 8]
+    assert batch.token_ids[0, : batch.num_tokens[0]].tolist() == [7]

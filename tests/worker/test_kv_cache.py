@@ -9,7 +9,7 @@ from vllm.attention import Attention
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.errors import ConfigError
 from vllm.platforms import resolve_platform
-from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block, count_blocks
+from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block, cache_dtype, count_blocks
 
 GIB = 2**30
 
@@ -25,6 +25,24 @@ def make_config(**cache) -> VllmConfig:
 def test_a_block_holds_keys_and_values_of_all_layers():
     layers = [Attention(8, 64, 2) for _ in range(3)]
     assert bytes_per_block(layers, 16, torch.bfloat16) == 2 * 3 * 2 * 64 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "num_blocks"),
+    [
+        ("auto", torch.bfloat16, 1000),
+        ("fp8", torch.float8_e4m3fn, 2000),
+        ("fp8_e4m3", torch.float8_e4m3fn, 2000),
+        ("fp8_e5m2", torch.float8_e5m2, 2000),
+    ],
+)
+def test_a_cache_of_fp8_has_twice_as_many_blocks(asked, dtype, num_blocks):
+    config = make_config(kv_cache_dtype=asked, kv_cache_space_bytes=1000 * 24576)
+    config = replace(config, model=replace(config.model, dtype="bfloat16"))
+    assert cache_dtype(config) == dtype
+    layers = [Attention(8, 64, 2) for _ in range(3)]
+    block_bytes = bytes_per_block(layers, 16, cache_dtype(config))
+    assert count_blocks(config, block_bytes, free_bytes=GIB) == num_blocks
 
 
 def test_the_share_of_free_memory_is_used():

@@ -22,6 +22,10 @@ class EncoderAttention(nn.Module):
     """Never there; makes this an `AttentionLayer` like the others."""
     value_cache: Tensor | None = None
     sliding_window: int | None = None
+    alibi_slopes: Tensor | None = None
+    logits_soft_cap: float | None = None
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
     def __init__(self, num_heads: int, head_size: int) -> None:
         super().__init__()

@@ -17,6 +17,9 @@ class Attention(nn.Module):
         num_kv_heads: G.
         scale: multiplies query @ key. None: 1 / sqrt(D).
         sliding_window: most recent keys a query sees, itself included; None for all.
+        alibi_slopes: [H] float32, what a token of distance takes from the score of each head;
+            None without ALiBi.
+        logits_soft_cap: C > 0 replaces each score s by C * tanh(s / C); None does not.
 
     Shape: query [T, H, D], key and value [T, G, D] -> [T, H, D]
     """
@@ -24,6 +27,10 @@ class Attention(nn.Module):
     key_cache: Tensor | None
     """[num_blocks, S, G, D], bound by the runner; None until then."""
     value_cache: Tensor | None
+    alibi_slopes: Tensor | None
+    key_scale: float
+    """Of what an fp8 key cache holds: key / key_scale. 1 unless a checkpoint says otherwise."""
+    value_scale: float
 
     def __init__(
         self,
@@ -32,6 +39,8 @@ class Attention(nn.Module):
         num_kv_heads: int,
         scale: float | None = None,
         sliding_window: int | None = None,
+        alibi_slopes: Tensor | None = None,
+        logits_soft_cap: float | None = None,
     ) -> None:
         super().__init__()
         if num_heads % num_kv_heads:
@@ -41,6 +50,10 @@ class Attention(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.scale = head_size**-0.5 if scale is None else scale
         self.sliding_window = sliding_window
+        # Not of the checkpoint, and float32 whatever the dtype of the model.
+        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
+        self.logits_soft_cap = logits_soft_cap
+        self.key_scale = self.value_scale = 1.0
         self.key_cache = None
         self.value_cache = None
 
@@ -52,5 +65,5 @@ class Attention(nn.Module):
         metadata = current_metadata()
         if metadata is None or self.key_cache is None:
             # No cache: all tokens are one prompt, and nothing is kept.
-            return prompt_attention(query, key, value, self.scale, self.sliding_window)
+            return prompt_attention(self, query, key, value)
         return metadata.attend(self, query, key, value)

@@ -22,6 +22,13 @@ class AttentionLayer(Protocol):
     """Multiplies query @ key."""
     sliding_window: int | None
     """Most recent keys a query sees, itself included; None for all."""
+    alibi_slopes: Tensor | None
+    """[H] float32: what a token of distance takes from the score of each head; None without."""
+    logits_soft_cap: float | None
+    """C replaces each score s by C * tanh(s / C); None does not."""
+    key_scale: float
+    """Of what an fp8 key cache holds: key / key_scale."""
+    value_scale: float
 
 
 class LaunchMetadata(Protocol):

@@ -1,12 +1,13 @@
 """The paged KV cache: block size, memory budget, prefix caching."""
 
+import typing
 from dataclasses import dataclass, field
 from typing import Literal
 
 from vllm.config.checks import check_at_least, check_one_of
 from vllm.errors import ConfigError
 
-CacheDType = Literal["auto"]
+CacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,8 @@ class CacheConfig:
     """KV cache size in bytes (VLLM_CPU_KVCACHE_SPACE), in place of the memory share."""
 
     kv_cache_dtype: CacheDType = "auto"
-    """Data type of the KV cache. auto: the model's."""
+    """Data type of the KV cache. auto: the model's. fp8 is fp8_e4m3: half the memory of bfloat16;
+    on cpu only."""
 
     enable_prefix_caching: bool = True
     """Keep the KV of finished requests and reuse it for requests with the same beginning."""
@@ -49,5 +51,5 @@ class CacheConfig:
             check_at_least(self, 2, "num_gpu_blocks_override")
         if self.kv_cache_space_bytes is not None:
             check_at_least(self, 1, "kv_cache_space_bytes")
-        check_one_of(self, "kv_cache_dtype", ("auto",))
+        check_one_of(self, "kv_cache_dtype", typing.get_args(CacheDType))
         check_one_of(self, "prefix_caching_hash_algo", ("sha256", "builtin"))

@@ -1,6 +1,6 @@
 """Which device runs the model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from vllm.config.checks import check_one_of
@@ -14,6 +14,15 @@ class DeviceConfig:
 
     device: Device = "auto"
     """Device to run on. auto: hpu when a card is there, else cpu."""
+
+    bound_cores: tuple[int, ...] | None = field(default=None, metadata={"cli": False})
+    """Cores that the threads of the CPU device are kept to, one thread each; None: any."""
+
+    counts_threads: bool = field(default=True, metadata={"cli": False})
+    """The CPU device counts its threads; False: OpenMP was told how many."""
+
+    is_beside_server: bool = field(default=False, metadata={"cli": False})
+    """The engine is in a process of its own, beside one that serves requests on the same cores."""
 
     def __post_init__(self) -> None:
         check_one_of(self, "device", ("auto", "cpu", "hpu"))

@@ -217,6 +217,10 @@ class ModelConfig:
     dtype: ModelDType = "auto"
     """Data type of weights and activations. auto: the checkpoint's."""
 
+    quantization: str | None = field(default=None, metadata={"aliases": ("-q",)})
+    """Store the weights of an unquantized checkpoint in fewer bits: int8 or int4, on the CPU. Not
+    set: as the checkpoint has them."""
+
     seed: int = 0
     """Seed of requests that bring none."""
 

@@ -23,8 +23,8 @@ class SchedulerConfig:
     """Requests in one step at most. Not set: 256 on cpu, 128 on hpu."""
 
     max_num_batched_tokens: int = field(metadata={"auto": True})
-    """Tokens in one step at most, over all requests. Not set: 4096, or max_model_len when
-    chunked prefill is off."""
+    """Tokens in one step at most, over all requests. Not set: 2048 on cpu and 8192 on
+    hpu, or max_model_len when chunked prefill is off."""
 
     enable_chunked_prefill: bool = True
     """Split a prompt over several steps when the token budget of a step ends."""
@@ -38,6 +38,10 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     """Most prompt tokens of one request in one step; 0: no limit, or 4 % of max_model_len when
     max_num_partial_prefills is above 1."""
+
+    async_scheduling: bool = True
+    """Schedule a step while the one before is computed, where that hides work of the host worth
+    hiding. Outputs are the same."""
 
     scheduling_policy: SchedulerPolicy = "fcfs"
     """Order of requests: arrival, or the priority given with each request (lower is first)."""

@@ -214,7 +214,8 @@ def _start_core(start: StartCore) -> EngineCore:
     load = replace(
         config.load, use_tqdm_on_load=config.load.use_tqdm_on_load and sys.stderr.isatty()
     )
-    return EngineCore(replace(config, load=load))
+    device = replace(config.device, is_beside_server=True)
+    return EngineCore(replace(config, load=load, device=device))
 
 
 def _progress(phase: str, done: int, total: int) -> CoreProgress:

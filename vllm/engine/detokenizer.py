@@ -41,17 +41,25 @@ class ByteDetokenizer:
         strips_first_space: nothing precedes the text, and its first space is left out.
     """
 
-    __slots__ = ("_decoder", "_strip", "_table")
+    __slots__ = ("_decoder", "_is_complete", "_strip", "_table", "_texts")
 
     def __init__(self, table: TokenBytes, errors: str, strips_first_space: bool) -> None:
         self._table = table
+        self._texts = table.texts
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+        self._is_complete = True
+        """The bytes so far end with a character."""
         self._strip = strips_first_space
 
     def push(self, token_ids: Sequence[int]) -> str:
         """See `Detokenizer.push`."""
+        if self._is_complete and len(token_ids) == 1 and not self._strip:
+            whole = self._texts[token_ids[0]]
+            if whole is not None:
+                return whole
         table = self._table
         text = self._decoder.decode(b"".join([table[token_id] for token_id in token_ids]))
+        self._is_complete = not self._decoder.getstate()[0]
         if self._strip and text:
             self._strip = False
             text = text.removeprefix(" ")

@@ -1,6 +1,7 @@
 """The loop: schedule, execute, update. Knows no text, no HTTP, no device."""
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
+from vllm.engine.run_ahead import RunAhead
 from vllm.errors import EngineDeadError
-from vllm.executor import Executor, UniProcExecutor
+from vllm.executor import Executor, StepHandleLike, UniProcExecutor
 from vllm.logger import init_logger
-from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
+from vllm.messages import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerStats
 from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
 
 logger = init_logger(__name__)
@@ -26,9 +28,16 @@ class EngineCore:
     Args:
         config: complete and consistent.
         executor: loaded workers; None makes those that `config` names.
+        run_ahead: whether to schedule ahead; None: as `config` says, where the executor can and
+            it pays.
     """
 
-    def __init__(self, config: VllmConfig, executor: Executor | None = None) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        executor: Executor | None = None,
+        run_ahead: RunAhead | None = None,
+    ) -> None:
         started = time.perf_counter()
         self.config = config
         if config.observability.profiler_enabled:
@@ -39,6 +48,10 @@ class EngineCore:
             num_blocks, config.cache.block_size, config.cache.enable_prefix_caching
         )
         self.scheduler = Scheduler(config.scheduler, cache)
+        self._run_ahead = run_ahead or RunAhead(
+            config.scheduler.async_scheduling and self.executor.is_asynchronous
+        )
+        self._in_flight: deque[tuple[int, StepHandleLike]] = deque()
         self._failure: BaseException | None = None
         logger.info(
             "ready in %.1f s: %s, max_model_len %d, at most %d requests and %d tokens per step",
@@ -64,37 +77,73 @@ class EngineCore:
         self.scheduler.abort_requests(request_ids)
 
     def has_unfinished_requests(self) -> bool:
-        """Something waits or runs."""
-        return self.scheduler.num_unfinished_requests > 0
+        """Something waits or runs, or a step is in flight whose requests have all left."""
+        return self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight)
 
     def step(self) -> EngineOutput:
-        """Run one step for everything that can run; empty when nothing waits.
+        """The result of the oldest step, after starting those that can run.
+
+        One step is started and waited for; running ahead, the next one is started before the
+        wait. Empty when nothing waits or runs.
 
         Raises:
             EngineDeadError: this step or an earlier one failed. The state of the workers is not
                 known then, so nothing can be served any more.
         """
         self._check_alive()
-        if not self.has_unfinished_requests():
+        if not self._in_flight:
+            self._start_step()
+        if self._in_flight and self._run_ahead.pays:
+            self._start_step()
+        if not self._in_flight:
+            self._run_ahead.idle()
             return _IDLE
+        output = self._wait()
         trace = get_trace()
-        with trace.span("schedule"):
-            step = self.scheduler.schedule()
-        assert len(step.rows), "requests wait, none is in flight, and none can be scheduled"
-        try:
-            with trace.span("execute", step=step.step_id, rows=len(step.rows)):
-                output = self.executor.execute_model(step).result()
-        except BaseException as failure:
-            self._failure = failure
-            logger.error("step %d failed; the engine stops", step.step_id, exc_info=True)
-            raise EngineDeadError(f"step {step.step_id} failed: {failure!r}") from failure
         with trace.span("update"):
             result = self.scheduler.update(output)
+        if not self.has_unfinished_requests():
+            self._run_ahead.idle()
         if trace.is_on:
             pool = self.scheduler.cache.pool
             used = pool.num_usable_blocks - pool.num_free
             trace.counter("cache", **cache_counters(used, pool.num_usable_blocks))
         return result
+
+    def _start_step(self) -> None:
+        """Start the next step, if there is something that can run."""
+        if not self.scheduler.num_unfinished_requests:
+            return
+        trace = get_trace()
+        with trace.span("schedule"):
+            step = self.scheduler.schedule()
+        if not len(step.rows):
+            assert self._in_flight, "requests wait, none is in flight, and none can be scheduled"
+            return
+        try:
+            with trace.span("execute", step=step.step_id, rows=len(step.rows)):
+                handle = self.executor.execute_model(step)
+        except BaseException as failure:
+            raise self._fail(step.step_id, failure) from failure
+        self._in_flight.append((step.step_id, handle))
+
+    def _wait(self) -> ModelRunnerOutput:
+        """The result of the oldest step in flight."""
+        step_id, handle = self._in_flight.popleft()
+        self._run_ahead.wait()
+        try:
+            with get_trace().span("wait", step=step_id):
+                output = handle.result()
+        except BaseException as failure:
+            raise self._fail(step_id, failure) from failure
+        self._run_ahead.result()
+        return output
+
+    def _fail(self, step_id: int, failure: BaseException) -> EngineDeadError:
+        """The state of the workers is not known any more."""
+        self._failure = failure
+        logger.error("step %d failed; the engine stops", step_id, exc_info=failure)
+        return EngineDeadError(f"step {step_id} failed: {failure!r}")
 
     def preload(self) -> bool:
         """Load in the background what only some requests need; always True."""
@@ -111,6 +160,7 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Let the workers go and end the trace. Calling it again does nothing."""
+        self._in_flight.clear()
         self.executor.shutdown()
         get_trace().close()
 

@@ -6,6 +6,7 @@ engine core computes, `OutputProcessor` makes text. Not thread-safe.
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.config import VllmConfig
@@ -107,9 +108,16 @@ class LLMEngine:
         from vllm.transformers_utils.generation_config import load_generation_defaults
         from vllm.transformers_utils.tokenizer import load_tokenizer
 
-        # The tokenizer first: it is quick to load, so that a missing one is told at once.
-        tokenizer = load_tokenizer(config.model)
-        return cls(config, EngineCore(config), tokenizer, load_generation_defaults(config.model))
+        generation_defaults = load_generation_defaults(config.model)
+        # Beside the core: reading weights leaves the interpreter free.
+        with ThreadPoolExecutor(1, "tokenizer") as pool:
+            loading = pool.submit(load_tokenizer, config.model)
+            core = EngineCore(config)
+        try:
+            return cls(config, core, loading.result(), generation_defaults)
+        except BaseException:
+            core.shutdown()
+            raise
 
     # ---- requests -------------------------------------------------------------------------
 

@@ -122,12 +122,13 @@ class OutputProcessor:
             request = sample.request
             if recorder is not None:
                 recorder.token(sample, now)
-            request.metrics.last_token_time = now
-            if request.metrics.first_token_time is None:
-                request.metrics.first_token_time = now
+            metrics = request.metrics
+            metrics.last_token_time = now
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
             if not sample.is_watched or core_id in finished:
                 continue
-            if (string := sample.read(len(sample.token_ids))) is not None:
+            if (string := sample.read_newest()) is not None:
                 sample.end_at_stop_string(string)
                 stopped.append(core_id)
                 del samples[core_id]
@@ -186,7 +187,7 @@ class OutputProcessor:
         """Outputs of requests with news, and farewell to those that are finished."""
         outputs = []
         for request in requests:
-            is_finished = request.is_finished
+            is_finished = request.num_running == 0
             if is_finished:
                 request.metrics.finished_time = now
                 if self._recorder is not None:

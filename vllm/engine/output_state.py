@@ -91,6 +91,13 @@ class SampleState:
         new, self._num_read = self.token_ids[self._num_read : num_tokens], num_tokens
         return self._text.append(new)
 
+    def read_newest(self) -> str | None:
+        """As `read` for all tokens, of which only the last was not read."""
+        if self._text is None:
+            return None
+        self._num_read += 1
+        return self._text.append(self.token_ids[-1:])
+
     def end(self, finished: Finished) -> None:
         """The core has ended the sample. A stop string in its last token comes first."""
         num_tokens = len(self.token_ids)
@@ -109,9 +116,10 @@ class SampleState:
         """`read` has found a stop string."""
         self._set_end(FinishReason.STOP, string)
 
-    def output(self, *, is_delta: bool) -> CompletionOutput:
+    def output(self, is_delta: bool) -> CompletionOutput:
         """The whole sample, or what is new since the last output."""
-        self._convert_logprobs()
+        if self._new_logprobs:
+            self._convert_logprobs()
         first_token = self._num_sent_tokens if is_delta else 0
         first_char = self._num_sent_chars if is_delta else 0
         self._num_sent_tokens = len(self.token_ids)
@@ -120,13 +128,17 @@ class SampleState:
         if self._text is not None:
             self._num_sent_chars = self._text.num_shown
             text = self._text.text[first_char : self._num_sent_chars]
-        wants_logprobs = self.request.params.logprobs is not None
+        token_ids = self.token_ids[first_token:]
+        if self.request.params.logprobs is None:
+            return CompletionOutput(
+                self.index, text, token_ids, None, None, self.finish_reason, self.stop_reason
+            )
         return CompletionOutput(
             index=self.index,
             text=text,
-            token_ids=self.token_ids[first_token:],
-            cumulative_logprob=self._cumulative_logprob if wants_logprobs else None,
-            logprobs=self._logprobs[first_token:] if wants_logprobs else None,
+            token_ids=token_ids,
+            cumulative_logprob=self._cumulative_logprob,
+            logprobs=self._logprobs[first_token:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -191,11 +203,6 @@ class RequestState:
         """Tokens of the prompt."""
         return len(self._prompt_token_ids)
 
-    @property
-    def is_finished(self) -> bool:
-        """Every sample has ended."""
-        return self.num_running == 0
-
     def add_sample(self, sample: SampleState) -> None:
         """Expect one more sample."""
         self.samples.append(sample)
@@ -209,20 +216,22 @@ class RequestState:
     def output(self) -> AnyRequestOutput:
         """The request as its user shall see it now; in a delta, only samples with news."""
         samples, prompt_logprobs = self.samples, self._prompt_logprobs
-        is_finished = self.is_finished
-        if self._is_delta:
+        is_delta, is_finished = self._is_delta, self.num_running == 0
+        if is_delta and (len(samples) > 1 or not samples[0].has_news):
             samples = [sample for sample in samples if sample.has_news]
+        if is_delta and prompt_logprobs is not None:
             prompt_logprobs = self._whole_prompt_logprobs_once(is_finished)
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
-            prompt_logprobs=prompt_logprobs,
-            outputs=[sample.output(is_delta=self._is_delta) for sample in samples],
-            finished=is_finished,
-            metrics=self.metrics,
-            num_cached_tokens=self.num_cached_tokens,
+        output = RequestOutput(
+            self.request_id,
+            self._prompt,
+            self._prompt_token_ids,
+            prompt_logprobs,
+            [sample.output(is_delta) for sample in samples],
+            is_finished,
+            self.metrics,
         )
+        output.num_cached_tokens = self.num_cached_tokens
+        return output
 
     def _whole_prompt_logprobs_once(
         self, is_finished: bool

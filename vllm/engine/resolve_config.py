@@ -28,10 +28,12 @@ from vllm.config.fields import config_fields
 from vllm.config.model import ModelDType
 from vllm.engine.resolve_hpu import resolve_hpu_config
 from vllm.engine.resolve_pooling import resolve_pooler
+from vllm.engine.resolve_quantization import check_quantization
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import Platform, resolve_platform
+from vllm.platforms.cpu_threads import parse_cores, usable_cores
 from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
 from vllm.transformers_utils.hub import resolve_model_folder
 
@@ -55,6 +57,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     platform = resolve_platform(settings["device"])
     load = _section(LoadConfig, settings)
     model = _resolve_model(_section(ModelConfig, settings), load)
+    check_quantization(model, platform)
     if model.pooler is not None:
         settings = _for_pooling(settings, model.pooler)
     parallel = _section(ParallelConfig, settings)
@@ -70,7 +73,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         cache=cache,
         scheduler=_resolve_scheduler(settings, platform, model),
         parallel=parallel,
-        device=DeviceConfig(device=cast(Any, platform.name)),
+        device=_resolve_device(platform),
         load=load,
         hpu=hpu,
         structured_output=_section(StructuredOutputConfig, settings),
@@ -90,6 +93,19 @@ def _given(value: int | None, default: int) -> int:
 def _kv_cache_space_bytes() -> int | None:
     space_gib = envs.get().VLLM_CPU_KVCACHE_SPACE
     return int(space_gib * 2**30) if space_gib else None
+
+
+def _resolve_device(platform: Platform) -> DeviceConfig:
+    settings = envs.get()
+    cores = None
+    if platform.name == "cpu":
+        cores = parse_cores(settings.VLLM_CPU_OMP_THREADS_BIND, usable_cores())
+    return DeviceConfig(
+        device=cast(Any, platform.name),
+        bound_cores=cores,
+        counts_threads=settings.OMP_NUM_THREADS is None
+        and settings.VLLM_CPU_OMP_THREADS_BIND.strip().lower() not in ("all", "nobind"),
+    )
 
 
 def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:

@@ -2,5 +2,6 @@
 
 from vllm.executor.base import Executor
 from vllm.executor.uniproc import UniProcExecutor
+from vllm.worker.interface import StepHandleLike
 
-__all__ = ["Executor", "UniProcExecutor"]
+__all__ = ["Executor", "StepHandleLike", "UniProcExecutor"]

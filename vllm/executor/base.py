@@ -7,7 +7,14 @@ from vllm.worker.interface import StepHandleLike
 
 
 class Executor(ABC):
-    """Workers, wherever they live."""
+    """Workers, wherever they live.
+
+    Attributes:
+        is_asynchronous: `execute_model` returns before the step is computed, so that another one
+            can be scheduled meanwhile.
+    """
+
+    is_asynchronous: bool = False
 
     @abstractmethod
     def initialize_cache(self) -> int:
@@ -15,7 +22,7 @@ class Executor(ABC):
 
     @abstractmethod
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
-        """Start a step on all workers; at most one is in flight."""
+        """Start a step on all workers; at most one other is in flight."""
 
     @abstractmethod
     def preload(self) -> None:

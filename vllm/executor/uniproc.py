@@ -2,6 +2,7 @@
 
 from vllm.config import VllmConfig
 from vllm.executor.base import Executor
+from vllm.executor.step_thread import StepThread, has_core_to_spare
 from vllm.messages import RunnerStats, SchedulerOutput
 from vllm.platforms import resolve_platform
 from vllm.utils.imports import load_class
@@ -17,8 +18,12 @@ class UniProcExecutor(Executor):
 
     def __init__(self, config: VllmConfig) -> None:
         platform = resolve_platform(config.device.device)
-        self._worker: Worker | None = load_class(platform.worker_class)(config)
-        self._worker.load_model()
+        worker: Worker = load_class(platform.worker_class)(config)
+        worker.load_model()
+        self._worker: Worker | None = worker
+        wants_thread = config.scheduler.async_scheduling and not platform.is_asynchronous
+        self._thread = StepThread(worker) if wants_thread and has_core_to_spare() else None
+        self.is_asynchronous = platform.is_asynchronous or self._thread is not None
 
     def initialize_cache(self) -> int:
         """Allocate the KV cache; the number of its blocks."""
@@ -26,7 +31,8 @@ class UniProcExecutor(Executor):
 
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         """Start a step."""
-        return self._running_worker.execute_model(step)
+        worker = self._running_worker
+        return (worker if self._thread is None else self._thread).execute_model(step)
 
     def preload(self) -> None:
         """Load in the background what only some requests need."""
@@ -37,7 +43,10 @@ class UniProcExecutor(Executor):
         return self._running_worker.stats()
 
     def shutdown(self) -> None:
-        """Drop the model and its caches."""
+        """Drop the model and its caches, after the step that runs."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
         self._worker = None
 
     @property

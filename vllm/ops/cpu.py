@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu_attention import paged_attention_decode, paged_attention_prefill
+from vllm.ops.cpu_attention import paged_attention_decode, paged_attention_prefill, write_fp8
 from vllm.ops.cpu_library import load_cpu_kernels
+from vllm.ops.interface import FP8_DTYPES
 from vllm.ops.native import NativeOps
 
 __all__ = ["CPUOps", "load_cpu_kernels"]
@@ -30,8 +31,10 @@ class _Kernels:
         self.rms_norm: Any = getattr(library, f"vllm_rms_norm_{suffix}")
         self.fused_add_rms_norm: Any = getattr(library, f"vllm_fused_add_rms_norm_{suffix}")
         self.silu_and_mul: Any = getattr(library, f"vllm_silu_and_mul_{suffix}")
+        self.gelu_and_mul: Any = getattr(library, f"vllm_gelu_and_mul_{suffix}")
         self.rotary_embedding: Any = getattr(library, f"vllm_rotary_embedding_{suffix}")
         self.reshape_and_cache: Any = getattr(library, f"vllm_reshape_and_cache_{suffix}")
+        self.reshape_and_cache_fp8: Any = getattr(library, f"vllm_reshape_and_cache_fp8_{suffix}")
         self.paged_attention_decode: Any = getattr(library, f"vllm_paged_attention_decode_{suffix}")
         self.paged_attention_prefill: Any = getattr(
             library, f"vllm_paged_attention_prefill_{suffix}"
@@ -107,17 +110,19 @@ class CPUOps(NativeOps):
         kernels = self._kernels.get(x.dtype)
         if kernels is None:
             return super().silu_and_mul(x)
-        width = x.shape[-1]
-        if width % 2:
-            raise ValueError(f"the last dimension of x is {width}, not gate and up")
-        if x.is_contiguous():
-            rows, stride = x.numel() // width, width
-        elif x.dim() == 2 and x.stride(1) == 1:
-            rows, stride = x.shape[0], x.stride(0)
-        else:
-            _refuse_strides("x", x)
-        out = x.new_empty(*x.shape[:-1], width // 2)  # twice as fast as torch.empty
-        kernels.silu_and_mul(x.data_ptr(), out.data_ptr(), rows, width // 2, stride, _num_threads())
+        out, rows, stride = _gated_output(x)
+        size = out.shape[-1]
+        kernels.silu_and_mul(x.data_ptr(), out.data_ptr(), rows, size, stride, _num_threads())
+        return out
+
+    def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
+        kernels = self._kernels.get(x.dtype)
+        if kernels is None:
+            return super().gelu_and_mul(x, is_tanh)
+        out, rows, stride = _gated_output(x)
+        kernels.gelu_and_mul(
+            x.data_ptr(), out.data_ptr(), rows, out.shape[-1], stride, is_tanh, _num_threads()
+        )
         return out
 
     def rotary_embedding(
@@ -172,14 +177,19 @@ class CPUOps(NativeOps):
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> None:
         kernels = self._kernels.get(key.dtype)
         if kernels is None:
-            return super().reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+            return super().reshape_and_cache(
+                key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale
+            )
         num_tokens, num_kv_heads, head_size = key.shape
         if value.shape != key.shape or value.dtype != key.dtype:
             _refuse_pair("value", value, "key", key)
-        if key_cache.shape[2:] != key.shape[1:] or key_cache.dtype != key.dtype:
+        is_fp8 = key_cache.dtype in FP8_DTYPES
+        if key_cache.shape[2:] != key.shape[1:] or not (is_fp8 or key_cache.dtype == key.dtype):
             _refuse_pair("key_cache", key_cache, "key", key)
         if slot_mapping.shape != (num_tokens,):
             raise ValueError(
@@ -190,19 +200,23 @@ class CPUOps(NativeOps):
         _check_rows("key", key)
         _check_rows("value", value)
         num_slots = key_cache.shape[0] * key_cache.shape[1]
-        bad = kernels.reshape_and_cache(
-            key.data_ptr(),
-            value.data_ptr(),
-            key_cache.data_ptr(),
-            value_cache.data_ptr(),
-            slot_mapping.data_ptr(),
-            num_tokens,
-            num_kv_heads * head_size,
-            key.stride(0),
-            value.stride(0),
-            num_slots,
-            _num_threads(),
-        )
+        if is_fp8:
+            kernel, scales = kernels.reshape_and_cache_fp8, (key_scale, value_scale)
+            bad = write_fp8(kernel, key, value, key_cache, value_cache, slot_mapping, *scales)
+        else:
+            bad = kernels.reshape_and_cache(
+                key.data_ptr(),
+                value.data_ptr(),
+                key_cache.data_ptr(),
+                value_cache.data_ptr(),
+                slot_mapping.data_ptr(),
+                num_tokens,
+                num_kv_heads * head_size,
+                key.stride(0),
+                value.stride(0),
+                num_slots,
+                _num_threads(),
+            )
         if bad >= 0:
             raise IndexError(f"slot_mapping[{bad}] is {slot_mapping[bad]} of {num_slots} slots")
 
@@ -217,9 +231,11 @@ class CPUOps(NativeOps):
         sliding_window: int | None,
         alibi_slopes: Tensor | None = None,
         logits_soft_cap: float | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
-        shared = (scale, sliding_window, alibi_slopes, logits_soft_cap)
+        shared = (scale, sliding_window, alibi_slopes, logits_soft_cap, key_scale, value_scale)
         if kernels is None:
             return super().paged_attention_decode(
                 query, key_cache, value_cache, block_tables, seq_lens, *shared
@@ -241,9 +257,11 @@ class CPUOps(NativeOps):
         sliding_window: int | None,
         alibi_slopes: Tensor | None = None,
         logits_soft_cap: float | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
-        shared = (scale, sliding_window, alibi_slopes, logits_soft_cap)
+        shared = (scale, sliding_window, alibi_slopes, logits_soft_cap, key_scale, value_scale)
         if kernels is None:
             return super().paged_attention_prefill(
                 query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *shared
@@ -289,6 +307,21 @@ def _refuse_pair(name: str, x: Tensor, other_name: str, other: Tensor) -> NoRetu
     raise ValueError(
         f"{name} is {x.dtype} {list(x.shape)}, {other_name} is {other.dtype} {list(other.shape)}"
     )
+
+
+def _gated_output(x: Tensor) -> tuple[Tensor, int, int]:
+    """Memory for what a gated activation makes of x; rows of x and how far apart they are."""
+    width = x.shape[-1]
+    if width % 2:
+        raise ValueError(f"the last dimension of x is {width}, not gate and up")
+    if x.is_contiguous():
+        rows, stride = x.numel() // width, width
+    elif x.dim() == 2 and x.stride(1) == 1:
+        rows, stride = x.shape[0], x.stride(0)
+    else:
+        _refuse_strides("x", x)
+    out = x.new_empty(*x.shape[:-1], width // 2)  # twice as fast as torch.empty
+    return out, rows, stride
 
 
 def _refuse_strides(name: str, x: Tensor) -> NoReturn:

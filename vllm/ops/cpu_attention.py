@@ -23,13 +23,27 @@ def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
     return [(name, c_type) for c_type, names in groups for name in names.split()]
 
 
+# Values of CacheType; 0 is the dtype of the query.
+_FP8_TYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+
+
+class _CacheFp8Args(ctypes.Structure):
+    _fields_ = _fields(
+        (c_void_p, "key value key_cache value_cache slot_mapping"),
+        (c_int64, "num_tokens row_size key_stride value_stride num_slots"),
+        (c_float, "key_scale value_scale"),
+        (c_int64, "cache_type"),
+    )
+
+
 class _DecodeArgs(ctypes.Structure):
     _fields_ = _fields(
         (c_void_p, "query key_cache value_cache block_tables seq_lens alibi_slopes out"),
         (c_int64, "num_requests num_heads num_kv_heads head_size num_blocks block_size"),
         (c_int64, "max_blocks query_stride table_stride"),
         (c_float, "scale soft_cap"),
-        (c_int64, "sliding_window"),
+        (c_int64, "sliding_window cache_type"),
+        (c_float, "value_scale"),
     )
 
 
@@ -40,8 +54,44 @@ class _PrefillArgs(ctypes.Structure):
         (c_int64, "num_tokens num_requests num_heads num_kv_heads head_size num_blocks block_size"),
         (c_int64, "max_blocks query_stride table_stride"),
         (c_float, "scale soft_cap"),
-        (c_int64, "sliding_window"),
+        (c_int64, "sliding_window cache_type"),
+        (c_float, "value_scale"),
     )
+
+
+def write_fp8(
+    kernel: Any,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float,
+    value_scale: float,
+) -> int:
+    """See `Ops.reshape_and_cache`: for caches of a dtype in FP8_DTYPES, arguments checked.
+
+    Returns:
+        A token whose slot is out of range, or -1.
+    """
+    num_tokens, num_kv_heads, head_size = key.shape
+    args = _CacheFp8Args(
+        key.data_ptr(),
+        value.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        num_tokens,
+        num_kv_heads * head_size,
+        key.stride(0),
+        value.stride(0),
+        key_cache.shape[0] * key_cache.shape[1],
+        key_scale,
+        value_scale,
+        _FP8_TYPES[key_cache.dtype],
+    )
+    bad: int = kernel(ctypes.byref(args), torch.get_num_threads())
+    return bad
 
 
 def paged_attention_decode(
@@ -55,12 +105,15 @@ def paged_attention_decode(
     sliding_window: int | None,
     alibi_slopes: Tensor | None,
     logits_soft_cap: float | None,
+    key_scale: float,
+    value_scale: float,
 ) -> Tensor:
     """See `Ops.paged_attention_decode`; kernel: the function for the dtype of query."""
     _check_layout(query, key_cache, value_cache, block_tables, sliding_window)
     check_scores(query, alibi_slopes, logits_soft_cap)
     num_requests, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
+    cache_type = _FP8_TYPES.get(key_cache.dtype, 0)
     if seq_lens.shape != (num_requests,) or block_tables.shape[0] != num_requests:
         raise ValueError(
             f"seq_lens is {list(seq_lens.shape)}, block_tables is "
@@ -86,9 +139,11 @@ def paged_attention_decode(
         block_tables.shape[1],
         query.stride(0),
         block_tables.stride(0),
-        scale,
+        scale * key_scale if cache_type else scale,
         logits_soft_cap or 0.0,
         sliding_window or 0,
+        cache_type,
+        value_scale if cache_type else 1.0,
     )
     bad = kernel(ctypes.byref(args), torch.get_num_threads())
     if bad != -1:
@@ -108,6 +163,8 @@ def paged_attention_prefill(
     sliding_window: int | None,
     alibi_slopes: Tensor | None,
     logits_soft_cap: float | None,
+    key_scale: float,
+    value_scale: float,
 ) -> Tensor:
     """See `Ops.paged_attention_prefill`; kernel: the function for the dtype of query.
 
@@ -119,6 +176,7 @@ def paged_attention_prefill(
     check_scores(query, alibi_slopes, logits_soft_cap)
     num_tokens, num_heads, head_size = query.shape
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
+    cache_type = _FP8_TYPES.get(key_cache.dtype, 0)
     num_requests = len(seq_lens)
     if len(query_start_loc) != num_requests + 1 or block_tables.shape[0] != num_requests:
         raise ValueError(
@@ -150,9 +208,11 @@ def paged_attention_prefill(
         block_tables.shape[1],
         query.stride(0),
         block_tables.stride(0),
-        scale,
+        scale * key_scale if cache_type else scale,
         logits_soft_cap or 0.0,
         min(sliding_window or 0, _MAX_WINDOW),
+        cache_type,
+        value_scale if cache_type else 1.0,
     )
     bad = kernel(ctypes.byref(args), torch.get_num_threads())
     if bad != -1:

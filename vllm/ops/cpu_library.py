@@ -23,14 +23,17 @@ _ARGTYPES: dict[str, list[type]] = {
     "rms_norm": [_POINTER] * 3 + [_SIZE] * 4 + [_FLOAT, _INT],
     "fused_add_rms_norm": [_POINTER] * 3 + [_SIZE] * 2 + [_FLOAT, _INT],
     "silu_and_mul": [_POINTER] * 2 + [_SIZE] * 3 + [_INT],
+    "gelu_and_mul": [_POINTER] * 2 + [_SIZE] * 3 + [_INT, _INT],
     "rotary_embedding": [_POINTER] * 4 + [_SIZE] * 8 + [_INT, _INT],
     "reshape_and_cache": [_POINTER] * 5 + [_SIZE] * 5 + [_INT],
+    "reshape_and_cache_fp8": [_POINTER, _INT],
     "paged_attention_decode": [_POINTER, _INT],
     "paged_attention_prefill": [_POINTER, _INT],
 }
 _RETURNS_BAD_ROW = {
     "rotary_embedding",
     "reshape_and_cache",
+    "reshape_and_cache_fp8",
     "paged_attention_decode",
     "paged_attention_prefill",
 }

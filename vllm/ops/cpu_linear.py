@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.cpu_library import load_cpu_kernels
+from vllm.ops.int4_layouts import Int4Groups, read_awq, read_gptq
 
 _PANEL = 64  # output features of a panel, csrc/cpu/linear_format.h
 _ALIGNMENT = 64
@@ -32,7 +33,8 @@ class WeightFormat(IntEnum):
     INT8 = 2
     """One scale per output feature; inputs are rounded to int8 too, with one scale per row."""
     INT4 = 3
-    """One bfloat16 scale per 32 inputs of an output feature; inputs stay as they are."""
+    """One float16 scale, and a zero point or none, per block of 32, 64 or 128 inputs of an output
+    feature; inputs are rounded to int8 in the same blocks."""
 
     @property
     def inputs_per_word(self) -> int:
@@ -50,9 +52,25 @@ class _WeightStruct(Structure):
         ("panels", c_void_p),
         ("scales", c_void_p),
         ("sums", c_void_p),
+        ("order", c_void_p),
         ("in_features", c_int64),
         ("out_features", c_int64),
         ("format", c_int64),
+        ("block_inputs", c_int64),
+        ("has_zeros", c_int64),
+    )
+
+
+class _Int4Source(Structure):
+    """Int4Source of csrc/cpu/linear_format.h."""
+
+    _fields_ = (
+        ("words", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("num_groups", c_int64),
+        ("group_inputs", c_int64),
+        ("is_awq", c_int64),
     )
 
 
@@ -72,7 +90,9 @@ class _Functions:
         self.quantize = find_typed("quantize_weight", [c_void_p] * 2 + [c_int])
         self.rows = find_typed("linear_rows", [c_void_p] * 2 + [c_int64, c_void_p, c_int])
         self.pack = find("pack_panels", [c_void_p] + [c_int64] * 2 + [c_int])
-        self.packed_bytes = find("packed_bytes", [c_int64] * 3)
+        self.packed_bytes = find("packed_bytes", [c_void_p])
+        self.convert_int4 = find("convert_int4", [c_void_p] * 2 + [c_int])
+        self.convert_int4.restype = None
 
 
 @functools.cache
@@ -102,29 +122,46 @@ def can_pack(weight: Tensor, weight_format: WeightFormat | None = None) -> bool:
 class PackedWeight:
     """The weight of a linear layer [out_features, in_features] as the kernels read it.
 
-    Made by `pack` or `quantize`. A row's result does not depend on the rows beside it, nor on
-    the number of threads.
+    Made by `pack`, `quantize`, `from_gptq` or `from_awq`. A row's result does not depend on the
+    rows beside it, nor on the number of threads.
     """
 
-    def __init__(self, weight_format: WeightFormat, shape: torch.Size, panels: Tensor) -> None:
+    def __init__(
+        self,
+        weight_format: WeightFormat,
+        shape: torch.Size,
+        panels: Tensor | None = None,
+        groups: Int4Groups | None = None,
+    ) -> None:
+        """Wrap panels, or make them, zeroed; an int4 weight without groups has blocks of 32."""
         self.out_features, self.in_features = shape
         self.weight_format = weight_format
-        self._panels = panels
+        self.order = groups.order if groups is not None else None
+        """[in_features] int32, the order in which inputs are read; None: as they come."""
         self._scales: Tensor | None = None
         self._sums: Tensor | None = None
-        if weight_format is WeightFormat.INT8:
-            padded = _round_up(self.out_features)
+        padded = _round_up(self.out_features)
+        if weight_format in (WeightFormat.INT8, WeightFormat.INT4):
             self._scales = torch.zeros(padded)
+        if weight_format is WeightFormat.INT8:
             self._sums = torch.zeros(padded, dtype=torch.int32)
+        is_int4 = weight_format is WeightFormat.INT4
         self._struct = _WeightStruct(
-            panels.data_ptr(),
-            self._scales.data_ptr() if self._scales is not None else None,
-            self._sums.data_ptr() if self._sums is not None else None,
+            None,
+            _address(self._scales),
+            _address(self._sums),
+            _address(self.order),
             self.in_features,
             self.out_features,
             int(weight_format),
+            (groups.block_inputs if groups is not None else 32) if is_int4 else 0,
+            groups is not None and groups.zeros is not None,
         )
         self._address = ctypes.addressof(self._struct)
+        if panels is None:
+            panels = torch.zeros(_functions().packed_bytes(self._address), dtype=torch.uint8)
+        self._panels = panels
+        self._struct.panels = panels.data_ptr()
         self._linear = dict(_functions().linear)
         if weight_format is WeightFormat.FLOAT32:
             del self._linear[torch.bfloat16]
@@ -168,21 +205,99 @@ class PackedWeight:
         if weight_format not in (WeightFormat.INT8, WeightFormat.INT4):
             raise ValueError(f"{weight_format.name} is not a quantized format: use pack")
         _check_weight(weight, weight_format)
-        num_out, num_in = weight.shape
-        functions = _functions()
-        num_bytes = functions.packed_bytes(int(weight_format), num_in, num_out)
-        # What no row fills is read too: zero is a scale and a weight that change nothing.
-        make = torch.zeros if num_out % _PANEL else torch.empty
-        packed = cls(weight_format, weight.shape, make(num_bytes, dtype=torch.uint8))
+        packed = cls(weight_format, weight.shape)
         _check_memory(
-            functions.quantize[weight.dtype](packed._address, weight.data_ptr(), _num_threads())
+            _functions().quantize[weight.dtype](packed._address, weight.data_ptr(), _num_threads())
         )
         return packed
+
+    @classmethod
+    def from_gptq(
+        cls,
+        qweight: Tensor,
+        qzeros: Tensor,
+        scales: Tensor,
+        g_idx: Tensor | None = None,
+        *,
+        is_v2: bool = False,
+    ) -> "PackedWeight":
+        """Take over the 4-bit weight of a GPTQ checkpoint [out_features, in_features].
+
+        A weight is scales[g] * (q - zero[g]), g the group of its input.
+
+        Args:
+            qweight: [in_features / 8, out_features] int32, eight inputs in a word, the first in
+                the lowest bits.
+            qzeros: [G, out_features / 8] int32, zero points of eight outputs in a word.
+            scales: [G, out_features].
+            g_idx: [in_features], the group of each input; None: in_features / G neighbours each.
+                Inputs that a group has from everywhere ("act order") are gathered at run time.
+            is_v2: zero points are stored as they are; otherwise ("gptq", the first format)
+                less one.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit, groups are unequal, or their size is neither a
+                multiple of 32 nor the whole row.
+        """
+        return cls._from_groups(
+            qweight,
+            read_gptq(qweight, qzeros, scales, g_idx, zero_offset=0 if is_v2 else 1),
+            is_awq=False,
+        )
+
+    @classmethod
+    def from_awq(cls, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> "PackedWeight":
+        """Take over the 4-bit weight of an AWQ checkpoint [out_features, in_features].
+
+        A weight is scales[g] * (q - zero[g]), in_features / G neighbouring inputs a group.
+
+        Args:
+            qweight: [in_features, out_features / 8] int32: outputs 0, 2, 4, 6, 1, 3, 5, 7 of
+                eight in a word, from the lowest bits on.
+            qzeros: [G, out_features / 8] int32, in the same order.
+            scales: [G, out_features].
+
+        Raises:
+            ValueError: shapes or dtypes do not fit, or the size of a group is neither a multiple
+                of 32 nor the whole row.
+        """
+        return cls._from_groups(qweight, read_awq(qweight, qzeros, scales), is_awq=True)
+
+    @classmethod
+    def _from_groups(cls, words: Tensor, groups: Int4Groups, is_awq: bool) -> "PackedWeight":
+        packed = cls(WeightFormat.INT4, groups.shape, groups=groups)
+        source = _Int4Source(
+            words.data_ptr(),
+            groups.scales.data_ptr(),
+            _address(groups.zeros),
+            len(groups.scales),
+            groups.group_inputs,
+            is_awq,
+        )
+        _functions().convert_int4(packed._address, ctypes.addressof(source), _num_threads())
+        return packed
+
+    @property
+    def address(self) -> int:
+        """Of the LinearWeight that kernels take, valid as long as this object lives."""
+        return self._address
+
+    @property
+    def layout(self) -> tuple[WeightFormat, int, bool]:
+        """(format, inputs that share a scale, whether there are zero points): weights with the
+        same layout and shape differ in their numbers alone."""
+        return self.weight_format, self._struct.block_inputs, bool(self._struct.has_zeros)
+
+    def has_order_of(self, other: "PackedWeight") -> bool:
+        """Whether both read their inputs in the same order."""
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return torch.equal(self.order, other.order)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the weight with its scales."""
-        tensors = (self._panels, self._scales, self._sums)
+        tensors = (self._panels, self._scales, self._sums, self.order)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -238,14 +353,12 @@ class PackedWeight:
             [N, in_features]
 
         Raises:
-            ValueError: `ids` is not as said, or the weight is int4.
+            ValueError: `ids` is not as said.
             IndexError: an id is out of range.
         """
         is_dense = ids.is_contiguous() and ids.is_cpu
         if ids.dtype != torch.int64 or ids.dim() != 1 or not is_dense:
             self._refuse("ids", ids)
-        if self.weight_format is WeightFormat.INT4:
-            raise ValueError("rows of an int4 weight cannot be read")
         out = torch.empty(len(ids), self.in_features, dtype=dtype)
         bad = _functions().rows[dtype](
             self._address, ids.data_ptr(), len(ids), out.data_ptr(), _num_threads()
@@ -259,6 +372,10 @@ class PackedWeight:
         raise ValueError(
             f"{name} is {x.dtype} {list(x.shape)} on {x.device}, the weight is {weight}"
         )
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def _round_up(out_features: int) -> int:

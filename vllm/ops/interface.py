@@ -16,7 +16,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""What a KV cache may hold besides the dtype of the model."""
 
 
 class Ops(ABC):
@@ -83,6 +87,44 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
+        """`gelu(x[..., :I]) * x[..., I:]`, the middle of a gated MLP.
+
+        Args:
+            x: [..., 2 * I]: gate, then up. Not changed.
+            is_tanh: the approximation of gelu by tanh.
+
+        Returns:
+            [..., I], new and dense.
+
+        Raises:
+            ValueError: the last dimension is odd.
+        """
+
+    @abstractmethod
+    def moe(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
+        """The sum over a token's k experts e of `weight * (silu_and_mul(x @ gate_up[e].T) @
+        down[e].T)`. E experts of intermediate size I.
+
+        What an expert returns is rounded to the dtype of x, the weighted sum is made in float32.
+
+        Args:
+            x: [T, hidden]. Not changed.
+            topk_ids: [T, k], int64, each below E. An id may occur twice in a row.
+            topk_weights: [T, k], float32.
+            gate_up: [E, 2 * I, hidden], gate then up.
+            down: [E, hidden, I].
+
+        Returns:
+            [T, hidden], new and dense.
+
+        Raises:
+            ValueError: the shapes or dtypes do not fit each other.
+        """
+
+    @abstractmethod
     def rotary_embedding(
         self,
         positions: Tensor,
@@ -120,16 +162,22 @@ class Ops(ABC):
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> None:
         """Store the keys and values of new tokens in the cache, in place.
 
         Args:
             key: [T, G, D].
             value: [T, G, D].
-            key_cache: [N, S, G, D], dense. Written.
-            value_cache: [N, S, G, D], dense. Written.
+            key_cache: [N, S, G, D], dense. Written. Of the dtype of key, or of a dtype in
+                FP8_DTYPES: then it holds key / key_scale, rounded to nearest; what is too large
+                becomes the largest number, and NaN stays NaN.
+            value_cache: [N, S, G, D], dense, as key_cache. Written.
             slot_mapping: [T], int64: block id * S + offset. A negative slot is not written
                 (padding). No slot may occur twice.
+            key_scale: above 0. Has no effect on a cache of the dtype of key.
+            value_scale: the same.
 
         Raises:
             ValueError: the shapes or dtypes do not fit each other.
@@ -147,6 +195,8 @@ class Ops(ABC):
         sliding_window: int | None,
         alibi_slopes: Tensor | None = None,
         logits_soft_cap: float | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> Tensor:
         """Attention of one new token per request over everything its request has cached.
 
@@ -156,8 +206,8 @@ class Ops(ABC):
 
         Args:
             query: [B, H, D].
-            key_cache: [N, S, G, D], dense.
-            value_cache: [N, S, G, D], dense.
+            key_cache: [N, S, G, D], dense, of the dtype of query or of one in FP8_DTYPES.
+            value_cache: [N, S, G, D], dense, as key_cache.
             block_tables: [B, max_blocks], int32. Entries after the last block of a request are
                 never used as content but must be valid block ids (NULL_BLOCK_ID).
             seq_lens: [B], int32, the new token included. 0 marks a padding row.
@@ -166,6 +216,8 @@ class Ops(ABC):
             alibi_slopes: [H] float32, dense: each score gets minus the slope of its head times
                 the distance of the key (after the soft cap); None without ALiBi.
             logits_soft_cap: C > 0 replaces each score s by C * tanh(s / C); None does not.
+            key_scale: multiplies what an fp8 cache holds; no effect on another.
+            value_scale: the same.
 
         Returns:
             [B, H, D], new and dense. Padding rows are zero. What the unused part of a block
@@ -189,6 +241,8 @@ class Ops(ABC):
         sliding_window: int | None,
         alibi_slopes: Tensor | None = None,
         logits_soft_cap: float | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> Tensor:
         """Causal attention of several new tokens per request, ragged.
 
@@ -198,8 +252,8 @@ class Ops(ABC):
 
         Args:
             query: [T, H, D].
-            key_cache: [N, S, G, D], dense.
-            value_cache: [N, S, G, D], dense.
+            key_cache: [N, S, G, D], dense, as for decode.
+            value_cache: [N, S, G, D], dense, as key_cache.
             block_tables: [B, max_blocks], int32.
             query_start_loc: [B + 1], on the host: 0, then the running sum of query lengths.
             seq_lens: [B], on the host: context and new tokens.
@@ -208,6 +262,8 @@ class Ops(ABC):
                 query token, itself included.
             alibi_slopes: as for decode.
             logits_soft_cap: as for decode.
+            key_scale: as for decode.
+            value_scale: as for decode.
 
         Returns:
             [T, H, D], new and dense. Rows from query_start_loc[B] on (padding) are zero.

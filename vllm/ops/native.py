@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.interface import Ops
+from vllm.ops.interface import FP8_DTYPES, Ops
 
 
 class NativeOps(Ops):
@@ -41,6 +41,33 @@ class NativeOps(Ops):
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
+        if x.shape[-1] % 2:
+            raise ValueError(f"the last dimension of x is {x.shape[-1]}, not gate and up")
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh" if is_tanh else "none") * up
+
+    def moe(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor
+    ) -> Tensor:
+        num_experts, hidden, size = down.shape
+        if gate_up.shape != (num_experts, 2 * size, hidden) or x.shape[1:] != (hidden,):
+            raise ValueError(
+                f"x is {list(x.shape)}, gate_up {list(gate_up.shape)}, down {list(down.shape)}"
+            )
+        if topk_ids.shape != topk_weights.shape or len(topk_ids) != len(x):
+            raise ValueError(
+                f"topk_ids is {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)} "
+                f"for {len(x)} tokens"
+            )
+        # All tokens through all experts: no shape depends on the choices.
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for expert in range(num_experts):
+            weight = topk_weights.masked_fill(topk_ids != expert, 0.0).sum(-1, keepdim=True)
+            result = F.linear(self.silu_and_mul(F.linear(x, gate_up[expert])), down[expert])
+            out += weight * result
+        return out.to(x.dtype)
+
     def rotary_embedding(
         self,
         positions: Tensor,
@@ -61,6 +88,8 @@ class NativeOps(Ops):
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> None:
         for new, cache in ((key, key_cache), (value, value_cache)):
             if new.shape[1:] != cache.shape[2:] or new.shape[0] != slot_mapping.shape[0]:
@@ -77,6 +106,8 @@ class NativeOps(Ops):
         first_real = is_real.int().argmax(dim=0, keepdim=True)
         source = torch.where(is_real, torch.arange(len(key), device=key.device), first_real)
         slots = slot_mapping[source].clamp(min=0)
+        key, key_cache = _as_stored(key, key_cache, key_scale)
+        value, value_cache = _as_stored(value, value_cache, value_scale)
         for new, cache in ((key, key_cache), (value, value_cache)):
             flat = cache.flatten(0, 1)
             flat[slots] = torch.where(is_real.any(), new[source], flat[slots])
@@ -92,14 +123,20 @@ class NativeOps(Ops):
         sliding_window: int | None,
         alibi_slopes: Tensor | None = None,
         logits_soft_cap: float | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> Tensor:
         check_attention(query, key_cache, value_cache, sliding_window)
         check_scores(query, alibi_slopes, logits_soft_cap)
+        if key_cache.dtype in FP8_DTYPES:
+            scale = scale * key_scale
         num_kv_heads = key_cache.shape[2]
         grouped = query.float().unflatten(1, (num_kv_heads, -1))  # [B, G, H / G, D]
         # [B, max_blocks, S, G, D] -> [B, K, G, D], K = keys a table can hold
-        keys = key_cache[block_tables].flatten(1, 2).float()
-        values = value_cache[block_tables].flatten(1, 2).float()
+        keys = _read_blocks(key_cache, block_tables).flatten(1, 2).float()
+        values = _read_blocks(value_cache, block_tables).flatten(1, 2).float()
+        if value_cache.dtype in FP8_DTYPES:
+            values *= value_scale
         position = torch.arange(keys.shape[1], device=query.device)
         is_hidden = position >= seq_lens[:, None]  # [B, K]
         if sliding_window is not None:
@@ -128,9 +165,14 @@ class NativeOps(Ops):
         sliding_window: int | None,
         alibi_slopes: Tensor | None = None,
         logits_soft_cap: float | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> Tensor:
         check_attention(query, key_cache, value_cache, sliding_window)
         check_scores(query, alibi_slopes, logits_soft_cap)
+        is_fp8 = key_cache.dtype in FP8_DTYPES
+        if is_fp8:
+            scale = scale * key_scale
         block_size = key_cache.shape[1]
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         for b, seq_len in enumerate(map(int, seq_lens)):
@@ -147,12 +189,15 @@ class NativeOps(Ops):
             # [1, heads, tokens, D], as scaled_dot_product_attention wants them
             q = query[start:end].transpose(0, 1)[None]
             k, v = (
-                cache[block_ids].flatten(0, 1)[:seq_len].transpose(0, 1)[None]
+                _read_blocks(cache, block_ids)
+                .flatten(0, 1)[:seq_len]
+                .transpose(0, 1)[None]
+                .to(query.dtype)
                 for cache in (key_cache, value_cache)
             )
-            attended = _prompt_attention(
-                q, k, v, scale, sliding_window, alibi_slopes, logits_soft_cap
-            )
+            attended = attend_prompt(q, k, v, scale, sliding_window, alibi_slopes, logits_soft_cap)
+            if is_fp8:
+                attended = attended * value_scale
             out[start:end] = attended[0].transpose(0, 1)
         return out
 
@@ -186,7 +231,8 @@ def check_attention(
         raise ValueError(
             f"{query.shape[1]} query heads is not a multiple of {key_cache.shape[2]} kv heads"
         )
-    if query.dtype != key_cache.dtype or query.dtype != value_cache.dtype:
+    is_known = key_cache.dtype == query.dtype or key_cache.dtype in FP8_DTYPES
+    if not is_known or key_cache.dtype != value_cache.dtype:
         raise ValueError(
             f"query is {query.dtype}, the caches are {key_cache.dtype} and {value_cache.dtype}"
         )
@@ -212,6 +258,26 @@ def check_scores(query: Tensor, alibi_slopes: Tensor | None, logits_soft_cap: fl
             f"{list(alibi_slopes.stride())}, not one dense torch.float32 for each of "
             f"{query.shape[1]} heads"
         )
+
+
+def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """x / scale in one of FP8_DTYPES: the nearest number, at most the largest; NaN stays NaN."""
+    largest = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
+
+
+def _as_stored(new: Tensor, cache: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """New tokens and their cache with one dtype, in which torch can index."""
+    if cache.dtype not in FP8_DTYPES:
+        return new, cache
+    return to_fp8(new, scale, cache.dtype).view(torch.uint8), cache.view(torch.uint8)
+
+
+def _read_blocks(cache: Tensor, block_ids: Tensor) -> Tensor:
+    """`cache[block_ids]`, which torch does not have for fp8."""
+    if cache.dtype not in FP8_DTYPES:
+        return cache[block_ids]
+    return cache.view(torch.uint8)[block_ids].view(cache.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
@@ -248,7 +314,7 @@ def _prefill_mask(
     return mask, False
 
 
-def _prompt_attention(
+def attend_prompt(
     q: Tensor,
     k: Tensor,
     v: Tensor,

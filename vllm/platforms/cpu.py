@@ -22,13 +22,19 @@ class CPUPlatform(Platform):
     device_type = "cpu"
     default_block_size = 16
     default_max_num_seqs = 256
-    default_max_num_batched_tokens = 4096
+    default_max_num_batched_tokens = 2048
     worker_class = "vllm.worker.cpu_worker:CPUWorker"
+    is_asynchronous = False
 
     @property
     def ops_class(self) -> str:
         """The compiled kernels, or plain torch when they are switched off."""
         return "vllm.ops.cpu:CPUOps" if envs.get().VLLM_CPU_KERNELS else "vllm.ops.native:NativeOps"
+
+    @property
+    def quantizations(self) -> tuple[str, ...]:
+        """What the compiled kernels can multiply with."""
+        return ("int8", "int4") if envs.get().VLLM_CPU_KERNELS else ()
 
     def free_memory_bytes(self) -> int:
         """What the machine has available, or the container if that is less."""

@@ -23,11 +23,18 @@ class Platform(ABC):
     default_max_num_batched_tokens: ClassVar[int]
     worker_class: ClassVar[str]
     """module:Class of the worker that drives this device."""
+    is_asynchronous: ClassVar[bool]
+    """A worker starts a step and returns; False: it returns when the step is computed."""
 
     @property
     @abstractmethod
     def ops_class(self) -> str:
         """module:Class of the operator table."""
+
+    @property
+    def quantizations(self) -> tuple[str, ...]:
+        """Formats that dense weights can be rounded to while they are loaded."""
+        return ()
 
     @abstractmethod
     def free_memory_bytes(self) -> int:

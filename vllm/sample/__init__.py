@@ -3,6 +3,7 @@
     state       what each row of the batch asked for, and what it has generated   (host)
     metadata    the part of it that one launch needs                              (host -> device)
     sampler     logits and metadata to token ids                                  (device)
+    cpu_sampler the same on C++ kernels, and who gets it                          (host)
 
 On a device that compiles shapes, `static_shapes` says what launches there are, and `warmup` makes
 one of each.

@@ -1,7 +1,7 @@
 """What the sampler must know about the n rows of one launch. Knows no request and no history."""
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from vllm.sample.features import SMALL_TOP_K, Feature, Param
 from vllm.sample.masks import TokenMasks
 from vllm.sample.penalties import Penalties
 from vllm.sample.processors import RowProcessors
+from vllm.sample.random import KeyArray, exponentials_at
 
 FeatureArray = npt.NDArray[np.int32]
 IndexArray = npt.NDArray[np.int64]
@@ -34,8 +35,47 @@ class LogprobPlan:
 
 
 @dataclass(frozen=True)
+class DrawKeys:
+    """What the random numbers of n rows are made of, on the host."""
+
+    keys: KeyArray
+    """[n] of `random.stream_keys`."""
+    positions: IndexArray
+    """[n]"""
+
+    def exponentials(self, count: int) -> npt.NDArray[np.float32]:
+        """[n, count] the numbers."""
+        return exponentials_at(self.keys, self.positions, count)
+
+    def __getitem__(self, indices: IndexArray) -> "DrawKeys":
+        """Of some rows only; [m]."""
+        return DrawKeys(self.keys[indices], self.positions[indices])
+
+
+class OperatorChoice(NamedTuple):
+    """Host fields of `SamplingMetadata` by which torch operators are chosen."""
+
+    all_random: bool = False
+    max_top_k: int | None = None
+    unbounded_top_p: bool = False
+
+    @classmethod
+    def of(cls, features: FeatureArray, top_k: npt.NDArray[np.float32]) -> "OperatorChoice":
+        """Of rows [n] on a device whose shapes are not static."""
+        has_top_k = len(features) and np.bitwise_or.reduce(features) & Feature.TOP_K
+        return cls(
+            all_random=bool(np.bitwise_and.reduce(features) & Feature.RANDOM),
+            max_top_k=int(top_k.max()) if has_top_k else None,
+            unbounded_top_p=has_unbounded_top_p(features),
+        )
+
+
+@dataclass(frozen=True)
 class SamplingMetadata:
     """Per-row parameters of one launch. A field that no row of the launch needs is None.
+
+    With `draw_keys`, for a sampler that does not run torch operators, the fields of
+    `OperatorChoice` are left out.
 
     The default is n greedy rows that ask for nothing, for any n. Tensors are on the device of
     the logits, as they were copied there: no operator has run on them, so that none is recorded
@@ -52,7 +92,9 @@ class SamplingMetadata:
     """[8, n] float32 in the order of `Param`; None when all are greedy and have no penalty."""
     exponentials: Tensor | None = None
     """[n, K] float32 above 0, K of `blocks.num_draws`: the random numbers of each row; None when
-    all are greedy."""
+    all are greedy, or for a sampler that makes them of `draw_keys`."""
+    draw_keys: DrawKeys | None = None
+    """Host: instead of `exponentials`; None when all are greedy, too."""
     max_top_k: int | None = None
     """Host: at least each of `top_k`; the number of candidates to look at."""
     unbounded_top_p: bool = False
@@ -139,6 +181,7 @@ class SamplingMetadata:
             all_random=bool(np.bitwise_and.reduce(features) & Feature.RANDOM),
             params=params,
             exponentials=take(self.exponentials, Feature.RANDOM),
+            draw_keys=self.draw_keys[indices] if self.draw_keys is not None else None,
             max_top_k=max_top_k,
             unbounded_top_p=has_unbounded_top_p(features),
             processors=tuple((position[i], p) for i, p in self.processors if i in position),

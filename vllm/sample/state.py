@@ -16,15 +16,16 @@ from vllm.sample.logprobs import split_rows
 from vllm.sample.masks import MaskFiller, TokenMasks, TokenMatcher, bit_values, pack_allowed
 from vllm.sample.metadata import (
     ALL_GREEDY,
+    DrawKeys,
     FeatureArray,
     LogprobPlan,
+    OperatorChoice,
     SamplingMetadata,
-    has_unbounded_top_p,
     needs_params,
 )
 from vllm.sample.penalties import Penalties, TokenCounts
 from vllm.sample.processors import RowProcessors
-from vllm.sample.random import exponentials_at, stream_keys
+from vllm.sample.random import stream_keys
 from vllm.sample.sampler import SamplerOutput
 from vllm.sample.static_shapes import StaticShapes, canonical, class_of
 from vllm.sampling_params import SamplingParams
@@ -49,6 +50,8 @@ class SamplingState:
         max_model_len: tokens of the longest request, and
         max_logprobs: the most that a request may ask for: bounds of that set. None: the
             vocabulary.
+        draw_keys: launches carry the keys of random numbers and not the numbers, for a sampler
+            that makes them itself.
     """
 
     def __init__(
@@ -60,8 +63,10 @@ class SamplingState:
         static_shapes: bool = False,
         max_model_len: int | None = None,
         max_logprobs: int | None = None,
+        draw_keys: bool = False,
     ) -> None:
         self.device = device
+        self._has_draw_keys = draw_keys
         self._vocab_size = vocab_size
         self.shapes: StaticShapes | None = None
         """None: shapes are not static."""
@@ -199,6 +204,10 @@ class SamplingState:
             if row in self._filler:
                 self._filler.accept(row, token_id)
 
+    def follows_output(self, rows: IntArray) -> bool:
+        """Whether the next token of any of these rows depends on what `record` is told."""
+        return bool(self._recorded) and not self._recorded.isdisjoint(rows.tolist())
+
     def start_masks(self, rows: IntArray) -> None:
         """Begin with the masks of outputs that have a form, in other threads.
 
@@ -232,26 +241,28 @@ class SamplingState:
     def _metadata(
         self, rows: IntArray, num_output_tokens: IntArray, features: FeatureArray, active: int
     ) -> SamplingMetadata:
-        if self.shapes is None:
-            all_random = bool(np.bitwise_and.reduce(features) & Feature.RANDOM)
-            unbounded_top_p = has_unbounded_top_p(features)
-            has_top_k = active & Feature.TOP_K
-            max_top_k = int(self._params[Param.TOP_K, rows].max()) if has_top_k else None
-        else:
+        choice = OperatorChoice()
+        if self.shapes is not None:
             active = canonical(active)
-            all_random = False
-            unbounded_top_p = bool(active & Feature.TOP_P)
-            max_top_k = self.shapes.max_top_k(active)
-        is_random = active & Feature.RANDOM
+            choice = OperatorChoice(
+                unbounded_top_p=bool(active & Feature.TOP_P),
+                max_top_k=self.shapes.max_top_k(active),
+            )
+        elif not self._has_draw_keys:
+            choice = OperatorChoice.of(features, self._params[Param.TOP_K, rows])
+        exponentials, draw_keys = None, None
+        if active & Feature.RANDOM:
+            draw_keys = DrawKeys(self._keys[rows], num_output_tokens.astype(np.int64))
+            if not self._has_draw_keys:
+                exponentials, draw_keys = self._exponentials(draw_keys), None
         edits = self._edits(rows, num_output_tokens, features) if active & Feature.EDITS else None
         return SamplingMetadata(
             features=features,
             active=active,
-            all_random=all_random,
+            **choice._asdict(),
             params=self._device_params(rows) if needs_params(active) else None,
-            exponentials=self._exponentials(rows, num_output_tokens) if is_random else None,
-            max_top_k=max_top_k,
-            unbounded_top_p=unbounded_top_p,
+            exponentials=exponentials,
+            draw_keys=draw_keys,
             processors=self._row_processors(rows, features) if active & Feature.PROCESSORS else (),
             edits=edits,
             masks=self._token_masks(rows, features) if active & Feature.MASK else None,
@@ -291,16 +302,11 @@ class SamplingState:
 
     def _device_params(self, rows: IntArray) -> torch.Tensor:
         """[8, n] float32 on the device: all parameters of the launch in one copy."""
-        packed = np.empty((Param.COUNT, len(rows)), np.float32)
-        # Rows are in range; with mode="raise" numpy goes through a temporary.
-        np.take(self._params, rows, axis=1, out=packed, mode="clip")
-        return torch.from_numpy(packed).to(self.device)
+        return torch.from_numpy(self._params.take(rows, axis=1)).to(self.device)
 
-    def _exponentials(self, rows: IntArray, num_output_tokens: IntArray) -> torch.Tensor:
+    def _exponentials(self, keys: DrawKeys) -> torch.Tensor:
         """[n, K] float32 on the device: the random numbers of each row's next token."""
-        count = num_draws(self._vocab_size)
-        values = exponentials_at(self._keys[rows], num_output_tokens, count)
-        return torch.from_numpy(values).to(self.device)
+        return torch.from_numpy(keys.exponentials(num_draws(self._vocab_size))).to(self.device)
 
     def _row_processors(
         self, rows: IntArray, features: FeatureArray

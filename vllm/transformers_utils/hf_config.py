@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.errors import ConfigError
 from vllm.transformers_utils.json_file import read_json_object
+from vllm.transformers_utils.plain_config import complete_plain_config
 
 
 def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,6 +32,9 @@ def complete_hf_config(
     Raises:
         ConfigError: a model type nobody here knows, or values that transformers refuses.
     """
+    plain = complete_plain_config(raw)
+    if plain is not None:
+        return plain
     from transformers import AutoConfig, __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -30,12 +30,16 @@ class TokenBytes(dict[int, bytes]):
         backend: the tokenizer of the tokenizers library.
         is_byte_level: tokens are written in the alphabet of byte-level BPE.
         skip_special_tokens: special tokens have no bytes.
+
+    Attributes:
+        texts: token id -> its text; None where its bytes are no whole characters.
     """
 
     def __init__(
         self, backend: Tokenizer, *, is_byte_level: bool, skip_special_tokens: bool
     ) -> None:
         super().__init__()
+        self.texts = _WholeTexts(self)
         self._backend = backend
         self._to_bytes = _byte_level_bytes if is_byte_level else _sentencepiece_bytes
         if skip_special_tokens:
@@ -47,6 +51,23 @@ class TokenBytes(dict[int, bytes]):
         value = b"" if token is None else self._to_bytes(token)
         self[token_id] = value
         return value
+
+
+class _WholeTexts(dict[int, str | None]):
+    """Filled as tokens are met."""
+
+    def __init__(self, table: TokenBytes) -> None:
+        super().__init__()
+        self._table = table
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str | None
+        try:
+            text = self._table[token_id].decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
 
 
 @dataclass(frozen=True)

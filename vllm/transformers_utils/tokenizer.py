@@ -1,12 +1,17 @@
 """Loading a tokenizer. transformers is imported at the first call: it is slow to import."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import ModelConfig
 from vllm.errors import ConfigError
+from vllm.transformers_utils.json_file import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_GENERIC_TYPES = ("llama", "qwen3")
+"""Model types of which no checkpoint names a class that transformers then replaces."""
 
 
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase | None":
@@ -44,22 +49,46 @@ def get_tokenizer(
     Raises:
         ConfigError: there is none, or its files are damaged.
     """
-    from transformers import AutoTokenizer
-
+    is_generic = tokenizer_mode != "slow" and not kwargs and _is_generic(Path(tokenizer_name))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            tokenizer_name,
-            use_fast=tokenizer_mode != "slow",
-            trust_remote_code=trust_remote_code,
-            revision=revision,
-            **kwargs,
-        )
+        if is_generic:
+            from transformers import PreTrainedTokenizerFast
+
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_name)
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(
+                tokenizer_name,
+                use_fast=tokenizer_mode != "slow",
+                trust_remote_code=trust_remote_code,
+                revision=revision,
+                **kwargs,
+            )
     except Exception as error:  # tokenizers raises a plain Exception for a damaged file
         raise ConfigError(_failure(tokenizer_name, str(error) or repr(error))) from error
     if len(tokenizer) == 0:
         raise ConfigError(_failure(tokenizer_name, "its vocabulary is empty"))
     result: PreTrainedTokenizerBase = tokenizer
     return result
+
+
+def _is_generic(folder: Path) -> bool:
+    """Whether `AutoTokenizer` would come to the class that has no code of a model in it.
+
+    Asking it costs the import of torch and of the config classes of all models, seconds for what
+    two files say. Where they leave a doubt, it is asked.
+    """
+    paths = [folder / name for name in ("tokenizer_config.json", "config.json")]
+    if not (folder / "tokenizer.json").is_file() or not all(path.is_file() for path in paths):
+        return False
+    settings, config = (read_json_object(path) for path in paths)
+    return (
+        settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        and config.get("model_type") in _GENERIC_TYPES
+        and "auto_map" not in settings
+        and "auto_map" not in config
+    )
 
 
 def _failure(tokenizer_name: str, reason: str) -> str:

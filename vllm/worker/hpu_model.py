@@ -15,6 +15,7 @@ from vllm.attention.backends.hpu_launch import (
     HPUDecodeLaunch,
     HPUMergedLaunch,
     HPUPrefillLaunch,
+    check_layers,
 )
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
@@ -34,6 +35,9 @@ class HPUModel(nn.Module):
         kernel: attention of prompts.
         normaliser: of the softmax of decodes, see `flat_paged_attention`.
 
+    Raises:
+        ConfigError: a layer asks for what no launch has.
+
     Shape: packed input of a launch -> (logits [B, V], hidden states [B * Q, hidden])
     """
 
@@ -52,6 +56,7 @@ class HPUModel(nn.Module):
         self._kernel = kernel
         self._normaliser = normaliser
         layers = [module for module in model.modules() if isinstance(module, Attention)]
+        check_layers(layers)
         self._windows = tuple(dict.fromkeys(layer.sliding_window for layer in layers))
         self._dtype = next(model.parameters()).dtype
 

@@ -12,7 +12,7 @@ from vllm.attention.backends.normalisers import parse_normaliser
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
 from vllm.config import HPUConfig, VllmConfig
-from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.messages import IntArray, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.sample.sampler import Sampler, SamplerOutput
@@ -118,6 +118,11 @@ class HPUModelRunner(ModelRunner):
         super()._update_state(step)
         self._inputs.place([new.row for new in step.new_requests])
 
+    def _needs_tokens(self, step: SchedulerOutput) -> bool:
+        """Sampled tokens are on the card, where the next step reads them. The host needs those
+        of requests whose logits depend on their output: penalties, forms, code of users."""
+        return self.sampling.follows_output(step.rows)
+
     @torch.inference_mode()
     def _run(self, launch: Launch) -> LaunchResult:
         assert isinstance(launch, BucketLaunch)
@@ -171,6 +176,13 @@ class HPUModelRunner(ModelRunner):
             self._keep_tokens(device_input, sampled)
             self._inputs.mark_sampled(launch.rows[indices])
         return LaunchResult(rows, indices, sampled, prompt_logprobs)
+
+    def _sample(self, logits: Tensor, rows: IntArray) -> SamplerOutput:
+        """Sample for each row of the logits; those of padding are greedy."""
+        known = rows != self.sampling.padding_row
+        num_output = np.zeros_like(rows)
+        num_output[known] = (self.batch.num_tokens - self.batch.num_prompt_tokens)[rows[known]]
+        return self.sampler(logits, self.sampling.metadata(rows, num_output, len(logits)))
 
     def _keep_tokens(self, device_input: Tensor, sampled: SamplerOutput) -> None:
         """The sampled tokens stay on the device, for the next step of their rows."""

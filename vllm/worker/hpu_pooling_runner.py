@@ -24,7 +24,7 @@ from vllm.worker.hpu_model_runner import HPUModelRunner
 from vllm.worker.hpu_planner import BucketLaunch, HPULaunchPlanner, LaunchShape
 from vllm.worker.hpu_pooling_model import HeadAsLogits, TypedInputBuilder, WholePromptModel
 from vllm.worker.launch import Launch
-from vllm.worker.model_runner import LaunchResult
+from vllm.worker.model_runner import LaunchResult, PendingLaunch
 from vllm.worker.pooling_runner import PooledRows, PoolingRequests, TokenTypes
 
 
@@ -73,11 +73,14 @@ class HPUPoolingRunner(HPUModelRunner):
         self._bridge.mark_step()
         return kept
 
-    def _collect(self, step_id: int, results: list[LaunchResult]) -> ModelRunnerOutput:
+    def _needs_tokens(self, step: SchedulerOutput) -> bool:
+        """Rows may be given away in this step, so the results of the last are made before."""
+        return True
+
+    def _collect(self, step_id: int, launches: list[PendingLaunch]) -> ModelRunnerOutput:
         """Copy the numbers to the host."""
-        self._in_flight = None
-        launches = []
-        for result in results:
+        pooled = []
+        for result, _ in launches:
             assert isinstance(result, PooledLaunch)
             rows, first = result.rows[result.indices], result.indices * result.query_len
             counts = np.ones_like(rows)
@@ -86,8 +89,8 @@ class HPUPoolingRunner(HPUModelRunner):
             places = [np.arange(f, f + c) for f, c in zip(first, counts, strict=True)]
             if places:
                 numbers = result.numbers.cpu()[np.concatenate(places)]
-                launches.append(PooledRows(rows, counts, numbers))
-        return self.requests.output(step_id, launches)
+                pooled.append(PooledRows(rows, counts, numbers))
+        return self.requests.output(step_id, pooled)
 
     @torch.inference_mode()
     def warm_up(self, shape: LaunchShape, *, with_sampler: bool) -> None:

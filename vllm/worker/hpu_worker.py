@@ -61,9 +61,17 @@ class HPUWorker:
 
     Args:
         config: of the engine.
+
+    Raises:
+        ConfigError: the KV cache is to hold another dtype than that of the model.
     """
 
     def __init__(self, config: VllmConfig) -> None:
+        if config.cache.kv_cache_dtype != "auto":
+            raise ConfigError(
+                f"--kv-cache-dtype {config.cache.kv_cache_dtype} is available on cpu only; "
+                f"leave it out on hpu"
+            )
         self.config = config
         platform = resolve_platform("hpu")
         assert isinstance(platform, HPUPlatform)
@@ -119,7 +127,8 @@ class HPUWorker:
         return num_blocks
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
-        """Start a step; at most one is in flight. With a step report on, it has ended then."""
+        """Start a step; at most one other is in flight. With a step report on, it has ended
+        then."""
         report = self.runner.report
         if not report.is_on:
             return self.runner.execute(step)

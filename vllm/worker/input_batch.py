@@ -3,9 +3,23 @@
 Rows are the scheduler's. A row that belongs to nobody holds what was there last.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from vllm.messages import IntArray, NewRequest, SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTokens:
+    """One token for each of m rows, whose values are not known yet."""
+
+    rows: IntArray
+    """[m] no row twice."""
+    positions: IntArray
+    """[m] of the tokens."""
+    owners: IntArray
+    """[m] whose tokens they are: a row may have another request when they come."""
 
 
 class InputBatch:
@@ -19,12 +33,16 @@ class InputBatch:
         num_blocks: [rows] how many of them are given.
     """
 
+    # Tokens that a step in flight samples are counted as known, though their values come later.
+
     def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens: IntArray = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_tokens: IntArray = np.zeros(max_num_seqs, np.int32)
         self.block_table: IntArray = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks: IntArray = np.zeros(max_num_seqs, np.int32)
+        self._owner: IntArray = np.zeros(max_num_seqs, np.int32)
+        """Counts the requests that a row has had."""
 
     def update(self, step: SchedulerOutput) -> None:
         """Place new requests and append blocks, as the scheduler decided."""
@@ -33,10 +51,28 @@ class InputBatch:
         if len(step.block_rows):
             self._append_blocks(step.block_rows, step.block_ids)
 
-    def record(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Append one sampled token to each row; both [n], no row twice."""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+    def expect(self, rows: IntArray) -> ExpectedTokens:
+        """Append one token to each row, whose value `record` will tell.
+
+        Args:
+            rows: [m] that are sampling, no row twice.
+        """
+        expected = ExpectedTokens(rows, self.num_tokens[rows], self._owner[rows])
         self.num_tokens[rows] += 1
+        return expected
+
+    def record(self, expected: ExpectedTokens, token_ids: IntArray) -> tuple[IntArray, IntArray]:
+        """Fill in the values [m] of tokens.
+
+        Returns:
+            Rows and tokens, less those of rows that have been given to another request since.
+        """
+        rows, positions = expected.rows, expected.positions
+        is_same = self._owner[rows] == expected.owners
+        if not is_same.all():
+            rows, positions, token_ids = rows[is_same], positions[is_same], token_ids[is_same]
+        self.token_ids[rows, positions] = token_ids
+        return rows, token_ids
 
     def _place(self, new: NewRequest) -> None:
         row, prompt, output = new.row, new.request.prompt_token_ids, new.output_token_ids
@@ -45,6 +81,7 @@ class InputBatch:
         self.token_ids[row, num_prompt:num_tokens] = output
         self.num_prompt_tokens[row] = num_prompt
         self.num_tokens[row] = num_tokens
+        self._owner[row] += 1
         self.block_table[row, : len(new.block_ids)] = new.block_ids
         self.num_blocks[row] = len(new.block_ids)
 

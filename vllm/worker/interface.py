@@ -28,7 +28,7 @@ class Worker(Protocol):
         ...
 
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
-        """Start a step; at most one is in flight."""
+        """Start a step; at most one other is in flight."""
         ...
 
     def preload(self) -> None:

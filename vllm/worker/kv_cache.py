@@ -14,6 +14,19 @@ logger = init_logger(__name__)
 
 _GIB = 2**30
 
+_CACHE_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def cache_dtype(config: VllmConfig) -> torch.dtype:
+    """What the KV cache holds: `--kv-cache-dtype`, or the dtype of the model."""
+    asked = config.cache.kv_cache_dtype
+    model_dtype: torch.dtype = getattr(torch, config.model.dtype_name)
+    return _CACHE_DTYPES.get(asked, model_dtype)
+
 
 def bytes_per_block(layers: Sequence[Attention], block_size: int, dtype: torch.dtype) -> int:
     """Keys and values of one block in all layers."""

@@ -17,7 +17,7 @@ from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
-from vllm.worker.input_batch import InputBatch
+from vllm.worker.input_batch import ExpectedTokens, InputBatch
 from vllm.worker.launch import Launch, LaunchPlanner, RaggedPlanner
 from vllm.worker.model_input import ModelInput, build_ragged_input
 from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs, join_logprobs
@@ -27,15 +27,25 @@ class StepHandle:
     """A step in flight.
 
     `result` waits for the device and returns the tokens; further calls return the same.
+
+    Args:
+        finish: called once, after the steps before this one have their results.
+        before: the step before this one, if it may still be in flight.
     """
 
-    def __init__(self, finish: Callable[[], ModelRunnerOutput]) -> None:
+    def __init__(
+        self, finish: Callable[[], ModelRunnerOutput], before: "StepHandle | None" = None
+    ) -> None:
         self._finish = finish
+        self._before = before
         self._output: ModelRunnerOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
         """The result of the step; waits for it."""
         if self._output is None:
+            if self._before is not None:
+                self._before.result()
+                self._before = None
             self._output = self._finish()
         return self._output
 
@@ -51,6 +61,10 @@ class LaunchResult:
     sampled: SamplerOutput | None
     """Of n rows or more; None when m is 0."""
     prompt_logprobs: list[tuple[int, PendingLogprobs]]
+
+
+PendingLaunch = tuple[LaunchResult, ExpectedTokens]
+"""A launch, and the tokens of `indices` in the batch."""
 
 
 class ModelRunner:
@@ -89,19 +103,23 @@ class ModelRunner:
         return [module for module in self.model.modules() if isinstance(module, Attention)]
 
     def execute(self, step: SchedulerOutput) -> StepHandle:
-        """Start a step.
-
-        Inputs of a step are built from the tokens of the one before, so one that is still in
-        flight is waited for first.
-        """
-        if self._in_flight is not None:
+        """Start a step. The one before may be in flight, and is waited for where its tokens are
+        needed on the host."""
+        if self._in_flight is not None and self._needs_tokens(step):
             self._in_flight.result()
         self._update_state(step)
         self._num_steps += 1
         self._num_useful_tokens += step.num_tokens
-        results = [self._run(launch) for launch in self.planner.plan(step)]
-        self._in_flight = StepHandle(lambda: self._collect(step.step_id, results))
+        launches = [self._launch(launch) for launch in self.planner.plan(step)]
+        self._in_flight = StepHandle(
+            lambda: self._collect(step.step_id, launches), before=self._in_flight
+        )
         return self._in_flight
+
+    def _needs_tokens(self, step: SchedulerOutput) -> bool:
+        """Whether the host must know the tokens of the step in flight before this one starts:
+        always, where inputs are built from them."""
+        return True
 
     def preload(self) -> None:
         """Load in the background what output with a form needs."""
@@ -110,6 +128,10 @@ class ModelRunner:
     def stats(self) -> RunnerStats:
         """What it has done; on a device that takes any shape nothing is padded or compiled."""
         return RunnerStats(num_steps=self._num_steps, num_useful_tokens=self._num_useful_tokens)
+
+    def _launch(self, launch: Launch) -> PendingLaunch:
+        result = self._run(launch)
+        return result, self.batch.expect(result.rows[result.indices])
 
     def _update_state(self, step: SchedulerOutput) -> None:
         for row in step.freed_rows:
@@ -143,38 +165,39 @@ class ModelRunner:
 
     def _sample(self, logits: Tensor, rows: IntArray) -> SamplerOutput:
         """Sample for each row of the logits."""
-        known = rows != self.sampling.padding_row
-        num_output = np.zeros_like(rows)
-        num_output[known] = (self.batch.num_tokens - self.batch.num_prompt_tokens)[rows[known]]
+        num_output = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
         return self.sampler(logits, self.sampling.metadata(rows, num_output, len(logits)))
 
-    def _collect(self, step_id: int, results: list[LaunchResult]) -> ModelRunnerOutput:
-        """Copy the tokens to the host and append them to their rows."""
-        self._in_flight = None
-        row_parts: list[IntArray] = [np.empty(0, np.int32)]
-        token_parts: list[IntArray] = [np.empty(0, np.int32)]
+    def _collect(self, step_id: int, launches: list[PendingLaunch]) -> ModelRunnerOutput:
+        """Copy the tokens to the host and note them in their rows."""
+        row_parts: list[IntArray] = []
+        token_parts: list[IntArray] = []
         logprobs: dict[int, LogprobRows] = {}
         prompt_logprobs: defaultdict[int, list[LogprobRows]] = defaultdict(list)
         errors: dict[int, str] = {}
-        for result in results:
+        for result, expected in launches:
             for row, pending in result.prompt_logprobs:
                 prompt_logprobs[row].append(pending.result())
             if result.sampled is None:
                 continue
             host_ids = result.sampled.host_ids.cpu().numpy()
-            rows = result.rows[result.indices]
             token_ids = np.maximum(host_ids[result.indices], 0)
-            self.batch.record(rows, token_ids)
-            self.sampling.record(rows, token_ids)
-            row_parts.append(rows)
+            self.sampling.record(*self.batch.record(expected, token_ids))
+            row_parts.append(expected.rows)
             token_parts.append(token_ids)
             logprobs.update(self.sampling.logprob_rows(result.rows, result.sampled))
             errors.update(self.sampling.errors_of(result.rows, result.sampled, host_ids))
         return ModelRunnerOutput(
             step_id=step_id,
-            rows=np.concatenate(row_parts),
-            token_ids=np.concatenate(token_parts),
+            rows=_joined(row_parts),
+            token_ids=_joined(token_parts),
             logprobs=logprobs,
             prompt_logprobs={row: join_logprobs(p) for row, p in prompt_logprobs.items()},
             errors=errors,
         )
+
+
+def _joined(parts: list[IntArray]) -> IntArray:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)

@@ -5,7 +5,8 @@ from torch import Tensor
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """What a token of distance takes from the score of each head: [num_heads] float32, on the host.
+    """What a token of distance takes from the score of each head: [num_heads] float32, on the
+    host also where models are built without memory.
 
     For n heads, n a power of two, they are 2^(-8/n), 2^(-16/n), ... 2^-8. Other counts take those
     of the next lower power of two, then every second one of the next higher, as the authors do.
@@ -23,4 +24,6 @@ def alibi_slopes(num_heads: int) -> Tensor:
     power = 1 << (num_heads.bit_length() - 1)
     exponents = [-8 * head / power for head in range(1, power + 1)]
     exponents += [-4 * head / power for head in range(1, 2 * (num_heads - power), 2)]
-    return torch.tensor([2.0**exponent for exponent in exponents], dtype=torch.float32)
+    return torch.tensor(
+        [2.0**exponent for exponent in exponents], dtype=torch.float32, device="cpu"
+    )

@@ -23,6 +23,24 @@ from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata, HPUPrefillMe
 from vllm.attention.backends.merged_prefill import MergedPrefillMetadata, derive_merged_mask
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.attention.metadata import AttentionLayer
+from vllm.errors import ConfigError
+
+
+def check_layers(layers: Iterable[AttentionLayer]) -> None:
+    """Refuse layers that the launches of this file would compute wrongly.
+
+    Raises:
+        ConfigError: a layer has ALiBi or a soft cap.
+    """
+    for layer in layers:
+        for asked, what in (
+            (layer.alibi_slopes, "ALiBi"),
+            (layer.logits_soft_cap, "a soft cap of attention scores"),
+        ):
+            if asked is not None:
+                raise ConfigError(
+                    f"this model has {what}, which hpu cannot compute yet: run on cpu"
+                )
 
 
 @dataclass(frozen=True)

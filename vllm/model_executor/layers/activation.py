@@ -35,6 +35,20 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
     return _ACTIVATIONS[name]
 
 
+def get_gated_activation(name: str) -> nn.Module:
+    """`act(gate) * up` for the elementwise function of this name.
+
+    Raises:
+        ConfigError: no gated MLP has it; the message lists the known ones.
+    """
+    if name not in _GATED:
+        raise ConfigError(
+            f"hidden_act {name!r} is not supported in a gated MLP; supported are "
+            f"{', '.join(_GATED)}"
+        )
+    return _GATED[name]()
+
+
 class SiluAndMul(nn.Module):
     """silu(gate) * up, the middle of a gated MLP.
 
@@ -43,3 +57,29 @@ class SiluAndMul(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return get_ops().silu_and_mul(x)
+
+
+class GeluAndMul(nn.Module):
+    """gelu(gate) * up (GEGLU, Shazeer 2020, arXiv 2002.05202).
+
+    Args:
+        is_tanh: the approximation of gelu by tanh.
+
+    Shape: gate then up, [..., 2 * I] -> [..., I]
+    """
+
+    def __init__(self, is_tanh: bool = False) -> None:
+        super().__init__()
+        self.is_tanh = is_tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        return get_ops().gelu_and_mul(x, self.is_tanh)
+
+
+_GATED: dict[str, Callable[[], nn.Module]] = {
+    "silu": SiluAndMul,
+    "swish": SiluAndMul,
+    "gelu": GeluAndMul,
+    "gelu_new": partial(GeluAndMul, is_tanh=True),
+    "gelu_pytorch_tanh": partial(GeluAndMul, is_tanh=True),
+}

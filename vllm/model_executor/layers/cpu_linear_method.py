@@ -81,6 +81,21 @@ class PackedLMHead(nn.Module):
 
 
 @torch.no_grad()
+def pack_layer(layer: ParallelLinear, stored_as: StoredAs) -> int:
+    """Pack the weight of one layer as `pack_weights` does; the bytes of what is packed by it.
+
+    Called layer by layer while a model is loaded, it keeps the peak of memory at the packed
+    weights and one dense layer.
+    """
+    if type(layer.method) is UnquantizedLinear:
+        layer.method = CPULinear(stored_as)
+    if not isinstance(layer.method, CPULinear) or layer.method.packed is not None:
+        return 0
+    layer.method.pack(layer)
+    return layer.method.packed.num_bytes if layer.method.packed else 0
+
+
+@torch.no_grad()
 def pack_weights(model: nn.Module, stored_as: StoredAs = "dense") -> int:
     """Pack the weights of every linear layer and output head of a loaded model, on the CPU.
 
@@ -98,13 +113,9 @@ def pack_weights(model: nn.Module, stored_as: StoredAs = "dense") -> int:
     num_bytes = 0
     head_stored_as: StoredAs = "dense" if stored_as == "dense" else "int8"
     for layer in [m for m in model.modules() if isinstance(m, ParallelLinear)]:
-        if type(layer.method) is UnquantizedLinear:
-            layer.method = CPULinear(stored_as)
-        if isinstance(layer.method, CPULinear) and layer.method.packed is None:
-            if layer.method.stored_as != "dense":
-                head_stored_as = "int8"
-            layer.method.pack(layer)
-            num_bytes += layer.method.packed.num_bytes if layer.method.packed else 0
+        num_bytes += pack_layer(layer, stored_as)
+        if isinstance(layer.method, CPULinear) and layer.method.stored_as != "dense":
+            head_stored_as = "int8"
     # Heads last: they are the largest, and quantized layers have given memory back by now.
     for name, head in list(model.named_modules()):
         if isinstance(head, ParallelLMHead) and head.tp.size == 1:

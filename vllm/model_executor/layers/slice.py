@@ -12,18 +12,26 @@ from torch import Tensor
 
 from vllm.distributed import TPGroup
 
+Index = tuple[slice, ...]
+"""Part of a tensor: a slice without a step for each of the first dimensions; () is all of it."""
+
 
 @dataclass(frozen=True)
 class Source:
     """A checkpoint tensor that may still be on disk."""
 
     shape: torch.Size
-    read: Callable[[tuple[slice, ...]], Tensor]
-    """Index -> that part; nothing else is read. () is the whole tensor."""
+    read: Callable[[Index], Tensor]
+    """Index -> that part; nothing else is read."""
+    copy_to: Callable[[Tensor, Index], None] | None = None
+    """Read that part into a tensor of its shape, without a copy on the way where that can be."""
 
-    def narrow(self, dim: int, start: int, length: int) -> Tensor:
-        """The part [start, start + length) of one dimension."""
-        return self.read((slice(None),) * dim + (slice(start, start + length),))
+    def fill(self, target: Tensor, index: Index = ()) -> None:
+        """Copy that part into `target`, of its shape, converting to its dtype."""
+        if self.copy_to is None:
+            target.copy_(self.read(index))
+        else:
+            self.copy_to(target, index)
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,8 @@ class Slice:
         num_real = min(self.size, self.total - start)
         shard = param.narrow(self.dim, self.offset, self.size)
         if num_real:
-            shard.narrow(self.dim, 0, num_real).copy_(source.narrow(self.dim, start, num_real))
+            part = (slice(None),) * self.dim + (slice(start, start + num_real),)
+            source.fill(shard.narrow(self.dim, 0, num_real), part)
         if num_real < self.size:
             shard.narrow(self.dim, num_real, self.size - num_real).zero_()
 

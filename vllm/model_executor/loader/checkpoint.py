@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.loader.safetensors_file import read_safetensors
 
 _INDEX_NAMES = {
     "safetensors": ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),
@@ -73,19 +73,7 @@ def iterate_tensors(
         WeightLoadError: a file is damaged or is not what its name says.
     """
     for path in tqdm(files, desc="Loading checkpoint files", disable=not show_progress):
-        yield from _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
-
-
-def _read_safetensors(path: Path) -> Iterator[tuple[str, Source]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                part = file.get_slice(name)
-                yield name, Source(torch.Size(part.get_shape()), part.__getitem__)
-    except (SafetensorError, OSError) as error:
-        raise WeightLoadError(
-            f"{path} is damaged or not a safetensors file: {_first_line(error)}"
-        ) from error
+        yield from read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
 
 
 def _read_bin(path: Path) -> Iterator[tuple[str, Source]]:

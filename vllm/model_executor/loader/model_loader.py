@@ -1,11 +1,12 @@
 """Build a model and load its weights: meta device, formats, memory, files.
 
 The order keeps the peak at one copy of the model: nothing is allocated before the format of
-every weight is known, and a checkpoint tensor is read straight into its parameter.
+every weight is known, a checkpoint tensor is read straight into its parameter, and a layer may be
+stored in another form as soon as it is complete, before the next one gets memory.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -28,7 +29,12 @@ from vllm.utils import startup
 logger = init_logger(__name__)
 
 
-def load_model(config: VllmConfig, tp: TPGroup, device: torch.device) -> CausalLM | PoolingModel:
+def load_model(
+    config: VllmConfig,
+    tp: TPGroup,
+    device: torch.device,
+    finish_layer: Callable[[ParallelLinear], object] | None = None,
+) -> CausalLM | PoolingModel:
     """The model of `config` with its weights on `device`, ready to run.
 
     A `PoolingModel` where `config.model.pooler` is set.
@@ -38,6 +44,8 @@ def load_model(config: VllmConfig, tp: TPGroup, device: torch.device) -> CausalL
             are set.
         tp: the ranks that share the model; only this rank's part is read.
         device: where the parameters go.
+        finish_layer: called with each linear layer once it is filled; may store its weight in
+            another form.
 
     Raises:
         ConfigError: the architecture or format is not supported, or cannot be split over tp.
@@ -48,14 +56,23 @@ def load_model(config: VllmConfig, tp: TPGroup, device: torch.device) -> CausalL
     arch = config.model.resolved_arch
     is_pooling = config.model.pooler is not None
     model = build_model(arch, tp, getattr(torch, config.model.dtype_name), is_pooling=is_pooling)
-    materialize(model, device)
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+
+    def finish(module: nn.Module) -> None:
+        if finish_layer is not None and isinstance(module, ParallelLinear):
+            finish_layer(module)
+
     if config.load.load_format == "dummy":
+        materialize(model, device)
         fill_with_dummy_weights(model, config.model.seed)
+        for module in model.modules():
+            finish(module)
     else:
+        memory = ParameterMemory(model, device)
         files = find_files(Path(config.model.resolved_path), config.load.load_format)
         with closing(iterate_tensors(files, config.load.use_tqdm_on_load)) as tensors:
-            load_weights(model, tensors, tp)
-    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+            load_weights(model, tensors, tp, prepare=memory.allocate, finish=finish)
+        materialize_buffers(model, device)
     logger.info(
         "Loading model weights took %.4f GiB and %.2f s",
         num_bytes / 2**30,
@@ -109,20 +126,49 @@ def _model_class(architecture: str, is_pooling: bool) -> type[CausalLM] | type[P
 def materialize(model: nn.Module, device: torch.device) -> None:
     """Give every meta parameter uninitialised memory on `device`; move the buffers there.
 
-    Tied parameters stay one. Buffers are tables that no checkpoint fills, so they are real
-    from the start.
+    Tied parameters stay one.
     """
-    created: dict[int, nn.Parameter] = {}
+    memory = ParameterMemory(model, device)
     for module in model.modules():
-        for name, param in list(module.named_parameters(recurse=False)):
-            new = created.get(id(param))
-            if new is None:
-                new = nn.Parameter(torch.empty_like(param, device=device), requires_grad=False)
-                created[id(param)] = new
-            setattr(module, name, new)
+        memory.allocate(module)
+    materialize_buffers(model, device)
+
+
+def materialize_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers to `device`: tables that no checkpoint fills, real from the start."""
+    for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             assert not buffer.is_meta, f"buffer {name} has no memory"
             setattr(module, name, buffer.to(device))
+
+
+class ParameterMemory:
+    """Puts parameters with memory, uninitialised, in the place of those on the meta device.
+
+    Args:
+        model: built on the meta device.
+        device: where the parameters go.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, param in module.named_parameters(recurse=False):
+                self._places.setdefault(id(param), []).append((module, name))
+
+    def allocate(self, module: nn.Module) -> None:
+        """Give the module's own parameters memory, also where others share them.
+
+        Those that have it already stay as they are.
+        """
+        for param in list(module.parameters(recurse=False)):
+            if param.is_meta:
+                # Not empty_like: of a meta tensor, that imports sympy.
+                memory = torch.empty(param.shape, dtype=param.dtype, device=self._device)
+                new = nn.Parameter(memory, requires_grad=False)
+                for owner, name in self._places.pop(id(param)):
+                    setattr(owner, name, new)
 
 
 def _check_split(arch: ModelArch, tp: TPGroup) -> None:

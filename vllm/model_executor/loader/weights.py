@@ -4,36 +4,40 @@ Where a tensor belongs is data: module names, the layers' slices, and the rename
 class. Knows no files.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Slice, SlicedModule, Source
 from vllm.model_executor.loader.checkpoint import name_some
+from vllm.model_executor.loader.kv_scales import load_kv_scale
 from vllm.model_executor.models.interface import LoadableModel
 
 
 @dataclass(frozen=True)
 class _Target:
-    param: Tensor
+    module: nn.Module
+    param_name: str
     slice: Slice | None
     """None: the whole parameter."""
 
     def fill(self, name: str, source: Source, tp: TPGroup) -> None:
-        expected = self.slice.checkpoint_shape(self.param) if self.slice else self.param.shape
+        param: Tensor = getattr(self.module, self.param_name)
+        expected = self.slice.checkpoint_shape(param) if self.slice else param.shape
         if source.shape != expected:
             raise WeightLoadError(
                 f"tensor {name} has shape {list(source.shape)} in the checkpoint, "
                 f"the model needs {list(expected)}"
             )
         if self.slice is None:
-            self.param.copy_(source.read(()))
+            source.fill(param)
         else:
-            self.slice.copy(self.param, source, tp)
+            self.slice.copy(param, source, tp)
 
 
 @dataclass
@@ -45,9 +49,27 @@ class _Targets:
     """Other names of tied parameters: a checkpoint may hold them, and they are not read."""
 
 
+ModuleHook = Callable[[nn.Module], None]
+
+
 @torch.no_grad()
-def load_weights(model: LoadableModel, tensors: Iterable[tuple[str, Source]], tp: TPGroup) -> None:
+def load_weights(
+    model: LoadableModel,
+    tensors: Iterable[tuple[str, Source]],
+    tp: TPGroup,
+    *,
+    prepare: ModuleHook = lambda module: None,
+    finish: ModuleHook = lambda module: None,
+) -> None:
     """Fill every parameter of `model`, converting to its dtype.
+
+    Args:
+        model: whose parameters have memory, or get it from `prepare`.
+        tensors: of the checkpoint, by their names there.
+        tp: the ranks that share the model.
+        prepare: called before each tensor with the module whose parameter it fills.
+        finish: called with each module that has parameters of its own, once they are filled; it
+            may put others in their place. A parameter that two modules share belongs to the first.
 
     Raises:
         WeightLoadError: a tensor has the wrong shape, comes twice or has no place, or a
@@ -56,17 +78,24 @@ def load_weights(model: LoadableModel, tensors: Iterable[tuple[str, Source]], tp
     targets = _find_targets(model)
     todo = dict(targets.by_name)
     unexpected = []
+    num_empty = Counter(target.module for target in todo.values())
     for checkpoint_name, source in tensors:
         if checkpoint_name.endswith(model.ignored_tensors):
             continue
         name = _rename(checkpoint_name, model)
         if name in targets.aliases:
             continue
+        if load_kv_scale(model, name, source):
+            continue
         target = todo.pop(name, None)
         if target is None:
             unexpected.append(checkpoint_name)
-        else:
-            target.fill(checkpoint_name, source, tp)
+            continue
+        prepare(target.module)
+        target.fill(checkpoint_name, source, tp)
+        num_empty[target.module] -= 1
+        if not num_empty[target.module]:
+            finish(target.module)
     problems = [
         f"{len(names)} {what}: {name_some(sorted(names))}"
         for names, what in (
@@ -101,7 +130,7 @@ def _find_targets(model: LoadableModel) -> _Targets:
                 if is_alias:
                     targets.aliases.add(name)
                 else:
-                    targets.by_name[name] = _Target(param, slice_)
+                    targets.by_name[name] = _Target(module, param_name, slice_)
     return targets
 
 

@@ -12,7 +12,7 @@ from vllm.attention import Attention
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup, divide
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.activation import get_gated_activation
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.norm import RMSNorm
@@ -80,23 +80,18 @@ class DecoderAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) (SwiGLU, Shazeer 2020, arXiv 2002.05202).
+    """down(act(gate(x)) * up(x)) (SwiGLU and GEGLU, Shazeer 2020, arXiv 2002.05202).
 
     Shape: [T, hidden] -> [T, hidden]
     """
 
     def __init__(self, arch: ModelArch, bias: bool, tp: TPGroup) -> None:
         super().__init__()
-        if arch.hidden_act not in ("silu", "swish"):
-            raise ConfigError(
-                f"hidden_act {arch.hidden_act!r} is not supported by {arch.architecture}; "
-                f"supported is silu"
-            )
         size = arch.intermediate_size
         self.gate_up_proj = ColumnParallelLinear(
             arch.hidden_size, {"gate_proj": size, "up_proj": size}, tp, bias=bias
         )
-        self.act = SiluAndMul()
+        self.act = get_gated_activation(arch.hidden_act)
         self.down_proj = RowParallelLinear(size, arch.hidden_size, tp, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,96 @@
+"""Forward passes of decode steps: the fused decoder against the modules of the same model.
+
+    python benchmarks/bench_decoder.py --model <folder> --dtype bfloat16 [--rows 1 16 64 256]
+
+A row is one request with `--input-len` tokens in the cache. The output head is not part of it. A
+time is that of the fastest of alternating calls: on a shared machine the others measure the
+neighbours. `call_us` is what a launch costs before and after the kernels.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from common import make_llm, make_parser, report
+
+from vllm.attention import RaggedMetadata
+from vllm.worker.cpu_model_runner import CPUModelRunner
+from vllm.worker.model_input import ModelInput
+from vllm.worker.model_runner import ModelRunner
+
+
+def decodes(num_rows: int, seq_len: int, block_size: int, vocab_size: int) -> ModelInput:
+    """One token of every request, with blocks of their own."""
+    max_blocks = -(-seq_len // block_size)
+    tables = (torch.arange(num_rows * max_blocks) + 1).view(num_rows, max_blocks).int()
+    last = seq_len - 1
+    seq_lens = torch.full((num_rows,), seq_len, dtype=torch.int32)
+    return ModelInput(
+        input_ids=torch.randint(vocab_size, (num_rows,)),
+        positions=torch.full((num_rows,), last),
+        metadata=RaggedMetadata(
+            num_decodes=num_rows,
+            slot_mapping=tables[:, last // block_size].long() * block_size + last % block_size,
+            block_tables=tables,
+            seq_lens=seq_lens,
+            query_start_loc=np.arange(num_rows + 1, dtype=np.int32),
+            host_seq_lens=seq_lens.numpy(),
+        ),
+        sampled=np.arange(num_rows, dtype=np.int32),
+        logits_indices=None,
+    )
+
+
+def best_us(calls: list[Callable[[], Any]], seconds: float) -> list[float]:
+    """The fastest of each, in turns for so long."""
+    best = [float("inf")] * len(calls)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for index, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            best[index] = min(best[index], (time.perf_counter() - start) * 1e6)
+    return [round(us, 1) for us in best]
+
+
+def measure(runner: CPUModelRunner, num_rows: int, args: argparse.Namespace) -> dict[str, Any]:
+    vocab_size = runner.model.arch.vocab_size
+    model_input = decodes(num_rows, args.input_len, runner.block_size, vocab_size)
+    nothing = decodes(0, args.input_len, runner.block_size, vocab_size)
+    modules_us, fused_us, call_us = best_us(
+        [
+            lambda: ModelRunner._forward(runner, model_input),
+            lambda: runner._forward(model_input),
+            lambda: runner._forward(nothing),
+        ],
+        args.seconds,
+    )
+    return {
+        "rows": num_rows,
+        "modules_us": modules_us,
+        "fused_us": fused_us,
+        "speedup": round(modules_us / fused_us, 2),
+        "call_us": call_us,
+    }
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--seconds", type=float, default=2.0, help="per number of rows")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    args.max_num_seqs = max(args.rows)
+    llm = make_llm(args)
+    runner = llm.llm_engine.engine_core.executor._worker.runner
+    with torch.inference_mode():
+        results = [measure(runner, num_rows, args) for num_rows in args.rows]
+    report("decoder", {"input_len": args.input_len, "model": args.model}, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+// Eight-bit floats, in which a KV cache may be kept. A cache stores number / scale; the scale is
+// the business of the caller.
+#pragma once
+
+#include "kernels.h"
+#include "linear_dot.h"
+
+namespace VLLM_ISA {
+
+typedef uint8_t ByteLanes __attribute__((vector_size(kLanes)));
+
+// 1 sign, 4 exponent and 3 mantissa bits; no infinity, one NaN ("fn").
+struct E4m3 {
+  static constexpr int kMantissa = 3;
+  static constexpr int kRebias = 127 - 7;
+  static constexpr uint32_t kFirstSpecial = 0x7f;  // the first magnitude that is no number
+  static constexpr float kLargest = 448.0f;
+  static constexpr float kSmallestNormal = 1.0f / 64, kSmallest = 1.0f / 512;
+};
+
+// The upper half of an IEEE half: 5 exponent and 2 mantissa bits, infinity and NaN.
+struct E5m2 {
+  static constexpr int kMantissa = 2;
+  static constexpr int kRebias = 127 - 15;
+  static constexpr uint32_t kFirstSpecial = 0x7c;
+  static constexpr float kLargest = 57344.0f;
+  static constexpr float kSmallestNormal = 1.0f / 16384, kSmallest = 1.0f / 65536;
+};
+
+// Exact.
+template <class Format>
+VLLM_INLINE Vec widen_fp8(Bits bytes) {
+  constexpr int kShift = 23 - Format::kMantissa;
+  constexpr uint32_t kRebias = uint32_t{Format::kRebias} << 23;
+  const Bits magnitude = bytes & 0x7fu;
+  Bits bits = (magnitude << kShift) + kRebias;
+  const Vec tiny = __builtin_convertvector(reinterpret_cast<Ints>(magnitude), Vec);
+  bits = magnitude < (1u << Format::kMantissa)
+             ? reinterpret_cast<Bits>(tiny * Format::kSmallest)
+             : bits;
+  if (Format::kMantissa == 3) {
+    bits = magnitude == Format::kFirstSpecial ? Bits{} + 0x7fc00000u : bits;
+  } else {  // the largest exponent stays the largest
+    bits = magnitude >= Format::kFirstSpecial ? bits + kRebias : bits;
+  }
+  return reinterpret_cast<Vec>(bits | ((bytes & 0x80u) << 24));
+}
+
+// The nearest, ties to even; what is too large becomes the largest number, NaN stays NaN.
+template <class Format>
+VLLM_INLINE Bits narrow_fp8(Vec x) {
+  constexpr int kShift = 23 - Format::kMantissa;
+  const Bits sign = (reinterpret_cast<Bits>(x) >> 24) & 0x80u;
+  const Vec magnitude = min(splat(Format::kLargest),
+                            reinterpret_cast<Vec>(reinterpret_cast<Bits>(x) & 0x7fffffffu));
+  const Bits bits = reinterpret_cast<Bits>(magnitude);
+  const Bits rounded = bits + ((1u << (kShift - 1)) - 1) + ((bits >> kShift) & 1u);
+  const Bits normal = (rounded >> kShift) - (uint32_t{Format::kRebias} << Format::kMantissa);
+  // Steps of the smallest number: adding 2^23 of them leaves their count in the low bits.
+  const Vec shifted = magnitude + Format::kSmallest * 8388608.0f;
+  const Bits tiny = reinterpret_cast<Bits>(shifted) & 0xffu;
+  const Bits out = magnitude < Format::kSmallestNormal ? tiny : normal;
+  return sign | (x == x ? out : Bits{} + 0x7fu);
+}
+
+VLLM_INLINE Bits load_bytes(const uint8_t* from, int64_t count) {
+  ByteLanes bytes = {};
+  if (count == kLanes) {
+    __builtin_memcpy(&bytes, from, sizeof bytes);
+  } else {
+    __builtin_memcpy(&bytes, from, count);
+  }
+  return __builtin_convertvector(bytes, Bits);
+}
+
+// to[0, head_size) = from, and zeros up to a multiple of `unit` elements.
+template <class Format, typename T>
+inline void widen_row(const uint8_t* from, int64_t head_size, int64_t unit, T* to) {
+  int64_t done = 0;
+#ifdef __AVX512BF16__
+  if constexpr (sizeof(T) == 2) {  // 32 numbers at a time, as above in lanes of 16 bits
+    alignas(64) uint16_t tiny[32] = {};
+    for (uint32_t m = 0; m < 1u << Format::kMantissa; ++m) {
+      const float number = static_cast<float>(m) * Format::kSmallest;
+      uint32_t bits;
+      __builtin_memcpy(&bits, &number, sizeof bits);
+      tiny[m] = static_cast<uint16_t>(bits >> 16);
+    }
+    const __m512i tiny_numbers = _mm512_load_si512(tiny);
+    const auto set = [](uint32_t x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); };
+    constexpr int kShift = 7 - Format::kMantissa;
+    for (; done + 32 <= head_size; done += 32) {
+      const __m512i bytes = _mm512_cvtepu8_epi16(
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + done)));
+      const __m512i magnitude = _mm512_and_si512(bytes, set(0x7f));
+      __m512i bits = _mm512_add_epi16(_mm512_slli_epi16(magnitude, kShift),
+                                      set(uint32_t{Format::kRebias} << 7));
+      const auto is_tiny = _mm512_cmplt_epu16_mask(magnitude, set(1u << Format::kMantissa));
+      bits = _mm512_mask_permutexvar_epi16(bits, is_tiny, magnitude, tiny_numbers);
+      const auto is_special = _mm512_cmpge_epu16_mask(magnitude, set(Format::kFirstSpecial));
+      if (__builtin_expect(is_special != 0, 0)) {
+        const __m512i special = Format::kMantissa == 3
+                                    ? set(0x7fc0)
+                                    : _mm512_add_epi16(bits, set(uint32_t{Format::kRebias} << 7));
+        bits = _mm512_mask_mov_epi16(bits, is_special, special);
+      }
+      const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(bytes, set(0x80)), 8);
+      _mm512_storeu_si512(to + done, _mm512_or_si512(bits, sign));
+    }
+  }
+#endif
+  for (; done < head_size; done += kLanes) {
+    const int64_t left = head_size - done, count = left < kLanes ? left : kLanes;
+    store(to + done, widen_fp8<Format>(load_bytes(from + done, count)), count);
+  }
+  const int64_t padded_size = (head_size + unit - 1) / unit * unit;
+  if (padded_size > head_size) {
+    __builtin_memset(to + head_size, 0, (padded_size - head_size) * sizeof(T));
+  }
+}
+
+// to[0, size) = from / scale, rounded.
+template <class Format, typename T>
+inline void narrow_row(const T* from, int64_t size, float scale, uint8_t* to) {
+  for_each_vector(size, [&](int64_t i, int64_t count) {
+    const ByteLanes bytes =
+        __builtin_convertvector(narrow_fp8<Format>(load(from + i, count) / scale), ByteLanes);
+    __builtin_memcpy(to + i, &bytes, count);
+  });
+}
+
+}  // namespace VLLM_ISA

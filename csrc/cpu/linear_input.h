@@ -1,0 +1,171 @@
+// Rows of x in the form in which the tiles of each weight format read them, and what becomes of
+// the sums.
+//
+// A Kind has: Tile; kConverts, false when rows of T are read as they are; row_size, in Tile::Input,
+// of a converted row; convert, which makes one; and value, the results of a vector of sums.
+#pragma once
+
+#include "linear_tile.h"
+
+namespace VLLM_ISA {
+
+using vllm_cpu::ceil_div;
+using vllm_cpu::WeightFormat;
+
+// All lanes in one, by halves.
+template <class Op>
+VLLM_INLINE int32_t fold(Ints x, Op op) {
+  int32_t lanes[kLanes];
+  __builtin_memcpy(lanes, &x, sizeof lanes);
+#pragma GCC unroll 16
+  for (int n = kLanes / 2; n > 0; n /= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) lanes[i] = op(lanes[i], lanes[i + n]);
+  }
+  return lanes[0];
+}
+
+// The largest |x|; NaN or infinity when there is one, so that it reaches the result.
+template <typename T>
+float largest_magnitude(const T* x, int64_t size) {
+  Ints largest = {};  // non-negative floats are ordered as their bits are, NaN last
+  for_each_vector(size, [&](int64_t i, int64_t count) {
+    const Ints bits = reinterpret_cast<Ints>(load(x + i, count)) & 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  });
+  const int32_t bits = fold(largest, [](int32_t a, int32_t b) { return a > b ? a : b; });
+  float max;
+  __builtin_memcpy(&max, &bits, sizeof max);
+  return max;
+}
+
+// round(x * 127 / max |x|) + offset as bytes; visit(steps) sees them before the offset, the lanes
+// past the end zero. Returns what one step is worth.
+template <typename T, class Visit>
+VLLM_INLINE float quantize_row(const T* x, uint8_t* out, int64_t size, float offset, Visit visit) {
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  const float max = largest_magnitude(x, size);
+  const float inverse = max > 0 ? 127.0f / max : 0.0f;
+  for_each_vector(size, [&](int64_t i, int64_t count) {
+    // 1.5 * 2^23 + n has n in its low bits. Product and sum round separately on every processor.
+    const Vec shifted = load(x + i, count) * inverse + (12582912.0f + offset);
+    const Bits bits = reinterpret_cast<Bits>(shifted);
+    visit(reinterpret_cast<Ints>(bits));
+    const Bytes bytes = __builtin_convertvector(bits & 0xffu, Bytes);
+    __builtin_memcpy(out + i, &bytes, count);
+  });
+  return max / 127.0f;
+}
+
+template <typename T>
+float quantize_row(const T* x, uint8_t* out, int64_t size) {
+  return quantize_row(x, out, size, 128.0f, [](Ints) {});
+}
+
+template <typename T, class Dot>
+struct FloatKind {
+  using Tile = DenseTile<Dot>;
+  using Input = typename Tile::Input;
+  static constexpr bool kConverts = sizeof(Input) != sizeof(T);
+
+  static int64_t row_size(const LinearWeight& weight) { return weight.in_features; }
+
+  static void convert(const LinearWeight& weight, const T* from, Input* to) {
+    for_each_vector(weight.in_features, [&](int64_t i, int64_t count) {
+      store(to + i, load(from + i, count), count);
+    });
+  }
+
+  static VLLM_INLINE Vec value(const LinearWeight&, const Input*, Vec sum, int64_t) { return sum; }
+};
+
+// A row is its bytes, x + 128, and then their scale.
+template <typename T>
+struct Int8Kind {
+  using Tile = DenseTile<DotInt8>;
+  using Input = uint8_t;
+  static constexpr bool kConverts = true;
+
+  static int64_t row_size(const LinearWeight& weight) {
+    return weight.in_features + int64_t{sizeof(float)};
+  }
+
+  static void convert(const LinearWeight& weight, const T* from, Input* to) {
+    const float scale = quantize_row(from, to, weight.in_features);
+    __builtin_memcpy(to + weight.in_features, &scale, sizeof scale);
+  }
+
+  static VLLM_INLINE Vec value(const LinearWeight& weight, const Input* row, Ints sum,
+                               int64_t output) {
+    const Ints weights = reinterpret_cast<Ints>(load_bits(weight.sums + output));
+    const Vec steps = __builtin_convertvector(sum - (weights << 7), Vec);
+    return steps * load(weight.scales + output) *
+           reinterpret_cast<Vec>(splat_bits(row + weight.in_features));
+  }
+};
+
+// A row is blocks of an Int4Header and bytes.
+template <typename T, bool kHasZeros>
+struct Int4Kind {
+  using Tile = Int4Tile<kHasZeros>;
+  using Input = int8_t;
+  static constexpr bool kConverts = true;
+
+  static int64_t row_size(const LinearWeight& weight) {
+    const int64_t blocks = ceil_div(weight.in_features, weight.block_inputs);
+    return blocks * (weight.block_inputs + int64_t{sizeof(Int4Header)});
+  }
+
+  static void convert(const LinearWeight& weight, const T* from, Input* to) {
+    const int64_t block = weight.block_inputs;
+    for (int64_t k = 0; k < weight.in_features; k += block) {
+      const int64_t left = weight.in_features - k;
+      const int64_t count = left < block ? left : block;
+      if (weight.order == nullptr) {
+        convert_block(from + k, count, to);
+      } else {
+        T gathered[vllm_cpu::kMaxBlockInputs];
+        for (int64_t i = 0; i < count; ++i) gathered[i] = from[weight.order[k + i]];
+        convert_block(gathered, count, to);
+      }
+      to += sizeof(Int4Header) + block;
+    }
+  }
+
+  static VLLM_INLINE Vec value(const LinearWeight& weight, const Input*, Vec sum, int64_t output) {
+    return sum * load(weight.scales + output);
+  }
+
+ private:
+  static VLLM_INLINE void convert_block(const T* from, int64_t count, Input* to) {
+    Ints sums = {};
+    const auto add = [&](Ints steps) { sums += (steps << 24) >> 24; };
+    uint8_t* const bytes = reinterpret_cast<uint8_t*>(to + sizeof(Int4Header));
+    Int4Header header;
+    header.scale = quantize_row(from, bytes, count, 0.0f, add);
+    const int32_t sum = fold(sums, [](int32_t a, int32_t b) { return a + b; });
+    header.start = kHasZeros ? -sum & 0xffff : -sum * vllm_cpu::kNoZero;
+    __builtin_memcpy(to, &header, sizeof header);
+  }
+};
+
+// Calls body(Kind{}) with the Kind of a weight and rows of T.
+template <typename T, class Body>
+VLLM_INLINE int64_t with_kind(const LinearWeight& weight, Body body) {
+  switch (weight.format) {
+    case WeightFormat::kFloat:
+      return body(FloatKind<T, DotFloat>{});
+    case WeightFormat::kBf16:
+#ifdef __AVX512BF16__
+      if constexpr (sizeof(T) == sizeof(bf16)) return body(FloatKind<T, DotBf16>{});
+#endif
+      return body(FloatKind<T, DotWide>{});
+    case WeightFormat::kInt8:
+      return body(Int8Kind<T>{});
+    default:
+      if (weight.has_zeros) return body(Int4Kind<T, true>{});
+      return body(Int4Kind<T, false>{});
+  }
+}
+
+}  // namespace VLLM_ISA

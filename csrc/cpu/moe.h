@@ -1,0 +1,260 @@
+// A mixture of experts: out = sum over a token's choices of weight * down(silu(gate x) * up x).
+//
+// Pairs of a token and a choice are sorted by expert, so that each expert multiplies its rows at
+// once; only x is copied, never a weight. The unit of work is one panel of an expert with a block
+// of its rows: a few tokens on many experts still make enough units for all threads. A row's
+// result does not depend on what it is batched with: the choices of a token are added up in its
+// own order.
+#pragma once
+
+#include "activation.h"
+#include "linear.h"
+
+namespace VLLM_ISA {
+
+using vllm_cpu::MoeArgs;
+
+constexpr int64_t kSlabPairs = 4096;  // that are sorted and multiplied at a time
+
+// Rows of one expert, kBlockRows at most.
+struct ExpertRows {
+  int32_t expert, first, count;
+};
+
+template <typename T>
+struct MoeSlab {
+  const MoeArgs<T>& args;
+  int64_t first_token, num_tokens;
+  int num_threads;
+
+  // In the scratch memory; `place` sets them.
+  int64_t* num_blocks = nullptr;
+  int32_t* starts = nullptr;  // [num_experts + 1]: where an expert's rows begin
+  int32_t* row_of = nullptr;  // [num_tokens * top_k]: where a pair is
+  ExpertRows* blocks = nullptr;
+  T* hidden = nullptr;   // [pairs, I]
+  T* results = nullptr;  // [pairs, H]
+  char* rows = nullptr;  // [pairs]: x, and then hidden, as the tiles read them
+  char* sums = nullptr;  // of each thread: sum_rows() rows, twice
+
+  int64_t num_pairs() const { return num_tokens * args.top_k; }
+  const LinearWeight& gate(int64_t e) const { return *args.gate[e]; }
+  const LinearWeight& up(int64_t e) const { return *args.up[e]; }
+  const LinearWeight& down(int64_t e) const { return *args.down[e]; }
+  const int64_t* ids() const { return args.ids + first_token * args.top_k; }
+
+  int64_t sum_rows() const { return num_pairs() < kBlockRows ? num_pairs() : kBlockRows; }
+
+  // Lays out the arrays from `memory` on (null: only measures); returns the bytes. row_bytes: of a
+  // row for the tiles.
+  int64_t place(char* memory, int64_t row_bytes) {
+    int64_t used = 0;
+    const auto take = [&](auto*& array, int64_t count) {
+      array = reinterpret_cast<decltype(&array[0])>(memory + used);
+      used += aligned(count * int64_t{sizeof(array[0])});
+    };
+    const int64_t pairs = num_pairs();
+    take(num_blocks, 1);
+    take(starts, args.num_experts + 1);
+    take(row_of, pairs);
+    take(blocks, args.num_experts + pairs / kBlockRows + 1);
+    take(hidden, pairs * down(0).in_features);
+    take(results, pairs * down(0).out_features);
+    take(rows, pairs * row_bytes);
+    take(sums, num_threads * 2 * sum_rows() * kPanel * 4);
+    return used;
+  }
+
+  // Sorts the pairs by expert.
+  void sort_pairs() {
+    const int64_t experts = args.num_experts, pairs = num_pairs();
+    __builtin_memset(starts, 0, (experts + 1) * sizeof *starts);
+    for (int64_t i = 0; i < pairs; ++i) ++starts[ids()[i] + 1];
+    int64_t used = 0;
+    for (int64_t e = 0; e < experts; ++e) {
+      starts[e + 1] += starts[e];
+      for (int32_t first = starts[e]; first < starts[e + 1]; first += kBlockRows) {
+        const int32_t left = starts[e + 1] - first;
+        blocks[used++] = {static_cast<int32_t>(e), first,
+                          left < kBlockRows ? left : static_cast<int32_t>(kBlockRows)};
+      }
+    }
+    *num_blocks = used;
+    for (int64_t i = 0; i < pairs; ++i) row_of[i] = starts[ids()[i]]++;
+  }
+
+  // Calls body(rows of an expert, panel, sums of this thread) for all panels of the experts that
+  // have rows. `weight` is any of them, `num_weights` as many are multiplied in a unit.
+  template <class Body>
+  void for_each_unit(const LinearWeight& weight, int64_t num_weights, Body body) const {
+    const int64_t panels = vllm_cpu::num_panels(weight), units = *num_blocks * panels;
+    const int64_t words = num_weights * vllm_cpu::panel_words(weight) / kPanel * panels;
+    const int64_t cycles = words * (8 * *num_blocks + 4 * num_pairs());  // as in share_out
+    const int threads = cycles < 10000 * int64_t{num_threads - 1} ? 1 : num_threads;
+    parallel_for(units, ceil_div(units, 8 * int64_t{threads}), threads,
+                 [&](int64_t begin, int64_t end, int worker) {
+                   char* const mine = sums + worker * 2 * sum_rows() * kPanel * 4;
+                   for (int64_t unit = begin; unit < end; ++unit) {
+                     body(blocks[unit / panels], unit % panels, mine);
+                   }
+                 });
+  }
+};
+
+// Copies x to the rows of its choices, as the tiles read it.
+template <class Kind, typename T>
+void gather_rows(const MoeSlab<T>& slab) {
+  using Input = typename Kind::Input;
+  const MoeArgs<T>& args = slab.args;
+  const int64_t size = Kind::row_size(slab.gate(0)), k = args.top_k;
+  Input* const rows = reinterpret_cast<Input*>(slab.rows);
+  parallel_rows(slab.num_tokens, (1 + k) * size, slab.num_threads, [&](int64_t token) {
+    const T* const x = args.x + (slab.first_token + token) * args.x_stride;
+    const int32_t* const row_of = slab.row_of + token * k;
+    for (int64_t i = 0; i < k; ++i) {
+      const LinearWeight& weight = slab.gate(slab.ids()[token * k + i]);
+      if (i == 0 || slab.args.has_orders) {  // each expert has its own
+        Kind::convert(weight, x, rows + row_of[i] * size);
+      } else {
+        __builtin_memcpy(rows + row_of[i] * size, rows + row_of[0] * size, size * sizeof(Input));
+      }
+    }
+  });
+}
+
+// hidden = silu(gate x) * up x, rounded where the separate operators would round.
+template <class Kind, typename T>
+void expand(const MoeSlab<T>& slab) {
+  using Tile = typename Kind::Tile;
+  typedef typename Tile::Acc Totals[kPanel / kLanes];
+  const int64_t size = Kind::row_size(slab.gate(0)), width = slab.gate(0).out_features;
+  const typename Kind::Input* const rows = reinterpret_cast<typename Kind::Input*>(slab.rows);
+  slab.for_each_unit(slab.gate(0), 2, [&](ExpertRows of, int64_t panel, char* sums) {
+    const LinearWeight &gate = slab.gate(of.expert), &up = slab.up(of.expert);
+    Totals* const gates = reinterpret_cast<Totals*>(sums);
+    Totals* const ups = gates + of.count;
+    const auto* const x = rows + of.first * size;
+    panel_sums<Tile>(gate, panel, x, size, of.count, gates);
+    panel_sums<Tile>(up, panel, x, size, of.count, ups);
+    const int64_t begin = panel * kPanel;
+    const int64_t columns = width - begin < kPanel ? width - begin : int64_t{kPanel};
+    for (int64_t r = 0; r < of.count; ++r) {
+      T both[2 * kPanel];  // a gate and an up, `columns` each
+      for_each_vector(columns, [&](int64_t i, int64_t count) {
+        const auto* const row = x + r * size;
+        store(both + i, Kind::value(gate, row, gates[r][i / kLanes], begin + i), count);
+        store(both + columns + i, Kind::value(up, row, ups[r][i / kLanes], begin + i), count);
+      });
+      silu_and_mul_row(both, slab.hidden + (of.first + r) * width + begin, columns);
+    }
+  });
+}
+
+// rows = hidden as the tiles of `down` read it; where they read T, hidden itself.
+template <class Kind, typename T>
+const typename Kind::Input* convert_hidden(const MoeSlab<T>& slab) {
+  using Input = typename Kind::Input;
+  if constexpr (Kind::kConverts) {
+    Input* const rows = reinterpret_cast<Input*>(slab.rows);
+    const int64_t size = Kind::row_size(slab.down(0)), width = slab.down(0).in_features;
+    const int64_t blocks = *slab.num_blocks;
+    const int64_t elements = 2 * width * ceil_div(slab.num_pairs(), blocks);
+    parallel_rows(blocks, elements, slab.num_threads, [&](int64_t block) {
+      const ExpertRows of = slab.blocks[block];
+      for (int64_t r = of.first; r < of.first + of.count; ++r) {
+        Kind::convert(slab.down(of.expert), slab.hidden + r * width, rows + r * size);
+      }
+    });
+    return rows;
+  } else {
+    return slab.hidden;
+  }
+}
+
+// results = down of what `convert_hidden` made.
+template <class Kind, typename T>
+void reduce(const MoeSlab<T>& slab) {
+  using Tile = typename Kind::Tile;
+  typedef typename Tile::Acc Totals[kPanel / kLanes];
+  const auto* const rows = convert_hidden<Kind>(slab);
+  const int64_t size = Kind::kConverts ? Kind::row_size(slab.down(0)) : slab.down(0).in_features;
+  const int64_t width = slab.down(0).out_features;
+  slab.for_each_unit(slab.down(0), 1, [&](ExpertRows of, int64_t panel, char* sums) {
+    const LinearWeight& down = slab.down(of.expert);
+    Totals* const totals = reinterpret_cast<Totals*>(sums);
+    const auto* const x = rows + of.first * size;
+    panel_sums<Tile>(down, panel, x, size, of.count, totals);
+    const int64_t begin = panel * kPanel;
+    const int64_t columns = width - begin < kPanel ? width - begin : int64_t{kPanel};
+    for (int64_t r = 0; r < of.count; ++r) {
+      T* const to = slab.results + (of.first + r) * width + begin;
+      for_each_vector(columns, [&](int64_t i, int64_t count) {
+        store(to + i, Kind::value(down, x + r * size, totals[r][i / kLanes], begin + i), count);
+      });
+    }
+  });
+}
+
+// out = the results of a token's choices, weighted and added up.
+template <typename T>
+void combine(const MoeSlab<T>& slab) {
+  const MoeArgs<T>& args = slab.args;
+  const int64_t width = slab.down(0).out_features, k = args.top_k;
+  parallel_rows(slab.num_tokens, k * width, slab.num_threads, [&](int64_t token) {
+    const float* const weights = args.weights + (slab.first_token + token) * k;
+    T* const out = args.out + (slab.first_token + token) * width;
+    for_each_vector(width, [&](int64_t i, int64_t count) {
+      Vec sum = {};
+      for (int64_t j = 0; j < k; ++j) {
+        const T* const result = slab.results + slab.row_of[token * k + j] * width;
+        sum = fma(splat(weights[j]), load(result + i, count), sum);
+      }
+      store(out + i, sum, count);
+    });
+  });
+}
+
+template <typename T>
+int64_t moe_slab(MoeSlab<T> slab) {
+  const auto row_bytes_of = [](const LinearWeight& weight) {
+    return with_kind<T>(weight, [&](auto kind) {
+      using Kind = decltype(kind);
+      return Kind::row_size(weight) * int64_t{sizeof(typename Kind::Input)};
+    });
+  };
+  const int64_t bytes = row_bytes_of(slab.gate(0)), down_bytes = row_bytes_of(slab.down(0));
+  const int64_t row_bytes = bytes > down_bytes ? bytes : down_bytes;
+  char* const scratch = vllm_cpu::workspace(slab.place(nullptr, row_bytes));
+  if (scratch == nullptr) return kNoMemory;
+  slab.place(scratch, row_bytes);
+  parallel_for(1, 1, slab.num_threads, [&](int64_t, int64_t, int) { slab.sort_pairs(); });
+  with_kind<T>(slab.gate(0), [&](auto kind) -> int64_t {
+    gather_rows<decltype(kind)>(slab);
+    expand<decltype(kind)>(slab);
+    return 0;
+  });
+  with_kind<T>(slab.down(0), [&](auto kind) -> int64_t {
+    reduce<decltype(kind)>(slab);
+    return 0;
+  });
+  combine(slab);
+  return -1;
+}
+
+// Returns -1, the first i whose id is out of range (nothing is written then), or kNoMemory.
+template <typename T>
+int64_t moe(const MoeArgs<T>& args, int num_threads) {
+  for (int64_t i = 0; i < args.num_tokens * args.top_k; ++i) {
+    if (args.ids[i] < 0 || args.ids[i] >= args.num_experts) return i;
+  }
+  const int64_t step = kSlabPairs > args.top_k ? kSlabPairs / args.top_k : 1;
+  for (int64_t first = 0; first < args.num_tokens; first += step) {
+    const int64_t left = args.num_tokens - first;
+    const MoeSlab<T> slab = {args, first, left < step ? left : step, num_threads};
+    const int64_t status = moe_slab(slab);
+    if (status != -1) return status;
+  }
+  return -1;
+}
+
+}  // namespace VLLM_ISA

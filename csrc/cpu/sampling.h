@@ -1,0 +1,203 @@
+// From logits to tokens: what vllm/sample/sampler.py does, row by row and without temporaries.
+//
+// Greedy: one pass for the maxima of blocks of 128 tokens, then a look into the first block that
+// has the largest. Random: the same pass. The draw is a race between blocks and then between the
+// tokens of the winner, and a block whose maximum says that it cannot win is not looked at. The
+// edge of top_k is found among the tokens that are above the k-th largest of the maxima. top_p
+// alone needs the likelihood of each token once, for their sum; then the bisection of
+// vllm/sample/filters.py, whose every step leaves fewer tokens in question.
+//
+// A row's token depends on its logits, parameters and random numbers alone: not on the other rows,
+// nor on threads, nor (see sampling_math.h) on the instruction set.
+#pragma once
+
+#include "parallel.h"
+#include "sampling_args.h"
+#include "sampling_filters.h"
+
+namespace VLLM_ISA {
+
+using vllm_cpu::SampleArgs;
+
+constexpr float kLog2e = 1.44269504f;
+
+// ---- the draw -----------------------------------------------------------------------------
+
+// The random numbers of a row: given, or made as they are needed.
+struct RowNumbers {
+  const float* given;  // [draws], or null
+  int64_t num_draws;
+  uint64_t bits;
+
+  const float* blocks(int64_t count, float* out) const {
+    if (given != nullptr) return given;
+    exponentials(bits, 0, count, out);
+    return out;
+  }
+  const float* inside(float* out) const {
+    if (given != nullptr) return given + num_draws - kVocabBlock;
+    exponentials(bits, num_draws - kVocabBlock, kVocabBlock, out);
+    return out;
+  }
+};
+
+// The block that is first: that of the least exponential / sum of weights.
+template <typename T>
+int64_t race_of_blocks(const Row<T>& row, const float* numbers, const Weighing& weigh,
+                       const SamplingScratch& scratch) {
+  float* const bounds = scratch.bounds;  // not below the speed of a block
+  for_each_vector(row.num_blocks, [&](int64_t i, int64_t count) {
+    const Vec most = weigh(load(scratch.maxima + i, count)) * (kVocabBlock * 1.0001f);
+    const Vec e = load(numbers + i, count);
+    store(bounds + i, most / (e > Vec{} ? e : splat(1.0f)), count);
+  });
+  float weights[kVocabBlock];
+  float best = -1;
+  int64_t winner = 0;
+  const auto look = [&](int64_t b) {
+    const float speed = weigh_block(row.block(b), weigh, weights) / numbers[b];
+    if (speed > best || (speed == best && b < winner)) best = speed, winner = b;
+  };
+  const int64_t likely = first_of_largest(bounds, row.num_blocks);
+  look(likely);
+  for (int64_t b = 0; b < row.num_blocks; ++b) {
+    if (bounds[b] >= best && b != likely) look(b);
+  }
+  return winner;
+}
+
+template <typename T>
+int64_t draw(const Row<T>& row, const RowNumbers& random, const Weighing& weigh,
+             const SamplingScratch& scratch) {
+  const float* const numbers = random.blocks(row.num_blocks, scratch.exponentials);
+  const int64_t block = race_of_blocks(row, numbers, weigh, scratch);
+  float weights[kVocabBlock], inside[kVocabBlock], speeds[kVocabBlock];
+  weigh_block(row.block(block), weigh, weights);
+  const float* const e = random.inside(inside);
+  for (int64_t i = 0; i < kVocabBlock; i += kLanes) {
+    store(speeds + i, load(weights + i) / load(e + i));
+  }
+  int64_t first = first_of_largest(speeds, kVocabBlock);
+  // All quotients may underflow to 0: then the row takes its likeliest token.
+  if (!(weights[first] > 0)) first = first_of_largest(weights, kVocabBlock);
+  return block * kVocabBlock + first;
+}
+
+// ---- rows and launches --------------------------------------------------------------------
+
+template <typename T>
+void penalise(const SampleArgs<T>& args, int64_t index, float* row) {
+  const auto param = [&](int which) { return args.params[which * args.n + index]; };
+  const float repetition = param(vllm_cpu::kRepetition), frequency = param(vllm_cpu::kFrequency);
+  const float presence[2] = {0, param(vllm_cpu::kPresence)};
+  const int32_t* const ids = args.penalty_ids + index * args.num_penalties;
+  const float* const counts = args.penalty_counts + index * args.num_penalties;
+  for (int64_t p = 0; p < args.num_penalties; ++p) {
+    const auto token = static_cast<uint32_t>(ids[p]);
+    if (token >= args.vocab_size) continue;
+    const float x = row[token];
+    // Both, and no branch: the sign of a logit cannot be predicted.
+    const float either[2] = {x * repetition, x / repetition};
+    row[token] = either[x > 0] - counts[p] * frequency - presence[counts[p] > 0];
+  }
+}
+
+// Row `index` with its edits, mask and penalties, in this order, in scratch.row.
+template <typename T>
+void change_row(const SampleArgs<T>& args, const T* logits, int64_t index, float* row) {
+  const int64_t vocab_size = args.vocab_size;
+  for_each_vector(vocab_size, [&](int64_t i, int64_t count) {
+    store(row + i, load(logits + i, count), count);
+  });
+  for (int64_t e = index * args.num_edits; e < (index + 1) * args.num_edits; ++e) {
+    const auto token = static_cast<uint32_t>(args.edit_ids[e]);
+    if (token < vocab_size) row[token] += args.edit_values[e];
+  }
+  const int32_t mask = args.mask_of != nullptr ? args.mask_of[index] : -1;
+  if (mask >= 0) {
+    const int32_t* const words = args.mask_words + mask * args.num_words;
+    for (int64_t start = 0; start < vocab_size; start += 32) {
+      const auto word = static_cast<uint32_t>(words[start / 32]);
+      const int64_t size = vocab_size - start < 32 ? vocab_size - start : 32;
+      float* const own = row + start;
+      for (int64_t i = 0; i < size; ++i) own[i] = word >> i & 1 ? own[i] : -kInfinity;
+    }
+  }
+  if (args.num_penalties > 0) penalise(args, index, row);
+}
+
+// The token of a row, -1 if its logits do not allow one.
+template <typename T, typename Logit>
+int64_t sample_row(const SampleArgs<T>& args, const Logit* logits, int64_t index,
+                   const SamplingScratch& scratch) {
+  const Row<Logit> row(logits, args.vocab_size);
+  const float top = block_maxima(row, scratch.maxima);
+  if (top - top != 0) return -1;  // not finite
+  const auto param = [&](int which) { return args.params[which * args.n + index]; };
+  if (args.params == nullptr || param(vllm_cpu::kIsGreedy) > 0) {
+    return first_largest(row, scratch.maxima, top);
+  }
+  const float temperature = param(vllm_cpu::kTemperature), top_p = param(vllm_cpu::kTopP);
+  Weighing weigh = {top, kLog2e / temperature, -kInfinity, 0};
+  if (!(weigh.scale < kInfinity)) return first_largest(row, scratch.maxima, top);
+  if (param(vllm_cpu::kMinP) > 0) {
+    weigh.floor = top + temperature * __builtin_logf(param(vllm_cpu::kMinP));
+  }
+  const auto top_k = static_cast<int64_t>(param(vllm_cpu::kTopK));
+  if (top_k > 0) {
+    const float floor = top_k_floor(row, top_k, top_p, weigh, scratch);
+    weigh.floor = floor > weigh.floor ? floor : weigh.floor;
+  } else if (top_p < 1) {
+    weigh.least = nucleus_least(row, top_p, weigh, scratch);
+  }
+  RowNumbers random = {nullptr, args.num_draws, 0};
+  if (args.exponentials != nullptr) {
+    random.given = args.exponentials + index * args.num_draws;
+  } else {
+    random.bits = bits_at(args.keys[index], args.positions[index]);
+  }
+  return draw(row, random, weigh, scratch);
+}
+
+// The first `count` random numbers at a position of each key; out: [num_rows, count].
+inline void draw_exponentials(const uint64_t* keys, const int64_t* positions, int64_t num_rows,
+                              int64_t count, float* out, int num_threads) {
+  parallel_rows(num_rows, count, num_threads, [&](int64_t row) {
+    exponentials(bits_at(keys[row], positions[row]), 0, count, out + row * count);
+  });
+}
+
+// 0; 1 when there is no scratch memory; 2 when a random row has no random numbers.
+template <typename T>
+int64_t sample(const SampleArgs<T>& args, int num_threads) {
+  constexpr int64_t kMinElements = 32768;
+  const int64_t chunk = kMinElements / args.vocab_size + 1;
+  int64_t failed = 0;
+  const bool has_numbers = args.exponentials != nullptr || args.keys != nullptr;
+  for (int64_t i = 0; args.params != nullptr && !has_numbers && i < args.n; ++i) {
+    if (!(args.params[vllm_cpu::kIsGreedy * args.n + i] > 0)) return 2;
+  }
+  parallel_for(args.num_rows, chunk, num_threads, [&](int64_t begin, int64_t end, int) {
+    SamplingScratch scratch;
+    if (!scratch.take(args.vocab_size)) {
+      __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+      return;
+    }
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t index = args.rows != nullptr ? args.rows[i] : i;
+      const T* const logits = args.logits + index * args.row_stride;
+      int64_t token;
+      if (args.changed != nullptr && args.changed[index]) {
+        change_row(args, logits, index, scratch.row);
+        token = sample_row(args, scratch.row, index, scratch);
+      } else {
+        token = sample_row(args, logits, index, scratch);
+      }
+      args.token_ids[index] = static_cast<int32_t>(token < 0 ? 0 : token);
+      args.host_ids[index] = static_cast<int32_t>(token);
+    }
+  });
+  return failed;
+}
+
+}  // namespace VLLM_ISA

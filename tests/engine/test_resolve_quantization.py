@@ -1,0 +1,69 @@
+"""`--quantization`: what is taken, and what is refused before anything is loaded."""
+
+import json
+
+import pytest
+
+from tests.engine.test_resolve_config import resolve, write_model
+from vllm import envs
+from vllm.engine.arg_utils import EngineArgs
+from vllm.errors import ConfigError
+from vllm.platforms import resolve_platform
+from vllm.utils import FlexibleArgumentParser
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_formats_of_the_cpu_are_taken(name, dtype):
+    assert resolve(quantization=name, dtype=dtype).model.quantization == name
+
+
+@pytest.mark.parametrize("flags", [("--quantization", "int8"), ("-q", "int8")])
+def test_the_flag_has_a_short_form(flags):
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm test"))
+    assert EngineArgs.from_cli_args(parser.parse_args(flags)).quantization == "int8"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantization": "inc"}, "'inc' is not available .* 'cpu'; available: int8 and int4"),
+        ({"quantization": "INT8"}, "'INT8' is not available"),
+        ({"quantization": "int8", "dtype": "half"}, "needs dtype bfloat16 or float32, got float16"),
+    ],
+)
+def test_what_the_cpu_cannot_do_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(**settings)
+
+
+def test_without_the_kernels_there_is_none(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KERNELS", "0")
+    envs.get.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="available: none"):
+            resolve(quantization="int8")
+    finally:
+        monkeypatch.undo()
+        envs.get.cache_clear()
+
+
+def test_a_card_has_none(monkeypatch):
+    monkeypatch.setenv("VLLM_HPU_SIM", "gaudi2")
+    envs.get.cache_clear()
+    resolve_platform.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="on the device 'hpu'; available: none"):
+            resolve(quantization="int8", device="hpu")
+    finally:
+        monkeypatch.undo()
+        envs.get.cache_clear()
+        resolve_platform.cache_clear()
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
+    model = write_model(tmp_path, quantization_config={"quant_method": "awq", "bits": 4})
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert resolve(model=model, quantization="awq").model.quantization == "awq"
+    with pytest.raises(ConfigError, match="is quantized already, with 'awq'"):
+        resolve(model=model, quantization="int8")

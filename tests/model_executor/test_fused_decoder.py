@@ -1,0 +1,258 @@
+"""A decoder in one call against its modules: the same bits, for every option and any launch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vllm.attention import Attention, RaggedMetadata, attention_metadata
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.fused_decoder import fuse
+from vllm.model_executor.layers.cpu_linear_method import pack_weights
+from vllm.model_executor.layers.embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.model_executor.layers.norm import RMSNorm
+from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.ops import get_ops, set_ops
+from vllm.ops.cpu import CPUOps, load_cpu_kernels
+from vllm.ops.cpu_decoder import FusedDecoder
+from vllm.ops.native import NativeOps
+
+pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 1024
+CONFIG = {
+    "architectures": ["A"],
+    "vocab_size": 150,
+    "hidden_size": 72,
+    "intermediate_size": 120,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# Name -> family and what differs.
+MODELS: dict[str, tuple[type[DecoderForCausalLM], dict[str, Any]]] = {
+    "plain": (LlamaForCausalLM, {}),
+    "all biases, tied": (
+        LlamaForCausalLM,
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama3 rotation of half a head": (
+        LlamaForCausalLM,
+        {"rope_scaling": LLAMA3, "partial_rotary_factor": 0.5},
+    ),
+    "window": (MistralForCausalLM, {"sliding_window": 7}),
+    "windows of later layers": (
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "head norms": (Qwen3ForCausalLM, {"head_dim": 32}),
+}
+# New tokens of each request, launch after launch.
+MIXED = [[9, 1, 23], [1, 1, 0, 70, 5], [1, 1, 1, 1, 8], [1] * 5, [0, 0, 1], [1, 1, 40, 150]]
+DECODES = [[1] * 70, [2] * 70, [1] * 69, [1] * 130]
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    before, num_threads = get_ops(), torch.get_num_threads()
+    set_ops(CPUOps())
+    yield
+    set_ops(before)
+    torch.set_num_threads(num_threads)
+
+
+def make_model(
+    name: str, stored_as: Any = "dense", dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> DecoderForCausalLM:
+    family, options = MODELS[name]
+    arch = ModelArch.from_hf(CONFIG | options | changes)
+    torch.manual_seed(0)
+    model = family(arch, TPGroup())
+    for module in model.modules():
+        for key, param in module.named_parameters(recurse=False):
+            nn.init.normal_(param, std=0.1 if key == "bias" else param.shape[-1] ** -0.5)
+        if isinstance(module, RMSNorm):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+        if isinstance(module, VocabParallelEmbedding):
+            nn.init.normal_(module.weight)
+    model.to(dtype)
+    model.model.layers[0].self_attn.rotary_emb.float()
+    pack_weights(model, stored_as)
+    for layer in attention_layers(model):
+        shape = (NUM_BLOCKS, BLOCK_SIZE, layer.num_kv_heads, layer.head_size)
+        layer.bind_kv_cache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+    return model
+
+
+def attention_layers(model: nn.Module) -> list[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
+class Requests:
+    """Requests with blocks of their own, in random order; makes launches of them."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.lengths = np.zeros(num_requests, np.int32)
+        num_blocks = (NUM_BLOCKS - 1) // num_requests
+        ids = torch.randperm(NUM_BLOCKS - 1)[: num_requests * num_blocks] + 1
+        self.tables = ids.view(num_requests, num_blocks).int()
+
+    def launch(self, counts: list[int]) -> tuple[Tensor, Tensor, RaggedMetadata]:
+        """Input ids, positions and the rest; requests of one new token come first."""
+        rows = [b for b, count in enumerate(counts) if count]
+        rows.sort(key=lambda b: counts[b] > 1)
+        new = np.array([counts[b] for b in rows], np.int32)
+        starts = self.lengths[rows].copy()
+        self.lengths[rows] += new
+        positions = torch.from_numpy(
+            np.concatenate(
+                [np.arange(s, s + n, dtype=np.int64) for s, n in zip(starts, new, strict=True)]
+            )
+        )
+        tables = self.tables[rows]
+        token_rows = torch.repeat_interleave(torch.arange(len(rows)), torch.from_numpy(new).long())
+        blocks = tables[token_rows, positions // BLOCK_SIZE].long()
+        metadata = RaggedMetadata(
+            num_decodes=int((new == 1).sum()),
+            slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+            block_tables=tables,
+            seq_lens=torch.from_numpy(self.lengths[rows]),
+            query_start_loc=np.concatenate([[0], np.cumsum(new)]).astype(np.int32),
+            host_seq_lens=self.lengths[rows],
+        )
+        return torch.randint(CONFIG["vocab_size"], (len(positions),)), positions, metadata
+
+
+def run_fused(
+    fused: FusedDecoder, input_ids: Tensor, positions: Tensor, metadata: RaggedMetadata
+) -> Tensor:
+    return fused.forward(
+        input_ids,
+        positions,
+        metadata.slot_mapping,
+        metadata.block_tables,
+        metadata.seq_lens,
+        torch.from_numpy(metadata.query_start_loc),
+        metadata.num_decodes,
+    )
+
+
+@torch.inference_mode()
+def assert_same_bits(model: DecoderForCausalLM, launches: list[list[int]]) -> None:
+    """After every launch: hidden states, and the caches of all layers."""
+    fused = fuse(model)
+    assert fused is not None
+    caches = [c for a in attention_layers(model) for c in (a.key_cache, a.value_cache)]
+    requests = Requests(max(map(len, launches)))
+    for launch in map(requests.launch, launches):
+        before = [cache.clone() for cache in caches]
+        with attention_metadata(launch[2]):
+            want = model(*launch[:2])
+        written = [cache.clone() for cache in caches]
+        for cache, old in zip(caches, before, strict=True):
+            cache.copy_(old)
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            got = run_fused(fused, *launch)
+            torch.set_num_threads(1)
+            assert torch.equal(got, want)
+        for cache, new in zip(caches, written, strict=True):
+            assert torch.equal(cache, new)
+        assert want.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "stored_as"),
+    [*((name, "dense") for name in MODELS), *(("all biases, tied", f) for f in ("int8", "int4"))],
+)
+def test_prefills_chunks_and_decodes_have_the_bits_of_the_modules(isa, name, stored_as):
+    assert_same_bits(make_model(name, stored_as), MIXED)
+
+
+def test_many_decodes_have_the_bits_of_the_modules(isa):
+    assert_same_bits(make_model("plain"), DECODES)
+
+
+def test_float32_has_the_bits_of_the_modules(isa):
+    assert_same_bits(make_model("head norms", dtype=torch.float32), MIXED)
+
+
+def test_weights_that_no_cache_holds_have_the_bits_of_the_modules():
+    model = make_model("plain", num_hidden_layers=2, intermediate_size=20480)
+    assert_same_bits(model, [[1100, 1], [1, 40], [1, 1]])
+
+
+def replace_first(model: nn.Module, kind: type[nn.Module], make: Any) -> None:
+    """Put another module in the place of the first one of a type."""
+    path, module = next((p, m) for p, m in model.named_modules() if type(m) is kind)
+    parent, _, attribute = path.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, make(module))
+
+
+class Wrapper(nn.Module):
+    """Around a layer, as an adapter would be."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+class OtherNorm(RMSNorm):
+    pass
+
+
+class OtherForward(LlamaForCausalLM):
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(input_ids, positions) * 2
+
+
+def unbind(model: nn.Module) -> None:
+    attention_layers(model)[1].key_cache = None
+
+
+def store_cache_as_bytes(model: nn.Module) -> None:
+    layer = attention_layers(model)[0]
+    layer.bind_kv_cache(layer.key_cache.to(torch.uint8), layer.value_cache.to(torch.uint8))
+
+
+def unpack_first(model: nn.Module) -> None:
+    model.model.layers[0].mlp.down_proj.method.packed = None
+
+
+def change_epsilon(model: nn.Module) -> None:
+    model.model.layers[0].input_layernorm.eps = 0.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: replace_first(model, ColumnParallelLinear, Wrapper),
+        lambda model: replace_first(model, Attention, Wrapper),
+        lambda model: replace_first(model, RMSNorm, lambda norm: OtherNorm(72, norm.eps)),
+        lambda model: setattr(model, "__class__", OtherForward),
+        unbind,
+        store_cache_as_bytes,
+        unpack_first,
+        change_epsilon,
+        lambda model: set_ops(NativeOps()),
+        lambda model: model.half(),
+    ],
+)
+def test_what_is_not_known_exactly_is_left_to_the_modules(change):
+    model = make_model("plain")
+    assert fuse(model) is not None
+    change(model)
+    assert fuse(model) is None

@@ -1,0 +1,190 @@
+"""What a fused decoder refuses, and that threads do not change it.
+
+That it computes what the modules of a model do is tested in model_executor/test_fused_decoder.py.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm.ops.cpu import load_cpu_kernels
+from vllm.ops.cpu_decoder import FusedDecoder, FusedLayer, FusedModel
+from vllm.ops.cpu_linear import PackedWeight, WeightFormat
+
+pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+
+# Wide enough that five tokens are worth a second thread.
+HIDDEN, SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 32, 10240, 4, 2, 16
+VOCAB_SIZE, MAX_POSITIONS, NUM_BLOCKS, BLOCK_SIZE = 50, 40, 90, 8
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def packed(num_out: int, num_in: int) -> PackedWeight:
+    return PackedWeight.pack((torch.randn(num_out, num_in) * num_in**-0.5).bfloat16())
+
+
+def make_layer() -> FusedLayer:
+    q_size, kv_size = NUM_HEADS * HEAD_SIZE, NUM_KV_HEADS * HEAD_SIZE
+    cache = torch.zeros(2, NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE).bfloat16()
+    return FusedLayer(
+        qkv=packed(q_size + 2 * kv_size, HIDDEN),
+        output=packed(HIDDEN, q_size),
+        gate_up=packed(2 * SIZE, HIDDEN),
+        down=packed(HIDDEN, SIZE),
+        qkv_bias=None,
+        output_bias=None,
+        gate_up_bias=None,
+        down_bias=None,
+        input_norm=torch.ones(HIDDEN).bfloat16(),
+        attention_norm=torch.ones(HIDDEN).bfloat16(),
+        query_norm=None,
+        key_norm=None,
+        key_cache=cache[0],
+        value_cache=cache[1],
+        scale=HEAD_SIZE**-0.5,
+        sliding_window=None,
+    )
+
+
+def make_model() -> FusedModel:
+    return FusedModel(
+        layers=[make_layer(), make_layer()],
+        embedding=torch.randn(VOCAB_SIZE, HIDDEN).bfloat16(),
+        final_norm=torch.ones(HIDDEN).bfloat16(),
+        cos_sin=torch.rand(MAX_POSITIONS, HEAD_SIZE),
+        norm_eps=1e-5,
+    )
+
+
+def launch_of(num_decodes: int = 2, num_prefill: int = 3) -> dict[str, Any]:
+    """Decodes at position 9 and one prompt; every request has two blocks."""
+    num_requests = num_decodes + (num_prefill > 0)
+    tables = torch.arange(1, 1 + 2 * num_requests, dtype=torch.int32).view(-1, 2)
+    positions = torch.tensor([9] * num_decodes + list(range(num_prefill)), dtype=torch.int64)
+    rows = torch.tensor([*range(num_decodes), *[num_decodes] * num_prefill], dtype=torch.int64)
+    blocks = tables[rows, positions // BLOCK_SIZE]
+    return {
+        "input_ids": torch.arange(len(positions)),
+        "positions": positions,
+        "slot_mapping": blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+        "block_tables": tables,
+        "seq_lens": torch.tensor([10] * num_decodes + [num_prefill] * (num_prefill > 0)).int(),
+        "query_start_loc": torch.tensor([*range(num_decodes + 1), len(positions)]).int()[
+            : num_requests + 1
+        ],
+        "num_decodes": num_decodes,
+    }
+
+
+def changed(x: Tensor, index: int, value: int) -> Tensor:
+    x = x.clone()
+    x.view(-1)[index] = value
+    return x
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value", "message"),
+    [
+        ("input_ids", 4, VOCAB_SIZE, r"input_ids\[4\] is 50 of 50 rows"),
+        ("input_ids", 0, -1, r"input_ids\[0\] is -1"),
+        ("positions", 3, MAX_POSITIONS, r"positions\[3\] is 40, cos_sin has 40 rows"),
+        ("slot_mapping", 1, NUM_BLOCKS * BLOCK_SIZE, r"slot_mapping\[1\] is 720 of 720 slots"),
+        ("seq_lens", 1, 17, "request 1 has 17 tokens"),
+        ("seq_lens", 2, 2, "request 2 has 2 tokens"),
+        ("block_tables", 3, NUM_BLOCKS, r"request 1 has 10 tokens and the blocks \[3, 90\]"),
+        ("block_tables", 4, -1, r"request 2 has 3 tokens and the blocks \[-1, 6\]"),
+    ],
+)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_numbers_out_of_range_are_refused(name, index, value, message, num_threads):
+    torch.set_num_threads(num_threads)
+    decoder, launch = FusedDecoder(make_model()), launch_of()
+    want = decoder.forward(**launch)
+    with pytest.raises(IndexError, match=message):
+        decoder.forward(**launch | {name: changed(launch[name], index, value)})
+    assert torch.equal(decoder.forward(**launch), want)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("input_ids", lambda x: x.int()),
+        ("positions", lambda x: x[:-1]),
+        ("slot_mapping", lambda x: x.repeat_interleave(2)[::2]),
+        ("block_tables", lambda x: x.long()),
+        ("block_tables", lambda x: x.T.contiguous().T),
+        ("block_tables", lambda x: x[:-1]),
+        ("seq_lens", lambda x: x[:-1]),
+        ("query_start_loc", lambda x: x.long()),
+        ("num_decodes", lambda x: 3),
+    ],
+)
+def test_tensors_of_another_form_are_refused(name, make):
+    launch = launch_of()
+    with pytest.raises(ValueError):
+        FusedDecoder(make_model()).forward(**launch | {name: make(launch[name])})
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("qkv", lambda: packed(HIDDEN, HIDDEN)),
+        ("down", lambda: PackedWeight.pack(torch.zeros(HIDDEN, SIZE))),
+        ("output_bias", lambda: torch.zeros(HIDDEN)),
+        ("key_norm", lambda: torch.ones(HEAD_SIZE + 1).bfloat16()),
+        ("value_cache", lambda: torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, HEAD_SIZE).bfloat16()),
+        ("input_norm", lambda: torch.ones(2 * HIDDEN).bfloat16()[::2]),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(name, make):
+    model = make_model()
+    layer = dataclasses.replace(model.layers[1], **{name: make()})
+    with pytest.raises(ValueError, match=f"{name} of layer 1"):
+        FusedDecoder(dataclasses.replace(model, layers=[model.layers[0], layer]))
+
+
+def test_models_that_do_not_fit_are_refused():
+    table = torch.randn(VOCAB_SIZE, HIDDEN).bfloat16()
+    for change in (
+        {"layers": []},
+        {"embedding": table[:, :-1]},
+        {"embedding": PackedWeight.quantize(table, WeightFormat.INT4)},
+        {"final_norm": torch.ones(HIDDEN).half()},
+        {"cos_sin": torch.ones(MAX_POSITIONS, HEAD_SIZE + 2)},
+    ):
+        with pytest.raises(ValueError):
+            FusedDecoder(dataclasses.replace(make_model(), **change))
+
+
+def test_any_number_of_threads_has_the_same_bits():
+    """More of them than cores, too: none may wait for one that does not run."""
+    decoder = FusedDecoder(make_model())
+    for launch in (launch_of(1, 0), launch_of(4, 14), launch_of(0, 16), launch_of(40, 0)):
+        torch.set_num_threads(1)
+        want = decoder.forward(**launch)
+        for num_threads in (2, 3, 8):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(decoder.forward(**launch), want)
+
+
+def test_a_token_without_a_slot_is_computed_and_not_kept():
+    model, launch = make_model(), launch_of(0, 6)
+    cache = model.layers[0].key_cache
+    FusedDecoder(model).forward(**launch | {"slot_mapping": changed(launch["slot_mapping"], 5, -1)})
+    written = cache.flatten(0, 1)[launch["slot_mapping"]].flatten(1).any(1)
+    assert written.tolist() == [True] * 5 + [False]
+
+
+def test_a_launch_without_tokens_gives_no_rows():
+    assert FusedDecoder(make_model()).forward(**launch_of(0, 0)).shape == (0, HIDDEN)

@@ -1,0 +1,171 @@
+"""Packed experts against the torch reference, for each instruction set that runs here."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.ops.cpu import load_cpu_kernels
+from vllm.ops.cpu_linear import PackedWeight, WeightFormat
+from vllm.ops.cpu_moe import PackedExperts
+from vllm.ops.native import NativeOps
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+INT8, INT4 = WeightFormat.INT8, WeightFormat.INT4
+NATIVE = NativeOps()
+
+pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def experts_of(num: int, hidden: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """gate_up and down, scaled so that results are about 1."""
+    gate_up = torch.randn(num, 2 * size, hidden) * 2 * hidden**-0.5
+    return gate_up.to(dtype), (torch.randn(num, hidden, size) * size**-0.5).to(dtype)
+
+
+def choices_of(num_tokens: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """Different experts for each token; the last quarter of them is never chosen."""
+    num_used = max(top_k, num_experts * 3 // 4)
+    topk_ids = torch.rand(num_tokens, num_used).topk(top_k, dim=-1).indices
+    return topk_ids, torch.rand(num_tokens, top_k).softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "hidden", "size"),
+    [(4, 1, 64, 64), (8, 2, 96, 200), (64, 8, 128, 40), (5, 3, 640, 24)],
+)
+def test_packed_experts_agree_with_the_reference(isa, num_experts, top_k, hidden, size, dtype):
+    gate_up, down = experts_of(num_experts, hidden, size, dtype)
+    packed = PackedExperts.pack(gate_up.clone(), down.clone())
+    for num_tokens in (1, 2, 7, 64, 300):
+        x = torch.randn(num_tokens, hidden + 8).to(dtype)[:, :hidden]
+        topk_ids, topk_weights = choices_of(num_tokens, num_experts, top_k)
+        got = packed.forward(x, topk_ids, topk_weights)
+        want = NATIVE.moe(x, topk_ids, topk_weights, gate_up, down)
+        tolerance = 1e-5 if dtype is FLOAT32 else 2**-6
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def composed(experts: list[list[PackedWeight]], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The same product of packed weights, expert by expert."""
+    gate, up, down = experts
+    out = torch.zeros(x.shape)
+    for token in range(len(x)):
+        for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
+            row = x[token][None]
+            parts = torch.cat((gate[expert].linear(row), up[expert].linear(row)), dim=-1)
+            out[token] += weight * down[expert].linear(NATIVE.silu_and_mul(parts))[0].float()
+    return out.to(x.dtype)
+
+
+@pytest.mark.parametrize("weight_format", [INT8, INT4])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_quantized_experts_agree_with_single_layers(isa, dtype, weight_format):
+    gate_up, down = experts_of(6, 96, 72, dtype)
+    x = torch.randn(9, 96).to(dtype)
+    topk_ids, topk_weights = choices_of(9, 6, 2)
+    experts = [
+        [PackedWeight.quantize(matrix.clone(), weight_format) for matrix in part]
+        for part in (*gate_up.chunk(2, dim=1), down)
+    ]
+    want = composed(experts, x, topk_ids, topk_weights)
+    for packed in (PackedExperts(*experts), PackedExperts.pack(gate_up, down, weight_format)):
+        got = packed.forward(x, topk_ids, topk_weights)
+        torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+
+
+def gptq_weights(num: int, num_out: int, num_in: int, g_idx: Tensor) -> list[PackedWeight]:
+    return [
+        PackedWeight.from_gptq(
+            torch.randint(-(2**31), 2**31 - 1, (num_in // 8, num_out), dtype=torch.int32),
+            torch.randint(-(2**31), 2**31 - 1, (num_in // 32, num_out // 8), dtype=torch.int32),
+            torch.rand(num_in // 32, num_out) / 64,
+            g_idx,
+        )
+        for _ in range(num)
+    ]
+
+
+def test_experts_may_read_their_inputs_in_an_order_of_their_own(isa):
+    orders = [torch.arange(128)[torch.randperm(128)] // 32 for _ in range(4)]
+    gate, up, down = (
+        [gptq_weights(1, out, 128, order)[0] for order in orders] for out in (128, 128, 128)
+    )
+    x, (topk_ids, topk_weights) = torch.randn(9, 128), choices_of(9, 4, 2)
+    got = PackedExperts(gate, up, down).forward(x, topk_ids, topk_weights)
+    want = composed([gate, up, down], x, topk_ids, topk_weights)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match="gate and up of expert 0 have different orders"):
+        PackedExperts(gate, up[::-1], down)
+
+
+@pytest.mark.parametrize("weight_format", [None, INT8, INT4])
+def test_a_token_does_not_depend_on_the_tokens_beside_it_nor_on_the_threads(
+    isa, weight_format, restore_threads
+):
+    packed = PackedExperts.pack(*experts_of(16, 256, 128, BFLOAT16), weight_format)
+    num_tokens = 1100  # more than one slab, and more than one block of an expert
+    x = torch.randn(num_tokens, 256).bfloat16()
+    topk_ids, topk_weights = choices_of(num_tokens, 16, 4)
+    topk_ids[:, 1] = 3
+    torch.set_num_threads(1)
+    alone = [packed.forward(*(t[i, None] for t in (x, topk_ids, topk_weights))) for i in range(20)]
+    for count, num_threads in ((2, 1), (7, 2), (20, 1), (num_tokens, 2)):
+        torch.set_num_threads(num_threads)
+        got = packed.forward(x[:count], topk_ids[:count], topk_weights[:count])
+        assert torch.equal(got[:20], torch.cat(alone[:count]))
+
+
+def test_the_reference_is_a_sum_over_the_experts_of_each_token():
+    gate_up, down = experts_of(5, 16, 12, FLOAT32)
+    x, (topk_ids, topk_weights) = torch.randn(7, 16), choices_of(7, 5, 3)
+    topk_ids[2] = 4  # one expert three times
+    want = torch.zeros(7, 16)
+    for token in range(7):
+        for expert, weight in zip(topk_ids[token], topk_weights[token], strict=True):
+            gate, up = F.linear(x[token], gate_up[expert]).chunk(2)
+            want[token] += weight * F.linear(F.silu(gate) * up, down[expert])
+    torch.testing.assert_close(NATIVE.moe(x, topk_ids, topk_weights, gate_up, down), want)
+    packed = PackedExperts.pack(gate_up, down)
+    torch.testing.assert_close(packed.forward(x, topk_ids, topk_weights), want)
+
+
+def test_dense_experts_are_packed_in_their_own_memory():
+    gate_up, down = experts_of(3, 128, 64, BFLOAT16)
+    before = gate_up.clone(), down.clone()
+    packed = PackedExperts.pack(gate_up, down)
+    assert packed.num_bytes == 3 * 3 * 64 * 128 * 2
+    assert not torch.equal(gate_up, before[0])
+    assert not torch.equal(down, before[1])
+
+
+def test_what_does_not_fit_is_refused():
+    gate_up, down = experts_of(4, 64, 64, FLOAT32)
+    quantized = PackedExperts.pack(gate_up, down, INT8)
+    parts = [[PackedWeight.quantize(gate_up[0, :64], f)] for f in (INT8, INT4)]
+    wide, short = torch.randn(5, 128), gate_up[..., :32].contiguous()
+    x, (ids, weights) = torch.randn(5, 64), choices_of(5, 4, 2)
+    for message, call in [
+        (r"INT8.*INT4|INT4.*INT8", lambda: PackedExperts(parts[0], parts[1], parts[0])),
+        ("1 gates, 0 ups and 1 downs", lambda: PackedExperts(parts[0], [], parts[0])),
+        (r"is \[64, 64\], not \[32, 64\]", lambda: PackedExperts.pack(short, down)),
+        ("not one dense row", lambda: quantized.forward(x, ids[:4], weights)),
+        ("not one dense row", lambda: quantized.forward(x, ids, weights.double())),
+        ("not one dense row", lambda: quantized.forward(x, ids[:, :0], weights[:, :0])),
+        (r"x is torch.float32 \[5, 32\]", lambda: quantized.forward(x[:, :32], ids, weights)),
+        ("not dense: strides", lambda: quantized.forward(wide[:, ::2], ids, weights)),
+        (r"x is \[5, 64\], gate_up \[4", lambda: NATIVE.moe(x, ids, weights, gate_up, down[:3])),
+        (r"topk_ids is \[4, 2\]", lambda: NATIVE.moe(x, ids[:4], weights, gate_up, down)),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+    ids[3, 1] = 4
+    with pytest.raises(IndexError, match=r"topk_ids\[7\] is 4 of 4 experts"):
+        quantized.forward(x, ids, weights)
+    assert quantized.forward(x[:0], ids[:0], weights[:0]).shape == (0, 64)

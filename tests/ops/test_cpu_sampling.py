@@ -1,0 +1,82 @@
+"""What the sampling kernels refuse; what they compute is tested in tests/sample."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from vllm.ops.cpu_sampling import RowChanges, RowNumbers, load_sampling_kernels
+
+N, VOCAB_SIZE = 3, 300
+LOGITS = torch.zeros(N, VOCAB_SIZE)
+PARAMS = torch.tensor([1.0, 0, 0, 1, 0, 0, 1, 0])[:, None].expand(-1, N).contiguous()
+KEYS, POSITIONS = np.arange(N, dtype=np.uint64), np.arange(N, dtype=np.int64)
+CHANGED = np.ones(N, np.bool_)
+IDS, VALUES = torch.zeros(N, 2, dtype=torch.int32), torch.zeros(N, 2)
+MASK_OF, WORDS = np.zeros(N, np.int32), torch.zeros(1, 10, dtype=torch.int32)
+
+pytestmark = pytest.mark.skipif(
+    load_sampling_kernels() is None, reason="the C++ kernels are not built"
+)
+
+
+def tokens(dtype=torch.int32) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((N,), 7, dtype=dtype), torch.full((N,), 7, dtype=dtype)
+
+
+def changes(**of):
+    return {"params": PARAMS, "changes": RowChanges(CHANGED, **of)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"out": tokens(torch.int64)}, "out must be dense torch.int32 [3]"),
+        ({"params": PARAMS[:, :2]}, "params must be dense torch.float32 [8, 3]"),
+        ({"params": PARAMS}, "random rows have no random numbers"),
+        ({"rows": np.array([0, 3])}, "row 3 of 3"),
+        ({"rows": np.array([0], np.int32)}, "rows must be a dense vector of int64"),
+        ({"numbers": RowNumbers(KEYS)}, "random numbers need keys and positions"),
+        ({"numbers": RowNumbers(KEYS, POSITIONS[:2])}, "3 keys, 2 positions, 3 rows"),
+        ({"numbers": RowNumbers(KEYS, KEYS)}, "positions must be a dense vector of int64"),
+        ({"numbers": RowNumbers(exponentials=torch.ones(N, 130))}, "for a row, 131 are needed"),
+        ({"changes": RowChanges(CHANGED[:2])}, "changed has 2 rows of 3"),
+        (changes(edits=(IDS, VALUES[:, :1])), "values of edits must be dense torch.float32 [3, 2]"),
+        (changes(penalties=(IDS.long(), VALUES)), "token_ids of penalties must be dense"),
+        ({"changes": RowChanges(CHANGED, penalties=(IDS, VALUES))}, "penalties need params"),
+        (changes(masks=(MASK_OF, WORDS[:, :9])), "9 words mask 300 tokens"),
+        (changes(masks=(MASK_OF + 1, WORDS)), "3 rows and 1 masks"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, message):
+    out = arguments.get("out", tokens())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_sampling_kernels().sample(LOGITS, **{**arguments, "out": out})
+    assert all((written == 7).all() for written in out), "a refused call wrote tokens"
+
+
+def test_a_given_token_outside_the_vocabulary_is_refused():
+    for token in (VOCAB_SIZE, -1):
+        with pytest.raises(IndexError, match=rf"token_ids\[1\] is {token} of 300 tokens"):
+            load_sampling_kernels().gather_logprobs(LOGITS, torch.tensor([0, token, 0]), 2)
+
+
+def test_only_the_rows_asked_for_are_sampled():
+    out = tokens()
+    load_sampling_kernels().sample(LOGITS, out, rows=np.array([2, 0]))
+    assert [written.tolist() for written in out] == [[0, 7, 0], [0, 7, 0]]
+
+
+@pytest.mark.parametrize(
+    ("logits", "is_supported"),
+    [
+        (LOGITS, True),
+        (LOGITS.bfloat16(), True),
+        (LOGITS.half(), False),
+        (LOGITS.to("meta"), False),
+    ],
+    ids=lambda value: str(getattr(value, "dtype", value)),
+)
+def test_float32_and_bfloat16_on_the_host_are_supported(logits, is_supported):
+    assert load_sampling_kernels().supports(logits) is is_supported

@@ -1,0 +1,161 @@
+"""A KV cache of eight-bit floats: what is stored, and that both phases read it alike everywhere."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm.ops.cpu import CPUOps
+from vllm.ops.interface import FP8_DTYPES, Ops
+from vllm.ops.native import NativeOps
+
+NATIVE = NativeOps()
+DTYPES = [torch.float32, torch.bfloat16]
+# Weights are rounded to bf16 (2^-9 relative) and so is the result; values are up to 4 * 1.7.
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 2**-6},
+}
+SCALES = (0.5, 1.7)  # of keys and of values
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def ops(isa: str) -> Ops:
+    """The C++ kernels, once for each instruction set that this machine can run."""
+    return CPUOps()
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)
+
+
+def store(ops: Ops, numbers: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """[T, D] numbers as they come to lie in a cache."""
+    new = numbers[:, None]  # one kv head
+    cache = torch.zeros(len(numbers), 1, 1, numbers.shape[1], dtype=torch.uint8).view(dtype)
+    other = cache.clone()
+    ops.reshape_and_cache(new, new, cache, other, torch.arange(len(numbers)), scale, 2 * scale)
+    assert torch.equal(bits(other), bits(store_once(numbers, dtype, 2 * scale)))
+    return cache[:, 0, 0]
+
+
+def store_once(numbers: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    largest = torch.finfo(dtype).max
+    stored = (numbers.float() / scale).clamp(-largest, largest).to(dtype)
+    return stored[:, None, None]
+
+
+@pytest.mark.parametrize("fp8", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_nearest_number_is_stored_and_no_finite_number_becomes_nan(ops, dtype, fp8):
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = every[every.isfinite()].to(dtype)
+    numbers = torch.cat((every, torch.tensor([float("inf"), -float("inf")], dtype=dtype)))
+    if dtype == torch.float32:  # halfway between neighbours, and next to it
+        middle = torch.arange(1, 2**15, dtype=torch.int32).mul(2**16).view(torch.float32)
+        numbers = torch.cat((numbers, middle[middle.isfinite()].nextafter(torch.tensor(9.0))))
+    numbers = numbers[: len(numbers) // 37 * 37].view(-1, 37)
+    for implementation in (NATIVE, ops):
+        for scale in (1.0, 0.3):
+            got = store(implementation, numbers, fp8, scale)
+            assert torch.equal(bits(got), bits(store_once(numbers, fp8, scale)[:, 0, 0]))
+            assert got.float().isfinite().all()
+    nan = store(ops, torch.full((1, 40), float("nan"), dtype=dtype), fp8)
+    assert nan.float().isnan().all()
+
+
+class Launch:
+    """Requests of random tokens in a cache of fp8 numbers; what belongs to no token is NaN."""
+
+    def __init__(self, seq_lens: list[int], num_heads: int, shape: tuple[int, int], fp8) -> None:
+        self.seq_lens, block_size = seq_lens, 16
+        max_blocks = -(-max(seq_lens) // block_size)
+        num_blocks = len(seq_lens) * max_blocks
+        self.tables = torch.randperm(num_blocks).view(len(seq_lens), max_blocks).int()
+        caches = torch.full((2, num_blocks, block_size, *shape), float("nan"))
+        for row, seq_len in zip(self.tables.long(), seq_lens, strict=True):
+            slots = (row[:, None] * block_size + torch.arange(block_size)).flatten()[:seq_len]
+            caches.flatten(1, 2)[:, slots] = torch.randn(2, seq_len, *shape)
+        self.keys, self.values = caches.to(fp8)
+        self.query = torch.randn(sum(seq_lens), num_heads, shape[1])
+
+    def decode(self, ops: Ops, dtype: torch.dtype) -> Tensor:
+        ends = torch.tensor(self.seq_lens).cumsum(0) - 1
+        lens = torch.tensor(self.seq_lens, dtype=torch.int32)
+        return ops.paged_attention_decode(
+            *(self.query[ends].to(dtype), self.keys, self.values, self.tables, lens, 0.2, None),
+            key_scale=SCALES[0],
+            value_scale=SCALES[1],
+        )
+
+    def prefill(self, ops: Ops, dtype: torch.dtype) -> Tensor:
+        starts = [0, *torch.tensor(self.seq_lens).cumsum(0).tolist()]
+        return ops.paged_attention_prefill(
+            *(self.query.to(dtype), self.keys, self.values, self.tables, starts, self.seq_lens),
+            *(0.2, None),
+            key_scale=SCALES[0],
+            value_scale=SCALES[1],
+        )
+
+
+@pytest.mark.parametrize("fp8", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_heads", "shape"),
+    [(1, (1, 33)), (4, (4, 20)), (7, (1, 128)), (12, (4, 64)), (8, (4, 32)), (6, (2, 100))],
+)
+def test_both_phases_read_what_the_reference_reads(ops, num_heads, shape, dtype, fp8):
+    launch = Launch([1, 300, 64, 129], num_heads, shape, fp8)
+    for phase in (Launch.decode, Launch.prefill):
+        got, want = phase(launch, ops, dtype), phase(launch, NATIVE, dtype)
+        torch.testing.assert_close(got, want, **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("fp8", FP8_DTYPES)
+def test_the_reference_reads_numbers_times_their_scales(fp8):
+    launch = Launch([1, 70, 33], 4, (2, 64), fp8)
+    wide = Launch([1, 70, 33], 4, (2, 64), fp8)
+    wide.tables, wide.query = launch.tables, launch.query
+    wide.keys, wide.values = launch.keys.float() * SCALES[0], launch.values.float() * SCALES[1]
+    for phase in (Launch.decode, Launch.prefill):
+        torch.testing.assert_close(
+            phase(launch, NATIVE, torch.float32), phase(wide, NATIVE, torch.float32)
+        )
+
+
+@pytest.mark.parametrize("fp8", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_numbers_are_read_as_torch_reads_them(ops, dtype, fp8):
+    numbers = torch.arange(256, dtype=torch.uint8).view(fp8)
+    numbers = numbers[numbers.float().isfinite()]
+    values = numbers[None, None, None]  # the value of the only key, so it is the result
+    keys = torch.zeros_like(values, dtype=torch.uint8).view(fp8)
+    query, tables = torch.ones(1, 1, len(numbers), dtype=dtype), torch.zeros(1, 1).int()
+    got = ops.paged_attention_decode(query, keys, values, tables, torch.ones(1).int(), 1.0, None)
+    assert torch.equal(got[0, 0], numbers.to(dtype))
+    got = ops.paged_attention_prefill(query, keys, values, tables, [0, 1], [1], 1.0, None)
+    assert torch.equal(got[0, 0], numbers.to(dtype))
+
+
+def test_not_a_number_is_not_hidden(ops):
+    for fp8 in FP8_DTYPES:
+        launch = Launch([40], 2, (1, 32), fp8)
+        bits(launch.keys)[launch.tables[0, 0], 3] = 0x7F
+        for dtype in DTYPES:
+            assert launch.decode(ops, dtype).isnan().all()
+            assert launch.prefill(ops, dtype)[3:].isnan().all()
+
+
+def test_a_query_has_the_same_bits_in_any_batch(ops):
+    launch = Launch([5, 1000, 300], 8, (2, 64), torch.float8_e4m3fn)
+    together = launch.decode(ops, torch.bfloat16)
+    for row, seq_len in enumerate(launch.seq_lens):
+        alone = Launch([seq_len], 8, (2, 64), torch.float8_e4m3fn)
+        end = sum(launch.seq_lens[: row + 1])
+        alone.keys, alone.values = launch.keys, launch.values
+        alone.tables, alone.query = launch.tables[row : row + 1], launch.query[end - seq_len : end]
+        assert torch.equal(alone.decode(ops, torch.bfloat16)[0], together[row])

@@ -1,0 +1,159 @@
+"""int4 weights in the layouts of GPTQ and AWQ against their descriptions, on every processor."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.ops.cpu import load_cpu_kernels
+from vllm.ops.cpu_linear import PackedWeight
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def words_of(numbers: Tensor, order: list[int]) -> Tensor:
+    """[..., 8 * W] numbers of 4 bits -> [..., W] int32: number order[i] of eight in bits 4 i."""
+    eights = numbers.long().unflatten(-1, (-1, 8))[..., order]
+    words = (eights << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).int()
+
+
+@dataclass
+class Checkpoint:
+    """A weight as numbers, and as checkpoints store it."""
+
+    q: Tensor
+    """[in_features, out_features], 0 to 15."""
+    zeros: Tensor
+    """[G, out_features], 0 to 15."""
+    scales: Tensor
+    """[G, out_features]"""
+    groups: Tensor
+    """[in_features]: the group of each input."""
+
+    @classmethod
+    def random(cls, num_out: int, num_in: int, group_size: int) -> "Checkpoint":
+        shape = num_in // group_size, num_out
+        scales = (torch.rand(shape) + 0.1) * torch.tensor([1e-6, 0.01, 30.0])[
+            torch.arange(num_out) % 3
+        ]
+        return cls(
+            torch.randint(16, (num_in, num_out)),
+            torch.randint(16, shape),
+            scales.half(),
+            torch.arange(num_in) // group_size,
+        )
+
+    def dense(self) -> Tensor:
+        """[out_features, in_features] float64."""
+        steps = self.q - self.zeros[self.groups]
+        return (steps * self.scales.double()[self.groups]).T
+
+    def gptq(self, is_v2: bool = False, g_idx: Tensor | None = None) -> PackedWeight:
+        stored = self.zeros if is_v2 else (self.zeros - 1) % 16
+        plain = list(range(8))
+        return PackedWeight.from_gptq(
+            words_of(self.q.T, plain).T.contiguous(),
+            words_of(stored, plain),
+            self.scales,
+            g_idx,
+            is_v2=is_v2,
+        )
+
+    def awq(self) -> PackedWeight:
+        return PackedWeight.from_awq(
+            words_of(self.q, AWQ_ORDER), words_of(self.zeros, AWQ_ORDER), self.scales
+        )
+
+
+def rows_of(packed: PackedWeight) -> Tensor:
+    return packed.rows(torch.arange(packed.out_features), FLOAT32)
+
+
+SHAPES = [(64, 64, 32), (200, 192, 64), (72, 512, 128), (8, 200, 200), (128, 768, 384)]
+
+
+@pytest.mark.parametrize(("num_out", "num_in", "group_size"), SHAPES)
+def test_weights_are_those_of_the_checkpoint(isa, num_out, num_in, group_size):
+    checkpoint = Checkpoint.random(num_out, num_in, group_size)
+    for packed in (checkpoint.gptq(is_v2=True), checkpoint.awq()):
+        torch.testing.assert_close(rows_of(packed).double(), checkpoint.dense(), rtol=1e-6, atol=0)
+    checkpoint.zeros = checkpoint.zeros.clamp(min=1)  # the first format has no zero point 0
+    packed = checkpoint.gptq()
+    torch.testing.assert_close(rows_of(packed).double(), checkpoint.dense(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize(("num_out", "num_in", "group_size"), SHAPES)
+def test_products_agree_with_the_weights_in_float64(isa, num_out, num_in, group_size, dtype):
+    """Up to what rounding the inputs of a block to 127 steps on each side costs."""
+    checkpoint = Checkpoint.random(num_out, num_in, group_size)
+    bias = torch.randn(num_out).to(dtype)
+    for packed in (checkpoint.gptq(is_v2=True), checkpoint.awq()):
+        for num_rows in (1, 2, 6, 7, 64):
+            x = torch.randn(num_rows, num_in).to(dtype)
+            got = packed.linear(x, bias).double()
+            want = F.linear(x.double(), checkpoint.dense(), bias.double())
+            allowed = 0.05 * checkpoint.dense().norm(dim=1) + 2**-8 * want.abs()
+            assert ((got - want).abs() <= allowed).all()
+
+
+def test_a_zero_point_of_16_is_kept():
+    checkpoint = Checkpoint.random(64, 64, 32)
+    checkpoint.zeros[:] = 16  # stored as 15 in the first format
+    torch.testing.assert_close(
+        rows_of(checkpoint.gptq()).double(), checkpoint.dense(), rtol=1e-6, atol=0
+    )
+
+
+def test_zero_points_are_stored_only_when_they_differ():
+    checkpoint = Checkpoint.random(64, 256, 128)
+    assert checkpoint.awq().num_bytes == 64 * 256 // 2 + 2 * 64 * 3 + 64 * 4
+    checkpoint.zeros[:] = 8
+    for packed in (checkpoint.awq(), checkpoint.gptq()):
+        assert packed.num_bytes == 64 * 256 // 2 + 2 * 64 * 2 + 64 * 4
+        torch.testing.assert_close(rows_of(packed).double(), checkpoint.dense(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_inputs_of_a_group_may_come_from_everywhere(isa, dtype):
+    checkpoint = Checkpoint.random(72, 256, 64)
+    checkpoint.groups = checkpoint.groups[torch.randperm(256)]
+    packed = checkpoint.gptq(True, checkpoint.groups.int())
+    torch.testing.assert_close(rows_of(packed).double(), checkpoint.dense(), rtol=1e-6, atol=0)
+    order = checkpoint.groups.argsort(stable=True)
+    sorted_twin = Checkpoint(
+        checkpoint.q[order], checkpoint.zeros, checkpoint.scales, checkpoint.groups[order]
+    ).gptq(True, checkpoint.groups[order])
+    assert sorted_twin.order is None
+    x = torch.randn(7, 256).to(dtype)
+    assert torch.equal(packed.linear(x), sorted_twin.linear(x[:, order].contiguous()))
+
+
+def test_what_is_not_a_checkpoint_is_refused():
+    q, z, s = torch.zeros(8, 16).int(), torch.zeros(2, 2).int(), torch.ones(2, 16)
+    for message, args in [
+        (r"qweight is torch.int64 \[8, 16\]", (q.long(), z, s)),
+        (r"strides \[1, 8\]", (torch.zeros(16, 8).int().T, z, s)),
+        (r"scales are \[2, 8\] and zero points \[2, 16\] for 16", (q, z, s[:, :8])),
+        (r"scales are \[2, 16\] and zero points \[1, 16\]", (q, z[:1], s)),
+        ("64 inputs are no 3 groups", (q, torch.zeros(3, 2).int(), torch.ones(3, 16))),
+        ("groups of 16 inputs", (q, torch.zeros(4, 2).int(), torch.ones(4, 16))),
+        (r"g_idx is \[63\] for 64 inputs", (q, z, s, torch.zeros(63))),
+        ("g_idx goes from 0 to 2, there are 2 groups", (q, z, s, torch.arange(64) // 24)),
+        ("have 16 to 48 inputs", (q, z, s, (torch.arange(64) >= 16).int())),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            PackedWeight.from_gptq(*args)
+    with pytest.raises(ValueError, match=r"scales are \[2, 16\] and zero points \[2, 8\]"):
+        PackedWeight.from_awq(torch.zeros(64, 2).int(), torch.zeros(2, 1).int(), s)

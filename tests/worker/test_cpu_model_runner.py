@@ -1,0 +1,67 @@
+"""The CPU's runner gives the tokens that the modules give, and runs what cannot be fused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_models import make_tiny_model
+from vllm import LLM, SamplingParams
+from vllm.ops.cpu import load_cpu_kernels
+from vllm.worker import cpu_model_runner
+from vllm.worker.cpu_model_runner import CPUModelRunner
+
+GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "detokenize": False}
+# One prefix for all; lengths around those of blocks and chunks.
+PROMPTS = [
+    {"prompt_token_ids": [3 + (7 * i) % 90 for i in range(32)] + [100 + length] * length}
+    for length in (1, 15, 16, 17, 40, 3, 1, 63)
+]
+# Log-probabilities of the prompt need all of its tokens: such a request takes no cached prefix.
+PARAMS = [
+    SamplingParams(**GREEDY, logprobs=2, prompt_logprobs=1 if i == 0 else None)
+    for i in range(len(PROMPTS))
+]
+FEW_BLOCKS = {"num_gpu_blocks_override": 20}
+CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 24}
+
+
+def make_llm(folder: Path, **settings: Any) -> LLM:
+    return LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        max_model_len=160,
+        max_num_seqs=8,
+        **{"dtype": "bfloat16", "block_size": 16, "num_gpu_blocks_override": 200} | settings,
+    )
+
+
+def runner_of(llm: LLM) -> CPUModelRunner:
+    return llm.llm_engine.engine_core.executor._worker.runner
+
+
+def outputs(llm: LLM) -> list[Any]:
+    generated = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in generated]
+
+
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_tokens_and_logprobs_are_those_of_the_modules(family, tmp_path, monkeypatch):
+    make_tiny_model(family, tmp_path)
+    for settings in ({}, FEW_BLOCKS, CHUNKS, CHUNKS | FEW_BLOCKS | {"enable_prefix_caching": True}):
+        llm = make_llm(tmp_path, **settings)
+        got = [outputs(llm) for _ in range(2)]  # the second finds the prefixes of the first
+        assert runner_of(llm)._fused is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_model_runner, "fuse", lambda model: None)
+            llm = make_llm(tmp_path, **settings)
+            assert got == [outputs(llm) for _ in range(2)]
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("opt", "bfloat16"), ("llama", "float32")])
+def test_a_model_that_cannot_be_fused_runs_by_its_modules(family, dtype, tmp_path):
+    make_tiny_model(family, tmp_path)
+    llm = make_llm(tmp_path, dtype=dtype)
+    assert len(outputs(llm)) == len(PROMPTS)
+    assert runner_of(llm)._fused is None

@@ -1,0 +1,134 @@
+"""A safetensors file, read straight into the memory that its tensors are for.
+
+The file is not mapped: pages of a mapping would count as memory of the process beside the copies
+that are made of them. Large tensors are read in parts by several threads, as what takes time is
+less the copy than the first touch of new memory.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.slice import Index, Source
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_LENGTH = struct.Struct("<Q")
+_PART_BYTES = 8 << 20
+"""Read at once by one thread; also the size of its buffer where a dtype is converted."""
+
+
+def read_safetensors(path: Path) -> Iterator[tuple[str, Source]]:
+    """Every tensor of a file with its name, in the order of the file; valid until the next one.
+
+    Raises:
+        WeightLoadError: the file is damaged, is not a safetensors file, or has a dtype that
+            torch has not.
+    """
+    try:
+        with safe_open(path, framework="pt"):  # checks the header as a whole
+            pass
+        with path.open("rb") as file, ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for name, place in _read_header(path, file.fileno()).items():
+                tensor = _TensorInFile(path, file.fileno(), pool, *place)
+                yield name, Source(tensor.shape, tensor.read, tensor.copy_to)
+    except (SafetensorError, OSError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise WeightLoadError(f"{path} is damaged or not a safetensors file: {reason}") from error
+
+
+_Place = tuple[int, torch.dtype, torch.Size]
+
+
+def _read_header(path: Path, fd: int) -> dict[str, _Place]:
+    """Name -> first byte in the file, dtype and shape."""
+    (length,) = _LENGTH.unpack(os.pread(fd, _LENGTH.size, 0))
+    header = json.loads(os.pread(fd, length, _LENGTH.size))
+    header.pop("__metadata__", None)
+    places = {}
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
+        if entry["dtype"] not in _DTYPES:
+            raise WeightLoadError(f"tensor {name} of {path} has the unknown dtype {entry['dtype']}")
+        start = _LENGTH.size + length + entry["data_offsets"][0]
+        places[name] = (start, _DTYPES[entry["dtype"]], torch.Size(entry["shape"]))
+    return places
+
+
+@dataclass(frozen=True)
+class _TensorInFile:
+    path: Path
+    fd: int
+    pool: ThreadPoolExecutor
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def read(self, index: Index) -> Tensor:
+        """A part in new memory."""
+        shape = list(self.shape)
+        for dim, part_of_dim in enumerate(index):
+            shape[dim] = len(range(*part_of_dim.indices(shape[dim])))
+        part = torch.empty(shape, dtype=self.dtype)
+        self.copy_to(part, index)
+        return part
+
+    def copy_to(self, target: Tensor, index: Index) -> None:
+        """Fill `target`, of the shape of that part, converting to its dtype."""
+        if target.device.type != "cpu":
+            target.copy_(self.read(index))
+            return
+        # A tensor without dimensions is one row.
+        shape = self.shape or torch.Size((1,))
+        first, end, _ = index[0].indices(shape[0]) if index else (0, shape[0], 1)
+        rows = target.view(end - first, *target.shape[1:])
+        row_bytes = shape[1:].numel() * self.dtype.itemsize
+        in_rows = (slice(None), *index[1:])
+        step = max(1, _PART_BYTES // max(1, row_bytes))
+
+        def fill(row: int) -> None:
+            part = rows[row : row + step]
+            start = self.start + (first + row) * row_bytes
+            if part.dtype == self.dtype and part.is_contiguous() and not index[1:]:
+                self._read_bytes(part, start)
+                return
+            buffer = torch.empty(len(part), *shape[1:], dtype=self.dtype)
+            self._read_bytes(buffer, start)
+            part.copy_(buffer[in_rows])
+
+        starts = range(0, len(rows), step)
+        if len(starts) == 1:
+            fill(0)
+            return
+        for _ in self.pool.map(fill, starts):  # an error of a thread is raised here
+            pass
+
+    def _read_bytes(self, target: Tensor, start: int) -> None:
+        data = memoryview(cast(Any, target.flatten().view(torch.uint8).numpy()))
+        done = 0
+        while done < len(data):
+            num_read = os.preadv(self.fd, [data[done:]], start + done)
+            if not num_read:
+                raise WeightLoadError(f"{self.path} is damaged: it ends before its last tensor")
+            done += num_read

@@ -1,0 +1,131 @@
+"""What a GPTQ or AWQ checkpoint says about an int4 weight besides its numbers.
+
+Reads scales, zero points and the order of inputs, and checks their shapes; the numbers themselves
+are taken over by the C++ kernels. Knows no files and no kernels.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_BLOCKS = (128, 64, 32)  # inputs that share a scale, csrc/cpu/linear_format.h
+_NO_ZERO = 8  # the zero point where the kernels are given none
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0 to 7 in a word, from the lowest bits on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int4Groups:
+    """The groups of inputs of a weight [out_features, in_features] with a scale each."""
+
+    shape: torch.Size
+    """(out_features, in_features)"""
+
+    scales: Tensor
+    """[G, out_features] float32, dense."""
+
+    zeros: Tensor | None
+    """[G, out_features] uint8, 0 to 16, dense; None: all are 8."""
+
+    order: Tensor | None
+    """[in_features] int32: the inputs, group by group; None: as they come."""
+
+    group_inputs: int
+    """Inputs of a group."""
+
+    block_inputs: int
+    """Inputs that share a scale in the kernels: the largest size that divides a group."""
+
+
+def read_gptq(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, zero_offset: int
+) -> Int4Groups:
+    """The groups of a GPTQ weight; see `PackedWeight.from_gptq`.
+
+    Args:
+        qweight: [in_features / 8, out_features]
+        qzeros: [G, out_features / 8]
+        scales: [G, out_features]
+        g_idx: [in_features] or None.
+        zero_offset: what to add to a stored zero point.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or the groups are not of equal size.
+    """
+    shape = torch.Size((qweight.shape[-1], 8 * qweight.shape[0]))
+    zeros = _nibbles(qzeros, range(8)) + zero_offset
+    order = None if g_idx is None else _order_of(g_idx, shape[1], len(scales))
+    return _groups(shape, qweight, scales, zeros, order)
+
+
+def read_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Int4Groups:
+    """The groups of an AWQ weight; see `PackedWeight.from_awq`.
+
+    Args:
+        qweight: [in_features, out_features / 8]
+        qzeros: [G, out_features / 8]
+        scales: [G, out_features]
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    shape = torch.Size((8 * qweight.shape[-1], qweight.shape[0]))
+    return _groups(shape, qweight, scales, _nibbles(qzeros, _AWQ_PLACES), None)
+
+
+def _nibbles(words: Tensor, places: range | tuple[int, ...]) -> Tensor:
+    """Eight numbers of 4 bits in each word [G, W] -> [G, 8 * W] uint8; places[i] has number i."""
+    shifts = torch.tensor(places, dtype=torch.int32) * 4
+    return (words[..., None].int() >> shifts & 15).flatten(-2).to(torch.uint8)
+
+
+def _order_of(g_idx: Tensor, num_inputs: int, num_groups: int) -> Tensor | None:
+    """The inputs sorted by group; None when they are."""
+    if g_idx.shape != (num_inputs,):
+        raise ValueError(f"g_idx is {list(g_idx.shape)} for {num_inputs} inputs")
+    groups = g_idx.long()
+    if groups.min() < 0 or groups.max() >= num_groups:
+        raise ValueError(
+            f"g_idx goes from {groups.min()} to {groups.max()}, there are {num_groups} groups"
+        )
+    sizes = groups.bincount(minlength=num_groups)
+    if (sizes != sizes[0]).any():
+        raise ValueError(
+            f"the groups of g_idx have {sizes.min()} to {sizes.max()} inputs: they must be equal"
+        )
+    if (groups[1:] >= groups[:-1]).all():
+        return None
+    return groups.argsort(stable=True).int()
+
+
+def _groups(
+    shape: torch.Size, qweight: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None
+) -> Int4Groups:
+    num_out, num_in = shape
+    if qweight.dtype != torch.int32 or not qweight.is_contiguous() or not qweight.is_cpu:
+        raise ValueError(
+            f"qweight is {qweight.dtype} {list(qweight.shape)} with strides "
+            f"{list(qweight.stride())} on {qweight.device}, not dense torch.int32 on cpu"
+        )
+    num_groups = len(scales)
+    if scales.shape != (num_groups, num_out) or zeros.shape != scales.shape or num_out % 8:
+        raise ValueError(
+            f"scales are {list(scales.shape)} and zero points {list(zeros.shape)} for "
+            f"{num_out} outputs"
+        )
+    if num_groups == 0 or num_in % num_groups or num_in % 8:
+        raise ValueError(f"{num_in} inputs are no {num_groups} groups of equal size")
+    group_inputs = num_in // num_groups
+    fitting = [b for b in _BLOCKS if num_groups == 1 or group_inputs % b == 0]
+    if not fitting:
+        raise ValueError(
+            f"groups of {group_inputs} inputs: a multiple of 32 or one group is needed"
+        )
+    return Int4Groups(
+        shape=shape,
+        scales=scales.float().contiguous(),
+        zeros=None if (zeros == _NO_ZERO).all() else zeros.contiguous(),
+        order=order,
+        group_inputs=group_inputs,
+        block_inputs=fitting[0],
+    )
