@@ -1,7 +1,9 @@
 """Host time of an engine step apart from the forward pass.
 
-Every part of a steady decode step is timed where it happens: schedule, batch update and input
-building, forward (model and logits), sampling, collection, scheduler update, output processing.
+Every part of a steady decode step is timed where it happens: schedule, batch update, the forward
+pass, scheduler update, output processing. Where the CPU runs a step of decodes in one call, "model"
+is that call, with its inputs and the sampling in it; elsewhere (`--logprobs`) input building,
+sampling and collection are parts of their own.
 """
 
 import argparse
@@ -46,12 +48,15 @@ def measure(num_seqs: int, args: argparse.Namespace) -> dict[str, Any]:
     runner = core.executor._worker.runner
     vocab_size = engine.vllm_config.model.resolved_arch.vocab_size
     for index, prompt in enumerate(random_prompts(num_seqs, args.input_len, vocab_size)):
-        engine.add_request(str(index), prompt, fixed_length(args.num_steps + 32))
+        params = fixed_length(args.num_steps + 32)
+        params.logprobs = args.logprobs
+        engine.add_request(str(index), prompt, params)
     for _ in range(16):  # all prompts are through, and caches are warm
         engine.step()
 
     timers = Timers()
     model_runner.build_ragged_input = _BUILD_INPUT
+    fused = getattr(runner, "_decode_step", None)
     for owner, name, part in (
         (engine, "step", "step"),
         (core.scheduler, "schedule", "schedule"),
@@ -65,16 +70,22 @@ def measure(num_seqs: int, args: argparse.Namespace) -> dict[str, Any]:
         (engine.output_processor, "process", "output"),
     ):
         timers.wrap(owner, name, part)
+    if fused is not None and args.logprobs is None:
+        timers.wrap(fused, "_step", "model")
     for _ in range(args.num_steps):
         engine.step()
     parts = timers.parts
-    device = [a + b for a, b in zip(parts["forward"], parts["logits"], strict=True)]
+    device = parts["model"]
+    if not device:
+        device = [a + b for a, b in zip(parts["forward"], parts["logits"], strict=True)]
     host = [step - d for step, d in zip(parts["step"], device, strict=True)]
     return {
         "num_seqs": num_seqs,
         "host_ms": percentiles([x * 1e3 for x in host]),
         "forward_ms": percentiles([x * 1e3 for x in device]),
-        "parts_us": {name: round(percentiles(v, 9)["p50"] * 1e6, 1) for name, v in parts.items()},
+        "parts_us": {
+            name: round(percentiles(v, 9)["p50"] * 1e6, 1) for name, v in parts.items() if v
+        },
     }
 
 
@@ -82,6 +93,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--num-seqs", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--num-steps", type=int, default=100)
+    parser.add_argument("--logprobs", type=int, help="of each request: steps in several calls")
     args = parser.parse_args()
     results = [measure(num_seqs, args) for num_seqs in args.num_seqs]
     report("step", {"steps": args.num_steps, "input_len": args.input_len}, results)

@@ -161,6 +161,16 @@ VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
                                                     int num_threads) {                            \
     return isa->table->decoder_forward(*model, *launch, num_threads);                             \
   }                                                                                               \
+  VLLM_EXPORT int64_t vllm_decode_step_scratch_bytes_##suffix(                                    \
+      const vllm_cpu::DecoderModel<T>* model, const vllm_cpu::LinearWeight* head,                 \
+      const vllm_cpu::DecodeStepRows* rows, int64_t n, int num_threads) {                         \
+    return isa->table->decode_step_scratch_bytes(*model, *head, *rows, n, num_threads);           \
+  }                                                                                               \
+  VLLM_EXPORT int64_t vllm_decode_step_##suffix(                                                  \
+      const vllm_cpu::DecoderModel<T>* model, const vllm_cpu::LinearWeight* head,                 \
+      const vllm_cpu::DecodeStepRows* rows, vllm_cpu::DecodeStepLaunch* launch, int num_threads) {\
+    return isa->table->decode_step(*model, *head, *rows, *launch, num_threads);                   \
+  }                                                                                               \
   VLLM_EXPORT int64_t vllm_sample_##suffix(const vllm_cpu::SampleArgs<T>* args,                   \
                                            int num_threads) {                                     \
     return isa->table->sample(*args, num_threads);                                                \

@@ -6,7 +6,7 @@
 #include "attention.h"
 #include "attention_prefill.h"
 #include "cache.h"
-#include "decoder.h"
+#include "decode_step.h"
 #include "linear_pack.h"
 #include "moe.h"
 #include "norm.h"
@@ -32,6 +32,8 @@ constexpr vllm_cpu::Kernels<T> all_kernels() {
           pack_panels,
           decoder_scratch_bytes<T>,
           decoder_forward<T>,
+          decode_step_scratch_bytes<T>,
+          decode_step<T>,
           sample<T>,
           gather_logprobs<T>,
           draw_exponentials,

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "decode_step_args.h"
 #include "decoder_model.h"
 #include "linear_format.h"
 #include "sampling_args.h"
@@ -110,6 +111,10 @@ struct Kernels {
   int64_t (*decoder_scratch_bytes)(const DecoderModel<T>& model, int64_t num_tokens,
                                    int num_threads);
   int64_t (*decoder_forward)(const DecoderModel<T>& model, DecoderLaunch& launch, int num_threads);
+  int64_t (*decode_step_scratch_bytes)(const DecoderModel<T>& model, const LinearWeight& head,
+                                       const DecodeStepRows& rows, int64_t n, int num_threads);
+  int64_t (*decode_step)(const DecoderModel<T>& model, const LinearWeight& head,
+                         const DecodeStepRows& rows, DecodeStepLaunch& launch, int num_threads);
   int64_t (*sample)(const SampleArgs<T>& args, int num_threads);
   int64_t (*gather_logprobs)(const LogprobArgs<T>& args, int num_threads);
   void (*draw_exponentials)(const uint64_t* keys, const int64_t* positions, int64_t num_rows,

@@ -34,9 +34,20 @@ def test_the_budget_is_kept_and_used(want, extra):
     assert all(got == 1 for got, count in zip(take, want, strict=True) if count == 1)
 
 
+def make_plan(rows: list[int], take: list[int], only_decodes: bool, has_idle: bool) -> Plan:
+    return Plan(
+        rows=np.array(rows, np.int32),
+        take=np.array(take, np.int32),
+        budget=10,
+        block_rows=np.empty(0, np.int32),
+        block_ids=[],
+        only_decodes=only_decodes,
+        has_idle=has_idle,
+    )
+
+
 def test_rows_without_tokens_are_left_out_and_single_tokens_go_first():
-    rows, take = np.array([5, 3, 8, 1], np.int32), np.array([4, 1, 0, 2], np.int32)
-    plan = Plan(rows, take, 10, np.empty(0, np.int32), [])
+    plan = make_plan([5, 3, 8, 1], [4, 1, 0, 2], only_decodes=False, has_idle=True)
     plan.add_rows([7, 6], [1, 3])
     in_order, tokens = plan.decodes_first()
     assert in_order.tolist() == [3, 7, 5, 1, 6]
@@ -44,6 +55,12 @@ def test_rows_without_tokens_are_left_out_and_single_tokens_go_first():
 
 
 def test_a_batch_that_only_decodes_is_passed_on_as_it_is():
-    rows = np.array([5, 3], np.int32)
-    plan = Plan(rows, np.ones(2, np.int32), 10, np.empty(0, np.int32), [])
-    assert plan.decodes_first()[0] is rows
+    plan = make_plan([5, 3], [1, 1], only_decodes=True, has_idle=False)
+    assert plan.decodes_first()[0] is plan.rows
+
+
+def test_prompts_that_join_decodes_come_after_them():
+    plan = make_plan([5, 3], [1, 0], only_decodes=True, has_idle=True)
+    assert [x.tolist() for x in plan.decodes_first()] == [[5], [1]]
+    plan.add_rows([7, 6], [4, 1])
+    assert [x.tolist() for x in plan.decodes_first()] == [[5, 6, 7], [1, 1, 4]]

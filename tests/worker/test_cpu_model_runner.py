@@ -8,6 +8,7 @@ import pytest
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.ops.cpu import load_cpu_kernels
+from vllm.ops.cpu_decode_step import FusedDecodeStep
 from vllm.worker import cpu_model_runner
 from vllm.worker.cpu_model_runner import CPUModelRunner
 
@@ -57,6 +58,49 @@ def test_tokens_and_logprobs_are_those_of_the_modules(family, tmp_path, monkeypa
             patch.setattr(cpu_model_runner, "fuse", lambda model: None)
             llm = make_llm(tmp_path, **settings)
             assert got == [outputs(llm) for _ in range(2)]
+
+
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_decodes_in_one_call_give_the_tokens_of_several(family, tmp_path, monkeypatch):
+    """Random and greedy rows, rows that want more of the sampler, preemption, prefix hits."""
+    make_tiny_model(family, tmp_path)
+    params = [
+        SamplingParams(
+            **GREEDY | {"temperature": 0 if i % 3 == 0 else 1.5, "max_tokens": 12 + 3 * i},
+            seed=i,
+            top_p=0.9 if i % 2 else 1,
+            top_k=30 if i == 4 else 0,
+            min_p=0.05 if i == 5 else 0,
+            presence_penalty=0.5 if i == 7 else 0,
+        )
+        for i in range(len(PROMPTS))
+    ]
+    num_runs = 0
+    run = FusedDecodeStep.run
+
+    def counted(self, *args):
+        nonlocal num_runs
+        tokens = run(self, *args)
+        num_runs += tokens is not None
+        return tokens
+
+    def tokens_of(llm):
+        return [
+            [o.outputs[0].token_ids for o in llm.generate(PROMPTS, p, use_tqdm=False)]
+            for p in (params, [*params[:7], params[0]])
+        ]
+
+    monkeypatch.setattr(FusedDecodeStep, "run", counted)
+    for settings in ({}, FEW_BLOCKS, CHUNKS | FEW_BLOCKS | {"enable_prefix_caching": True}):
+        before = num_runs
+        got = tokens_of(make_llm(tmp_path, **settings))
+        assert num_runs - before > 10
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_model_runner, "read_head", lambda model: None)
+            before = num_runs
+            assert got == tokens_of(make_llm(tmp_path, **settings))
+            assert num_runs == before
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("opt", "bfloat16"), ("llama", "float32")])

@@ -20,6 +20,10 @@ class Plan:
     block_rows: IntArray
     """Running rows that get one more block each, and the blocks."""
     block_ids: list[int]
+    only_decodes: bool
+    """Each row runs its one token that is not computed; those of new requests may be more."""
+    has_idle: bool
+    """Some of `take` may be 0."""
     new_requests: list[NewRequest] = field(default_factory=list)
     first_admitted: list[Request] = field(default_factory=list)
     """Those of the new ones that were never admitted before."""
@@ -28,13 +32,15 @@ class Plan:
         """Append rows; their tokens are off the budget already."""
         self.rows = np.concatenate([self.rows, np.array(rows, np.int32)])
         self.take = np.concatenate([self.take, np.array(take, np.int32)])
+        self.only_decodes = False
 
     def decodes_first(self) -> tuple[IntArray, IntArray]:
         """Rows with something to run and their tokens, single tokens before the others."""
         rows, take = self.rows, self.take
-        runs = take > 0
-        if not runs.all():
+        if self.has_idle and not (runs := take > 0).all():
             rows, take = rows[runs], take[runs]
+        if self.only_decodes:
+            return rows, take
         several = take > 1
         if several.any():
             order = np.argsort(several, kind="stable")

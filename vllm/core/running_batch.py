@@ -30,6 +30,7 @@ class RunningBatch:
         has_stop_tokens: per row, whether further tokens end it.
         num_prompt: per row, tokens of the prompt.
         num_prompt_logprobs: running requests that want log-probabilities of their prompt.
+        num_with_stop_tokens: running requests that further tokens end.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -41,6 +42,7 @@ class RunningBatch:
         self.has_stop_tokens = np.zeros(max_num_seqs, np.bool_)
         self.num_prompt = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_logprobs = 0
+        self.num_with_stop_tokens = 0
         self._requests: list[Request | None] = [None] * max_num_seqs
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._sorted: list[Request] = []
@@ -95,6 +97,7 @@ class RunningBatch:
         self.has_stop_tokens[row] = bool(spec.stop_token_ids)
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_prompt_logprobs += request.wants_prompt_logprobs
+        self.num_with_stop_tokens += bool(spec.stop_token_ids)
         insort(self._sorted, request, key=_sort_key)
         self._order = None
 
@@ -105,5 +108,6 @@ class RunningBatch:
             self._requests[request.row] = None
             self._free_rows.append(request.row)
             self.num_prompt_logprobs -= request.wants_prompt_logprobs
+            self.num_with_stop_tokens -= bool(request.spec.stop_token_ids)
             request.row = -1
         self._order = None

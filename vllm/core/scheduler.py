@@ -38,6 +38,7 @@ from vllm.request import Request, RequestStatus
 logger = init_logger(__name__)
 
 _PREEMPTIONS_PER_WARNING = 50
+_NO_ROWS: IntArray = np.empty(0, np.int32)
 _MAX_PASSED_OVER = 16
 """Long prompts that a step looks behind for shorter ones."""
 
@@ -148,7 +149,7 @@ class Scheduler:
         step_id = next(self._step_ids)
         freed_rows: list[int] = []
         if len(rows):
-            self._launch(step_id, rows, num_computed, num_scheduled, plan.first_admitted)
+            self._launch(step_id, rows, num_computed, num_scheduled, plan)
             freed_rows, self._freed_rows = self._freed_rows, []
         return SchedulerOutput(
             step_id=step_id,
@@ -158,7 +159,7 @@ class Scheduler:
             num_computed_tokens=num_computed,
             num_scheduled_tokens=num_scheduled,
             block_rows=plan.block_rows,
-            block_ids=np.array(plan.block_ids, np.int32),
+            block_ids=np.array(plan.block_ids, np.int32) if plan.block_ids else _NO_ROWS,
         )
 
     def update(self, output: ModelRunnerOutput) -> EngineOutput:
@@ -208,30 +209,43 @@ class Scheduler:
     def _plan_running(self) -> Plan:
         """Tokens for the running requests; preempts until their blocks fit."""
         running, size = self.running, self.cache.block_size
+        budget = self.config.max_num_batched_tokens
         while True:
             rows = running.order
             num_tokens, computed = running.num_tokens[rows], running.num_computed[rows]
             want = num_tokens - computed
-            # A request whose last token is in flight has nothing left to run.
-            want[num_tokens >= running.limit[rows]] = 0
-            budget = self.config.max_num_batched_tokens
-            take = share_budget(np.minimum(want, self._chunk_limit), budget)
+            if self._in_flight:
+                # A request whose last token is in flight has nothing left to run.
+                want[num_tokens >= running.limit[rows]] = 0
+            only_decodes = len(rows) <= budget and int(want.max(initial=0)) <= 1
+            take = want
+            if not only_decodes:
+                take = share_budget(np.minimum(want, self._chunk_limit), budget)
             lack = computed + take - running.capacity[rows]
-            short = np.flatnonzero(lack > 0)
+            short = (lack > 0).nonzero()[0]
             counts = -(-lack[short] // size)
-            if counts.sum() <= self.cache.pool.num_free:
+            if not len(short) or counts.sum() <= self.cache.pool.num_free:
                 break
             self._warn_of_preemption(running.last)
             self._preempt(running.last)
-        running.capacity[rows[short]] += counts * size
-        block_rows = np.repeat(rows[short], counts)
-        block_ids = self.cache.extend(running.at(block_rows))
-        return Plan(rows, take, budget - int(take.sum()), block_rows, block_ids)
+        block_rows, block_ids = _NO_ROWS, []
+        if len(short):
+            running.capacity[rows[short]] += counts * size
+            block_rows = np.repeat(rows[short], counts)
+            block_ids = self.cache.extend(running.at(block_rows))
+        return Plan(
+            rows=rows,
+            take=take,
+            budget=budget - int(take.sum()),
+            block_rows=block_rows,
+            block_ids=block_ids,
+            only_decodes=only_decodes,
+            has_idle=bool(self._in_flight) or not only_decodes,
+        )
 
     def _remember_prefills(self, plan: Plan) -> None:
         """Make the blocks that running prompts fill in this step findable."""
-        several = plan.take > 1
-        if not several.any():
+        if plan.only_decodes or not (several := plan.take > 1).any():
             return
         rows = plan.rows[several]
         after = self.running.num_computed[rows] + plan.take[several]
@@ -365,17 +379,19 @@ class Scheduler:
         rows: IntArray,
         num_computed: IntArray,
         num_scheduled: IntArray,
-        first_admitted: list[Request],
+        plan: Plan,
     ) -> None:
         """Book a step: its tokens count as computed, the ones it samples as there."""
         running = self.running
         prompt_chunks = self._prompt_chunks(rows, num_computed)
         after = num_computed + num_scheduled
         running.num_computed[rows] = after
-        samples = after >= running.num_tokens[rows]
-        if not samples.all():
-            rows = rows[samples]
-        running.num_tokens[rows] += 1
+        if not plan.only_decodes:
+            samples = after >= running.num_tokens[rows]
+            if not samples.all():
+                rows, after = rows[samples], after[samples]
+        num_tokens = after + 1  # all known ones are computed, and there is one more
+        running.num_tokens[rows] = num_tokens
         requests, request_ids = self._requests_of(rows)
         self._in_flight.append(
             Step(
@@ -383,9 +399,9 @@ class Scheduler:
                 rows=rows,
                 requests=requests,
                 request_ids=request_ids,
-                num_tokens=running.num_tokens[rows],
-                admitted=first_admitted,
-                started_at=time.time() if first_admitted else 0.0,
+                num_tokens=num_tokens,
+                admitted=plan.first_admitted,
+                started_at=time.time() if plan.first_admitted else 0.0,
                 prompt_chunks=prompt_chunks,
             )
         )
@@ -448,9 +464,11 @@ class Scheduler:
         running, rows = self.running, step.rows
         is_eos = token_ids == running.eos[rows]
         is_limit = step.num_tokens >= running.limit[rows]
-        suspects = np.flatnonzero(is_eos | is_limit | running.has_stop_tokens[rows])
+        is_suspect = is_eos | is_limit
+        if running.num_with_stop_tokens:
+            is_suspect |= running.has_stop_tokens[rows]
         finished: dict[str, Finished] = {}
-        for index in suspects.tolist():
+        for index in is_suspect.nonzero()[0].tolist():
             request, token_id = step.requests[index], int(token_ids[index])
             if is_eos[index]:
                 finished[request.request_id] = Finished(FinishReason.STOP)
@@ -458,7 +476,8 @@ class Scheduler:
                 finished[request.request_id] = Finished(FinishReason.STOP, token_id)
             elif is_limit[index]:
                 finished[request.request_id] = Finished(FinishReason.LENGTH)
-        self.abort_requests(finished)
+        if finished:
+            self.abort_requests(finished)
         return finished
 
     # ---- leaving the batch ----------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vllm.attention import Attention
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.cpu_linear_method import CPULinear, PackedEmbedding
+from vllm.model_executor.layers.cpu_linear_method import CPULinear, PackedEmbedding, PackedLMHead
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -58,6 +58,15 @@ def fuse(model: nn.Module) -> FusedDecoder | None:
         return FusedDecoder(_read_decoder(model.model))
     except _NotFusibleError:
         return None
+
+
+def read_head(model: nn.Module) -> PackedWeight | None:
+    """The output head of such a model; None when modules have to run it."""
+    if not isinstance(model, DecoderForCausalLM) or type(model.lm_head) is not PackedLMHead:
+        return None
+    if type(model).compute_logits is not DecoderForCausalLM.compute_logits:
+        return None
+    return model.lm_head.packed
 
 
 def _read_decoder(decoder: Decoder) -> FusedModel:

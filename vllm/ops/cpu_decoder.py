@@ -2,7 +2,7 @@
 
 Per operator, a launch of a small model spends more time in Python and in waking threads than in
 arithmetic. Here a call sets a few pointers. Knows tensors and packed weights; knows no modules:
-`vllm.model_executor.layers.fused_decoder` reads them from a model.
+`vllm.model_executor.fused_decoder` reads them from a model.
 """
 
 import ctypes
@@ -70,8 +70,8 @@ class FusedModel:
     norm_eps: float
 
 
-class _Status(IntEnum):
-    """DecoderStatus of csrc/cpu/decoder_model.h."""
+class DecoderStatus(IntEnum):
+    """Why a launch was not computed; the values are those of csrc/cpu/decoder_model.h."""
 
     DONE = 0
     BAD_TOKEN = 1
@@ -129,6 +129,10 @@ class FusedDecoder:
     Args:
         model: on the CPU. The weights and caches may change their content, not their place.
 
+    Attributes:
+        dtype: of activations.
+        hidden_size: elements of a row of activations.
+
     Raises:
         ValueError: shapes, dtypes or strides do not fit each other.
         RuntimeError: the kernels are not built.
@@ -140,9 +144,9 @@ class FusedDecoder:
             raise RuntimeError("a fused decoder needs the C++ CPU kernels, which are not built")
         _check_model(model)
         self._model = model
-        self._dtype = model.final_norm.dtype
-        self._hidden_size = model.final_norm.shape[0]
-        suffix = _SUFFIXES[self._dtype]
+        self.dtype = model.final_norm.dtype
+        self.hidden_size = model.final_norm.shape[0]
+        suffix = _SUFFIXES[self.dtype]
         self._forward = getattr(library, f"vllm_decoder_forward_{suffix}")
         self._forward.argtypes = [c_void_p, c_void_p, c_int]
         self._forward.restype = c_int64
@@ -155,6 +159,11 @@ class FusedDecoder:
         self._addresses = ctypes.addressof(self._struct), ctypes.addressof(self._launch)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scratch_for = (0, 0)  # tokens, threads
+
+    @property
+    def address(self) -> int:
+        """Of the DecoderModel that kernels take, valid as long as this object lives."""
+        return self._addresses[0]
 
     def forward(
         self,
@@ -199,7 +208,7 @@ class FusedDecoder:
                 f"{num_decodes} of {num_requests} requests are decodes, with {num_tokens} tokens"
             )
         num_threads = _num_threads()
-        out = torch.empty(num_tokens, self._hidden_size, dtype=self._dtype)
+        out = torch.empty(num_tokens, self.hidden_size, dtype=self.dtype)
         launch = self._launch
         launch.input_ids = input_ids.data_ptr()
         launch.positions = positions.data_ptr()
@@ -214,9 +223,9 @@ class FusedDecoder:
         if num_tokens > self._scratch_for[0] or num_threads != self._scratch_for[1]:
             self._grow(num_tokens, num_threads)
         status = self._forward(*self._addresses, num_threads)
-        if status != _Status.DONE:
+        if status != DecoderStatus.DONE:
             self._refuse(
-                _Status(status), input_ids, positions, slot_mapping, block_tables, seq_lens
+                DecoderStatus(status), input_ids, positions, slot_mapping, block_tables, seq_lens
             )
         return out
 
@@ -229,7 +238,7 @@ class FusedDecoder:
 
     def _refuse(
         self,
-        status: _Status,
+        status: DecoderStatus,
         input_ids: Tensor,
         positions: Tensor,
         slot_mapping: Tensor,
@@ -238,15 +247,15 @@ class FusedDecoder:
     ) -> NoReturn:
         """Say why a launch was not computed."""
         bad, model = self._launch.bad_index, self._struct
-        if status is _Status.NO_MEMORY:
+        if status is DecoderStatus.NO_MEMORY:
             raise MemoryError("no scratch memory for a decoder")
-        if status is _Status.BAD_TOKEN:
+        if status is DecoderStatus.BAD_TOKEN:
             raise IndexError(f"input_ids[{bad}] is {input_ids[bad]} of {model.vocab_size} rows")
-        if status is _Status.BAD_POSITION:
+        if status is DecoderStatus.BAD_POSITION:
             raise IndexError(
                 f"positions[{bad}] is {positions[bad]}, cos_sin has {model.max_positions} rows"
             )
-        if status is _Status.BAD_SLOT:
+        if status is DecoderStatus.BAD_SLOT:
             num_slots = model.num_blocks * model.block_size
             raise IndexError(f"slot_mapping[{bad}] is {slot_mapping[bad]} of {num_slots} slots")
         raise IndexError(

@@ -25,7 +25,7 @@ from vllm.sample.metadata import (
 )
 from vllm.sample.penalties import Penalties, TokenCounts
 from vllm.sample.processors import RowProcessors
-from vllm.sample.random import stream_keys
+from vllm.sample.random import KeyArray, stream_keys
 from vllm.sample.sampler import SamplerOutput
 from vllm.sample.static_shapes import StaticShapes, canonical, class_of
 from vllm.sampling_params import SamplingParams
@@ -94,6 +94,12 @@ class SamplingState:
     def padding_row(self) -> int:
         """A row that nobody takes: in a launch it is greedy and its token is of no interest."""
         return self._padding_row
+
+    @property
+    def row_arrays(self) -> tuple[FeatureArray, FloatArray, KeyArray]:
+        """[rows + 1] `Feature` bits, [8, rows + 1] numbers in the order of `Param`, and [rows + 1]
+        keys of random numbers: this object's own, only read, and never replaced."""
+        return self._features, self._params, self._keys
 
     @property
     def has_processors(self) -> bool:
@@ -294,7 +300,7 @@ class SamplingState:
         """
         if host_ids is None:
             host_ids = sampled.host_ids.cpu().numpy()
-        errors = {int(rows[i]): _INVALID for i in np.flatnonzero(host_ids[: len(rows)] < 0)}
+        errors = invalid_rows(rows, host_ids[: len(rows)])
         errors.update({int(rows[i]): error for i, error in sampled.errors.items()})
         errors.update(self._filler.errors(rows))
         errors.pop(self.padding_row, None)
@@ -358,3 +364,8 @@ class SamplingState:
         some = len(indices) < len(rows)
         device_rows = torch.from_numpy(indices).to(self.device) if some else None
         return LogprobPlan(indices, num_logprobs, width, device_rows)
+
+
+def invalid_rows(rows: IntArray, host_ids: IntArray) -> dict[int, str]:
+    """row -> why it has no token, for the rows [n] whose `SamplerOutput.host_ids` [n] say so."""
+    return {int(rows[i]): _INVALID for i in np.flatnonzero(host_ids < 0)}

@@ -110,11 +110,13 @@ class ModelRunner:
         self._update_state(step)
         self._num_steps += 1
         self._num_useful_tokens += step.num_tokens
-        launches = [self._launch(launch) for launch in self.planner.plan(step)]
-        self._in_flight = StepHandle(
-            lambda: self._collect(step.step_id, launches), before=self._in_flight
-        )
+        self._in_flight = StepHandle(self._start(step), before=self._in_flight)
         return self._in_flight
+
+    def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Launch a step; what is returned waits for its tokens."""
+        launches = [self._launch(launch) for launch in self.planner.plan(step)]
+        return lambda: self._collect(step.step_id, launches)
 
     def _needs_tokens(self, step: SchedulerOutput) -> bool:
         """Whether the host must know the tokens of the step in flight before this one starts:

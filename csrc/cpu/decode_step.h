@@ -1,0 +1,196 @@
+// A whole step of decodes in one call: inputs, decoder, output head, sampling, and the new tokens
+// noted in their rows.
+//
+// It serves the steady state, in which every row runs its newest token and samples the next. What
+// it cannot serve (prompts, penalties, masks, log-probabilities) it refuses before it has touched
+// anything. Between two forward passes of a small model the caches of a core hold nothing of the
+// interpreter, and each of its calls waits for memory: one call instead of some fifty.
+//
+// The parts are the kernels that also serve single calls, so the tokens are the same.
+#pragma once
+
+#include <type_traits>
+
+#include "decode_step_args.h"
+#include "decoder.h"
+#include "sampling.h"
+
+namespace VLLM_ISA {
+
+using vllm_cpu::DecodeStepLaunch;
+using vllm_cpu::DecodeStepRows;
+
+constexpr int64_t kNumParams = vllm_cpu::kIsGreedy + 1;
+
+// Where the parts of a step of n rows are in its scratch memory.
+template <typename T>
+struct DecodeStepBuffers {
+  char* decoder;
+  int64_t* input_ids;  // [n]
+  int64_t* positions;  // [n]
+  int64_t* slots;      // [n]
+  int32_t* seq_lens;   // [n]
+  int32_t* tables;     // [n, blocks of the longest request]
+  T* hidden;           // [n, hidden]
+  T* logits;           // [n, outputs of the head]
+  float* params;       // [8, n]
+  uint64_t* keys;      // [n]
+  int64_t* draws;      // [n]
+  int32_t* token_ids;  // [n]
+  int64_t bytes;
+
+  DecodeStepBuffers(const DecoderModel<T>& model, const LinearWeight& head,
+                    const DecodeStepRows& rows, int64_t n, int num_threads, char* scratch)
+      : bytes(0) {
+    const auto take = [&](auto*& at, int64_t count) {
+      at = reinterpret_cast<std::remove_reference_t<decltype(at)>>(scratch + bytes);
+      bytes += aligned(count * int64_t{sizeof(*at)});
+    };
+    take(decoder, decoder_scratch_bytes(model, n, num_threads));
+    take(input_ids, n);
+    take(positions, n);
+    take(slots, n);
+    take(seq_lens, n);
+    take(tables, n * rows.max_blocks);
+    take(hidden, n * model.hidden_size);
+    take(logits, n * head.out_features);
+    take(params, kNumParams * n);
+    take(keys, n);
+    take(draws, n);
+    take(token_ids, n);
+  }
+};
+
+// Bytes for any step of at most n rows.
+template <typename T>
+int64_t decode_step_scratch_bytes(const DecoderModel<T>& model, const LinearWeight& head,
+                                  const DecodeStepRows& rows, int64_t n, int num_threads) {
+  alignas(64) char nothing[64];  // only addresses are computed
+  return DecodeStepBuffers<T>(model, head, rows, n, num_threads, nothing).bytes;
+}
+
+template <typename T>
+class DecodeStep {
+ public:
+  DecodeStep(const DecoderModel<T>& model, const LinearWeight& head, const DecodeStepRows& rows,
+             DecodeStepLaunch& launch, int num_threads)
+      : model_(model),
+        head_(head),
+        rows_(rows),
+        launch_(launch),
+        num_threads_(num_threads),
+        buffers_(model, head, rows, launch.n, num_threads, launch.scratch) {}
+
+  int64_t run() {
+    if (!is_plain()) return vllm_cpu::kNotPlain;
+    gather();
+    int64_t status = 0;
+    const int team_size = is_small(model_, forward_) ? 1 : num_threads_;
+    team(team_size, [&] { status = compute(); });
+    if (status == 0) note();
+    return status;
+  }
+
+ private:
+  bool is_plain() {
+    for (int64_t i = 0; i < launch_.n; ++i) {
+      const int64_t row = launch_.rows[i], position = launch_.num_computed[i];
+      if (row < 0 || row >= rows_.num_rows || launch_.num_scheduled[i] != 1) return false;
+      // The newest token, and one of the output.
+      if (position + 1 != rows_.num_tokens[row] || position < rows_.num_prompt[row]) return false;
+      if (position + 1 >= rows_.max_tokens) return false;
+      if (position / model_.block_size >= rows_.max_blocks) return false;
+      if ((rows_.features[row] & ~rows_.known_features) != 0) return false;
+      is_random_ |= (rows_.features[row] & rows_.random_feature) != 0;
+    }
+    return true;
+  }
+
+  // Fills in forward_ and what the sampler needs.
+  void gather() {
+    const int64_t n = launch_.n, size = model_.block_size;
+    int64_t longest = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      longest = launch_.num_computed[i] > longest ? launch_.num_computed[i] : longest;
+    }
+    const int64_t max_blocks = longest / size + 1;
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t row = launch_.rows[i], position = launch_.num_computed[i];
+      const int32_t* const blocks = rows_.block_table + row * rows_.max_blocks;
+      buffers_.input_ids[i] = rows_.token_ids[row * rows_.max_tokens + position];
+      buffers_.positions[i] = position;
+      buffers_.seq_lens[i] = static_cast<int32_t>(position + 1);
+      buffers_.slots[i] = blocks[position / size] * size + position % size;
+      __builtin_memcpy(buffers_.tables + i * max_blocks, blocks, max_blocks * sizeof(int32_t));
+      if (!is_random_) continue;
+      for (int64_t p = 0; p < kNumParams; ++p) {
+        buffers_.params[p * n + i] = rows_.params[p * rows_.num_params + row];
+      }
+      buffers_.keys[i] = rows_.keys[row];
+      buffers_.draws[i] = position + 1 - rows_.num_prompt[row];
+    }
+    forward_.input_ids = buffers_.input_ids;
+    forward_.positions = buffers_.positions;
+    forward_.slot_mapping = buffers_.slots;
+    forward_.block_tables = buffers_.tables;
+    forward_.seq_lens = buffers_.seq_lens;
+    forward_.out = buffers_.hidden;
+    forward_.scratch = buffers_.decoder;
+    forward_.num_tokens = forward_.num_requests = forward_.num_decodes = n;
+    forward_.max_blocks = forward_.table_stride = max_blocks;
+  }
+
+  int64_t compute() {
+    const int64_t n = launch_.n;
+    const int64_t status = decoder_forward(model_, forward_, num_threads_);
+    launch_.bad_index = forward_.bad_index;
+    if (status != 0) return status;
+    const auto no_memory = static_cast<int64_t>(DecoderStatus::kNoMemory);
+    if (linear<T>(head_, buffers_.hidden, nullptr, buffers_.logits, n, model_.hidden_size,
+                  num_threads_) != 0) {
+      return no_memory;
+    }
+    SampleArgs<T> args = {};
+    args.logits = buffers_.logits;
+    if (is_random_) {
+      args.params = buffers_.params;
+      args.keys = buffers_.keys;
+      args.positions = buffers_.draws;
+    }
+    args.token_ids = buffers_.token_ids;
+    args.host_ids = launch_.token_ids;
+    args.n = args.num_rows = n;
+    args.vocab_size = args.row_stride = head_.out_features;
+    args.num_draws = args.vocab_size / kVocabBlock + 1 + kVocabBlock;
+    return sample(args, num_threads_) != 0 ? no_memory : 0;
+  }
+
+  void note() {
+    launch_.num_invalid = 0;
+    for (int64_t i = 0; i < launch_.n; ++i) {
+      const int64_t row = launch_.rows[i];
+      rows_.token_ids[row * rows_.max_tokens + launch_.num_computed[i] + 1] = buffers_.token_ids[i];
+      ++rows_.num_tokens[row];
+      launch_.num_invalid += launch_.token_ids[i] < 0;
+    }
+  }
+
+  const DecoderModel<T>& model_;
+  const LinearWeight& head_;
+  const DecodeStepRows& rows_;
+  DecodeStepLaunch& launch_;
+  const int num_threads_;
+  const DecodeStepBuffers<T> buffers_;
+  DecoderLaunch forward_ = {};
+  bool is_random_ = false;
+};
+
+// 0, a DecoderStatus, or kNotPlain. With a DecoderStatus the caches are undefined in the slots of
+// the step, and no token is noted.
+template <typename T>
+int64_t decode_step(const DecoderModel<T>& model, const LinearWeight& head,
+                    const DecodeStepRows& rows, DecodeStepLaunch& launch, int num_threads) {
+  return DecodeStep<T>(model, head, rows, launch, num_threads).run();
+}
+
+}  // namespace VLLM_ISA

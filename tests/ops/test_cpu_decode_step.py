@@ -1,0 +1,260 @@
+"""A step of decodes in one call gives the tokens of its parts, and refuses what it cannot do."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ops.test_cpu_decoder import (
+    BLOCK_SIZE,
+    HEAD_SIZE,
+    HIDDEN,
+    MAX_POSITIONS,
+    NUM_BLOCKS,
+    VOCAB_SIZE,
+    make_model,
+    packed,
+)
+from vllm.ops.cpu import load_cpu_kernels
+from vllm.ops.cpu_decode_step import FusedDecodeStep, RowArrays
+from vllm.ops.cpu_decoder import FusedDecoder, FusedModel
+from vllm.ops.cpu_linear import PackedWeight, WeightFormat
+from vllm.ops.cpu_sampling import RowNumbers, load_sampling_kernels
+
+pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+
+NUM_ROWS, MAX_BLOCKS = 7, 4
+RANDOM, KNOWN, UNKNOWN = 1, 1 | 8, 64
+GREEDY_PARAMS, RANDOM_PARAMS = (1, 0, 0, 1, 0, 0, 1, 1), (0.7, 0, 20, 0.9, 0, 0, 1, 0)
+
+
+@pytest.fixture(autouse=True)
+def seeded(restore_threads) -> None:
+    torch.manual_seed(0)
+
+
+@dataclass
+class Setting:
+    model: FusedModel
+    head: PackedWeight
+    arrays: RowArrays
+
+    def step(self) -> FusedDecodeStep:
+        return FusedDecodeStep(
+            FusedDecoder(self.model),
+            self.head,
+            self.arrays,
+            known_features=KNOWN,
+            random_feature=RANDOM,
+        )
+
+    def launch(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        chosen = np.array(rows, np.int32)
+        ones = np.ones(len(rows), np.int32)
+        return chosen, self.arrays.num_tokens[chosen] - 1, ones
+
+    def snapshot(self) -> list[np.ndarray]:
+        return [array.copy() for array in vars(self.arrays).values()]
+
+    def tokens_of_parts(self, rows: list[int]) -> torch.Tensor:
+        """What the decoder, the head and the sampler give one after the other."""
+        arrays = self.arrays
+        chosen, positions, _ = self.launch(rows)
+        tables = torch.from_numpy(arrays.block_table[chosen])
+        at = torch.from_numpy(positions).long()
+        slots = tables.gather(1, at[:, None] // BLOCK_SIZE)[:, 0] * BLOCK_SIZE + at % BLOCK_SIZE
+        hidden = FusedDecoder(self.model).forward(
+            torch.from_numpy(arrays.token_ids[chosen, positions]).long(),
+            at,
+            slots,
+            tables,
+            torch.from_numpy(positions + 1),
+            torch.arange(len(rows) + 1, dtype=torch.int32),
+            len(rows),
+        )
+        out = torch.empty(len(rows), dtype=torch.int32), torch.empty(len(rows), dtype=torch.int32)
+        draws = (arrays.num_tokens - arrays.num_prompt_tokens)[chosen].astype(np.int64)
+        load_sampling_kernels().sample(
+            self.head.linear(hidden),
+            out,
+            params=torch.from_numpy(np.ascontiguousarray(arrays.params[:, chosen])),
+            numbers=RowNumbers(arrays.keys[chosen], draws),
+        )
+        return out[1]
+
+
+def make_setting(num_random: int = 3) -> Setting:
+    rng = np.random.default_rng(0)
+    blocks = rng.permutation(np.arange(1, NUM_BLOCKS))[: NUM_ROWS * MAX_BLOCKS]
+    params = np.array([GREEDY_PARAMS] * (NUM_ROWS + 1), np.float32)
+    params[:num_random] = RANDOM_PARAMS
+    features = np.zeros(NUM_ROWS + 1, np.int32)
+    features[:num_random] = RANDOM | 8
+    num_prompt = rng.integers(1, 20, NUM_ROWS, np.int32)
+    model = make_model()
+    for layer in model.layers:  # what earlier steps have computed
+        layer.key_cache.normal_()
+        layer.value_cache.normal_()
+    return Setting(
+        model,
+        packed(VOCAB_SIZE, HIDDEN),
+        RowArrays(
+            token_ids=rng.integers(0, VOCAB_SIZE, (NUM_ROWS, 32), np.int32),
+            num_tokens=num_prompt + rng.integers(1, 12, NUM_ROWS, np.int32),
+            num_prompt_tokens=num_prompt,
+            block_table=blocks.reshape(NUM_ROWS, MAX_BLOCKS).astype(np.int32),
+            features=features,
+            params=np.ascontiguousarray(params.T),
+            keys=rng.integers(0, 2**63, NUM_ROWS + 1, np.uint64),
+        ),
+    )
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_random", [0, 3, NUM_ROWS])
+def test_tokens_are_those_of_the_parts_and_are_noted(num_random, num_threads):
+    torch.set_num_threads(num_threads)
+    setting = make_setting(num_random)
+    arrays, step = setting.arrays, setting.step()
+    for rows in ([4], [0, 2, 3, 6, 1], list(range(NUM_ROWS))):
+        want = setting.tokens_of_parts(rows)
+        before = arrays.num_tokens.copy()
+        got = step.run(*setting.launch(rows))
+        assert got.tolist() == want.tolist()
+        assert step.num_invalid == 0
+        assert arrays.num_tokens[rows].tolist() == (before[rows] + 1).tolist()
+        assert arrays.token_ids[rows, before[rows]].tolist() == got.tolist()
+        others = [row for row in range(NUM_ROWS) if row not in rows]
+        assert arrays.num_tokens[others].tolist() == before[others].tolist()
+
+
+def test_the_cache_is_written_as_by_the_decoder():
+    one, other = make_setting(), make_setting()
+    for layer, twin in zip(one.model.layers, other.model.layers, strict=True):
+        layer.key_cache.copy_(twin.key_cache)
+        layer.value_cache.copy_(twin.value_cache)
+    other = dataclasses.replace(
+        one,
+        model=dataclasses.replace(
+            one.model,
+            layers=[
+                dataclasses.replace(
+                    layer, key_cache=layer.key_cache.clone(), value_cache=layer.value_cache.clone()
+                )
+                for layer in one.model.layers
+            ],
+        ),
+    )
+    other.tokens_of_parts([1, 5])
+    assert one.step().run(*one.launch([1, 5])) is not None
+    for layer, twin in zip(one.model.layers, other.model.layers, strict=True):
+        assert torch.equal(layer.key_cache, twin.key_cache)
+        assert torch.equal(layer.value_cache, twin.value_cache)
+
+
+def change(name: str, value: int) -> Any:
+    def apply(setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        launch = setting.launch([3, 5])
+        index = {"rows": 0, "num_computed": 1, "num_scheduled": 2}.get(name)
+        if index is None:
+            getattr(setting.arrays, name)[5] = value
+        else:
+            launch[index][1] = value
+        return launch
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(change("num_scheduled", 2), id="more than a token"),
+        pytest.param(change("num_computed", 0), id="not the newest token"),
+        pytest.param(change("num_computed", -1), id="negative"),
+        pytest.param(change("rows", NUM_ROWS), id="no such row"),
+        pytest.param(change("rows", -1), id="negative row"),
+        pytest.param(change("num_prompt_tokens", 32), id="the end of a prompt"),
+        pytest.param(change("features", UNKNOWN), id="wants a feature that is not known"),
+    ],
+)
+def test_a_step_that_is_no_plain_decode_is_left_alone(make):
+    setting = make_setting()
+    launch, before = make(setting), setting.snapshot()
+    caches = [layer.key_cache.clone() for layer in setting.model.layers]
+    assert setting.step().run(*launch) is None
+    assert all(map(np.array_equal, before, setting.snapshot()))
+    for layer, cache in zip(setting.model.layers, caches, strict=True):
+        assert torch.equal(layer.key_cache, cache)
+
+
+def test_rows_that_are_full_are_left_alone():
+    setting = make_setting()
+    setting.arrays.num_tokens[5] = 32
+    assert setting.step().run(*setting.launch([3, 5])) is None
+
+
+def test_a_row_whose_logits_hold_nan_has_no_token_and_harms_no_other():
+    setting = make_setting()
+    want = setting.tokens_of_parts([0, 3, 5]).tolist()
+    _, positions, _ = setting.launch([0, 3, 5])
+    setting.arrays.token_ids[3, positions[1]] = 17
+    setting.model.embedding[17] = torch.nan
+    step = setting.step()
+    assert step.run(*setting.launch([0, 3, 5])).tolist() == [want[0], -1, want[2]]
+    assert step.num_invalid == 1
+    assert setting.arrays.token_ids[3, positions[1] + 1] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("token_ids", VOCAB_SIZE, "BAD_TOKEN: row 5 has the token 50"),
+        ("block_table", NUM_BLOCKS, r"row 5 .* and the blocks \[90, 90, 90, 90\]"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_and_no_token_is_noted(name, value, message):
+    setting = make_setting()
+    getattr(setting.arrays, name)[5] = value
+    before = setting.snapshot()
+    with pytest.raises(IndexError, match=message):
+        setting.step().run(*setting.launch([3, 5]))
+    assert all(map(np.array_equal, before, setting.snapshot()))
+
+
+def test_what_does_not_fit_is_refused():
+    setting = make_setting()
+    for name, array in vars(setting.arrays).items():
+        bad = (
+            [array.astype(np.int64), array[..., :3], np.asfortranarray(array[:, ::2])]
+            if (array.ndim == 2)
+            else [array.astype(np.int64), array[:3], array[::2]]
+        )
+        for wrong in bad:
+            arrays = dataclasses.replace(setting.arrays, **{name: wrong})
+            with pytest.raises(ValueError, match=f"^{name} "):
+                dataclasses.replace(setting, arrays=arrays).step()
+    for head in (packed(VOCAB_SIZE, HIDDEN * 2), PackedWeight.pack(torch.ones(VOCAB_SIZE, HIDDEN))):
+        with pytest.raises(ValueError, match="does not fit a decoder"):
+            dataclasses.replace(setting, head=head).step()
+    with pytest.raises(ValueError, match="3 rows, 1 and 1 numbers"):
+        setting.step().run(*(x[:1] if i else x for i, x in enumerate(setting.launch([3, 5, 6]))))
+
+
+def test_formats_of_the_head():
+    for weight_format in (WeightFormat.INT8, WeightFormat.INT4):
+        setting = make_setting()
+        weight = (torch.randn(VOCAB_SIZE, HIDDEN) * HIDDEN**-0.5).bfloat16()
+        setting.head = PackedWeight.quantize(weight, weight_format)
+        want = setting.tokens_of_parts([2, 6])
+        assert setting.step().run(*setting.launch([2, 6])).tolist() == want.tolist()
+
+
+def test_positions_end_with_the_table_of_rotations():
+    setting = make_setting()
+    model = dataclasses.replace(setting.model, cos_sin=torch.rand(5, HEAD_SIZE))
+    assert MAX_POSITIONS > 5
+    with pytest.raises(IndexError, match="BAD_POSITION: row 3"):
+        dataclasses.replace(setting, model=model).step().run(*setting.launch([3]))
