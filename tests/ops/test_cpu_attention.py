@@ -278,6 +278,7 @@ def test_what_does_not_fit_is_refused(ops):
         ({"seq_lens": [33, 20]}, "request 0 .* table of 2 blocks of 16"),
         ({"query_start_loc": [0, 10, 31], "seq_lens": [20, 31]}, "request 1 has rows 10 to 31"),
         ({"query_start_loc": [0, 10, 9]}, "request 1 has rows 10 to 9 of 30"),
+        ({"query_start_loc": [2, 10, 30]}, "query_start_loc begins with 2"),
         ({"query_start_loc": [0, 10]}, "query_start_loc has 2 numbers and seq_lens 2"),
         ({"block_tables": prompts.tables.long()}, "block_tables is torch.int64"),
         ({"query": torch.randn(30, 64, 4).transpose(1, 2)}, "query is not dense"),

@@ -187,6 +187,8 @@ def paged_attention_prefill(
     host = np.empty(2 * num_requests + 1, dtype=np.int32)
     starts, lens = host[: num_requests + 1], host[num_requests + 1 :]
     starts[:], lens[:] = query_start_loc, seq_lens
+    if num_requests and starts[0]:
+        raise ValueError(f"query_start_loc begins with {starts[0]}, not with 0")
     address = ctypes.addressof(c_int32.from_buffer(host.data))
     out = query.new_empty(num_tokens, num_heads, head_size)
     args = _PrefillArgs(
