@@ -14,7 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu_attention import paged_attention_decode, paged_attention_prefill, write_fp8
+from vllm.ops.cpu_attention import (
+    AttentionOptions,
+    paged_attention_decode,
+    paged_attention_prefill,
+    write_fp8,
+)
 from vllm.ops.cpu_library import load_cpu_kernels
 from vllm.ops.interface import FP8_DTYPES
 from vllm.ops.native import NativeOps
@@ -235,14 +240,16 @@ class CPUOps(NativeOps):
         value_scale: float = 1.0,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
-        shared = (scale, sliding_window, alibi_slopes, logits_soft_cap, key_scale, value_scale)
+        options = AttentionOptions(
+            scale, sliding_window, alibi_slopes, logits_soft_cap, key_scale, value_scale
+        )
         if kernels is None:
             return super().paged_attention_decode(
-                query, key_cache, value_cache, block_tables, seq_lens, *shared
+                query, key_cache, value_cache, block_tables, seq_lens, *options
             )
         kernel = kernels.paged_attention_decode
         return paged_attention_decode(
-            kernel, query, key_cache, value_cache, block_tables, seq_lens, *shared
+            kernel, query, key_cache, value_cache, block_tables, seq_lens, options
         )
 
     def paged_attention_prefill(
@@ -261,14 +268,16 @@ class CPUOps(NativeOps):
         value_scale: float = 1.0,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
-        shared = (scale, sliding_window, alibi_slopes, logits_soft_cap, key_scale, value_scale)
+        options = AttentionOptions(
+            scale, sliding_window, alibi_slopes, logits_soft_cap, key_scale, value_scale
+        )
         if kernels is None:
             return super().paged_attention_prefill(
-                query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *shared
+                query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *options
             )
         kernel = kernels.paged_attention_prefill
         return paged_attention_prefill(
-            kernel, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *shared
+            kernel, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, options
         )
 
 
