@@ -102,6 +102,16 @@ def test_random_numbers_need_a_position_for_each_key():
         load_sampling_kernels().exponentials(KEYS, POSITIONS[:2], 4)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0, 0.0])
+@pytest.mark.parametrize("vocab_size", [1, 127, 128, 200, 256, 300])
+def test_tokens_are_in_the_vocabulary_whatever_the_random_numbers_are(isa, vocab_size, number):
+    logits = LOGITS.new_zeros(N, vocab_size)
+    numbers = RowNumbers(exponentials=torch.full((N, vocab_size // 128 + 129), number))
+    out = tokens()
+    load_sampling_kernels().sample(logits, out, params=PARAMS, numbers=numbers)
+    assert all(((ids >= 0) & (ids < vocab_size)).all() for ids in out)
+
+
 def test_only_the_rows_asked_for_are_sampled():
     out = tokens()
     load_sampling_kernels().sample(LOGITS, out, rows=np.array([2, 0]))

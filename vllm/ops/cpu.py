@@ -149,8 +149,8 @@ class CPUOps(NativeOps):
             _refuse_pair("key", key, "query", query)
         if positions.shape != (num_tokens,):
             raise ValueError(f"positions is {list(positions.shape)}, query is {list(query.shape)}")
-        _check_indices("positions", positions, torch.int64)
-        _check_indices("cos_sin_cache", cos_sin_cache, torch.float32)
+        _check_dense("positions", positions, torch.int64)
+        _check_dense("cos_sin_cache", cos_sin_cache, torch.float32)
         _check_rows("query", query)
         _check_rows("key", key)
         bad = kernels.rotary_embedding(
@@ -201,7 +201,7 @@ class CPUOps(NativeOps):
                 f"slot_mapping is {list(slot_mapping.shape)}, key is {list(key.shape)}"
             )
         _check_caches(key_cache, value_cache)
-        _check_indices("slot_mapping", slot_mapping, torch.int64)
+        _check_dense("slot_mapping", slot_mapping, torch.int64)
         _check_rows("key", key)
         _check_rows("value", value)
         num_slots = key_cache.shape[0] * key_cache.shape[1]
@@ -296,11 +296,11 @@ def _check_vector(name: str, weight: Tensor, x: Tensor) -> None:
         _refuse_strides(name, weight)
 
 
-def _check_indices(name: str, indices: Tensor, dtype: torch.dtype) -> None:
-    if indices.dtype != dtype:
-        raise ValueError(f"{name} is {indices.dtype}, it must be {dtype}")
-    if not indices.is_contiguous():
-        _refuse_strides(name, indices)
+def _check_dense(name: str, x: Tensor, dtype: torch.dtype) -> None:
+    if x.dtype != dtype:
+        raise ValueError(f"{name} is {x.dtype}, it must be {dtype}")
+    if not x.is_contiguous():
+        _refuse_strides(name, x)
 
 
 def _check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
