@@ -20,7 +20,7 @@ template <typename T>
 struct PrefillCall : vllm_cpu::PrefillArgs<T> {
   int64_t group() const { return this->num_heads / this->num_kv_heads; }
   int64_t query_len(int64_t b) const {
-    return this->query_start_loc[b + 1] - this->query_start_loc[b];
+    return int64_t{this->query_start_loc[b + 1]} - this->query_start_loc[b];
   }
   int64_t context_len(int64_t b) const { return this->seq_lens[b] - query_len(b); }
   // True when what the caller says of request b fits its table and the query.
@@ -55,7 +55,6 @@ class PrefillWork {
   }
 
   int64_t num_items() const { return first_tile_[call_.num_requests] * call_.num_kv_heads; }
-  int64_t rows() const { return rows_; }
 
   // The last rows of a request see most keys, so they come first.
   PrefillItem item(int64_t index) const {
@@ -307,8 +306,9 @@ inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
   return true;
 }
 
-// Rows of out that belong to no request are zero. Returns -1, or a request whose lengths or block
-// table are out of range; the content of out is undefined then. -2: no memory.
+// Rows of out after those of the last request are zero; those before the first one's are left as
+// they are. Returns -1, or a request whose lengths or block table are out of range; the content of
+// out is undefined then. -2: no memory.
 template <typename T>
 int64_t paged_attention_prefill(const vllm_cpu::PrefillArgs<T>& args, int num_threads) {
   using Dot = typename PrefillDot<T>::type;
@@ -336,7 +336,9 @@ int64_t paged_attention_prefill(const vllm_cpu::PrefillArgs<T>& args, int num_th
   });
   const int64_t row = call.num_heads * call.head_size;
   const int64_t used = call.num_requests > 0 ? call.query_start_loc[call.num_requests] : 0;
-  __builtin_memset(call.out + used * row, 0, (call.num_tokens - used) * row * sizeof(T));
+  if (used < call.num_tokens) {
+    __builtin_memset(call.out + used * row, 0, (call.num_tokens - used) * row * sizeof(T));
+  }
   return bad_request;
 }
 

@@ -27,43 +27,32 @@ struct CacheFp8Args {
   CacheType cache_type;          // not kSame
 };
 
-// Arguments of paged decode attention.
+// Arguments of paged attention. A token of decode is a request.
 template <typename T>
-struct DecodeArgs {
-  const T* query;               // [num_requests, num_heads, head_size], requests query_stride apart
+struct AttentionArgs {
+  const T* query;               // [tokens, num_heads, head_size], tokens query_stride apart
   const void* key_cache;        // [num_blocks, block_size, num_kv_heads, head_size], dense
   const void* value_cache;      // the same
   const int32_t* block_tables;  // [num_requests, max_blocks], requests table_stride apart
   const int32_t* seq_lens;      // [num_requests]
   const float* alibi_slopes;    // [num_heads], or null
-  T* out;                       // [num_requests, num_heads, head_size], dense
+  T* out;                       // [tokens, num_heads, head_size], dense
   int64_t num_requests, num_heads, num_kv_heads, head_size, num_blocks, block_size, max_blocks;
   int64_t query_stride, table_stride;
   float scale;
   float soft_cap;          // 0: none
-  int64_t sliding_window;  // 0: none
-  CacheType cache_type = CacheType::kSame;
-  float value_scale = 1;  // multiplies the result; that of the keys is part of `scale`
-};
-
-// Arguments of paged prefill attention.
-template <typename T>
-struct PrefillArgs {
-  const T* query;                  // [num_tokens, num_heads, head_size], tokens query_stride apart
-  const void* key_cache;           // [num_blocks, block_size, num_kv_heads, head_size], dense
-  const void* value_cache;         // the same
-  const int32_t* block_tables;     // [num_requests, max_blocks], requests table_stride apart
-  const int32_t* query_start_loc;  // [num_requests + 1]
-  const int32_t* seq_lens;         // [num_requests]
-  const float* alibi_slopes;       // [num_heads], or null
-  T* out;                          // [num_tokens, num_heads, head_size], dense
-  int64_t num_tokens, num_requests, num_heads, num_kv_heads, head_size, num_blocks, block_size;
-  int64_t max_blocks, query_stride, table_stride;
-  float scale;
-  float soft_cap;          // 0: none
+  float value_scale = 1;   // multiplies the result; that of the keys is part of `scale`
   int64_t sliding_window;  // 0: none; below 2^31
   CacheType cache_type = CacheType::kSame;
-  float value_scale = 1;  // as above
+};
+
+template <typename T>
+using DecodeArgs = AttentionArgs<T>;
+
+template <typename T>
+struct PrefillArgs : AttentionArgs<T> {
+  const int32_t* query_start_loc;  // [num_requests + 1]
+  int64_t num_tokens;
 };
 
 // Arguments of a mixture of experts. All gates and ups are [I, H] in one format, with the same

@@ -80,7 +80,9 @@ int64_t draw(const Row<T>& row, const RowNumbers& random, const Weighing& weigh,
   int64_t first = first_of_largest(speeds, kVocabBlock);
   // All quotients may underflow to 0: then the row takes its likeliest token.
   if (!(weights[first] > 0)) first = first_of_largest(weights, kVocabBlock);
-  return block * kVocabBlock + first;
+  // Given numbers that are not above 0 can make even what is behind the vocabulary win.
+  const int64_t token = block * kVocabBlock + first;
+  return token < row.vocab_size ? token : row.vocab_size - 1;
 }
 
 // ---- rows and launches --------------------------------------------------------------------

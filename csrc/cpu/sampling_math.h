@@ -127,8 +127,7 @@ VLLM_INLINE uint64_t bits_at(uint64_t key, int64_t position) {
   return mix_bits(key + (static_cast<uint64_t>(position) + 1) * kGolden);
 }
 
-// Numbers first, first + 1, ... of those at a position, exponentially distributed. `out` has room
-// for a multiple of a vector.
+// Numbers first, first + 1, ... of those at a position, exponentially distributed; out: [count].
 inline void exponentials(uint64_t bits, int64_t first, int64_t count, float* out) {
   uint64_t step = bits + static_cast<uint64_t>(first) * kGolden;
   for (int64_t i = 0; i < count; ++i) {

@@ -116,7 +116,7 @@ float block_maxima(const Row<T>& row, float* maxima) {
   return nan.found() ? __builtin_nanf("") : max_lanes(top);
 }
 
-// Index of the first value that equals x, which is one of them.
+// Index of the first value that equals x; the last one if none does.
 inline int64_t find_first(const float* values, int64_t n, float x) {
   constexpr int64_t kStep = 64;
   int64_t i = 0;
@@ -125,6 +125,7 @@ inline int64_t find_first(const float* values, int64_t n, float x) {
     for (int64_t j = 0; j < kStep; ++j) any |= values[i + j] == x;
     if (any) break;
   }
+  if (i == n) return n - 1;
   while (i + 1 < n && values[i] != x) ++i;
   return i;
 }

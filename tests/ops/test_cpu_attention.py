@@ -1,5 +1,5 @@
-"""Prefill attention of the C++ kernels, and soft cap and ALiBi in both phases, against the formula
-written out in float64; and the promise that chunks and batches do not change a bit.
+"""Attention of the C++ kernels against the formula written out in float64, soft cap and ALiBi
+included; and the promise that chunks and batches do not change a bit.
 """
 
 from dataclasses import dataclass
@@ -92,6 +92,22 @@ class Prompts:
         )
         assert not out[starts[-1] :].any(), "padding rows are zero"
         return list(out[: starts[-1]].split(lens))
+
+    def decode(self, ops: Ops, options: dict[str, Any]) -> Tensor:
+        """[requests, H, D] of the last token of each request."""
+        return ops.paged_attention_decode(
+            torch.stack([query[-1] for query in self.queries]),
+            self.keys,
+            self.values,
+            self.tables,
+            torch.tensor(self.seq_lens, dtype=torch.int32),
+            scale=self.heads.size**-0.5,
+            **options,
+        )
+
+    def last_of_formula(self, options: dict[str, Any]) -> Tensor:
+        """What `decode` should be."""
+        return torch.stack([self.formula(b, **options)[-1] for b in range(len(self.seq_lens))])
 
     def formula(
         self,
@@ -230,18 +246,28 @@ def test_prefill_survives_large_scores(ops):
 def test_decode_has_soft_cap_and_alibi(ops, option, dtype):
     prompts = Prompts([300, 1, 65, 256, 31], Heads(14, 2, 40, 16, dtype))
     options = options_of(option, 14)
-    want = torch.stack([prompts.formula(b, **options)[-1] for b in range(5)])
+    want = prompts.last_of_formula(options)
     for implementation in (ops, NativeOps()):
-        got = implementation.paged_attention_decode(
-            torch.stack([query[-1] for query in prompts.queries]),
-            prompts.keys,
-            prompts.values,
-            prompts.tables,
-            torch.tensor(prompts.seq_lens, dtype=torch.int32),
-            scale=40**-0.5,
-            **options,
-        )
+        got = prompts.decode(implementation, options)
         torch.testing.assert_close(got, want, **TOLERANCES[dtype])
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_decode_is_the_formula_for_any_batch(ops, data):
+    group, num_kv_heads = data.draw(st.integers(1, 13)), data.draw(st.integers(1, 5))
+    heads = Heads(
+        group * num_kv_heads,
+        num_kv_heads,
+        data.draw(st.integers(1, 140)),
+        data.draw(st.integers(1, 128)),
+        data.draw(st.sampled_from(DTYPES)),
+    )
+    seq_lens = data.draw(st.lists(st.integers(1, 600), min_size=1, max_size=4))
+    options = options_of(data.draw(st.sampled_from(OPTIONS)), heads.num_heads)
+    prompts = Prompts(seq_lens, heads)
+    want = prompts.last_of_formula(options)
+    torch.testing.assert_close(prompts.decode(ops, options), want, **TOLERANCES[heads.dtype])
 
 
 def test_other_dtypes_run_on_the_reference(ops):
@@ -278,6 +304,7 @@ def test_what_does_not_fit_is_refused(ops):
         ({"seq_lens": [33, 20]}, "request 0 .* table of 2 blocks of 16"),
         ({"query_start_loc": [0, 10, 31], "seq_lens": [20, 31]}, "request 1 has rows 10 to 31"),
         ({"query_start_loc": [0, 10, 9]}, "request 1 has rows 10 to 9 of 30"),
+        ({"query_start_loc": [2, 10, 30]}, "query_start_loc begins with 2"),
         ({"query_start_loc": [0, 10]}, "query_start_loc has 2 numbers and seq_lens 2"),
         ({"block_tables": prompts.tables.long()}, "block_tables is torch.int64"),
         ({"query": torch.randn(30, 64, 4).transpose(1, 2)}, "query is not dense"),

@@ -36,6 +36,7 @@ def changes(**of):
         ({"params": PARAMS[:, :2]}, "params must be dense torch.float32 [8, 3]"),
         ({"params": PARAMS}, "random rows have no random numbers"),
         ({"rows": np.array([0, 3])}, "row 3 of 3"),
+        ({"rows": np.array([2, -1])}, "row -1 of 3"),
         ({"rows": np.array([0], np.int32)}, "rows must be a dense vector of int64"),
         ({"numbers": RowNumbers(KEYS)}, "random numbers need keys and positions"),
         ({"numbers": RowNumbers(KEYS, POSITIONS[:2])}, "3 keys, 2 positions, 3 rows"),
@@ -56,10 +57,59 @@ def test_what_does_not_fit_is_refused(arguments, message):
     assert all((written == 7).all() for written in out), "a refused call wrote tokens"
 
 
+@pytest.mark.parametrize(
+    "logits",
+    [LOGITS.half(), LOGITS.to("meta"), LOGITS[0], LOGITS[:, :0]],
+    ids=["half", "meta", "1-d", "V = 0"],
+)
+def test_logits_that_cannot_be_read_are_refused(logits):
+    kernels, out = load_sampling_kernels(), tokens()
+    with pytest.raises(ValueError, match="logits must be"):
+        kernels.sample(logits, out)
+    with pytest.raises(ValueError, match="logits must be"):
+        kernels.gather_logprobs(logits, out[0], 0)
+
+
+def test_no_row_of_an_empty_launch_can_be_sampled():
+    out = tokens()[0][:0], tokens()[1][:0]
+    with pytest.raises(ValueError, match="row 0 of 0"):
+        load_sampling_kernels().sample(LOGITS[:0], out, rows=np.array([0]))
+
+
+def test_log_probabilities_of_what_is_not_there_are_refused():
+    kernels, token_ids = load_sampling_kernels(), torch.tensor([0, 1, 2])
+    for row in (-1, N):
+        with pytest.raises(ValueError, match=f"row {row} of 3"):
+            kernels.gather_logprobs(LOGITS, token_ids, 2, np.array([0, row]))
+    with pytest.raises(ValueError, match="num_logprobs is -1"):
+        kernels.gather_logprobs(LOGITS, token_ids, -1)
+    with pytest.raises(ValueError, match="token_ids must be dense"):
+        kernels.gather_logprobs(LOGITS, token_ids[:2], 2)
+
+
 def test_a_given_token_outside_the_vocabulary_is_refused():
-    for token in (VOCAB_SIZE, -1):
+    for dtype, token in [
+        *((torch.int32, token) for token in (VOCAB_SIZE, -1)),
+        *((torch.int64, token) for token in (VOCAB_SIZE, -1, 2**32 + 1, -(2**32))),
+    ]:
+        token_ids = torch.tensor([0, token, 0], dtype=dtype)
         with pytest.raises(IndexError, match=rf"token_ids\[1\] is {token} of 300 tokens"):
-            load_sampling_kernels().gather_logprobs(LOGITS, torch.tensor([0, token, 0]), 2)
+            load_sampling_kernels().gather_logprobs(LOGITS, token_ids, 2)
+
+
+def test_random_numbers_need_a_position_for_each_key():
+    with pytest.raises(ValueError, match="3 keys, 2 positions"):
+        load_sampling_kernels().exponentials(KEYS, POSITIONS[:2], 4)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0, 0.0])
+@pytest.mark.parametrize("vocab_size", [1, 127, 128, 200, 256, 300])
+def test_tokens_are_in_the_vocabulary_whatever_the_random_numbers_are(isa, vocab_size, number):
+    logits = LOGITS.new_zeros(N, vocab_size)
+    numbers = RowNumbers(exponentials=torch.full((N, vocab_size // 128 + 129), number))
+    out = tokens()
+    load_sampling_kernels().sample(logits, out, params=PARAMS, numbers=numbers)
+    assert all(((ids >= 0) & (ids < vocab_size)).all() for ids in out)
 
 
 def test_only_the_rows_asked_for_are_sampled():

@@ -206,6 +206,18 @@ def test_equal_logits_are_likeliest_in_the_order_of_their_tokens(isa):
     assert ranks.tolist() == [3] and logprobs[0, -1] == -torch.inf
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_log_probabilities_of_a_prompt_are_those_of_torch(dtype):
+    logits, tokens = random_logits(9, 1000).to(dtype), torch.arange(9) * 100
+    _, sampler = make_sampler(1, 1000, CPU)
+    got = sampler.gather_logprobs(logits, tokens, 5)
+    want = Sampler().gather_logprobs(logits, tokens, 5)
+    assert got.token_ids[:, 0].tolist() == tokens.tolist()
+    assert got.ranks.equal(want.ranks)
+    assert got.logprobs.dtype == torch.float32
+    torch.testing.assert_close(got.logprobs, want.logprobs)
+
+
 def test_a_failing_logits_processor_is_an_error_of_its_row_alone():
     def fails(output, logits):
         raise RuntimeError("no")

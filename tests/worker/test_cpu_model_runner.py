@@ -9,6 +9,7 @@ from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
 from vllm.ops.cpu import load_cpu_kernels
 from vllm.ops.cpu_decode_step import FusedDecodeStep
+from vllm.sample import cpu_sampler, logprobs
 from vllm.worker import cpu_model_runner
 from vllm.worker.cpu_model_runner import CPUModelRunner
 
@@ -101,6 +102,29 @@ def test_decodes_in_one_call_give_the_tokens_of_several(family, tmp_path, monkey
             before = num_runs
             assert got == tokens_of(make_llm(tmp_path, **settings))
             assert num_runs == before
+
+
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+def test_log_probabilities_of_prompts_are_those_of_torch_without_its_operators(
+    tmp_path, monkeypatch
+):
+    make_tiny_model("llama", tmp_path)
+
+    def of_prompt() -> tuple[list[Any], list[float]]:
+        """(token, rank) of each token of the prompt, and all log-probabilities."""
+        positions = outputs(make_llm(tmp_path))[0][2][1:]
+        given = [next(iter(position.items())) for position in positions]
+        numbers = [entry.logprob for position in positions for entry in position.values()]
+        return [(token, entry.rank) for token, entry in given], numbers
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_sampler, "load_sampling_kernels", lambda: None)
+        want_given, want_numbers = of_prompt()
+    monkeypatch.setattr(logprobs, "_gather", None)
+    got_given, got_numbers = of_prompt()
+    assert len(got_given) == len(PROMPTS[0]["prompt_token_ids"]) - 1
+    assert got_given == want_given
+    assert got_numbers == pytest.approx(want_numbers, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("opt", "bfloat16"), ("llama", "float32")])

@@ -14,7 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu_attention import paged_attention_decode, paged_attention_prefill, write_fp8
+from vllm.ops.cpu_attention import (
+    AttentionOptions,
+    paged_attention_decode,
+    paged_attention_prefill,
+    write_fp8,
+)
 from vllm.ops.cpu_library import load_cpu_kernels
 from vllm.ops.interface import FP8_DTYPES
 from vllm.ops.native import NativeOps
@@ -144,8 +149,8 @@ class CPUOps(NativeOps):
             _refuse_pair("key", key, "query", query)
         if positions.shape != (num_tokens,):
             raise ValueError(f"positions is {list(positions.shape)}, query is {list(query.shape)}")
-        _check_indices("positions", positions, torch.int64)
-        _check_indices("cos_sin_cache", cos_sin_cache, torch.float32)
+        _check_dense("positions", positions, torch.int64)
+        _check_dense("cos_sin_cache", cos_sin_cache, torch.float32)
         _check_rows("query", query)
         _check_rows("key", key)
         bad = kernels.rotary_embedding(
@@ -196,7 +201,7 @@ class CPUOps(NativeOps):
                 f"slot_mapping is {list(slot_mapping.shape)}, key is {list(key.shape)}"
             )
         _check_caches(key_cache, value_cache)
-        _check_indices("slot_mapping", slot_mapping, torch.int64)
+        _check_dense("slot_mapping", slot_mapping, torch.int64)
         _check_rows("key", key)
         _check_rows("value", value)
         num_slots = key_cache.shape[0] * key_cache.shape[1]
@@ -235,14 +240,16 @@ class CPUOps(NativeOps):
         value_scale: float = 1.0,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
-        shared = (scale, sliding_window, alibi_slopes, logits_soft_cap, key_scale, value_scale)
+        options = AttentionOptions(
+            scale, sliding_window, alibi_slopes, logits_soft_cap, key_scale, value_scale
+        )
         if kernels is None:
             return super().paged_attention_decode(
-                query, key_cache, value_cache, block_tables, seq_lens, *shared
+                query, key_cache, value_cache, block_tables, seq_lens, *options
             )
         kernel = kernels.paged_attention_decode
         return paged_attention_decode(
-            kernel, query, key_cache, value_cache, block_tables, seq_lens, *shared
+            kernel, query, key_cache, value_cache, block_tables, seq_lens, options
         )
 
     def paged_attention_prefill(
@@ -261,14 +268,16 @@ class CPUOps(NativeOps):
         value_scale: float = 1.0,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
-        shared = (scale, sliding_window, alibi_slopes, logits_soft_cap, key_scale, value_scale)
+        options = AttentionOptions(
+            scale, sliding_window, alibi_slopes, logits_soft_cap, key_scale, value_scale
+        )
         if kernels is None:
             return super().paged_attention_prefill(
-                query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *shared
+                query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *options
             )
         kernel = kernels.paged_attention_prefill
         return paged_attention_prefill(
-            kernel, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *shared
+            kernel, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, options
         )
 
 
@@ -287,11 +296,11 @@ def _check_vector(name: str, weight: Tensor, x: Tensor) -> None:
         _refuse_strides(name, weight)
 
 
-def _check_indices(name: str, indices: Tensor, dtype: torch.dtype) -> None:
-    if indices.dtype != dtype:
-        raise ValueError(f"{name} is {indices.dtype}, it must be {dtype}")
-    if not indices.is_contiguous():
-        _refuse_strides(name, indices)
+def _check_dense(name: str, x: Tensor, dtype: torch.dtype) -> None:
+    if x.dtype != dtype:
+        raise ValueError(f"{name} is {x.dtype}, it must be {dtype}")
+    if not x.is_contiguous():
+        _refuse_strides(name, x)
 
 
 def _check_caches(key_cache: Tensor, value_cache: Tensor) -> None:

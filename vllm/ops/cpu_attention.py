@@ -7,7 +7,7 @@ is `vllm.ops.cpu`.
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -37,26 +37,30 @@ class _CacheFp8Args(ctypes.Structure):
 
 
 class _DecodeArgs(ctypes.Structure):
+    """AttentionArgs of csrc/cpu/kernels.h; filled in by `_arguments`."""
+
     _fields_ = _fields(
         (c_void_p, "query key_cache value_cache block_tables seq_lens alibi_slopes out"),
         (c_int64, "num_requests num_heads num_kv_heads head_size num_blocks block_size"),
         (c_int64, "max_blocks query_stride table_stride"),
-        (c_float, "scale soft_cap"),
+        (c_float, "scale soft_cap value_scale"),
         (c_int64, "sliding_window cache_type"),
-        (c_float, "value_scale"),
     )
 
 
-class _PrefillArgs(ctypes.Structure):
-    _fields_ = _fields(
-        (c_void_p, "query key_cache value_cache block_tables query_start_loc seq_lens"),
-        (c_void_p, "alibi_slopes out"),
-        (c_int64, "num_tokens num_requests num_heads num_kv_heads head_size num_blocks block_size"),
-        (c_int64, "max_blocks query_stride table_stride"),
-        (c_float, "scale soft_cap"),
-        (c_int64, "sliding_window cache_type"),
-        (c_float, "value_scale"),
-    )
+class _PrefillArgs(_DecodeArgs):
+    _fields_ = _fields((c_void_p, "query_start_loc"), (c_int64, "num_tokens"))
+
+
+class AttentionOptions(NamedTuple):
+    """What paged attention is told besides tensors of tokens; see `Ops.paged_attention_decode`."""
+
+    scale: float
+    sliding_window: int | None
+    alibi_slopes: Tensor | None
+    logits_soft_cap: float | None
+    key_scale: float
+    value_scale: float
 
 
 def write_fp8(
@@ -101,19 +105,11 @@ def paged_attention_decode(
     value_cache: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
-    scale: float,
-    sliding_window: int | None,
-    alibi_slopes: Tensor | None,
-    logits_soft_cap: float | None,
-    key_scale: float,
-    value_scale: float,
+    options: AttentionOptions,
 ) -> Tensor:
     """See `Ops.paged_attention_decode`; kernel: the function for the dtype of query."""
-    _check_layout(query, key_cache, value_cache, block_tables, sliding_window)
-    check_scores(query, alibi_slopes, logits_soft_cap)
+    _check(query, key_cache, value_cache, block_tables, options)
     num_requests, num_heads, head_size = query.shape
-    num_blocks, block_size, num_kv_heads, _ = key_cache.shape
-    cache_type = _FP8_TYPES.get(key_cache.dtype, 0)
     if seq_lens.shape != (num_requests,) or block_tables.shape[0] != num_requests:
         raise ValueError(
             f"seq_lens is {list(seq_lens.shape)}, block_tables is "
@@ -121,29 +117,9 @@ def paged_attention_decode(
         )
     if seq_lens.dtype != torch.int32 or not seq_lens.is_contiguous():
         raise ValueError(f"seq_lens is {seq_lens.dtype} {list(seq_lens.stride())}, not dense int32")
-    out = query.new_empty(num_requests, num_heads, head_size)
+    out = query.new_empty(num_requests, num_heads, head_size)  # half the time of a shape
     args = _DecodeArgs(
-        query.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        block_tables.data_ptr(),
-        seq_lens.data_ptr(),
-        None if alibi_slopes is None else alibi_slopes.data_ptr(),
-        out.data_ptr(),
-        num_requests,
-        num_heads,
-        num_kv_heads,
-        head_size,
-        num_blocks,
-        block_size,
-        block_tables.shape[1],
-        query.stride(0),
-        block_tables.stride(0),
-        scale * key_scale if cache_type else scale,
-        logits_soft_cap or 0.0,
-        sliding_window or 0,
-        cache_type,
-        value_scale if cache_type else 1.0,
+        *_arguments(query, key_cache, value_cache, block_tables, seq_lens.data_ptr(), out, options)
     )
     bad = kernel(ctypes.byref(args), torch.get_num_threads())
     if bad != -1:
@@ -159,12 +135,7 @@ def paged_attention_prefill(
     block_tables: Tensor,
     query_start_loc: Sequence[int] | np.ndarray,
     seq_lens: Sequence[int] | np.ndarray,
-    scale: float,
-    sliding_window: int | None,
-    alibi_slopes: Tensor | None,
-    logits_soft_cap: float | None,
-    key_scale: float,
-    value_scale: float,
+    options: AttentionOptions,
 ) -> Tensor:
     """See `Ops.paged_attention_prefill`; kernel: the function for the dtype of query.
 
@@ -172,11 +143,8 @@ def paged_attention_prefill(
     is in the batch, and on any number of threads. It may differ in the last bits from what
     `paged_attention_decode` has for the same token, and between instruction sets.
     """
-    _check_layout(query, key_cache, value_cache, block_tables, sliding_window)
-    check_scores(query, alibi_slopes, logits_soft_cap)
+    _check(query, key_cache, value_cache, block_tables, options)
     num_tokens, num_heads, head_size = query.shape
-    num_blocks, block_size, num_kv_heads, _ = key_cache.shape
-    cache_type = _FP8_TYPES.get(key_cache.dtype, 0)
     num_requests = len(seq_lens)
     if len(query_start_loc) != num_requests + 1 or block_tables.shape[0] != num_requests:
         raise ValueError(
@@ -187,32 +155,15 @@ def paged_attention_prefill(
     host = np.empty(2 * num_requests + 1, dtype=np.int32)
     starts, lens = host[: num_requests + 1], host[num_requests + 1 :]
     starts[:], lens[:] = query_start_loc, seq_lens
+    if num_requests and starts[0]:
+        raise ValueError(f"query_start_loc begins with {starts[0]}, not with 0")
     address = ctypes.addressof(c_int32.from_buffer(host.data))
     out = query.new_empty(num_tokens, num_heads, head_size)
+    lens_address = address + starts.nbytes
     args = _PrefillArgs(
-        query.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        block_tables.data_ptr(),
+        *_arguments(query, key_cache, value_cache, block_tables, lens_address, out, options),
         address,
-        address + starts.nbytes,
-        None if alibi_slopes is None else alibi_slopes.data_ptr(),
-        out.data_ptr(),
         num_tokens,
-        num_requests,
-        num_heads,
-        num_kv_heads,
-        head_size,
-        num_blocks,
-        block_size,
-        block_tables.shape[1],
-        query.stride(0),
-        block_tables.stride(0),
-        scale * key_scale if cache_type else scale,
-        logits_soft_cap or 0.0,
-        min(sliding_window or 0, _MAX_WINDOW),
-        cache_type,
-        value_scale if cache_type else 1.0,
     )
     bad = kernel(ctypes.byref(args), torch.get_num_threads())
     if bad != -1:
@@ -220,15 +171,55 @@ def paged_attention_prefill(
     return out
 
 
-def _check_layout(
+def _arguments(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
-    sliding_window: int | None,
+    seq_lens_address: int,
+    out: Tensor,
+    options: AttentionOptions,
+) -> tuple[int | float | None, ...]:
+    """The fields of `_DecodeArgs`, in their order."""
+    scale, window, slopes, cap, key_scale, value_scale = options
+    num_blocks, block_size, num_kv_heads, head_size = key_cache.shape
+    num_requests, max_blocks = block_tables.shape
+    cache_type = _FP8_TYPES.get(key_cache.dtype, 0)
+    return (
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        block_tables.data_ptr(),
+        seq_lens_address,
+        None if slopes is None else slopes.data_ptr(),
+        out.data_ptr(),
+        num_requests,
+        query.shape[1],
+        num_kv_heads,
+        head_size,
+        num_blocks,
+        block_size,
+        max_blocks,
+        query.stride(0),
+        block_tables.stride(0),
+        scale * key_scale if cache_type else scale,
+        cap or 0.0,
+        value_scale if cache_type else 1.0,
+        min(window or 0, _MAX_WINDOW),
+        cache_type,
+    )
+
+
+def _check(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    options: AttentionOptions,
 ) -> None:
     """What both kernels rely on."""
-    check_attention(query, key_cache, value_cache, sliding_window)
+    check_attention(query, key_cache, value_cache, options.sliding_window)
+    check_scores(query, options.alibi_slopes, options.logits_soft_cap)
     if not key_cache.is_contiguous():
         _refuse_strides("key_cache", key_cache)
     if not value_cache.is_contiguous():

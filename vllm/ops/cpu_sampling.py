@@ -93,6 +93,15 @@ class SamplingKernels:
         """Whether the kernels read such logits: float32 or bfloat16 on the host."""
         return logits.dtype in self._sample and logits.is_cpu
 
+    def _readable(self, logits: Tensor) -> Tensor:
+        """Checked, and with dense rows."""
+        if not self.supports(logits) or logits.dim() != 2 or logits.shape[1] < 1:
+            raise ValueError(
+                f"logits must be [n, V] float32 or bfloat16 on the host, V at least 1, are "
+                f"{logits.dtype} {list(logits.shape)} on {logits.device}"
+            )
+        return logits if logits.stride(1) == 1 else logits.contiguous()
+
     def sample(
         self,
         logits: Tensor,
@@ -106,7 +115,7 @@ class SamplingKernels:
         """One token for each row.
 
         Args:
-            logits: [n, V] that are supported, only read.
+            logits: [n, V] that are supported, V at least 1; only read.
             out: [n] and [n] int32 to write to: token ids, always in the vocabulary, and the same
                 with -1 in rows whose logits hold NaN or +inf or allow no token.
             rows: [m] the rows to sample, each below n; None: all of them.
@@ -119,17 +128,15 @@ class SamplingKernels:
             ValueError: a shape or dtype is not as said.
             MemoryError: there is no scratch memory.
         """
+        logits = self._readable(logits)
         n, vocab_size = logits.shape
-        logits = _with_dense_rows(logits)
         for written in out:
             _check("out", written, torch.int32, (n,))
         if params is not None:
             _check("params", params, torch.float32, (_NUM_PARAMS, n))
-        if rows is not None and rows.max(initial=0) >= max(n, 1):
-            raise ValueError(f"row {rows.max()} of {n}")
         args = _SampleArgs(
             logits=logits.data_ptr(),
-            rows=_address("rows", rows, np.int64),
+            rows=_row_address(rows, n),
             params=None if params is None else params.data_ptr(),
             token_ids=out[0].data_ptr(),
             host_ids=out[1].data_ptr(),
@@ -158,10 +165,10 @@ class SamplingKernels:
         """Log-probabilities of given tokens and of the likeliest ones.
 
         Args:
-            logits: [n, V] that are supported.
+            logits: [n, V] that are supported, V at least 1.
             token_ids: [n] the given tokens, int32 or int64.
             num_logprobs: k likeliest tokens, at most V; among equal ones the first come first.
-            rows: [m] of the n, in the order of the result; None: all of them.
+            rows: [m] of the n, each below n, in the order of the result; None: all of them.
 
         Returns:
             [m, 1 + k] int32 token ids, the given one first; [m, 1 + k] float32 log-probabilities;
@@ -172,9 +179,15 @@ class SamplingKernels:
             IndexError: a token is not in the vocabulary.
             MemoryError: there is no scratch memory.
         """
+        logits = self._readable(logits)
         n, vocab_size = logits.shape
-        logits, token_ids = _with_dense_rows(logits), token_ids.int().contiguous()
-        _check("token_ids", token_ids, torch.int32, (n,))
+        if num_logprobs < 0:
+            raise ValueError(f"num_logprobs is {num_logprobs}")
+        given = token_ids
+        if given.dtype == torch.int64:  # what int32 does not hold stays out of the vocabulary
+            given = given.clamp(-1, vocab_size)
+        given = given.int().contiguous()
+        _check("token_ids", given, torch.int32, (n,))
         k = min(num_logprobs, vocab_size)
         m = n if rows is None else len(rows)
         ids = torch.empty(m, 1 + k, dtype=torch.int32)
@@ -182,8 +195,8 @@ class SamplingKernels:
         ranks = torch.empty(m, dtype=torch.int32)
         args = _LogprobArgs(
             logits=logits.data_ptr(),
-            rows=_address("rows", rows, np.int64),
-            token_ids=token_ids.data_ptr(),
+            rows=_row_address(rows, n),
+            token_ids=given.data_ptr(),
             out_ids=ids.data_ptr(),
             out_logprobs=logprobs.data_ptr(),
             out_ranks=ranks.data_ptr(),
@@ -203,6 +216,7 @@ class SamplingKernels:
         self, keys: npt.NDArray[np.uint64], positions: Int64Array, count: int
     ) -> npt.NDArray[np.float32]:
         """[n, count] as `vllm.sample.random.exponentials_at`, equal but for the last bits."""
+        _check_pairs(keys, positions, len(keys))
         out = np.empty((len(keys), count), np.float32)
         self._exponentials(
             _address("keys", keys, np.uint64),
@@ -233,10 +247,7 @@ def _fill_numbers(args: _SampleArgs, numbers: RowNumbers) -> None:
         return
     if numbers.keys is None or numbers.positions is None:
         raise ValueError("random numbers need keys and positions")
-    if not len(numbers.keys) == len(numbers.positions) == args.n:
-        raise ValueError(
-            f"{len(numbers.keys)} keys, {len(numbers.positions)} positions, {args.n} rows"
-        )
+    _check_pairs(numbers.keys, numbers.positions, args.n)
     args.keys = _address("keys", numbers.keys, np.uint64)
     args.positions = _address("positions", numbers.positions, np.int64)
     args.num_draws = args.vocab_size // _NUM_INSIDE + 1 + _NUM_INSIDE
@@ -271,8 +282,9 @@ def _fill_changes(args: _SampleArgs, changes: RowChanges) -> None:
         args.penalty_ids, args.penalty_counts = token_ids.data_ptr(), counts.data_ptr()
 
 
-def _with_dense_rows(logits: Tensor) -> Tensor:
-    return logits if logits.stride(1) == 1 else logits.contiguous()
+def _check_pairs(keys: npt.NDArray[np.uint64], positions: Int64Array, num_rows: int) -> None:
+    if not len(keys) == len(positions) == num_rows:
+        raise ValueError(f"{len(keys)} keys, {len(positions)} positions, {num_rows} rows")
 
 
 def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -281,6 +293,15 @@ def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> 
             f"{name} must be dense {dtype} {list(shape)} on the host, is {x.dtype} "
             f"{list(x.shape)} on {x.device}"
         )
+
+
+def _row_address(rows: Int64Array | None, n: int) -> int | None:
+    address = _address("rows", rows, np.int64)
+    if rows is not None and len(rows):
+        unsigned = rows.view(np.uint64)  # one look at each: a negative number is a large one
+        if unsigned.max() >= n:
+            raise ValueError(f"row {rows[unsigned.argmax()]} of {n}")
+    return address
 
 
 def _address(name: str, x: npt.NDArray[Any] | None, dtype: type[np.generic]) -> int | None:

@@ -73,6 +73,14 @@ class CPUSampler(Sampler):
             errors=errors,
         )
 
+    def gather_logprobs(
+        self, logits: Tensor, token_ids: Tensor, num_logprobs: int
+    ) -> LogprobTensors:
+        """As `Sampler`; float32 and bfloat16 logits are read as they are, others go to torch."""
+        if not self._kernels.supports(logits):
+            return super().gather_logprobs(logits, token_ids, num_logprobs)
+        return LogprobTensors(*self._kernels.gather_logprobs(logits, token_ids, num_logprobs))
+
     def _sample_rows(
         self, logits: Tensor, metadata: SamplingMetadata, out: Tokens, rows: IndexArray | None
     ) -> None:

@@ -110,6 +110,18 @@ class Sampler:
             errors=errors,
         )
 
+    def gather_logprobs(
+        self, logits: Tensor, token_ids: Tensor, num_logprobs: int
+    ) -> LogprobTensors:
+        """Log-probabilities of tokens that nobody sampled, those of a prompt.
+
+        Args:
+            logits: [n, V] any float dtype, as the model made them.
+            token_ids: [n] int32 or int64, on the device of the logits.
+            num_logprobs: likeliest tokens, at most V are given.
+        """
+        return gather_logprobs(logits.float(), token_ids, num_logprobs)
+
     def _passes(self, logits: Tensor, features: FeatureArray | None) -> list[IndexArray]:
         """The rows of each pass; none or one means all rows at once."""
         num_rows, vocab_size = logits.shape

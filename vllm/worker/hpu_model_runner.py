@@ -65,7 +65,10 @@ class HPUModelRunner(ModelRunner):
         assert self.sampling.shapes is not None
         self._likeliest = self.sampling.shapes.max_likeliest
         self.prompt_logprobs = PromptLogprobs(
-            model, lambda width: class_of(width, self._likeliest), bridge.mark_step
+            model,
+            self.sampler,
+            lambda width: class_of(width, self._likeliest),
+            bridge.mark_step,
         )
         last_token_ids = torch.zeros(
             config.scheduler.max_num_seqs + 1, dtype=torch.int32, device=self.device

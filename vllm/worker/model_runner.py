@@ -87,7 +87,7 @@ class ModelRunner:
         )
         self.sampling, self.sampler = self._make_sampler(config)
         self.grammars = GrammarMatchers(config)
-        self.prompt_logprobs = PromptLogprobs(model)
+        self.prompt_logprobs = PromptLogprobs(model, self.sampler)
         self.planner: LaunchPlanner = RaggedPlanner()
         self._in_flight: StepHandle | None = None
         self._num_steps = 0

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from vllm.messages import EngineRequest, IntArray, LogprobRows
 from vllm.model_executor.models.interface import CausalLM
-from vllm.sample.logprobs import LogprobTensors, gather_logprobs
+from vllm.sample.logprobs import LogprobTensors
+from vllm.sample.sampler import Sampler
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.launch import Launch
 
@@ -50,6 +51,7 @@ class PromptLogprobs:
 
     Args:
         model: has `compute_logits`.
+        sampler: has the log-probabilities of given tokens, for the device of the model.
         round_width: likeliest tokens to compute when so many are wanted; for a device that
             compiles shapes. Positions are then taken in parts of one fixed size.
         end_stage: ends a recorded graph, for such a device.
@@ -58,10 +60,12 @@ class PromptLogprobs:
     def __init__(
         self,
         model: CausalLM,
+        sampler: Sampler,
         round_width: Callable[[int], int] | None = None,
         end_stage: Callable[[], None] | None = None,
     ) -> None:
         self._compute_logits = model.compute_logits
+        self._gather_logprobs = sampler.gather_logprobs
         self._round_width = round_width
         self._end_stage = end_stage
         self._wanted: dict[int, int] = {}
@@ -122,9 +126,9 @@ class PromptLogprobs:
             else:
                 hidden, chunk = self._fixed_size(hidden_states, begin, chunk)
                 width = self._round_width(num_logprobs)
-            logits = self._compute_logits(hidden).float()
+            logits = self._compute_logits(hidden)
             token_ids = torch.from_numpy(chunk.astype(np.int64)).to(logits.device)
-            parts.append(gather_logprobs(logits, token_ids, width))
+            parts.append(self._gather_logprobs(logits, token_ids, width))
             if self._end_stage is not None:
                 self._end_stage()
         return PendingLogprobs(parts, len(targets), num_logprobs)
