@@ -349,6 +349,23 @@ def test_shapes_that_do_not_fit_are_named(ops, implementation):
         cache.decode(ops, torch.randn(1, 2, 16), 0)
 
 
+def test_kernels_are_given_memory_of_the_cpu_alone(ops):
+    x, ones, tables = torch.randn(3, 8), torch.ones(8), torch.zeros(9, 8)
+    far, q, positions = x.to("meta"), x.view(3, 1, 8), torch.arange(3)
+    assert ops.rms_norm(far, ones.to("meta"), 1e-5).is_meta
+    assert ops.silu_and_mul(far).is_meta
+    assert ops.gelu_and_mul(far, False).is_meta
+    for call in (
+        lambda: ops.rms_norm(x, ones.to("meta"), 1e-5),
+        lambda: ops.fused_add_rms_norm(x, far, ones, 1e-5),
+        lambda: ops.rotary_embedding(positions, q, q.to("meta"), tables, True),
+        lambda: ops.rotary_embedding(positions.to("meta"), q, q, tables, True),
+        lambda: ops.rotary_embedding(positions, q, q, tables.to("meta"), True),
+    ):
+        with pytest.raises(ValueError, match="on meta"):
+            call()
+
+
 def test_layouts_that_a_kernel_cannot_walk_are_refused(ops):
     x = torch.randn(8, 3).T
     with pytest.raises(ValueError, match=r"x is not dense: shape \[3, 8\], strides \[1, 3\]"):
