@@ -148,6 +148,8 @@ class CPUOps(NativeOps):
             _refuse_pair("key", key, "query", query)
         if key.dtype != query.dtype or not key.is_cpu:
             _refuse_pair("key", key, "query", query)
+        if not positions.is_cpu or not cos_sin_cache.is_cpu:
+            _refuse_pair("positions", positions, "cos_sin_cache", cos_sin_cache)
         if positions.shape != (num_tokens,):
             raise ValueError(f"positions is {list(positions.shape)}, query is {list(query.shape)}")
         _check_indices("positions", positions, torch.int64)
@@ -294,10 +296,8 @@ def _check_vector(name: str, weight: Tensor, x: Tensor) -> None:
 
 
 def _check_indices(name: str, indices: Tensor, dtype: torch.dtype) -> None:
-    if indices.dtype != dtype or not indices.is_cpu:
-        raise ValueError(
-            f"{name} is {indices.dtype} on {indices.device}, it must be {dtype} on cpu"
-        )
+    if indices.dtype != dtype:
+        raise ValueError(f"{name} is {indices.dtype}, it must be {dtype}")
     if not indices.is_contiguous():
         _refuse_strides(name, indices)
 
