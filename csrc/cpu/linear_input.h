@@ -39,8 +39,8 @@ float largest_magnitude(const T* x, int64_t size) {
   return max;
 }
 
-// round(x * 127 / max |x|) + offset as bytes (all zero when max |x| is below 1e-36); visit(steps) sees them before the offset, the lanes
-// past the end zero. Returns what one step is worth.
+// round(x * 127 / max |x|) + offset as bytes; visit(steps) sees them before the offset, the lanes
+// past the end zero. Returns what one step is worth. A row below 2^-121 has no steps.
 template <typename T, class Visit>
 VLLM_INLINE float quantize_row(const T* x, uint8_t* out, int64_t size, float offset, Visit visit) {
   typedef uint8_t Bytes __attribute__((vector_size(kLanes)));

@@ -14,7 +14,7 @@ T to_type(float x) {
   return lanes[0];
 }
 
-// The nearest float16 (ties to even) of a number below 65,520. Of one that is not finite: anything.
+// The nearest float16 (ties to even) of a number below 65,520; anything for one that is not finite.
 inline uint16_t to_half(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);

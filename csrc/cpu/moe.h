@@ -45,8 +45,8 @@ struct MoeSlab {
 
   int64_t sum_rows() const { return num_pairs() < kBlockRows ? num_pairs() : kBlockRows; }
 
-  // Lays out the arrays from the address `memory` on (0: only measures); returns the bytes. row_bytes: of a
-  // row for the tiles.
+  // Lays out the arrays from the address `memory` on (0: only measures); returns the bytes.
+  // row_bytes: of a row for the tiles.
   int64_t place(uintptr_t memory, int64_t row_bytes) {
     int64_t used = 0;
     const auto take = [&](auto*& array, int64_t count) {
