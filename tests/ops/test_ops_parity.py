@@ -168,6 +168,18 @@ def test_not_a_number_is_not_hidden(ops):
         assert cache.decode(ops, torch.ones(1, 2, 16, dtype=dtype), None).isnan().all()
 
 
+@pytest.mark.parametrize("bits", [0x7FC00001, -1])
+def test_not_a_number_may_have_any_bits(ops, bits):
+    cache, query = PagedCache([40], 1, 16, 16, torch.float32), torch.ones(1, 2, 16)
+    cache.keys.view(torch.int32)[cache.block_tables[0, 0], 3] = bits
+    assert cache.decode(ops, query, None).isnan().all()
+    tables = cache.block_tables
+    new = ops.paged_attention_prefill(
+        query, cache.keys, cache.values, tables, [0, 1], [40], 1, None
+    )
+    assert new.isnan().all()
+
+
 # ---- rotary embedding ----------------------------------------------------------------------
 
 
