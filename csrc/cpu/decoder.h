@@ -72,7 +72,9 @@ struct DecoderBuffers {
     return num_tokens < kSharedRows ? num_tokens : kSharedRows;
   }
 
-  DecoderBuffers(const DecoderModel<T>& model, int64_t num_tokens, int num_threads, char* scratch)
+  // scratch: an address; 0 only measures.
+  DecoderBuffers(const DecoderModel<T>& model, int64_t num_tokens, int num_threads,
+                 uintptr_t scratch)
       : bytes(0) {
     const auto take = [&](int64_t count) {
       T* const at = reinterpret_cast<T*>(scratch + bytes);
@@ -91,8 +93,7 @@ struct DecoderBuffers {
 // Bytes for any launch of at most num_tokens.
 template <typename T>
 int64_t decoder_scratch_bytes(const DecoderModel<T>& model, int64_t num_tokens, int num_threads) {
-  alignas(64) char nothing[64];  // only addresses are computed
-  return DecoderBuffers<T>(model, num_tokens, num_threads, nothing).bytes;
+  return DecoderBuffers<T>(model, num_tokens, num_threads, 0).bytes;
 }
 
 template <typename T>
@@ -104,7 +105,8 @@ class DecoderPass {
         num_threads_(num_threads),
         q_size_(model.num_heads * model.head_size),
         kv_size_(model.num_kv_heads * model.head_size),
-        buffers_(model, launch.num_tokens, num_threads, launch.scratch) {}
+        buffers_(model, launch.num_tokens, num_threads,
+                 reinterpret_cast<uintptr_t>(launch.scratch)) {}
 
   DecoderStatus run() {
     check();
@@ -124,6 +126,10 @@ class DecoderPass {
 
   void check() {
     const int64_t num_slots = model_.num_blocks * model_.block_size;
+    const int64_t num_decodes = launch_.num_decodes;
+    if (num_decodes < launch_.num_requests && launch_.query_start_loc[num_decodes] != num_decodes) {
+      fail(DecoderStatus::kBadStart, num_decodes);  // rows between would be of no request
+    }
     for (int64_t t = launch_.num_tokens - 1; t >= 0; --t) {
       const int64_t id = launch_.input_ids[t], position = launch_.positions[t];
       if (launch_.slot_mapping[t] >= num_slots) fail(DecoderStatus::kBadSlot, t);

@@ -64,6 +64,7 @@ enum class DecoderStatus : int64_t {
   kBadSlot = 3,
   kBadRequest = 4,  // its lengths or its block table
   kNoMemory = 5,
+  kBadStart = 6,  // the first prefill does not begin behind the decodes
 };
 
 }  // namespace vllm_cpu

@@ -1,7 +1,7 @@
 // The C entry points, and the choice of the instruction set they run on.
 //
-// The first call picks the best set that this build has and this processor runs. VLLM_WITH_<SET>
-// is defined for each set whose kernels were compiled; `base` always is.
+// Loading the library picks the best set that this build has and this processor runs.
+// VLLM_WITH_<SET> is defined for each set whose kernels were compiled; `base` always is.
 #include <cstring>
 
 #include "dtypes.h"

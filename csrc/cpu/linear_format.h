@@ -56,17 +56,22 @@ struct Int4Source {
   int64_t is_awq;
 };
 
-inline int64_t num_panels(const LinearWeight& w) { return (w.out_features + kPanel - 1) / kPanel; }
+// These are static: each is compiled for several instruction sets, and the linker must not give all
+// of them the same copy.
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t num_panels(const LinearWeight& w) {
+  return (w.out_features + kPanel - 1) / kPanel;
+}
+
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // 32-bit words of the scales and zero points of an int4 block.
-inline int64_t header_words(const LinearWeight& w) {
+static inline int64_t header_words(const LinearWeight& w) {
   return kScaleWords + (w.has_zeros ? kZeroWords : 0);
 }
 
 // 32-bit words of the first `inputs` inputs of a panel: whole blocks, or all.
-inline int64_t panel_words(const LinearWeight& w, int64_t inputs) {
+static inline int64_t panel_words(const LinearWeight& w, int64_t inputs) {
   switch (w.format) {
     case WeightFormat::kFloat:
       return inputs * kPanel;
@@ -78,6 +83,6 @@ inline int64_t panel_words(const LinearWeight& w, int64_t inputs) {
       return inputs / 8 * kPanel + ceil_div(inputs, w.block_inputs) * header_words(w);
   }
 }
-inline int64_t panel_words(const LinearWeight& w) { return panel_words(w, w.in_features); }
+static inline int64_t panel_words(const LinearWeight& w) { return panel_words(w, w.in_features); }
 
 }  // namespace vllm_cpu

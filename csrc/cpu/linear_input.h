@@ -40,12 +40,12 @@ float largest_magnitude(const T* x, int64_t size) {
 }
 
 // round(x * 127 / max |x|) + offset as bytes; visit(steps) sees them before the offset, the lanes
-// past the end zero. Returns what one step is worth.
+// past the end zero. Returns what one step is worth. A row below 2^-121 has no steps.
 template <typename T, class Visit>
 VLLM_INLINE float quantize_row(const T* x, uint8_t* out, int64_t size, float offset, Visit visit) {
   typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
   const float max = largest_magnitude(x, size);
-  const float inverse = max > 0 ? 127.0f / max : 0.0f;
+  const float inverse = max > 0x1p-121f ? 127.0f / max : 0.0f;  // below, it would be infinite
   for_each_vector(size, [&](int64_t i, int64_t count) {
     // 1.5 * 2^23 + n has n in its low bits. Product and sum round separately on every processor.
     const Vec shifted = load(x + i, count) * inverse + (12582912.0f + offset);

@@ -14,7 +14,7 @@ T to_type(float x) {
   return lanes[0];
 }
 
-// The nearest float16 (ties to even) of a finite number below 65,520.
+// The nearest float16 (ties to even) of a number below 65,520; anything for one that is not finite.
 inline uint16_t to_half(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
@@ -29,14 +29,15 @@ inline uint16_t to_half(float x) {
 }
 
 // The power of two that the scales of an output are divided by, so that float16 has room for them:
-// the largest is 1 to 2 afterwards.
+// the largest is 1 to 2 afterwards. NaN if they are not finite, so that this reaches the results.
 inline float scale_unit(float largest) {
   uint32_t bits;
   __builtin_memcpy(&bits, &largest, sizeof bits);
   bits &= 0x7f800000u;
   float unit;
   __builtin_memcpy(&unit, &bits, sizeof unit);
-  return unit > 0 && unit < 0x1p127f ? unit : 1.0f;
+  if (unit == 0) return 1.0f;
+  return unit < __builtin_inff() ? unit : __builtin_nanf("");
 }
 
 inline uint32_t* block_of(const LinearWeight& weight, int64_t panel, int64_t input) {
@@ -63,8 +64,7 @@ float extreme_of(const T* from, int64_t count) {
 template <typename T>
 void pack_int4_row(const LinearWeight& weight, int64_t n, const T* from) {
   const int64_t size = weight.in_features, block = weight.block_inputs, output = n % kPanel;
-  const float largest = __builtin_fabsf(extreme_of(from, size));
-  const float unit = scale_unit(largest / 8.0f);
+  const float unit = scale_unit(largest_magnitude(from, size) / 8.0f);
   const_cast<float*>(weight.scales)[n] = unit;
   for (int64_t k = 0; k < size; k += block) {
     const int64_t count = size - k < block ? size - k : block;
@@ -127,7 +127,7 @@ inline void convert_int4_panel(const LinearWeight& weight, const Int4Source& sou
     float largest = 0;
     for (int64_t g = 0; g < source.num_groups; ++g) {
       const float scale = __builtin_fabsf(source.scales[g * outs + begin + n]);
-      largest = scale > largest ? scale : largest;
+      largest = scale > largest || scale != scale ? scale : largest;
     }
     units[n] = scale_unit(largest);
   }

@@ -45,9 +45,9 @@ struct MoeSlab {
 
   int64_t sum_rows() const { return num_pairs() < kBlockRows ? num_pairs() : kBlockRows; }
 
-  // Lays out the arrays from `memory` on (null: only measures); returns the bytes. row_bytes: of a
-  // row for the tiles.
-  int64_t place(char* memory, int64_t row_bytes) {
+  // Lays out the arrays from the address `memory` on (0: only measures); returns the bytes.
+  // row_bytes: of a row for the tiles.
+  int64_t place(uintptr_t memory, int64_t row_bytes) {
     int64_t used = 0;
     const auto take = [&](auto*& array, int64_t count) {
       array = reinterpret_cast<decltype(&array[0])>(memory + used);
@@ -224,10 +224,10 @@ int64_t moe_slab(MoeSlab<T> slab) {
   };
   const int64_t bytes = row_bytes_of(slab.gate(0)), down_bytes = row_bytes_of(slab.down(0));
   const int64_t row_bytes = bytes > down_bytes ? bytes : down_bytes;
-  char* const scratch = vllm_cpu::workspace(slab.place(nullptr, row_bytes));
+  char* const scratch = vllm_cpu::workspace(slab.place(0, row_bytes));
   if (scratch == nullptr) return kNoMemory;
-  slab.place(scratch, row_bytes);
-  parallel_for(1, 1, slab.num_threads, [&](int64_t, int64_t, int) { slab.sort_pairs(); });
+  slab.place(reinterpret_cast<uintptr_t>(scratch), row_bytes);
+  slab.sort_pairs();
   with_kind<T>(slab.gate(0), [&](auto kind) -> int64_t {
     gather_rows<decltype(kind)>(slab);
     expand<decltype(kind)>(slab);

@@ -4,6 +4,9 @@
 // load time the Python side hands over the address of GOMP_parallel, the documented entry that
 // compilers call for `#pragma omp parallel`. libgomp has it, and so do the LLVM and Intel
 // runtimes on Linux. Without it every loop runs on the calling thread.
+//
+// A forked child does not have the threads that the runtime waits for. It has to ask torch for one
+// thread before it computes, with torch or with these kernels.
 #pragma once
 
 #include <cstdint>

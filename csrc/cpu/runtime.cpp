@@ -33,7 +33,7 @@ void take_ranges(void* data) {
 
 // Waits a moment for another thread; `turn` counts the calls. Gives the core away when that takes
 // long: on a busy machine the other thread may be waiting for this very core.
-void wait(int turn) {
+void wait(int64_t turn) {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -72,7 +72,7 @@ class Team {
 
 void Team::help() {
   uint64_t last = 0;
-  for (int turn = 0;; ++turn) {
+  for (int64_t turn = 0;; ++turn) {
     uint64_t gate = __atomic_load_n(&gate_, __ATOMIC_ACQUIRE);
     if (gate == kEnd) return;
     const bool is_open = (gate & kPlaces) != 0 && gate >> 16 != last;
@@ -90,14 +90,15 @@ void Team::help() {
 
 void Team::run(const Loop& loop, int num_threads) {
   const uint64_t places = static_cast<uint64_t>(num_threads - 1);
-  const uint64_t shut = ((gate_ >> 16) + 1) << 16;
+  const uint64_t before = __atomic_load_n(&gate_, __ATOMIC_RELAXED);
+  const uint64_t shut = ((before >> 16) + 1) << 16;
   loop_ = loop;
   __atomic_store_n(&num_done_, 0, __ATOMIC_RELAXED);
   __atomic_store_n(&gate_, shut | places, __ATOMIC_RELEASE);
   take_ranges(&loop_);
   const uint64_t left = __atomic_exchange_n(&gate_, shut, __ATOMIC_RELAXED) & kPlaces;
   const int num_helpers = static_cast<int>(places - left);
-  for (int turn = 0; __atomic_load_n(&num_done_, __ATOMIC_ACQUIRE) < num_helpers; ++turn) {
+  for (int64_t turn = 0; __atomic_load_n(&num_done_, __ATOMIC_ACQUIRE) < num_helpers; ++turn) {
     wait(turn);
   }
 }

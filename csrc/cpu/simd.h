@@ -199,8 +199,9 @@ VLLM_INLINE Vec exp(Vec x) {
   p = fma(p, r, splat(0.16666576266288757f));
   p = fma(p, r, splat(0.5f));
   p = fma(p, r * r, r) + 1.0f;
-  // Adds n to the exponent: all but the low bits of `shifted` are shifted out.
-  return reinterpret_cast<Vec>(reinterpret_cast<Bits>(p) + (reinterpret_cast<Bits>(shifted) << 23));
+  // 2^n: all but the low bits of `shifted` are shifted out. Added to the exponent of p, the low bits
+  // of NaN would make a number of it.
+  return p * reinterpret_cast<Vec>((reinterpret_cast<Bits>(shifted) << 23) + 0x3f800000u);
 }
 
 }  // namespace VLLM_ISA

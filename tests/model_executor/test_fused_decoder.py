@@ -16,7 +16,7 @@ from vllm.model_executor.layers.cpu_linear_method import pack_weights
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.norm import RMSNorm
-from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.decoder import DecoderAttention, DecoderForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
@@ -241,6 +241,7 @@ def change_epsilon(model: nn.Module) -> None:
     [
         lambda model: replace_first(model, ColumnParallelLinear, Wrapper),
         lambda model: replace_first(model, Attention, Wrapper),
+        lambda model: replace_first(model, DecoderAttention, Wrapper),
         lambda model: replace_first(model, RMSNorm, lambda norm: OtherNorm(72, norm.eps)),
         lambda model: setattr(model, "__class__", OtherForward),
         unbind,

@@ -59,6 +59,26 @@ print(*sorted(set(re.findall(r"/\\S*lib(?:gomp|iomp|omp)\\S*", maps))))
     assert len(runtimes) == 1, f"more than one OpenMP runtime: {runtimes}"
 
 
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the C++ kernels are not built")
+def test_a_forked_child_computes_on_one_thread():
+    out = run_python(
+        """
+import os, signal, torch
+from vllm.ops.cpu_linear import PackedWeight
+packed, x = PackedWeight.pack(torch.ones(1024, 1024)), torch.ones(64, 1024)
+packed.linear(x)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(30)  # a child that waits for threads it does not have is killed
+    torch.set_num_threads(1)
+    os._exit(int(packed.linear(x)[0, 0]) // 512)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+""",
+        OMP_NUM_THREADS="2",
+    )
+    assert out == "2\n"
+
+
 @pytest.mark.parametrize("compiler", ["/nonexistent/c++", "false"])
 def test_without_a_working_compiler_the_build_succeeds_and_says_what_is_missing(compiler, tmp_path):
     done = subprocess.run(

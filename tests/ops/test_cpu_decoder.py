@@ -5,6 +5,7 @@ That it computes what the modules of a model do is tested in model_executor/test
 
 import dataclasses
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -127,7 +128,11 @@ def test_numbers_out_of_range_are_refused(name, index, value, message, num_threa
         ("block_tables", lambda x: x[:-1]),
         ("seq_lens", lambda x: x[:-1]),
         ("query_start_loc", lambda x: x.long()),
+        ("query_start_loc", lambda x: x + (x > 0)),  # a row between decodes and prefill
         ("num_decodes", lambda x: 3),
+        ("num_decodes", lambda x: -1),
+        ("input_ids", lambda x: x.to("meta")),
+        ("block_tables", lambda x: x.to("meta")),
     ],
 )
 def test_tensors_of_another_form_are_refused(name, make):
@@ -145,6 +150,10 @@ def test_tensors_of_another_form_are_refused(name, make):
         ("key_norm", lambda: torch.ones(HEAD_SIZE + 1).bfloat16()),
         ("value_cache", lambda: torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, HEAD_SIZE).bfloat16()),
         ("input_norm", lambda: torch.ones(2 * HIDDEN).bfloat16()[::2]),
+        ("input_norm", lambda: None),
+        ("value_cache", lambda: None),
+        ("output", lambda: torch.zeros(HIDDEN, NUM_HEADS * HEAD_SIZE).bfloat16()),
+        ("gate_up", lambda: None),
     ],
 )
 def test_layers_that_do_not_fit_are_refused(name, make):
@@ -159,12 +168,23 @@ def test_models_that_do_not_fit_are_refused():
     for change in (
         {"layers": []},
         {"embedding": table[:, :-1]},
-        {"embedding": PackedWeight.quantize(table, WeightFormat.INT4)},
         {"final_norm": torch.ones(HIDDEN).half()},
+        {"final_norm": torch.ones(2 * HIDDEN).bfloat16()[::2]},
+        {"final_norm": torch.ones(HIDDEN, device="meta").bfloat16()},
         {"cos_sin": torch.ones(MAX_POSITIONS, HEAD_SIZE + 2)},
     ):
         with pytest.raises(ValueError):
             FusedDecoder(dataclasses.replace(make_model(), **change))
+
+
+@pytest.mark.parametrize("weight_format", [WeightFormat.INT8, WeightFormat.INT4])
+def test_embeddings_may_be_rows_of_a_quantized_weight(weight_format):
+    table = PackedWeight.quantize(torch.randn(VOCAB_SIZE, HIDDEN).bfloat16(), weight_format)
+    model, launch = make_model(), launch_of()
+    rows = table.rows(torch.arange(VOCAB_SIZE), torch.bfloat16)
+    want = FusedDecoder(dataclasses.replace(model, embedding=rows)).forward(**launch)
+    got = FusedDecoder(dataclasses.replace(model, embedding=table)).forward(**launch)
+    assert torch.equal(got, want)
 
 
 def test_any_number_of_threads_has_the_same_bits():
@@ -176,6 +196,20 @@ def test_any_number_of_threads_has_the_same_bits():
         for num_threads in (2, 3, 8):
             torch.set_num_threads(num_threads)
             assert torch.equal(decoder.forward(**launch), want)
+
+
+def test_decoders_of_several_engines_may_run_at_once():
+    decoders, launches = [FusedDecoder(make_model()) for _ in range(3)], [launch_of(40, 0)] * 3
+    launches[1] = launch_of(4, 14)
+    want = [d.forward(**launch) for d, launch in zip(decoders, launches, strict=True)]
+
+    def run(index: int) -> bool:
+        torch.set_num_threads(1 + index)
+        got = [decoders[index].forward(**launches[index]) for _ in range(20)]
+        return all(torch.equal(out, want[index]) for out in got)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(run, range(3)))
 
 
 def test_a_token_without_a_slot_is_computed_and_not_kept():

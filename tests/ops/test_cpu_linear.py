@@ -1,6 +1,10 @@
 """Packed weights against products in float64, for each instruction set that runs here."""
 
+import os
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +116,24 @@ def test_what_is_not_a_number_reaches_the_result(isa, weight_format):
 
 
 @pytest.mark.parametrize("weight_format", [None, INT8, INT4])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_a_weight_that_is_not_a_number_reaches_the_result(isa, dtype, weight_format):
+    weight = torch.rand(70, 64, dtype=dtype) + 0.1
+    weight[2, 5], weight[66, 63] = float("nan"), float("inf")
+    got = packed_of(weight, weight_format).linear(torch.ones(3, 64, dtype=dtype))
+    assert got.isfinite().all(0).tolist() == [output not in (2, 66) for output in range(70)]
+
+
+@pytest.mark.parametrize("weight_format", [INT8, INT4])
+def test_numbers_too_small_for_a_step_are_zero(isa, weight_format):
+    """A step of 1e-37 / 127 has no inverse in float32."""
+    small, large = torch.full((64, 64), 1e-37), torch.full((64, 64), 1e30)
+    assert not packed_of(large, weight_format).linear(small).any()
+    if weight_format is INT8:  # int4 has powers of two beside its scales
+        assert not packed_of(small, weight_format).linear(large).any()
+
+
+@pytest.mark.parametrize("weight_format", [None, INT8, INT4])
 def test_x_may_be_of_any_rank_and_have_strided_rows(weight_format):
     if load_cpu_kernels() is None:
         pytest.skip("the C++ kernels are not built")
@@ -212,3 +234,41 @@ def test_what_does_not_fit_is_refused_with_both_shapes():
         PackedWeight.quantize(torch.randn(4, 8), WeightFormat.FLOAT32)
     with pytest.raises(IndexError, match=r"ids\[1\] is 10 of 10 rows"):
         packed.rows(torch.tensor([3, 10]), FLOAT32)
+    with pytest.raises(ValueError, match=r"not torch.float16"):
+        packed.rows(torch.tensor([3]), torch.float16)
+
+
+def test_without_memory_a_call_is_refused_and_the_next_one_works():
+    if load_cpu_kernels() is None:
+        pytest.skip("the C++ kernels are not built")
+    code = """
+import resource, torch
+from pathlib import Path
+from vllm.ops.cpu_linear import PackedWeight, WeightFormat
+from vllm.ops.cpu_moe import PackedExperts
+INT8 = WeightFormat.INT8
+packed, x = PackedWeight.quantize(torch.ones(8, 40000), INT8), torch.ones(1024, 40000)
+experts = PackedExperts.pack(torch.ones(2, 80000, 8), torch.ones(2, 8, 40000), INT8)
+choices = torch.ones(1024, 8), torch.zeros(1024, 1, dtype=torch.int64), torch.ones(1024, 1)
+hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+for call in (lambda: packed.linear(x), lambda: experts.forward(*choices)):
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, hard))
+    try:
+        call()
+    except MemoryError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    print(call().isfinite().all().item())
+"""
+    root = str(Path(__file__).resolve().parents[2])
+    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True
+    )
+    assert run.stdout.splitlines() == [
+        "no scratch memory for 1024 rows of a linear layer",
+        "True",
+        "no scratch memory for 1024 tokens of 2 experts",
+        "True",
+    ]

@@ -108,6 +108,15 @@ def test_products_agree_with_the_weights_in_float64(isa, num_out, num_in, group_
             assert ((got - want).abs() <= allowed).all()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_scale_that_is_not_finite_reaches_the_result(isa, bad):
+    checkpoint = Checkpoint.random(72, 64, 32)
+    checkpoint.scales[1, 3] = bad
+    for packed in (checkpoint.gptq(is_v2=True), checkpoint.awq()):
+        is_finite = packed.linear(torch.ones(2, 64)).isfinite()
+        assert is_finite.all(0).tolist() == [output != 3 for output in range(72)]
+
+
 def test_a_zero_point_of_16_is_kept():
     checkpoint = Checkpoint.random(64, 64, 32)
     checkpoint.zeros[:] = 16  # stored as 15 in the first format
@@ -152,8 +161,13 @@ def test_what_is_not_a_checkpoint_is_refused():
         (r"g_idx is \[63\] for 64 inputs", (q, z, s, torch.zeros(63))),
         ("g_idx goes from 0 to 2, there are 2 groups", (q, z, s, torch.arange(64) // 24)),
         ("have 16 to 48 inputs", (q, z, s, (torch.arange(64) >= 16).int())),
+        (r"qweight is \[128\]", (q.flatten(), torch.zeros(2, 16).int(), torch.ones(2, 128))),
+        (r"qweight is \[0, 16\]", (q[:0], z, s)),
+        (r"scales are \[2, 16\] on meta", (q, z, s.to("meta"))),
     ]:
         with pytest.raises(ValueError, match=message):
             PackedWeight.from_gptq(*args)
     with pytest.raises(ValueError, match=r"scales are \[2, 16\] and zero points \[2, 8\]"):
         PackedWeight.from_awq(torch.zeros(64, 2).int(), torch.zeros(2, 1).int(), s)
+    with pytest.raises(ValueError, match=r"qweight is \[64\]"):
+        PackedWeight.from_awq(torch.zeros(64).int(), torch.zeros(2, 64).int(), torch.ones(2, 512))

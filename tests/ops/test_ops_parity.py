@@ -168,6 +168,18 @@ def test_not_a_number_is_not_hidden(ops):
         assert cache.decode(ops, torch.ones(1, 2, 16, dtype=dtype), None).isnan().all()
 
 
+@pytest.mark.parametrize("bits", [0x7FC00001, -1])
+def test_not_a_number_may_have_any_bits(ops, bits):
+    cache, query = PagedCache([40], 1, 16, 16, torch.float32), torch.ones(1, 2, 16)
+    cache.keys.view(torch.int32)[cache.block_tables[0, 0], 3] = bits
+    assert cache.decode(ops, query, None).isnan().all()
+    tables = cache.block_tables
+    new = ops.paged_attention_prefill(
+        query, cache.keys, cache.values, tables, [0, 1], [40], 1, None
+    )
+    assert new.isnan().all()
+
+
 # ---- rotary embedding ----------------------------------------------------------------------
 
 
@@ -347,6 +359,23 @@ def test_shapes_that_do_not_fit_are_named(ops, implementation):
         cache.decode(ops, torch.randn(1, 2, 16).double(), None)
     with pytest.raises(ValueError, match="sliding_window is 0"):
         cache.decode(ops, torch.randn(1, 2, 16), 0)
+
+
+def test_kernels_are_given_memory_of_the_cpu_alone(ops):
+    x, ones, tables = torch.randn(3, 8), torch.ones(8), torch.zeros(9, 8)
+    far, q, positions = x.to("meta"), x.view(3, 1, 8), torch.arange(3)
+    assert ops.rms_norm(far, ones.to("meta"), 1e-5).is_meta
+    assert ops.silu_and_mul(far).is_meta
+    assert ops.gelu_and_mul(far, False).is_meta
+    for call in (
+        lambda: ops.rms_norm(x, ones.to("meta"), 1e-5),
+        lambda: ops.fused_add_rms_norm(x, far, ones, 1e-5),
+        lambda: ops.rotary_embedding(positions, q, q.to("meta"), tables, True),
+        lambda: ops.rotary_embedding(positions.to("meta"), q, q, tables, True),
+        lambda: ops.rotary_embedding(positions, q, q, tables.to("meta"), True),
+    ):
+        with pytest.raises(ValueError, match="on meta"):
+            call()
 
 
 def test_layouts_that_a_kernel_cannot_walk_are_refused(ops):

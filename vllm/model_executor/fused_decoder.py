@@ -72,7 +72,8 @@ def read_head(model: nn.Module) -> PackedWeight | None:
 def _read_decoder(decoder: Decoder) -> FusedModel:
     norm = _exactly(RMSNorm, decoder.norm)
     layers = [_exactly(DecoderLayer, layer) for layer in decoder.layers]
-    tables = {_exactly(RotaryEmbedding, layer.self_attn.rotary_emb) for layer in layers}
+    attentions = [_exactly(DecoderAttention, layer.self_attn) for layer in layers]
+    tables = {_exactly(RotaryEmbedding, attention.rotary_emb) for attention in attentions}
     epsilons = {m.eps for m in decoder.modules() if isinstance(m, RMSNorm)}
     dtype = norm.weight.dtype
     if len(tables) != 1 or epsilons != {norm.eps} or dtype not in (torch.bfloat16, torch.float32):

@@ -49,7 +49,8 @@ class _Kernels:
 class CPUOps(NativeOps):
     """Operators of the CPU platform. `rotary_embedding` and `fused_add_rms_norm` work in place.
 
-    Takes CPU tensors only.
+    Norms, activations and rotary embedding leave tensors of another device to torch; the others
+    take CPU tensors only.
     """
 
     def __init__(self) -> None:
@@ -59,8 +60,11 @@ class CPUOps(NativeOps):
             self._kernels[torch.float32] = _Kernels(library, "f32")
             self._kernels[torch.bfloat16] = _Kernels(library, "bf16")
 
+    def _kernels_of(self, x: Tensor) -> _Kernels | None:
+        return self._kernels.get(x.dtype) if x.is_cpu else None
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        kernels = self._kernels.get(x.dtype)
+        kernels = self._kernels_of(x)
         if kernels is None:
             return super().rms_norm(x, weight, eps)
         hidden = x.shape[-1]
@@ -89,12 +93,12 @@ class CPUOps(NativeOps):
     def fused_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        kernels = self._kernels.get(x.dtype)
+        kernels = self._kernels_of(x)
         if kernels is None:
             return super().fused_add_rms_norm(x, residual, weight, eps)
         hidden = x.shape[-1]
         _check_vector("weight", weight, x)
-        if residual.shape != x.shape or residual.dtype != x.dtype:
+        if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_cpu:
             _refuse_pair("residual", residual, "x", x)
         if not x.is_contiguous():
             _refuse_strides("x", x)
@@ -112,7 +116,7 @@ class CPUOps(NativeOps):
         return x, residual
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        kernels = self._kernels.get(x.dtype)
+        kernels = self._kernels_of(x)
         if kernels is None:
             return super().silu_and_mul(x)
         out, rows, stride = _gated_output(x)
@@ -121,7 +125,7 @@ class CPUOps(NativeOps):
         return out
 
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
-        kernels = self._kernels.get(x.dtype)
+        kernels = self._kernels_of(x)
         if kernels is None:
             return super().gelu_and_mul(x, is_tanh)
         out, rows, stride = _gated_output(x)
@@ -138,15 +142,19 @@ class CPUOps(NativeOps):
         cos_sin_cache: Tensor,
         is_neox: bool,
     ) -> tuple[Tensor, Tensor]:
-        kernels = self._kernels.get(query.dtype)
+        kernels = self._kernels_of(query)
         if kernels is None:
             return super().rotary_embedding(positions, query, key, cos_sin_cache, is_neox)
         num_tokens, num_heads, head_size = query.shape
         num_positions, rot_dim = cos_sin_cache.shape
         if rot_dim % 2 or rot_dim > head_size:
             raise ValueError(f"rot_dim is {rot_dim}: not even, or above head size {head_size}")
-        if key.shape[0] != num_tokens or key.shape[2] != head_size or key.dtype != query.dtype:
+        if key.shape[0] != num_tokens or key.shape[2] != head_size:
             _refuse_pair("key", key, "query", query)
+        if key.dtype != query.dtype or not key.is_cpu:
+            _refuse_pair("key", key, "query", query)
+        if not positions.is_cpu or not cos_sin_cache.is_cpu:
+            _refuse_pair("positions", positions, "cos_sin_cache", cos_sin_cache)
         if positions.shape != (num_tokens,):
             raise ValueError(f"positions is {list(positions.shape)}, query is {list(query.shape)}")
         _check_dense("positions", positions, torch.int64)
@@ -290,7 +298,7 @@ def _check_rows(name: str, x: Tensor) -> None:
 
 def _check_vector(name: str, weight: Tensor, x: Tensor) -> None:
     """weight is one dense row of the last dimension of x."""
-    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype or not weight.is_cpu:
         _refuse_pair(name, weight, "x", x)
     if not weight.is_contiguous():
         _refuse_strides(name, weight)
@@ -314,7 +322,8 @@ def _check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
 
 def _refuse_pair(name: str, x: Tensor, other_name: str, other: Tensor) -> NoReturn:
     raise ValueError(
-        f"{name} is {x.dtype} {list(x.shape)}, {other_name} is {other.dtype} {list(other.shape)}"
+        f"{name} is {x.dtype} {list(x.shape)} on {x.device}, "
+        f"{other_name} is {other.dtype} {list(other.shape)} on {other.device}"
     )
 
 

@@ -79,6 +79,7 @@ class DecoderStatus(IntEnum):
     BAD_SLOT = 3
     BAD_REQUEST = 4
     NO_MEMORY = 5
+    BAD_START = 6
 
 
 _WEIGHTS = ("qkv", "output", "gate_up", "down")
@@ -86,6 +87,7 @@ _TENSORS = (
     *("qkv_bias", "output_bias", "gate_up_bias", "down_bias"),
     *("input_norm", "attention_norm", "query_norm", "key_norm", "key_cache", "value_cache"),
 )
+_OPTIONAL = ("qkv_bias", "output_bias", "gate_up_bias", "down_bias", "query_norm", "key_norm")
 
 
 class _LayerStruct(ctypes.Structure):
@@ -190,7 +192,7 @@ class FusedDecoder:
             [T, hidden], after the final norm.
 
         Raises:
-            ValueError: dtypes, shapes or strides do not fit, or the number of decodes.
+            ValueError: dtypes, shapes, strides or devices do not fit, or the number of decodes.
             IndexError: a token, position, slot, length or block is out of range.
             MemoryError: there is no scratch memory.
         """
@@ -201,7 +203,7 @@ class FusedDecoder:
         _check_vector("seq_lens", seq_lens, torch.int32, num_requests)
         _check_vector("query_start_loc", query_start_loc, torch.int32, num_requests + 1)
         _check_tables(block_tables, num_requests)
-        if num_decodes > min(num_requests, num_tokens) or (
+        if not 0 <= num_decodes <= min(num_requests, num_tokens) or (
             num_decodes == num_requests != num_tokens
         ):
             raise ValueError(
@@ -249,6 +251,11 @@ class FusedDecoder:
         bad, model = self._launch.bad_index, self._struct
         if status is DecoderStatus.NO_MEMORY:
             raise MemoryError("no scratch memory for a decoder")
+        if status is DecoderStatus.BAD_START:
+            raise ValueError(
+                f"{bad} requests are decodes of one token, but the first prefill does not begin "
+                f"at row {bad}"
+            )
         if status is DecoderStatus.BAD_TOKEN:
             raise IndexError(f"input_ids[{bad}] is {input_ids[bad]} of {model.vocab_size} rows")
         if status is DecoderStatus.BAD_POSITION:
@@ -266,20 +273,22 @@ class FusedDecoder:
 
 
 def _check_vector(name: str, x: Tensor, dtype: torch.dtype, size: int) -> None:
-    if x.dtype != dtype or x.shape != (size,) or not x.is_contiguous():
+    if x.dtype != dtype or x.shape != (size,) or not x.is_contiguous() or not x.is_cpu:
         raise ValueError(
-            f"{name} is {x.dtype} {list(x.shape)} with strides {list(x.stride())}, "
-            f"it must be {dtype} [{size}], dense"
+            f"{name} is {x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}, "
+            f"it must be {dtype} [{size}], dense on cpu"
         )
 
 
 def _check_tables(block_tables: Tensor, num_requests: int) -> None:
     shape, dtype = block_tables.shape, block_tables.dtype
     is_dense = len(shape) == 2 and (shape[1] <= 1 or block_tables.stride(1) == 1)
-    if dtype != torch.int32 or not is_dense or shape[0] != num_requests:
+    is_fitting = is_dense and shape[0] == num_requests and block_tables.is_cpu
+    if dtype != torch.int32 or not is_fitting:
         raise ValueError(
-            f"block_tables is {dtype} {list(shape)} with strides {list(block_tables.stride())}, "
-            f"it must be torch.int32 [{num_requests}, max_blocks] with dense rows"
+            f"block_tables is {dtype} {list(shape)} with strides {list(block_tables.stride())} "
+            f"on {block_tables.device}, it must be torch.int32 [{num_requests}, max_blocks] "
+            f"with dense rows on cpu"
         )
 
 
@@ -357,20 +366,22 @@ def _check_model(model: FusedModel) -> None:
     shapes |= {f"{name}_bias": shapes[name][:1] for name in _WEIGHTS}
     for index, layer in enumerate(model.layers):
         for name, shape in shapes.items():
-            _check_operand(f"{name} of layer {index}", getattr(layer, name), shape, dtype)
+            operand, kind = getattr(layer, name), PackedWeight if name in _WEIGHTS else Tensor
+            if operand is None and name in _OPTIONAL:
+                continue
+            if not isinstance(operand, kind):
+                raise ValueError(
+                    f"{name} of layer {index} is a {type(operand).__name__}, not a {kind.__name__}"
+                )
+            _check_operand(f"{name} of layer {index}", operand, shape, dtype)
+    _check_operand("final_norm", model.final_norm, (hidden_size,), dtype)
     _check_operand("embedding", model.embedding, (_shape(model.embedding)[0], hidden_size), dtype)
     _check_operand("cos_sin", model.cos_sin, tuple(model.cos_sin.shape), torch.float32)
-    if isinstance(model.embedding, PackedWeight) and (
-        model.embedding.weight_format is WeightFormat.INT4
-    ):
-        raise ValueError("rows of an int4 weight cannot be read as embeddings")
 
 
 def _check_operand(
-    name: str, x: Tensor | PackedWeight | None, shape: tuple[int, ...], dtype: torch.dtype
+    name: str, x: Tensor | PackedWeight, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    if x is None:
-        return
     if isinstance(x, PackedWeight):
         kind: object = x.weight_format.name
         fits = x.weight_format is not WeightFormat.FLOAT32 or dtype is torch.float32
@@ -378,4 +389,8 @@ def _check_operand(
         kind = x.dtype
         fits = x.dtype == dtype and x.is_cpu and x.is_contiguous()
     if not fits or _shape(x) != shape:
-        raise ValueError(f"{name} is {kind} {list(_shape(x))}, it must be {dtype} {list(shape)}")
+        place = "" if isinstance(x, PackedWeight) else f" on {x.device}"
+        raise ValueError(
+            f"{name} is {kind} {list(_shape(x))}{place}, it must be {dtype} {list(shape)}, dense "
+            "on cpu"
+        )

@@ -353,12 +353,14 @@ class PackedWeight:
             [N, in_features]
 
         Raises:
-            ValueError: `ids` is not as said.
+            ValueError: `ids` or `dtype` are not as said.
             IndexError: an id is out of range.
         """
         is_dense = ids.is_contiguous() and ids.is_cpu
         if ids.dtype != torch.int64 or ids.dim() != 1 or not is_dense:
             self._refuse("ids", ids)
+        if dtype not in _SUFFIXES:
+            raise ValueError(f"rows can be float32 or bfloat16, not {dtype}")
         out = torch.empty(len(ids), self.in_features, dtype=dtype)
         bad = _functions().rows[dtype](
             self._address, ids.data_ptr(), len(ids), out.data_ptr(), _num_threads()

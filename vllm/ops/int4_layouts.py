@@ -107,6 +107,11 @@ def _groups(
             f"qweight is {qweight.dtype} {list(qweight.shape)} with strides "
             f"{list(qweight.stride())} on {qweight.device}, not dense torch.int32 on cpu"
         )
+    if qweight.dim() != 2 or qweight.numel() == 0 or scales.dim() != 2 or not scales.is_cpu:
+        raise ValueError(
+            f"qweight is {list(qweight.shape)} and scales are {list(scales.shape)} on "
+            f"{scales.device}, not two matrices on cpu"
+        )
     num_groups = len(scales)
     if scales.shape != (num_groups, num_out) or zeros.shape != scales.shape or num_out % 8:
         raise ValueError(
