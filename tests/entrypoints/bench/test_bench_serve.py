@@ -273,8 +273,8 @@ def test_ctrl_c_shows_what_there_is_until_then(tmp_path):
     output = tmp_path / "result.json"
     answers = answer_of(2)
 
-    def answer(request):  # those after the sixth do not end
-        return answers(request) if len(server.requests) <= 6 else [600.0]
+    def answer(request):  # six, after one to try; the others do not end
+        return answers(request) if len(server.requests) <= 7 else [600.0]
 
     with FakeServer(answer) as server:
         args = ["--num-prompts", "1000", "--max-concurrency", "2", "--output-json", str(output)]
@@ -288,7 +288,7 @@ def test_ctrl_c_shows_what_there_is_until_then(tmp_path):
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         deadline = time.monotonic() + 300
-        while len(server.requests) < 8 and time.monotonic() < deadline:
+        while len(server.requests) < 9 and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=300)
