@@ -212,6 +212,7 @@ def test_a_program_ends_with_a_step_in_flight(name):
         from vllm.engine import engine_core
         from vllm.engine.run_ahead import RunAhead
         from vllm.executor import uniproc
+        from vllm.sampling_params import GuidedDecodingParams
 
         engine_core.RunAhead = lambda allowed: RunAhead(allowed, 0)
         uniproc.has_core_to_spare = lambda: True
@@ -224,13 +225,15 @@ def test_a_program_ends_with_a_step_in_flight(name):
         def generate_after_main():
             threading.main_thread().join()
             assert len(generate()) == 2
+            outputs = generate(guided_decoding=GuidedDecodingParams(regex="(ab){3}"))
+            assert [output.outputs[0].text for output in outputs] == ["ababab"] * 2
             print("generated")
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program) + textwrap.dedent(EXITS[name])],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
     )
     assert done.returncode == 0, done.stderr
