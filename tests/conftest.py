@@ -1,19 +1,40 @@
 """Settings of every test process."""
 
+import random
 import signal
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # Test processes run side by side: more threads than cores would only wait for each other.
 torch.set_num_threads(1)
+
+# No test fails by chance: examples are the same in each run, however slow the machine is.
+# `--hypothesis-profile default` looks for new ones.
+settings.register_profile(
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("repeatable")
 
 # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that.
 is_main = threading.current_thread() is threading.main_thread()
 if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_in_each_run() -> None:
+    """What a test draws without a generator of its own."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(params=["avx512_bf16", "avx512_vnni", "avx512", "avx2", "base"])

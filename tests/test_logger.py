@@ -18,7 +18,7 @@ def run_python(code: str, **variables: str) -> "subprocess.CompletedProcess[str]
         env={"PATH": "", **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
 
 

@@ -1,11 +1,14 @@
 """What an attention layer was made with reaches the operators, with a cache and without."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from vllm.attention import Attention, attention_metadata
+from vllm.attention import Attention, LaunchMetadata, attention_metadata, current_metadata
 from vllm.attention.backends.alibi import alibi_slopes
 from vllm.attention.backends.native_attn import RaggedMetadata
 from vllm.attention.backends.sdpa import torch_sdpa
@@ -54,6 +57,27 @@ def attend_in_pieces(layer: Attention, query: Tensor, key: Tensor, value: Tensor
         with attention_metadata(launch(*piece)):
             outputs.append(layer(query[rows], key[rows], value[rows]))
     return torch.cat(outputs)
+
+
+def test_a_forward_pass_of_another_thread_has_metadata_of_its_own():
+    mine, other = launch(0, 0, 17), launch(0, 17, 40)
+
+    def run() -> tuple[LaunchMetadata | None, ...]:
+        before = current_metadata()
+        with attention_metadata(other):
+            is_entered.set()
+            assert may_leave.wait(60)
+            return before, current_metadata()
+
+    is_entered, may_leave = Event(), Event()
+    with ThreadPoolExecutor(1) as pool, attention_metadata(mine):
+        found = pool.submit(run)
+        assert is_entered.wait(60)
+        assert current_metadata() is mine
+        may_leave.set()
+        assert found.result() == (None, other)
+        assert current_metadata() is mine
+    assert current_metadata() is None
 
 
 @pytest.mark.parametrize("option", OPTIONS)

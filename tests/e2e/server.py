@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -11,15 +12,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 120
-END_TIMEOUT_S = 30
+START_TIMEOUT_S = 300
+END_TIMEOUT_S = 120
+"""Time limits are for what hangs: they are far beyond what a slow machine needs."""
+
+_PORTS = range(20_000, 32_000)
+"""Below those that the system gives to connections."""
+
+_HOLD_ENGINE = """
+import os, sys, time
+if "vllm.engine.core_process" in sys.orig_argv:
+    parent, go = os.getppid(), os.path.join(os.path.dirname(__file__), "go")
+    while os.getppid() == parent and not os.path.exists(go):
+        time.sleep(0.01)
+"""
 
 
 class Server:
@@ -50,16 +63,25 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def request(
-        self, method: str, path: str, body: Any = None, **headers: str
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        on_status: Callable[[], object] | None = None,
+        **headers: str,
     ) -> tuple[int, dict[str, str], bytes]:
-        """(status, headers with lower-case names, body); `body` is sent as JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        """(status, headers with lower-case names, body); `body` is sent as JSON, and `on_status`
+        is called when the answer begins."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_TIMEOUT_S)
         with contextlib.closing(connection):
             data = None if body is None else json.dumps(body).encode()
             if data is not None:
                 headers.setdefault("Content-Type", "application/json")
             connection.request(method, path, data, headers)
             response = connection.getresponse()
+            if on_status is not None:
+                on_status()
             names = {name.lower(): value for name, value in response.getheaders()}
             return response.status, names, response.read()
 
@@ -94,7 +116,7 @@ class Server:
             time.sleep(0.02)
         raise AssertionError(f"{path} is not 200 after {timeout_s} s:\n{self.log_text()}")
 
-    def wait_until_idle(self, timeout_s: float = 30) -> None:
+    def wait_until_idle(self, timeout_s: float = 120) -> None:
         """Until no request runs or waits, and no block is held."""
         gauges = (
             "vllm:num_requests_running",
@@ -141,16 +163,35 @@ class Server:
     def assert_nothing_is_left(self) -> None:
         """No process of it runs any more, and its sockets are gone."""
         assert not list(self._scratch.glob("vllm-*")), "the folder of the sockets is left behind"
-        _, alive = psutil.wait_procs(self._seen.values(), timeout=5)
+        _, alive = psutil.wait_procs(self._seen.values(), timeout=60)
         assert not alive, f"left behind: {alive}\n{self.log_text()}"
 
 
 def free_port() -> int:
     """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+class EngineHold:
+    """Engine processes that wait in their first line until `release`.
+
+    Attributes:
+        variables: of the environment of a server whose engine is held.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "sitecustomize.py").write_text(_HOLD_ENGINE)
+        self._go = folder / "go"
+        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.variables = {"PYTHONPATH": os.pathsep.join(paths)}
+
+    def release(self) -> None:
+        """Let them start."""
+        self._go.touch()
 
 
 @contextlib.contextmanager

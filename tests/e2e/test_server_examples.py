@@ -27,7 +27,7 @@ def run(server, *command, typed=""):
         input=typed,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.e2e.server import ROOT, free_port, serve_command, start_server
+from tests.e2e.server import ROOT, EngineHold, free_port, serve_command, start_server
 
 pytestmark = pytest.mark.e2e
 
@@ -28,38 +28,51 @@ class Background(threading.Thread):
     def __init__(self, server, body):
         super().__init__(daemon=True)
         self.answer = None
+        self.has_begun = threading.Event()
         self._server, self._body = server, body
         self.start()
 
     def run(self):
         try:
-            self.answer = self._server.request("POST", "/v1/completions", self._body)
+            self.answer = self._server.request(
+                "POST", "/v1/completions", self._body, on_status=self.has_begun.set
+            )
         except OSError as error:
             self.answer = error
 
     def result(self):
-        self.join(60)
+        self.join(300)
         assert not isinstance(self.answer, OSError), self.answer
         status, headers, body = self.answer
         return status, headers, body.decode()
 
 
-def test_the_socket_answers_before_the_engine_does_and_early_requests_wait():
-    with start_server(is_awaited=False) as server:
-        server.wait_for("/livez", timeout_s=20)
+@pytest.fixture
+def engine_hold(tmp_path):
+    """Engines do not start before it is released."""
+    return EngineHold(tmp_path)
+
+
+def test_the_socket_answers_before_the_engine_does_and_early_requests_wait(engine_hold):
+    with start_server(is_awaited=False, variables=engine_hold.variables) as server:
+        server.wait_for("/livez")
         status, _, body = server.request("GET", "/readyz")
         assert status == 503 and json.loads(body)["status"] == "starting"
         assert server.request("GET", "/health")[0] == 503
         early = Background(server, PROMPT)
+        wait_until(server, lambda: server.get_json("/load")["server_load"] == 1)
+        engine_hold.release()
         assert early.result()[0] == 200
         assert server.get_json("/startupz")["status"] == "ready"
 
 
-def test_early_requests_may_be_rejected():
-    with start_server("--early-requests", "reject", is_awaited=False) as server:
-        server.wait_for("/livez", timeout_s=20)
+def test_early_requests_may_be_rejected(engine_hold):
+    flags = ("--early-requests", "reject")
+    with start_server(*flags, is_awaited=False, variables=engine_hold.variables) as server:
+        server.wait_for("/livez")
         status, headers, _ = server.request("POST", "/v1/completions", PROMPT)
         assert status == 503 and int(headers["retry-after"]) >= 1
+        engine_hold.release()
         server.wait_for()
         assert complete(server)[0] == 200
 
@@ -67,15 +80,17 @@ def test_early_requests_may_be_rejected():
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_running_requests_end(signum):
     with start_server() as server:
-        running = Background(server, {**LONG, "max_tokens": 300})
+        running = Background(server, LONG)
         wait_for_running(server, 1)
+        core = server.engine_process()
+        core.suspend()  # the request shall not end before all is asked
         server.send_signal(signum)
-        time.sleep(0.05)
+        wait_until_it_ends(server)
         status, headers, _ = server.request("POST", "/v1/completions", PROMPT)
         assert (status, headers["connection"]) == (503, "close")
-        assert server.request("GET", "/readyz")[0] == 503
+        core.resume()
         status, _, body = running.result()
-        assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 300
+        assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 1500
         assert server.wait_for_exit() == 0
 
 
@@ -84,6 +99,7 @@ def test_requests_that_do_not_end_in_time_are_told():
         plain = Background(server, LONG)
         stream = Background(server, {**LONG, "stream": True})
         wait_for_running(server, 2)
+        assert stream.has_begun.wait(300)  # until then, it is answered with a status as well
         server.send_signal()
         assert server.wait_for_exit() == 0
         status, _, body = plain.result()
@@ -97,18 +113,19 @@ def test_a_second_signal_ends_at_once():
     with start_server() as server:
         Background(server, LONG)
         wait_for_running(server, 1)
+        server.engine_process().suspend()  # the request does not end by itself
         server.send_signal()
-        time.sleep(0.2)
+        wait_until_it_ends(server)
         assert server.process.poll() is None
         server.send_signal()
-        assert server.wait_for_exit(5) == 128 + signal.SIGTERM
+        assert server.wait_for_exit() == 128 + signal.SIGTERM
 
 
-def test_a_signal_while_the_engine_starts_ends_it():
-    with start_server(is_awaited=False) as server:
-        server.wait_for("/livez", timeout_s=20)
+def test_a_signal_while_the_engine_starts_ends_it(engine_hold):
+    with start_server(is_awaited=False, variables=engine_hold.variables) as server:
+        server.wait_for("/livez")
         early = Background(server, PROMPT)
-        time.sleep(0.3)
+        wait_until(server, lambda: server.get_json("/load")["server_load"] == 1)
         server.send_signal()
         assert server.wait_for_exit() == 0
         status, _, body = early.result()
@@ -116,15 +133,24 @@ def test_a_signal_while_the_engine_starts_ends_it():
 
 
 def wait_for_running(server, number):
-    end = time.monotonic() + 30
-    while server.metric("vllm:num_requests_running") < number:
+    wait_until(server, lambda: server.metric("vllm:num_requests_running") >= number)
+
+
+def wait_until_it_ends(server):
+    """The server has taken in that it shall end."""
+    wait_until(server, lambda: server.request("GET", "/readyz")[0] == 503)
+
+
+def wait_until(server, condition):
+    end = time.monotonic() + 300
+    while not condition():
         assert time.monotonic() < end, server.log_text()
         time.sleep(0.02)
 
 
 def run_to_end(*flags):
     return subprocess.run(
-        [*serve_command(), *flags], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [*serve_command(), *flags], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
 
 

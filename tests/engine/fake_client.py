@@ -45,7 +45,7 @@ class FakeCoreClient:
         self.is_held = False
         self.is_closed = False
         self._inbox: deque[bytes] = deque()
-        self._loop = CoreLoop(core, self._receive, self._tell)
+        self._loop = CoreLoop(core, self._receive, self.tell)
 
     def configure(self, config, models) -> None:
         """The script is all it needs."""
@@ -55,12 +55,12 @@ class FakeCoreClient:
     ) -> None:
         self._on_message, self._on_death = on_message, on_death
         loop = asyncio.get_running_loop()
-        loop.call_soon(self._tell, CoreProgress(phase="loading", done=1, total=2))
+        loop.call_soon(self.tell, CoreProgress(phase="loading", done=1, total=2))
         if self.failure is not None:
-            loop.call_soon(self._tell, self.failure)
+            loop.call_soon(self.tell, self.failure)
             loop.call_soon(self.die, "exit code 2")
         else:
-            loop.call_soon(self._tell, CoreReady(stats=self.core.stats()))
+            loop.call_soon(self.tell, CoreReady(stats=self.core.stats()))
 
     def send(self, message: ToCore) -> None:
         self._inbox.append(encode(message))
@@ -72,7 +72,7 @@ class FakeCoreClient:
         try:
             self._loop.turn()
         except EngineDeadError as error:
-            self._tell(CoreFailed(message=str(error), is_config_error=False))
+            self.tell(CoreFailed(message=str(error), is_config_error=False))
             self.die("exit code 1")
             return
         if self.core.has_unfinished_requests():
@@ -88,7 +88,8 @@ class FakeCoreClient:
     def _receive(self, wait: bool) -> bytes | None:
         return self._inbox.popleft() if self._inbox else None
 
-    def _tell(self, message: FromCore) -> None:
+    def tell(self, message: FromCore) -> None:
+        """Deliver a message of the core."""
         if not self.is_closed:
             self._on_message(decode_from_core(encode(message)))
 

@@ -6,9 +6,10 @@ import pytest
 
 from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
+from vllm.engine import core_supervisor
 from vllm.engine.admission import AdmissionLimits
 from vllm.engine.async_llm_engine import AsyncLLM
-from vllm.engine.wire import CoreFailed
+from vllm.engine.wire import CoreFailed, CoreOutput
 from vllm.errors import (
     CapacityError,
     ConfigError,
@@ -16,8 +17,10 @@ from vllm.errors import (
     RequestError,
     RequestTimeoutError,
 )
+from vllm.messages import EngineOutput, Finished, FinishReason
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+STOPPED = Finished(FinishReason.STOP)
 DELTA = RequestOutputKind.DELTA
 
 
@@ -126,6 +129,26 @@ def test_an_id_in_use_is_refused_and_the_first_request_goes_on(run):
     run(check)
 
 
+def test_an_id_that_is_used_again_gets_nothing_of_the_request_before(run):
+    async def check(engine, client):
+        first = engine.generate("a b", params(max_tokens=40), "same")
+        await anext(first)
+        (old,) = client.core.running
+        client.is_held = True  # the core has not heard yet that the first one has left
+        await first.aclose()
+        second = asyncio.create_task(collect(engine, "same"))
+        while not engine.num_unfinished_requests:
+            await asyncio.sleep(0)
+        late = EngineOutput(request_ids=[old], token_ids=[99], finished={old: STOPPED})
+        client.tell(CoreOutput(output=late, stats=client.core.stats()))
+        client.is_held = False
+        client.turn()
+        tokens = [t for out in await second for t in out.outputs[0].token_ids]
+        assert tokens == [10, 11, 12, 10]
+
+    run(check)
+
+
 @pytest.mark.parametrize("how", ["close", "cancel"])
 def test_a_consumer_that_leaves_aborts_its_request(run, how):
     async def check(engine, client):
@@ -142,7 +165,7 @@ def test_a_consumer_that_leaves_aborts_its_request(run, how):
             with pytest.raises(asyncio.CancelledError):
                 await task
         await asyncio.sleep(0.01)
-        assert client.core.aborted == ["r"]
+        assert client.core.aborted == list(client.core.added) != []
         assert engine.num_unfinished_requests == 0
         assert engine.stats.num_running == 0
 
@@ -168,6 +191,7 @@ def test_a_request_that_takes_too_long_is_ended(run):
         client.is_held = False
         client.turn()
         assert not client.core.running
+        engine._limits = AdmissionLimits(request_timeout=60)
         assert (await collect(engine, "quick"))[-1].finished
 
     run(check, limits=AdmissionLimits(request_timeout=0.02))
@@ -250,6 +274,20 @@ def test_a_core_that_died_is_started_again_as_often_as_allowed(run):
         assert engine.errored
 
     run(check, clients=clients, num_restarts=2)
+
+
+def test_a_core_that_cannot_be_started_again_is_given_up(run, monkeypatch):
+    def no_process():
+        raise OSError("no memory for a process")
+
+    async def check(engine, client):
+        monkeypatch.setattr(core_supervisor, "CoreClient", no_process)
+        client.die()
+        with pytest.raises(EngineDeadError, match="no memory for a process"):
+            await asyncio.wait_for(collect(engine), 30)
+        assert engine.errored and engine.num_restarts_done == 2
+
+    run(check, num_restarts=2)
 
 
 def test_a_wrong_setting_ends_the_start_with_its_message(monkeypatch):

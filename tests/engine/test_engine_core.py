@@ -1,9 +1,12 @@
 """The loop, over an executor without a model."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.engine import run_ahead
 from vllm.engine.engine_core import EngineCore
 from vllm.engine.run_ahead import RunAhead
 from vllm.errors import EngineDeadError
@@ -13,27 +16,37 @@ from vllm.sampling_params import SamplingParams
 
 
 class FakeHandle:
-    def __init__(self, output: ModelRunnerOutput, log: list[str], fails: bool) -> None:
+    def __init__(
+        self, output: ModelRunnerOutput, log: list[str], failure: BaseException | None
+    ) -> None:
         self.output = output
         self.log = log
-        self.fails = fails
+        self.failure = failure
 
     def result(self) -> ModelRunnerOutput:
         self.log.append(f"result {self.output.step_id}")
-        if self.fails:
-            raise RuntimeError("lost later")
+        if self.failure is not None:
+            raise self.failure
         return self.output
 
 
 class FakeExecutor(Executor):
-    """Every row that reaches its end samples token 7; raises in step `fails_at`, or when the
-    result of step `fails_late` is asked for."""
+    """Every row that reaches its end samples token 7, and has the error of its row in
+    `row_errors` once. Raises in step `fails_at`, or `failure` when the result of step
+    `fails_late` is asked for."""
 
     is_asynchronous = True
 
-    def __init__(self, fails_at: int | None = None, fails_late: int | None = None) -> None:
+    def __init__(
+        self,
+        fails_at: int | None = None,
+        fails_late: int | None = None,
+        failure: BaseException | None = None,
+    ) -> None:
         self.fails_at = fails_at
         self.fails_late = fails_late
+        self.failure = failure or RuntimeError("lost later")
+        self.row_errors: dict[int, str] = {}
         self.log: list[str] = []
         self.is_shut_down = False
         self.is_preloaded = False
@@ -63,9 +76,10 @@ class FakeExecutor(Executor):
                 step_id=step.step_id,
                 rows=np.array(rows, np.int32),
                 token_ids=np.full(len(rows), 7, np.int32),
+                errors={row: self.row_errors.pop(row) for row in rows if row in self.row_errors},
             ),
             self.log,
-            fails=step.step_id == self.fails_late,
+            self.failure if step.step_id == self.fails_late else None,
         )
 
     def preload(self) -> None:
@@ -75,7 +89,7 @@ class FakeExecutor(Executor):
         self.is_shut_down = True
 
 
-def make_core(run_ahead: RunAhead | None = None, **fails: int) -> EngineCore:
+def make_core(run_ahead: RunAhead | None = None, **fails: Any) -> EngineCore:
     config = VllmConfig(
         model=ModelConfig(),
         cache=CacheConfig(block_size=4),
@@ -161,6 +175,92 @@ def test_a_step_that_fails_later_stops_the_engine_with_the_cause():
         core.step()
     with pytest.raises(EngineDeadError, match="lost later"):
         core.add_request(make_request("b"))
+
+
+def test_a_step_that_cannot_start_stops_the_engine_while_another_is_in_flight():
+    core = make_core(RunAhead(True, min_share=0), fails_at=1)
+    core.add_request(make_request("a"))
+    with pytest.raises(EngineDeadError, match=r"step 1 failed.*device lost"):
+        core.step()
+    with pytest.raises(EngineDeadError, match="device lost"):
+        core.step()
+    core.abort_requests(["a"])
+    core.shutdown()
+    assert core.executor.is_shut_down and not core.has_unfinished_requests()
+
+
+def test_ctrl_c_in_a_step_stays_ctrl_c_and_the_engine_is_not_used_again():
+    core = make_core(RunAhead(True, min_share=0), fails_late=0, failure=KeyboardInterrupt())
+    core.add_request(make_request("a"))
+    with pytest.raises(KeyboardInterrupt):
+        core.step()
+    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+        core.step()
+
+
+def test_an_error_of_a_row_ends_its_request_alone_while_the_next_step_is_in_flight():
+    core = make_core(RunAhead(True, min_share=0))
+    core.add_request(make_request("bad"))
+    core.step()  # the second token of it is in flight now
+    core.add_request(make_request("good"))
+    core.executor.row_errors[0] = "NaN"
+    outputs = [core.step() for _ in range(6)]
+    ended = {name: end for output in outputs for name, end in output.finished.items()}
+    assert ended.keys() == {"bad", "good"}
+    assert (ended["bad"].reason, ended["bad"].error) == (FinishReason.ERROR, "NaN")
+    got = [name for output in outputs for name in output.request_ids]
+    assert (got.count("bad"), got.count("good")) == (1, 3)
+    assert not core.has_unfinished_requests() and core.reset_prefix_cache()
+
+
+def test_an_id_may_be_used_again_while_its_last_step_is_in_flight():
+    core = make_core(RunAhead(True, min_share=0))
+    core.add_request(make_request("a"))
+    core.step()
+    core.abort_requests(["a"])
+    core.add_request(make_request("a", max_tokens=2))
+    outputs = []
+    while core.has_unfinished_requests():
+        outputs.append(core.step())
+    assert outputs[0].request_ids == []  # of the first one
+    assert [name for output in outputs for name in output.request_ids] == ["a", "a"]
+    assert [output.num_cached_tokens for output in outputs[:2]] == [{}, {"a": 0}]
+
+
+class Clock:
+    """Waiting for a step takes `step_s`, and all else no time."""
+
+    now = 0.0
+    step_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_a_pause_between_two_loads_is_no_work_of_the_host(monkeypatch):
+    clock, policy = Clock(), RunAhead(True)
+    wait = policy.wait
+
+    def wait_for_step() -> None:
+        wait()
+        clock.now += clock.step_s
+
+    monkeypatch.setattr(run_ahead, "time", clock)
+    monkeypatch.setattr(policy, "wait", wait_for_step)
+    core = make_core(policy)
+    core.add_request(make_request("a", max_tokens=20))
+    for _ in range(10):
+        clock.now += 0.001
+        core.step()
+    assert policy.pays
+    core.abort_requests(["a"])
+    assert core.has_unfinished_requests()  # nobody waits for the step that is left in flight
+    clock.now += 3600
+    clock.step_s = 0.1
+    core.add_request(make_request("b", max_tokens=20))
+    for _ in range(20):
+        core.step()
+    assert not policy.pays
 
 
 def test_the_prefix_cache_is_not_reset_under_a_running_request():

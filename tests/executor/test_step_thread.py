@@ -1,6 +1,12 @@
-"""Steps in a thread of their own: in order, each with its own result or failure."""
+"""Steps in a thread of their own: in order, none after one that failed, and an end in any case."""
 
+import gc
+import subprocess
+import sys
+import textwrap
 import threading
+import weakref
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -44,15 +50,97 @@ def make_step(step_id: int) -> SchedulerOutput:
     )
 
 
+def is_running(name: str = "step") -> bool:
+    return any(thread.name == name for thread in threading.enumerate())
+
+
 def test_steps_are_queued_at_once_and_run_one_after_the_other():
     worker = SlowWorker()
     thread = StepThread(worker)
-    handles = [thread.execute_model(make_step(i)) for i in range(3)]
+    handles = [thread.execute_model(make_step(i)) for i in (0, 2, 3)]
     assert worker.steps == []  # the caller did not wait
     worker.may_run.set()
-    assert handles[2].result().step_id == 2 and handles[0].result().step_id == 0
+    assert handles[2].result().step_id == 3 and handles[0].result().step_id == 0
+    thread.shutdown()
+    assert worker.steps == [0, 2, 3]
+    assert len(worker.threads) == 1 and threading.get_ident() not in worker.threads
+    assert not is_running()
+
+
+def test_no_step_runs_after_one_that_failed():
+    worker = SlowWorker()
+    thread = StepThread(worker)
+    handles = [thread.execute_model(make_step(i)) for i in range(3)]
+    worker.may_run.set()
+    assert handles[0].result().step_id == 0
     with pytest.raises(ValueError, match="step 1 is bad"):
         handles[1].result()
+    for handle in (handles[2], thread.execute_model(make_step(3))):
+        with pytest.raises(RuntimeError, match=r"a step before it failed.*step 1 is bad"):
+            handle.result()
+    assert worker.steps == [0, 1]
     thread.shutdown()
-    assert worker.steps == [0, 1, 2]
-    assert len(worker.threads) == 1 and threading.get_ident() not in worker.threads
+
+
+def test_shutdown_waits_for_the_step_that_runs_and_cancels_the_next():
+    worker = SlowWorker()
+    thread = StepThread(worker)
+    handles = [thread.execute_model(make_step(i)) for i in (0, 2)]
+    while not handles[0].running():
+        threading.Event().wait(0.001)
+    threading.Timer(0.05, worker.may_run.set).start()
+    thread.shutdown()
+    thread.shutdown()
+    assert handles[0].result(timeout=0).step_id == 0 and worker.steps == [0]
+    with pytest.raises(CancelledError):
+        handles[1].result(timeout=0)
+
+
+def test_a_thread_ends_with_its_owner_which_may_be_collected_in_a_step():
+    class CollectingWorker(SlowWorker):
+        def execute_model(self, step: SchedulerOutput) -> StepHandle:
+            handle = super().execute_model(step)
+            gc.collect()
+            return handle
+
+    worker = CollectingWorker()
+    thread = StepThread(worker)
+    handle = thread.execute_model(make_step(0))
+    thread.itself = thread  # only the garbage collector can find that nobody holds it
+    is_gone = threading.Event()
+    weakref.finalize(thread, is_gone.set)
+    gc.disable()  # it shall run in the step, and nowhere else
+    try:
+        del thread
+        worker.may_run.set()
+        assert handle.result(timeout=30).step_id == 0 and is_gone.is_set()
+    finally:
+        gc.enable()
+    for runner in threading.enumerate():
+        if runner.name == "step":
+            runner.join(30)
+    assert not is_running()
+
+
+def test_steps_run_while_other_threads_of_the_program_do():
+    program = """
+        import threading
+        from tests.executor.test_step_thread import SlowWorker, StepThread, make_step
+
+        worker, main = SlowWorker(), threading.main_thread()
+        worker.may_run.set()
+        thread = StepThread(worker)
+
+        def work():
+            main.join()
+            print([thread.execute_model(make_step(i)).result().step_id for i in (0, 2)])
+
+        threading.Thread(target=work).start()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("[0, 2]\n", "", 0)

@@ -60,7 +60,7 @@ def test_two_cards_sum_gather_and_broadcast(tmp_path):
         )
         for rank in range(2)
     ]
-    answers = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+    answers = [rank.communicate(timeout=600)[0].strip() for rank in ranks]
     assert answers == [f"{[6.0] * 3} {[[3.0] * 3, [6.0] * 3]}"] * 2
 
 

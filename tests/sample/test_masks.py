@@ -26,7 +26,7 @@ class FakeMatcher:
         self.thread = ""
 
     def fill(self, mask: np.ndarray) -> None:
-        assert self.may_fill.wait(10)
+        assert self.may_fill.wait(120)
         self.thread = threading.current_thread().name
         mask[:] = pack_allowed([self.next], self.vocab_size)
 

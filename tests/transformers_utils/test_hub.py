@@ -83,7 +83,7 @@ except ConfigError as error:
         env={**settings, **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

@@ -35,36 +35,42 @@ def ends_within(pid: int, seconds: float) -> bool:
 
 
 def test_it_answers_one_call_after_the_other_in_the_same_process(worker):
-    pid = worker.call(b"pid", 10)
+    pid = worker.call(b"pid", 120)
     assert int(pid) != os.getpid()
     large = os.urandom(3_000_000)
     for argument in (b"", b"print", large):
-        assert worker.call(argument, 10) == b"<" + argument
-    assert worker.call(b"pid", 10) == pid
+        assert worker.call(argument, 120) == b"<" + argument
+    assert worker.call(b"pid", 120) == pid
 
 
 @pytest.mark.parametrize(
-    ("command", "error"),
-    [(b"sleep", DeadlineExceeded), (b"crash", WorkerDied), (b"exit", WorkerDied)],
+    ("command", "deadline_s", "error"),
+    [
+        (b"sleep", 0.3, DeadlineExceeded),
+        (b"crash", 300, WorkerDied),
+        (b"exit", 300, WorkerDied),
+    ],
 )
-def test_a_call_that_does_not_answer_ends_its_process_and_not_the_next_call(worker, command, error):
-    pid = int(worker.call(b"pid", 10))
+def test_a_call_that_does_not_answer_ends_its_process_and_not_the_next_call(
+    worker, command, deadline_s, error
+):
+    pid = int(worker.call(b"pid", 120))
     started = time.monotonic()
     with pytest.raises(error):
-        worker.call(command, 0.3)
-    assert time.monotonic() - started < 5
+        worker.call(command, deadline_s)
+    assert time.monotonic() - started < 50, "it sleeps for 60 s"
     assert not is_alive(pid)
-    assert worker.call(b"x", 10) == b"<x"
+    assert worker.call(b"x", 120) == b"<x"
 
 
 @pytest.mark.parametrize(
     ("command", "text"), [(b"raise", "argument is wrong"), (b"memory", "Memory")]
 )
 def test_what_the_function_raises_reaches_the_caller_and_the_process_goes_on(worker, command, text):
-    pid = worker.call(b"pid", 10)
+    pid = worker.call(b"pid", 120)
     with pytest.raises(CallFailed, match=text):
-        worker.call(command, 10)
-    assert worker.call(b"pid", 10) == pid
+        worker.call(command, 120)
+    assert worker.call(b"pid", 120) == pid
 
 
 def test_a_setup_that_fails_is_told():
@@ -76,7 +82,7 @@ def test_threads_get_the_answers_to_their_own_calls(worker):
     arguments = [str(i).encode() for i in range(20)]
     answers = {}
     threads = [
-        threading.Thread(target=lambda a=a: answers.update({a: worker.call(a, 10)}))
+        threading.Thread(target=lambda a=a: answers.update({a: worker.call(a, 120)}))
         for a in arguments
     ]
     for thread in threads:
@@ -89,10 +95,10 @@ def test_threads_get_the_answers_to_their_own_calls(worker):
 def test_closing_kills_the_process_and_so_does_forgetting_the_worker():
     for end in (DeadlineWorker.close, lambda worker: None):
         worker = DeadlineWorker("tests.utils.workers:echo")
-        pid = int(worker.call(b"pid", 10))
+        pid = int(worker.call(b"pid", 120))
         end(worker)
         del worker
-        assert ends_within(pid, 5)
+        assert ends_within(pid, 120)
 
 
 @pytest.mark.parametrize("command", ["pid", "sleep"])
@@ -101,7 +107,7 @@ def test_the_process_ends_when_its_parent_is_killed(command):
     code = (
         "from vllm.utils.deadline_worker import DeadlineWorker\n"
         "worker = DeadlineWorker('tests.utils.workers:echo')\n"
-        "print(worker.call(b'pid', 10).decode(), flush=True)\n"
+        "print(worker.call(b'pid', 120).decode(), flush=True)\n"
         f"worker.call(b'{command}', 1.0)\n"
         "input()\n"
     )
@@ -112,4 +118,4 @@ def test_the_process_ends_when_its_parent_is_killed(command):
         pid = int(parent.stdout.readline())
         time.sleep(0.2)
         parent.send_signal(signal.SIGKILL)
-    assert ends_within(pid, 8)
+    assert ends_within(pid, 50)

@@ -5,6 +5,7 @@ they are padded, and how a device attends to them. It reaches the layers through
 that model files carry none of it.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -55,20 +56,31 @@ class _Current:
     metadata: LaunchMetadata | None = None
 
 
+class _OfThread(threading.local):
+    """The forward pass of a thread: several engines of one process may each have theirs."""
+
+    metadata: LaunchMetadata | None = None
+
+
+_of_thread = _OfThread()
+
+
 @contextmanager
 def attention_metadata(metadata: LaunchMetadata | None) -> Iterator[None]:
-    """Run a forward pass with this metadata. None: all tokens are one prompt, no KV cache."""
-    before = set_metadata(metadata)
+    """Run a forward pass of this thread with this metadata. None: all tokens are one prompt, no
+    KV cache."""
+    before, _of_thread.metadata = _of_thread.metadata, metadata
     try:
         yield
     finally:
-        set_metadata(before)
+        _of_thread.metadata = before
 
 
 def set_metadata(metadata: LaunchMetadata | None) -> LaunchMetadata | None:
     """Make this the metadata of what follows; returns what was there before.
 
-    `attention_metadata` for code that a compiler traces, which knows no context managers of ours.
+    `attention_metadata` for code that a compiler traces, which knows neither context managers of
+    ours nor threads: it is that of the whole process.
     """
     before, _Current.metadata = _Current.metadata, metadata
     return before
@@ -76,4 +88,6 @@ def set_metadata(metadata: LaunchMetadata | None) -> LaunchMetadata | None:
 
 def current_metadata() -> LaunchMetadata | None:
     """The metadata of the forward pass that is running."""
-    return _Current.metadata
+    if _Current.metadata is not None:
+        return _Current.metadata
+    return _of_thread.metadata

@@ -10,10 +10,13 @@ model's files go to threads.
 import asyncio
 import contextlib
 import copy
+import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec.structs import replace
 
 from vllm.config import VllmConfig
 from vllm.engine.admission import Admission, AdmissionLimits
@@ -88,6 +91,7 @@ class AsyncLLM:
             on_lost=self._on_lost,
         )
         self._start_task: asyncio.Task[None] | None = None
+        self._core_ids = itertools.count()
         self._streams: dict[str, RequestStream[Any]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._slow_lane = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
@@ -355,7 +359,9 @@ class AsyncLLM:
 
     def _submit(self, text: str | None, request: EngineRequest) -> RequestStream[Any]:
         """Send a request to the core; its stream."""
-        core_requests = fan_out(request)
+        # The user's id is free again while outputs of its last request are still on their way.
+        own = replace(request, request_id=f"{request.request_id}-{next(self._core_ids)}")
+        core_requests = fan_out(own)
         num_tokens = len(request.prompt_token_ids)
         self._admission.check(len(core_requests), num_tokens * len(core_requests))
         self.output_processor.add_request(

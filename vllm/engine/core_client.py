@@ -65,7 +65,8 @@ class CoreClient:
         """
         data = encode(StartCore(config=config, models=models))
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: `on_death` will tell
+        # It has ended, and may have been closed after that: `on_death` tells.
+        with contextlib.suppress(BrokenPipeError, ValueError):
             self.process.stdin.write(_LENGTH.pack(len(data)) + data)
             self.process.stdin.flush()
 

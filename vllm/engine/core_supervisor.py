@@ -217,11 +217,12 @@ class CoreSupervisor:
             ready = await self._start_process()
             await self._configure()
             await ready
-        except (ConfigError, EngineDeadError) as error:
+        except Exception as error:  # also of the system: no memory, no process, no disk
             self._release()
             if not self._is_stopped:
                 logger.error("the engine could not be started again: %s", error)
-                self._lose(error)
+                is_told = isinstance(error, (ConfigError, EngineDeadError))
+                self._lose(error if is_told else EngineDeadError(repr(error)))
             return
         self.startup.set_ready()
         logger.info("the engine runs again")

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -52,7 +53,8 @@ class EngineCore:
             config.scheduler.async_scheduling and self.executor.is_asynchronous
         )
         self._in_flight: deque[tuple[int, StepHandleLike]] = deque()
-        self._failure: BaseException | None = None
+        # Not the exception: its traceback holds the engine, which then nobody could collect.
+        self._failure: str | None = None
         logger.info(
             "ready in %.1f s: %s, max_model_len %d, at most %d requests and %d tokens per step",
             time.perf_counter() - started,
@@ -70,6 +72,8 @@ class EngineCore:
             EngineDeadError: an earlier step failed.
         """
         self._check_alive()
+        if not self.scheduler.num_unfinished_requests:
+            self._run_ahead.idle()
         self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -96,14 +100,11 @@ class EngineCore:
         if self._in_flight and self._run_ahead.pays:
             self._start_step()
         if not self._in_flight:
-            self._run_ahead.idle()
             return _IDLE
         output = self._wait()
         trace = get_trace()
         with trace.span("update"):
             result = self.scheduler.update(output)
-        if not self.has_unfinished_requests():
-            self._run_ahead.idle()
         if trace.is_on:
             pool = self.scheduler.cache.pool
             used = pool.num_usable_blocks - pool.num_free
@@ -124,7 +125,7 @@ class EngineCore:
             with trace.span("execute", step=step.step_id, rows=len(step.rows)):
                 handle = self.executor.execute_model(step)
         except BaseException as failure:
-            raise self._fail(step.step_id, failure) from failure
+            self._fail(step.step_id, failure)
         self._in_flight.append((step.step_id, handle))
 
     def _wait(self) -> ModelRunnerOutput:
@@ -135,15 +136,17 @@ class EngineCore:
             with get_trace().span("wait", step=step_id):
                 output = handle.result()
         except BaseException as failure:
-            raise self._fail(step_id, failure) from failure
+            self._fail(step_id, failure)
         self._run_ahead.result()
         return output
 
-    def _fail(self, step_id: int, failure: BaseException) -> EngineDeadError:
+    def _fail(self, step_id: int, failure: BaseException) -> NoReturn:
         """The state of the workers is not known any more."""
-        self._failure = failure
+        self._failure = repr(failure)
+        if not isinstance(failure, Exception):
+            raise failure  # Ctrl-C stays what it is, for programs that catch every Exception
         logger.error("step %d failed; the engine stops", step_id, exc_info=failure)
-        return EngineDeadError(f"step {step_id} failed: {failure!r}")
+        raise EngineDeadError(f"step {step_id} failed: {self._failure}") from failure
 
     def preload(self) -> bool:
         """Load in the background what only some requests need; always True."""
@@ -166,4 +169,4 @@ class EngineCore:
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise EngineDeadError(f"the engine has stopped: {self._failure!r}")
+            raise EngineDeadError(f"the engine has stopped: {self._failure}")

@@ -1,6 +1,9 @@
 """A thread that runs steps one after the other, for devices that compute in the call itself."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+import weakref
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -18,26 +21,80 @@ def has_core_to_spare() -> bool:
     return count_cores() > torch.get_num_threads()
 
 
+class _Job:
+    """A step that waits or runs, and its result."""
+
+    def __init__(self, worker: Worker, step: SchedulerOutput) -> None:
+        self.future: Future[ModelRunnerOutput] = Future()
+        self._worker = worker
+        self._step = step
+
+    def run(self, failure: str | None) -> str | None:
+        """Run it, unless a step before it has failed; the failure, if there is one now."""
+        if not self.future.set_running_or_notify_cancel():
+            return failure
+        if failure is not None:
+            self.future.set_exception(RuntimeError(f"a step before it failed: {failure}"))
+            return failure
+        try:
+            self.future.set_result(self._worker.execute_model(self._step).result())
+        except BaseException as error:
+            self.future.set_exception(error)
+            return repr(error)
+        return None
+
+
+_Jobs = SimpleQueue[_Job | None]
+
+
 class StepThread:
     """Makes a worker asynchronous whose `execute_model` returns when the step is done.
 
-    All steps run in the same thread: OpenMP keeps a team of threads for each that calls it.
+    All steps run in the same thread: OpenMP keeps a team of threads for each that calls it. After
+    a step that fails no other one is run, as the state of the worker is not known.
 
     Args:
         worker: loaded.
     """
 
+    # No pool of concurrent.futures: those take no work any more once the main thread has ended,
+    # while other threads of a program may still generate.
+
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+        self._jobs: _Jobs = SimpleQueue()
+        thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="step", daemon=True)
+        thread.start()
+        # The thread does not hold its owner: it also ends when that is collected, or at exit.
+        self._end = weakref.finalize(self, _end, self._jobs, thread)
 
     def execute_model(self, step: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         """Queue a step; its tokens are known before the next begins."""
-        return self._threads.submit(self._run, step)
+        job = _Job(self._worker, step)
+        self._jobs.put(job)
+        return job.future
 
     def shutdown(self) -> None:
-        """Wait for the step that runs, and end the thread."""
-        self._threads.shutdown(cancel_futures=True)
+        """Wait for the step that runs, cancel those that wait, and end the thread."""
+        self._end()
 
-    def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        return self._worker.execute_model(step).result()
+
+def _run_jobs(jobs: _Jobs) -> None:
+    failure: str | None = None
+    while (job := jobs.get()) is not None:
+        failure = job.run(failure)
+        del job  # and with it the worker
+
+
+def _end(jobs: _Jobs, thread: threading.Thread) -> None:
+    while True:
+        try:
+            job = jobs.get_nowait()
+        except Empty:
+            break
+        if job is not None:
+            job.future.cancel()
+    jobs.put(None)
+    # The owner may be collected in the middle of a step: by the thread itself.
+    if thread is not threading.current_thread():
+        thread.join()

@@ -143,7 +143,10 @@ class MaskFiller:
         size = max(_ROWS_PER_JOB, -(-len(wanted) // self._num_threads))
         for start in range(0, len(wanted), size):
             part = wanted[start : start + size]
-            future = self._threads.submit(self._fill, part)
+            try:
+                future = self._threads.submit(self._fill, part)
+            except RuntimeError:  # the main thread of the program has ended: `mask` fills them
+                return
             self._pending.update(dict.fromkeys(part, future))
 
     def mask(self, row: int) -> IntArray:

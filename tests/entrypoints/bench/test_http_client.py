@@ -2,6 +2,7 @@ import asyncio
 import shutil
 import ssl
 import subprocess
+import threading
 import time
 
 import pytest
@@ -65,11 +66,20 @@ def test_a_chunked_body_arrives_however_it_is_cut(size):
 
 
 def test_pieces_have_the_time_at_which_they_came():
-    pieces = [STREAM_HEAD, chunk(b"a"), 0.1, chunk(b"b"), b"0\r\n\r\n"]
-    times = []
-    with FakeServer(lambda request: pieces) as server:
+    times, has_come = [], threading.Event()
+
+    def pieces(request):
+        yield from (STREAM_HEAD, chunk(b"a"))
+        assert has_come.wait(120)  # a client that is slow would read both at once
+        yield from (0.1, chunk(b"b"), b"0\r\n\r\n")
+
+    def read(body, at_s):
+        times.append(at_s)
+        has_come.set()
+
+    with FakeServer(pieces) as server:
         start = time.perf_counter()
-        post(server, on_body=lambda body, at_s: times.append(at_s))
+        post(server, on_body=read)
     assert start < times[0] < times[1] - 0.05 < time.perf_counter()
 
 
@@ -130,16 +140,20 @@ def test_an_exception_of_the_reader_reaches_its_caller():
 
 
 def test_cancelling_closes_the_connection():
-    endless = [STREAM_HEAD, *([chunk(b"a"), 0.005] * 1000)]
+    endless = [STREAM_HEAD, *([chunk(b"a"), 0.005] * 100_000)]
 
     async def run(url):
-        request = HttpClient(url).request("POST", "/", b"", lambda body, at_s: None)
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(request, 0.05)
+        has_begun = asyncio.Event()
+        request = HttpClient(url).request("POST", "/", b"", lambda body, at_s: has_begun.set())
+        task = asyncio.ensure_future(request)
+        await asyncio.wait_for(has_begun.wait(), 120)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
     with FakeServer(lambda request: endless) as server:
         asyncio.run(run(server.url))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while not server.num_aborted and time.monotonic() < deadline:
             time.sleep(0.01)
     assert server.num_aborted == 1

@@ -77,7 +77,10 @@ def test_requests_wait_for_their_time():
     starts = [record.start_s - load.start_s for record in load.records]
     assert starts[1] >= 0.05
     assert starts[2] >= 0.1
-    assert all(0 <= record.lag_s < 1 for record in load.records)
+    due = [load.start_s + arrival_s for arrival_s in (0.0, 0.05, 0.1)]
+    lags = [record.start_s - due_s for record, due_s in zip(load.records, due, strict=True)]
+    assert [record.lag_s for record in load.records] == pytest.approx(lags)
+    assert min(lags) >= 0
 
 
 def test_stopping_cuts_what_is_in_flight_and_sends_no_more():
@@ -87,7 +90,7 @@ def test_stopping_cuts_what_is_in_flight_and_sends_no_more():
         await asyncio.sleep(0 if len(load.records) < 3 else 60)
 
     async def main():
-        arrivals = [0.01 * i for i in range(20)]
+        arrivals = [*(0.01 * i for i in range(5)), *[3600.0] * 15]
         await run_load(load, send, REQUESTS, arrivals, stop=stop, on_done=done.append)
 
     load, done, stop = LoadRun(), [], asyncio.Event()

@@ -39,7 +39,7 @@ async def talk(*parts, pause_s=0.0):
             writer.write(part)
             await writer.drain()
             await asyncio.sleep(pause_s)
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), 120)
         writer.close()
         return answer
     finally:

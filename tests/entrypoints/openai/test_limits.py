@@ -45,7 +45,7 @@ def test_a_request_without_a_body_needs_no_type():
     assert make_client().post("/echo").status_code == 200
 
 
-def run(messages, *, headers=(), timeout_s=1.0, max_bytes=100):
+def run(messages, *, headers=(), timeout_s=120.0, max_bytes=100):
     """(what was sent, body that the application behind got or None)."""
     sent, bodies = [], []
 

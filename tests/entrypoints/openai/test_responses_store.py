@@ -163,7 +163,7 @@ def test_a_cancelled_job_closes_its_source_and_tells_its_followers(is_begun):
         await job.cancel()
         assert ends == [1]
         assert source.is_closed == is_begun
-        assert await asyncio.wait_for(follower, 1) == ["a"] * is_begun
+        assert await asyncio.wait_for(follower, 120) == ["a"] * is_begun
 
     asyncio.run(run())
 

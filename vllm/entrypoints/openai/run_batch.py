@@ -153,7 +153,8 @@ def open_input(source: str) -> Iterator[IO[bytes]]:
 def open_output(path: Path) -> Iterator[IO[bytes]]:
     """A file that takes its name when everything is written.
 
-    When it does not come to that, what was written stays beside it, and the log says where.
+    When it does not come to that, what was written stays beside it, and the log says where. Every
+    write is in the file at once: a process that is killed loses none.
 
     Raises:
         ConfigError: there can be no such file.
@@ -162,7 +163,7 @@ def open_output(path: Path) -> Iterator[IO[bytes]]:
         raise ConfigError(f"cannot write {str(path)!r}: it is there, and no file")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        file = partial.open("xb")
+        file = partial.open("xb", buffering=0)
     except OSError as error:
         raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}") from None
     try:
