@@ -88,24 +88,3 @@ class CompletionResponse(ResponseModel):
     choices: list[CompletionResponseChoice]
     usage: UsageInfo
     kv_transfer_params: dict[str, Any] | None = None
-
-
-class CompletionResponseStreamChoice(ResponseModel):
-    """What is new of one continuation."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogProbs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class CompletionStreamResponse(ResponseModel):
-    """One chunk of a stream."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionResponseStreamChoice]
-    usage: UsageInfo | None = None

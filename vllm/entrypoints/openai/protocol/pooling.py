@@ -15,8 +15,6 @@ from vllm.entrypoints.openai.protocol.base import (
     TokenId,
     UsageInfo,
     field_error,
-    now,
-    random_id,
 )
 
 Truncation = Annotated[int, Field(ge=-1, le=2**31 - 1)]
@@ -87,6 +85,16 @@ class RerankRequest(PoolingFields):
 # ---- responses --------------------------------------------------------------------------------
 
 
+class ListResponse(ResponseModel):
+    """Results of a request, one for each input."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: UsageInfo
+
+
 class EmbeddingResponseData(ResponseModel):
     """One vector: numbers, or base64 of little-endian float32."""
 
@@ -95,15 +103,10 @@ class EmbeddingResponseData(ResponseModel):
     embedding: list[float] | str
 
 
-class EmbeddingResponse(ResponseModel):
+class EmbeddingResponse(ListResponse):
     """The vectors of a request."""
 
-    id: str = Field(default_factory=lambda: f"embd-{random_id()}")
-    object: Literal["list"] = "list"
-    created: int = Field(default_factory=now)
-    model: str
     data: list[EmbeddingResponseData]
-    usage: UsageInfo
 
 
 class PoolingResponseData(ResponseModel):
@@ -114,15 +117,10 @@ class PoolingResponseData(ResponseModel):
     data: list[list[float]] | list[float] | str
 
 
-class PoolingResponse(ResponseModel):
+class PoolingResponse(ListResponse):
     """The results of a request."""
 
-    id: str = Field(default_factory=lambda: f"pool-{random_id()}")
-    object: Literal["list"] = "list"
-    created: int = Field(default_factory=now)
-    model: str
     data: list[PoolingResponseData]
-    usage: UsageInfo
 
 
 class ClassificationData(ResponseModel):
@@ -134,15 +132,10 @@ class ClassificationData(ResponseModel):
     num_classes: int
 
 
-class ClassificationResponse(ResponseModel):
+class ClassificationResponse(ListResponse):
     """The classes of a request."""
 
-    id: str = Field(default_factory=lambda: f"classify-{random_id()}")
-    object: Literal["list"] = "list"
-    created: int = Field(default_factory=now)
-    model: str
     data: list[ClassificationData]
-    usage: UsageInfo
 
 
 class ScoreResponseData(ResponseModel):
@@ -153,15 +146,10 @@ class ScoreResponseData(ResponseModel):
     score: float
 
 
-class ScoreResponse(ResponseModel):
+class ScoreResponse(ListResponse):
     """The scores of a request."""
 
-    id: str = Field(default_factory=lambda: f"embd-{random_id()}")
-    object: Literal["list"] = "list"
-    created: int = Field(default_factory=now)
-    model: str
     data: list[ScoreResponseData]
-    usage: UsageInfo
 
 
 class RerankDocument(ResponseModel):
@@ -187,7 +175,7 @@ class RerankUsage(ResponseModel):
 class RerankResponse(ResponseModel):
     """The best documents, best first."""
 
-    id: str = Field(default_factory=lambda: f"rerank-{random_id()}")
+    id: str
     model: str
     usage: RerankUsage
     results: list[RerankResult]
