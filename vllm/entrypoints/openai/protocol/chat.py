@@ -220,3 +220,33 @@ class ChatCompletionResponse(ResponseModel):
     usage: UsageInfo
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+
+
+class DeltaMessage(ResponseModel):
+    """What is new of an answer; what is not new is left out."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[DeltaToolCall] = Field(default_factory=list)
+
+
+class ChatCompletionResponseStreamChoice(ResponseModel):
+    """What is new of one of the answers."""
+
+    index: int
+    delta: DeltaMessage
+    logprobs: ChatCompletionLogProbs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletionStreamResponse(ResponseModel):
+    """One chunk of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatCompletionResponseStreamChoice]
+    usage: UsageInfo | None = None
