@@ -28,6 +28,9 @@ from vllm.structured_output.spec import make_spec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LONG_TEXT_CHARS = 16 * 1024
+"""From here on a text takes so long to tokenise that a server does it in a thread."""
+
 _FORMS = "a string, a list of token ids, {'prompt': str} or {'prompt_token_ids': list of int}"
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "token_type_ids"}
 _MEDIA_KEYS = {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"}

@@ -8,15 +8,12 @@ from fastapi import Request
 from starlette.responses import Response
 
 from vllm.config import PoolerConfig
+from vllm.engine.input_processor import LONG_TEXT_CHARS
 from vllm.entrypoints.openai.chunks import json_response
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.errors import GenerationError
 from vllm.entrypoints.openai.http.sse import run_until_disconnect
-from vllm.entrypoints.openai.prompts import (
-    LONG_TEXT_CHARS,
-    request_id_of,
-    trace_headers_of,
-)
+from vllm.entrypoints.openai.prompts import request_id_of, trace_headers_of
 from vllm.entrypoints.openai.protocol.base import now, random_id, usage_dict
 from vllm.entrypoints.openai.protocol.pooling import PoolingFields
 from vllm.errors import RequestError

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from vllm.engine.input_processor import InputProcessor
+from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor
 from vllm.engine.pooling_input import require_scores
 from vllm.entrypoints.openai.chunks import json_response
 from vllm.entrypoints.openai.context import ServerContext, get_context
@@ -18,7 +18,6 @@ from vllm.entrypoints.openai.pooling.run import (
     response_id,
     usage_of,
 )
-from vllm.entrypoints.openai.prompts import LONG_TEXT_CHARS
 from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.pooling import (
     PoolingFields,
