@@ -18,7 +18,7 @@ from vllm.entrypoints.openai.pooling.run import (
     response_id,
 )
 from vllm.entrypoints.openai.protocol.base import error_responses
-from vllm.entrypoints.openai.protocol.chat import ChatFields
+from vllm.entrypoints.openai.protocol.chat import ChatFields, TemplateFields
 from vllm.entrypoints.openai.protocol.pooling import (
     EmbeddingRequest,
     EmbeddingResponse,
@@ -107,10 +107,6 @@ def prompts_of(context: ServerContext, given: Any) -> list[PromptType]:
 def _conversation(body: EmbeddingRequest) -> ChatFields:
     return ChatFields(
         messages=body.messages or [],
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
         add_special_tokens=bool(body.add_special_tokens),
-        chat_template=body.chat_template,
-        chat_template_kwargs=body.chat_template_kwargs,
-        mm_processor_kwargs=body.mm_processor_kwargs,
+        **{name: getattr(body, name) for name in TemplateFields.model_fields},
     )

@@ -16,6 +16,7 @@ from vllm.entrypoints.openai.protocol.base import (
     UsageInfo,
     field_error,
 )
+from vllm.entrypoints.openai.protocol.chat import TemplateFields
 
 Truncation = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -34,7 +35,7 @@ class PoolingFields(RequestBody):
     priority: Int64 = 0
 
 
-class EmbeddingRequest(PoolingFields):
+class EmbeddingRequest(TemplateFields, PoolingFields):
     """Texts, or one conversation, to embed: `input` or `messages`."""
 
     input: Inputs | None = None
@@ -44,19 +45,11 @@ class EmbeddingRequest(PoolingFields):
     add_special_tokens: bool | None = None
     """Not set: true for `input`, false for `messages`, whose template brings them."""
     add_generation_prompt: bool = False
-    continue_final_message: bool = False
-    chat_template: str | None = Field(default=None, max_length=2**20)
-    chat_template_kwargs: JsonObject | None = None
-    mm_processor_kwargs: JsonObject | None = None
 
     @model_validator(mode="after")
     def _check_one_kind(self) -> "EmbeddingRequest":
         if (self.input is None) == (self.messages is None):
             raise field_error("input", "give one of input and messages")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise field_error(
-                "continue_final_message", "cannot be true when add_generation_prompt is"
-            )
         return self
 
 
