@@ -8,17 +8,16 @@ shared machine changes its speed from one second to the next; a time is that of 
 in microseconds, Python wrapper included. The ratio is what counts.
 """
 
-import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+from kernels import best_in_turns_us, describe, load_kernels, make_parser
 
-from vllm.ops.cpu import CPUOps, load_cpu_kernels
+from vllm.ops.cpu import CPUOps
 from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
 
@@ -102,41 +101,16 @@ def call_of(shape: Shape, dtype: torch.dtype, cache_dtype: torch.dtype) -> Calla
     )
 
 
-def best_in_turns_us(calls: list[Callable[[], object]], seconds: float) -> list[float]:
-    """Time of the fastest of each, called in turns for `seconds`, and at least five times."""
-    for call in calls:
-        call()
-    best = [float("inf")] * len(calls)
-    end, rounds = time.perf_counter() + seconds, 0
-    while rounds < 5 or time.perf_counter() < end:
-        rounds += 1
-        for i, call in enumerate(calls):
-            start = time.perf_counter()
-            call()
-            best[i] = min(best[i], time.perf_counter() - start)
-    return [1e6 * time_s for time_s in best]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser = make_parser(__doc__, seconds=2.0, per="shape, both sides")
     parser.add_argument(
         "--cache-dtype",
         choices=["float8_e4m3fn", "float8_e5m2"],
         help="of keys and values, in place of --dtype",
     )
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=2.0, help="per shape, both sides")
     parser.add_argument("--only", default="", help="shapes whose name has this text")
-    parser.add_argument("--isa", default=None, help="avx512_bf16, avx512, avx2 or base")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    library = load_cpu_kernels()
-    if library is None:
-        sys.exit("the C++ kernels are not built: python setup.py build_ext --inplace")
-    if args.isa is not None and not library.vllm_cpu_set_isa(args.isa.encode()):
-        sys.exit(f"this machine or this build has no {args.isa} kernels")
+    library = load_kernels(args)
 
     dtype = getattr(torch, args.dtype)
     cache_dtype = getattr(torch, args.cache_dtype or args.dtype)
@@ -171,10 +145,8 @@ def main() -> None:
                 file=sys.stderr,
             )
     result = {
-        "dtype": args.dtype,
+        **describe(args, library),
         "cache_dtype": args.cache_dtype or args.dtype,
-        "threads": args.threads,
-        "isa": library.vllm_cpu_isa().decode(),
         "rows": [asdict(row) for row in rows],
     }
     print(json.dumps(result, indent=2))

@@ -8,13 +8,12 @@ neighbours. `call_us` is what a launch costs before and after the kernels.
 """
 
 import argparse
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from common import make_llm, make_parser, report
+from kernels import best_in_turns_us
 
 from vllm.attention import RaggedMetadata
 from vllm.worker.cpu_model_runner import CPUModelRunner
@@ -44,23 +43,11 @@ def decodes(num_rows: int, seq_len: int, block_size: int, vocab_size: int) -> Mo
     )
 
 
-def best_us(calls: list[Callable[[], Any]], seconds: float) -> list[float]:
-    """The fastest of each, in turns for so long."""
-    best = [float("inf")] * len(calls)
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for index, call in enumerate(calls):
-            start = time.perf_counter()
-            call()
-            best[index] = min(best[index], (time.perf_counter() - start) * 1e6)
-    return [round(us, 1) for us in best]
-
-
 def measure(runner: CPUModelRunner, num_rows: int, args: argparse.Namespace) -> dict[str, Any]:
     vocab_size = runner.model.arch.vocab_size
     model_input = decodes(num_rows, args.input_len, runner.block_size, vocab_size)
     nothing = decodes(0, args.input_len, runner.block_size, vocab_size)
-    modules_us, fused_us, call_us = best_us(
+    modules_us, fused_us, call_us = best_in_turns_us(
         [
             lambda: ModelRunner._forward(runner, model_input),
             lambda: runner._forward(model_input),
@@ -70,10 +57,10 @@ def measure(runner: CPUModelRunner, num_rows: int, args: argparse.Namespace) -> 
     )
     return {
         "rows": num_rows,
-        "modules_us": modules_us,
-        "fused_us": fused_us,
+        "modules_us": round(modules_us, 1),
+        "fused_us": round(fused_us, 1),
         "speedup": round(modules_us / fused_us, 2),
-        "call_us": call_us,
+        "call_us": round(call_us, 1),
     }
 
 

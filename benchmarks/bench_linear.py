@@ -10,7 +10,6 @@ milliseconds, the best of them, and at the best time GB/s of weights as they are
 GFLOP/s. With one thread the clock is that of the thread, which other processes do not stop.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -20,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from kernels import describe, load_kernels, make_parser
 
-from vllm.ops.cpu import load_cpu_kernels
 from vllm.ops.cpu_linear import PackedWeight, WeightFormat
 
 SHAPES = {  # out_features, in_features
@@ -119,21 +118,11 @@ def measure(shape: str, num_rows: int, dtype: torch.dtype, seconds: float) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser = make_parser(__doc__, seconds=2.0, per="shape and number of rows")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--rows", default="1,4,16,64,1024")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=2.0, help="per shape and number of rows")
-    parser.add_argument("--isa", default=None, help="such as avx2; default: the best")
     args = parser.parse_args()
-    library = load_cpu_kernels()
-    if library is None:
-        sys.exit("the C++ kernels are not built: python setup.py build_ext --inplace")
-    if args.isa is not None and not library.vllm_cpu_set_isa(args.isa.encode()):
-        sys.exit(f"this machine or this build has no {args.isa} kernels")
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
+    library = load_kernels(args)
     results = []
     with torch.inference_mode():
         for shape in args.shapes.split(","):
@@ -142,11 +131,7 @@ def main() -> None:
                 results += rows
                 for row in rows:
                     print("  ".join(f"{k} {v}" for k, v in row.items()), file=sys.stderr)
-    settings = {
-        "dtype": args.dtype,
-        "threads": args.threads,
-        "isa": library.vllm_cpu_isa().decode(),
-    }
+    settings = describe(args, library)
     print(json.dumps({"benchmark": "linear", "settings": settings, "results": results}))
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from kernels import describe, load_kernels, make_parser
 from torch import Tensor
 
-from vllm.ops.cpu import load_cpu_kernels
 from vllm.ops.cpu_linear import WeightFormat
 from vllm.ops.cpu_moe import PackedExperts
 
@@ -95,21 +95,14 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser = make_parser(__doc__, seconds=2.0, per="number of tokens")
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=768)
     parser.add_argument("--tokens", default="1,4,16,64,512")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=2.0, help="per number of tokens")
     args = parser.parse_args()
-    library = load_cpu_kernels()
-    if library is None:
-        sys.exit("the C++ kernels are not built: python setup.py build_ext --inplace")
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
+    library = load_kernels(args)
     results = []
     with torch.inference_mode():
         sides, sizes = make_sides(args)
@@ -118,7 +111,7 @@ def main() -> None:
             results += rows
             for row in rows:
                 print("  ".join(f"{k} {v}" for k, v in row.items()), file=sys.stderr)
-    settings = {**vars(args), "isa": library.vllm_cpu_isa().decode()}
+    settings = {**vars(args), **describe(args, library)}
     print(json.dumps({"benchmark": "moe", "settings": settings, "results": results}))
 
 

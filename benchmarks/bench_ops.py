@@ -1,22 +1,21 @@
 """Times every operator, torch reference against C++ kernels, at the shapes of one decode step.
 
-    python benchmarks/bench_ops.py [--dtype bfloat16] [--threads N] [--seconds 0.3] [--only decode]
+    python benchmarks/bench_ops.py [--dtype bfloat16] [--threads N] [--seconds 0.6] [--only decode]
 
-Prints JSON on standard output and a table on standard error. A time is that of the fastest of
-repeated calls, in microseconds, Python wrapper included: on a shared machine the others measure
-the neighbours. GB/s counts the bytes an operator must move once.
+Prints JSON on standard output and a table on standard error. The two sides take turns; a time is
+that of the fastest of repeated calls, in microseconds, Python wrapper included: on a shared
+machine the others measure the neighbours. GB/s counts the bytes an operator must move once.
 """
 
-import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
+from kernels import best_in_turns_us, describe, load_kernels, make_parser
 
-from vllm.ops.cpu import CPUOps, load_cpu_kernels
+from vllm.ops.cpu import CPUOps
 from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
 
@@ -125,33 +124,11 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         yield decode_case(batch, seq_len, num_kv_heads, window, dtype)
 
 
-def best_us(call: Callable[[], object], seconds: float) -> float:
-    """Time of the fastest call within `seconds`, and of at least five calls."""
-    call()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times) * 1e6
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=0.3, help="per operator and side")
+    parser = make_parser(__doc__, seconds=0.6, per="operator, both sides")
     parser.add_argument("--only", default="", help="operators whose name has this text")
-    parser.add_argument("--isa", default=None, help="avx512, avx2 or base; default: the best")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    library = load_cpu_kernels()
-    if library is None:
-        sys.exit("the C++ kernels are not built: python setup.py build_ext --inplace")
-    if args.isa is not None and not library.vllm_cpu_set_isa(args.isa.encode()):
-        sys.exit(f"this machine or this build has no {args.isa} kernels")
+    library = load_kernels(args)
 
     native, cpu = NativeOps(), CPUOps()
     rows = []
@@ -161,8 +138,10 @@ def main() -> None:
         for case in cases(getattr(torch, args.dtype)):
             if args.only not in case.op:
                 continue
-            native_us = best_us(lambda case=case: case.call(native), args.seconds)  # type: ignore[misc]
-            cpu_us = best_us(lambda case=case: case.call(cpu), args.seconds)  # type: ignore[misc]
+            native_us, cpu_us = best_in_turns_us(
+                [lambda case=case: case.call(native), lambda case=case: case.call(cpu)],  # type: ignore[misc]
+                args.seconds,
+            )
             gb_per_s = case.num_bytes / cpu_us / 1e3
             rows.append(Row(case.op, case.shape, native_us, cpu_us, native_us / cpu_us, gb_per_s))
             print(
@@ -170,12 +149,7 @@ def main() -> None:
                 f"{native_us / cpu_us:8.1f}{gb_per_s:8.1f}",
                 file=sys.stderr,
             )
-    result = {
-        "dtype": args.dtype,
-        "threads": args.threads,
-        "isa": library.vllm_cpu_isa().decode(),
-        "rows": [asdict(row) for row in rows],
-    }
+    result = {**describe(args, library), "rows": [asdict(row) for row in rows]}
     print(json.dumps(result, indent=2))
 
 

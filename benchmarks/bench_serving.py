@@ -28,7 +28,8 @@ import uvloop
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.entrypoints.bench.backends import Backend, BenchRequest, RequestRecord
-from vllm.entrypoints.bench.datasets import DatasetArgs, random_requests
+from vllm.entrypoints.bench.dataset_args import DatasetArgs
+from vllm.entrypoints.bench.datasets import random_requests
 from vllm.entrypoints.bench.http_client import HttpClient
 from vllm.entrypoints.bench.load import LoadRun, Send, run_load
 from vllm.entrypoints.bench.report import machine, write_table

@@ -233,6 +233,35 @@ def test_from_optional_clamps_bias_and_takes_keys_of_json():
             SamplingParams.from_optional(logit_bias=bad)
 
 
+@pytest.mark.parametrize(
+    ("config", "eos", "expected"),
+    [
+        ({}, None, set()),
+        ({}, 2, {2}),
+        ({"eos_token_id": 3}, 2, {2, 3}),
+        ({"eos_token_id": [2, 3, np.int64(4)]}, 2, {2, 3, 4}),
+        ({"eos_token_id": None, "temperature": 0.5}, 0, {0}),
+    ],
+)
+def test_end_tokens_of_a_model_are_told_from_the_users_stop_tokens(config, eos, expected):
+    params = SamplingParams(stop_token_ids=[9])
+    assert params.all_stop_token_ids == {9}
+    params.update_from_generation_config(config, eos)
+    assert params.all_stop_token_ids == params.clone().all_stop_token_ids == {9, *expected}
+    assert params.stop_token_ids == [9] and params.temperature == 1.0
+    assert params == SamplingParams(stop_token_ids=[9])
+    params.update_from_generation_config({"eos_token_id": 7})
+    assert params.all_stop_token_ids == {7, 9}
+    params.ignore_eos = True
+    assert params.all_stop_token_ids == {9}
+
+
+@pytest.mark.parametrize(("config", "eos"), [({"eos_token_id": ["</s>"]}, 2), ({}, -1)])
+def test_end_tokens_that_are_none_are_refused(config, eos):
+    with pytest.raises(RequestError, match="eos_token_id must hold token ids"):
+        SamplingParams().update_from_generation_config(config, eos)
+
+
 def test_a_clone_can_be_changed_alone():
     def processor(output_ids, logits):
         return logits

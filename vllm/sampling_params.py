@@ -16,6 +16,8 @@ from vllm.errors import RequestError
 _SAMPLING_EPS = 1e-5
 _MIN_TEMPERATURE = 0.01
 _MAX_BIAS = 100.0
+_END_TOKENS = "_end_token_ids"
+"""Attribute for the end tokens of the model: no field, so that they are not shown as the user's."""
 _INTEGER_FIELDS = (
     *("n", "best_of", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
     "truncate_prompt_tokens",
@@ -199,8 +201,33 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     @property
     def all_stop_token_ids(self) -> set[int]:
-        """The token ids that end the output, beside the model's own."""
-        return set(self.stop_token_ids or ())
+        """The token ids that end the output: the user's, and of the model's those that
+        `update_from_generation_config` knows."""
+        of_model = () if self.ignore_eos else self.__dict__.get(_END_TOKENS, ())
+        return {*(self.stop_token_ids or ()), *of_model}
+
+    def update_from_generation_config(
+        self, generation_config: Mapping[str, Any], model_eos_token_id: int | None = None
+    ) -> None:
+        """Take over the tokens with which a model ends an output.
+
+        They belong to `all_stop_token_ids` then, as long as `ignore_eos` is not set; the user's
+        `stop_token_ids` stay as they are. Called again, the last model counts. An engine ends the
+        outputs of its own model without this.
+
+        Args:
+            generation_config: content of generation_config.json. Of it, `eos_token_id` is read:
+                one id, several, or None.
+            model_eos_token_id: the end token of the tokenizer; None when it has none.
+
+        Raises:
+            RequestError: (a ValueError) one of them is no token id.
+        """
+        found = generation_config.get("eos_token_id")
+        given = list(found) if isinstance(found, (list, tuple, set, frozenset)) else [found]
+        ids = [token_id for token_id in (model_eos_token_id, *given) if token_id is not None]
+        _check_token_ids("eos_token_id", ids)
+        self.__dict__[_END_TOKENS] = frozenset(map(int, ids))
 
     def clone(self) -> "SamplingParams":
         """A copy whose lists can be changed; logits processors are shared, not copied."""

@@ -25,7 +25,7 @@ constexpr int64_t kNumParams = vllm_cpu::kIsGreedy + 1;
 // Where the parts of a step of n rows are in its scratch memory.
 template <typename T>
 struct DecodeStepBuffers {
-  char* decoder;
+  char* decoder;       // of decoder_scratch_bytes
   int64_t* input_ids;  // [n]
   int64_t* positions;  // [n]
   int64_t* slots;      // [n]
@@ -40,7 +40,7 @@ struct DecodeStepBuffers {
   int64_t bytes;
 
   DecodeStepBuffers(const DecoderModel<T>& model, const LinearWeight& head,
-                    const DecodeStepRows& rows, int64_t n, int num_threads, char* scratch)
+                    const DecodeStepRows& rows, int64_t n, int num_threads, uintptr_t scratch)
       : bytes(0) {
     const auto take = [&](auto*& at, int64_t count) {
       at = reinterpret_cast<std::remove_reference_t<decltype(at)>>(scratch + bytes);
@@ -65,8 +65,7 @@ struct DecodeStepBuffers {
 template <typename T>
 int64_t decode_step_scratch_bytes(const DecoderModel<T>& model, const LinearWeight& head,
                                   const DecodeStepRows& rows, int64_t n, int num_threads) {
-  alignas(64) char nothing[64];  // only addresses are computed
-  return DecodeStepBuffers<T>(model, head, rows, n, num_threads, nothing).bytes;
+  return DecodeStepBuffers<T>(model, head, rows, n, num_threads, 0).bytes;
 }
 
 template <typename T>
@@ -79,7 +78,8 @@ class DecodeStep {
         rows_(rows),
         launch_(launch),
         num_threads_(num_threads),
-        buffers_(model, head, rows, launch.n, num_threads, launch.scratch) {}
+        buffers_(model, head, rows, launch.n, num_threads,
+                 reinterpret_cast<uintptr_t>(launch.scratch)) {}
 
   int64_t run() {
     if (!is_plain()) return vllm_cpu::kNotPlain;

@@ -124,6 +124,13 @@ def test_ignore_eos_ignores_every_end_token_of_the_model_but_not_the_users():
     assert request.stop_token_ids == {9}
 
 
+@pytest.mark.parametrize(("ignore_eos", "expected"), [(False, {9, 7, END_OF_TURN}), (True, {9})])
+def test_end_tokens_that_parameters_have_taken_over_end_an_output(ignore_eos, expected):
+    params = SamplingParams(stop_token_ids=[9], ignore_eos=ignore_eos)
+    params.update_from_generation_config({"eos_token_id": [EOS, 7]}, EOS)
+    assert make_processor().process("0", "a", params)[1].stop_token_ids == expected
+
+
 def test_without_a_tokenizer_the_end_token_is_that_of_config_json():
     request = process([5], make_processor(tokenizer=False, defaults={}))[1]
     assert request.eos_token_id == EOS

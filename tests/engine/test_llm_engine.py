@@ -1,13 +1,16 @@
 """The synchronous engine over a fake core: what it joins, and what it leaves behind."""
 
 import gc
+import shutil
 
 import pytest
 
 from tests.engine.fakes import FakeEngineCore, make_config
 from tests.engine.tokenizers_for_tests import byte_level
+from vllm.assets import BUNDLED_MODEL
+from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
-from vllm.errors import CapacityError, EngineDeadError, RequestError
+from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 EOS, END_OF_TURN = 1, 6
@@ -168,6 +171,23 @@ def test_without_a_tokenizer_asking_for_it_is_an_error():
     assert make_engine().get_tokenizer() is byte_level()
     with pytest.raises(RequestError, match="skip_tokenizer_init"):
         make_engine(tokenizer=False).get_tokenizer()
+
+
+@pytest.mark.parametrize("tokenizer", [None, "damaged", '{"model": 5}'])
+def test_a_tokenizer_that_cannot_be_used_is_told_before_weights_are_read(
+    tokenizer, tmp_path, monkeypatch
+):
+    def load(config):
+        pytest.fail("the core was made")
+
+    monkeypatch.setattr("vllm.engine.engine_core.EngineCore", load)
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODEL / name, tmp_path)
+    if tokenizer is not None:
+        (tmp_path / "tokenizer.json").write_text(tokenizer)
+    with pytest.raises(ConfigError, match=r"no usable tokenizer in .* skip_tokenizer_init") as told:
+        LLMEngine.from_engine_args(EngineArgs(model=str(tmp_path)))
+    assert "\n" not in str(told.value)
 
 
 def test_the_configs_are_where_users_look_for_them():

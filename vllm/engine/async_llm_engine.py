@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from vllm.config import VllmConfig
 from vllm.engine.admission import Admission, AdmissionLimits
 from vllm.engine.core_supervisor import CoreSupervisor
-from vllm.engine.input_processor import InputProcessor, TokenizedPrompt, fan_out
+from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor, TokenizedPrompt, fan_out
 from vllm.engine.metrics import EngineMetrics
 from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.request_stream import RequestStream
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 _Processed = tuple[str | None, EngineRequest]
-
-_LONG_TEXT = 16_384
-"""Characters from which on a text is tokenised in a thread."""
 
 _IDLE_BEFORE_PRELOAD_S = 2.0
 
@@ -316,7 +313,7 @@ class AsyncLLM:
     ) -> _Processed:
         """Tokenise and check, in the slow lane where it takes long."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(text, str) and len(text) >= _LONG_TEXT:
+        if isinstance(text, str) and len(text) >= LONG_TEXT_CHARS:
             return await self.in_slow_lane(process)
         return process(self.input_processor)
 
@@ -328,7 +325,7 @@ class AsyncLLM:
             is_long: it is one of many, so that all of them take long.
         """
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(text, str) and (is_long or len(text) >= _LONG_TEXT):
+        if isinstance(text, str) and (is_long or len(text) >= LONG_TEXT_CHARS):
             return await self.in_slow_lane(lambda processor: processor.tokenize(prompt))
         return self.input_processor.tokenize(prompt)
 

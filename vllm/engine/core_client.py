@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -15,12 +14,11 @@ import zmq
 
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.engine.wire import FromCore, StartCore, ToCore, decode_from_core, encode
+from vllm.engine.wire import START_LENGTH, FromCore, StartCore, ToCore, decode_from_core, encode
 from vllm.logger import current_format, init_logger
 
 logger = init_logger(__name__)
 
-_LENGTH = struct.Struct("<Q")
 _MAX_SOCKET_PATH = 100
 """Bytes; the kernel takes 107."""
 
@@ -67,7 +65,7 @@ class CoreClient:
         assert self.process.stdin is not None
         # It has ended, and may have been closed after that: `on_death` tells.
         with contextlib.suppress(BrokenPipeError, ValueError):
-            self.process.stdin.write(_LENGTH.pack(len(data)) + data)
+            self.process.stdin.write(START_LENGTH.pack(len(data)) + data)
             self.process.stdin.flush()
 
     def attach(

@@ -9,7 +9,6 @@ however the parent died.
 import os
 import shutil
 import signal
-import struct
 import sys
 import threading
 import traceback
@@ -22,6 +21,7 @@ import zmq
 
 from vllm.engine.engine_core import EngineCore
 from vllm.engine.wire import (
+    START_LENGTH,
     AbortRequests,
     AddRequests,
     CallCore,
@@ -45,9 +45,6 @@ from vllm.utils import startup
 from vllm.utils.garbage import keep_for_good
 
 logger = init_logger(__name__)
-
-LENGTH = struct.Struct("<Q")
-"""Before the first message, its length."""
 
 CALLS: Mapping[str, Callable[[EngineCore], bool]] = {
     "preload": lambda core: core.preload(),
@@ -223,7 +220,7 @@ def _progress(phase: str, done: int, total: int) -> CoreProgress:
 
 
 def _read_first() -> bytes:
-    (length,) = LENGTH.unpack(_read_exactly(LENGTH.size))
+    (length,) = START_LENGTH.unpack(_read_exactly(START_LENGTH.size))
     return _read_exactly(length)
 
 

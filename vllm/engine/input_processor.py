@@ -28,6 +28,9 @@ from vllm.structured_output.spec import make_spec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LONG_TEXT_CHARS = 16 * 1024
+"""From here on a text takes so long to tokenise that a server does it in a thread."""
+
 _FORMS = "a string, a list of token ids, {'prompt': str} or {'prompt_token_ids': list of int}"
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "token_type_ids"}
 _MEDIA_KEYS = {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"}
@@ -131,7 +134,9 @@ class InputProcessor:
             sampling_params=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             eos_token_id=eos,
-            stop_token_ids=others.union(params.stop_token_ids or ()),
+            stop_token_ids=others.union(
+                params.stop_token_ids or (), params.all_stop_token_ids - {eos}
+            ),
             bad_words_token_ids=self._tokenize_bad_words(params.bad_words or ()),
             max_total_tokens=max_total,
             arrival_time=time.time() if arrival_time is None else arrival_time,
@@ -296,7 +301,7 @@ class InputProcessor:
                 )
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+        self._check_ids("stop_token_ids", params.all_stop_token_ids)
         if params.guided_decoding is not None:
             make_spec(params.guided_decoding, self._structured_output)  # raises
             if self.tokenizer is None or self.end_tokens == (None, frozenset()):

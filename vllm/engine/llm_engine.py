@@ -16,8 +16,10 @@ from vllm.errors import EngineDeadError, RequestError
 from vllm.inputs import PromptType
 from vllm.messages import EngineOutput, EngineRequest
 from vllm.outputs import AnyRequestOutput
+from vllm.platforms import resolve_platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.utils.imports import load_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,12 +111,15 @@ class LLMEngine:
         from vllm.transformers_utils.tokenizer import load_tokenizer
 
         generation_defaults = load_generation_defaults(config.model)
-        # Beside the core: reading weights leaves the interpreter free.
+        # Beside the imports of the worker, which take longer, and before the weights: these may
+        # take minutes, for nothing when there is no tokenizer.
         with ThreadPoolExecutor(1, "tokenizer") as pool:
             loading = pool.submit(load_tokenizer, config.model)
-            core = EngineCore(config)
+            load_class(resolve_platform(config.device.device).worker_class)
+        tokenizer = loading.result()
+        core = EngineCore(config)
         try:
-            return cls(config, core, loading.result(), generation_defaults)
+            return cls(config, core, tokenizer, generation_defaults)
         except BaseException:
             core.shutdown()
             raise

@@ -6,6 +6,7 @@
 Arrays travel as (dtype, shape, bytes).
 """
 
+import struct
 from typing import Any, get_args, get_origin
 
 import msgspec
@@ -14,6 +15,9 @@ import numpy as np
 from vllm.config import VllmConfig
 from vllm.errors import RequestError
 from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
+
+START_LENGTH = struct.Struct("<Q")
+"""On standard input, before `StartCore`: its length in bytes. Other messages have frames of ZMQ."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 _GENERIC_TYPES = ("llama", "qwen3")
 """Model types of which no checkpoint names a class that transformers then replaces."""
 
+_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
+"""What tokenizers are made of: one of these, at least, is in the folder of a model."""
+
 
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase | None":
     """The tokenizer of an engine, or None where it shall work without one.
@@ -66,7 +69,10 @@ def get_tokenizer(
                 **kwargs,
             )
     except Exception as error:  # tokenizers raises a plain Exception for a damaged file
-        raise ConfigError(_failure(tokenizer_name, str(error) or repr(error))) from error
+        # The text of a KeyError is a bare key.
+        own_words = repr(error) if isinstance(error, LookupError) else str(error) or repr(error)
+        reason = _what_lacks(Path(tokenizer_name)) or own_words
+        raise ConfigError(_failure(tokenizer_name, reason)) from error
     if len(tokenizer) == 0:
         raise ConfigError(_failure(tokenizer_name, "its vocabulary is empty"))
     result: PreTrainedTokenizerBase = tokenizer
@@ -89,6 +95,13 @@ def _is_generic(folder: Path) -> bool:
         and "auto_map" not in settings
         and "auto_map" not in config
     )
+
+
+def _what_lacks(folder: Path) -> str | None:
+    """Why a folder cannot have a tokenizer; None when it may, or is no folder."""
+    if not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in _FILES):
+        return None
+    return f"the folder has none of {', '.join(_FILES)}"
 
 
 def _failure(tokenizer_name: str, reason: str) -> str:

@@ -3,9 +3,8 @@ import json
 import pytest
 
 from vllm.assets import BUNDLED_MODEL
+from vllm.entrypoints.bench.dataset_args import DatasetArgs, dataset_of
 from vllm.entrypoints.bench.datasets import (
-    DatasetArgs,
-    dataset_of,
     file_requests,
     ordinary_ids,
     random_requests,

@@ -15,6 +15,7 @@ in numpy; a real row costs no Python loop.
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,9 +64,7 @@ class DecodeArrays:
 
     def to(self, device: torch.device | str) -> HPUDecodeMetadata:
         """A copy on the device."""
-        return HPUDecodeMetadata(
-            **{f.name: torch.from_numpy(getattr(self, f.name)).to(device) for f in fields(self)}
-        )
+        return HPUDecodeMetadata(**to_tensors(self, device))
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,7 @@ class PrefillArrays:
 
     def to(self, device: torch.device | str) -> HPUPrefillMetadata:
         """A copy on the device."""
-        return HPUPrefillMetadata(
-            **{f.name: torch.from_numpy(getattr(self, f.name)).to(device) for f in fields(self)}
-        )
+        return HPUPrefillMetadata(**to_tensors(self, device))
 
 
 @dataclass(frozen=True)
@@ -284,6 +281,11 @@ def _flatten(
         groups=groups,
         ages=lengths[groups] - 1 - index * np.int32(block_size),
     )
+
+
+def to_tensors(arrays: Any, device: torch.device | str) -> dict[str, Tensor]:
+    """The fields of a dataclass of arrays, each copied to the device."""
+    return {f.name: torch.from_numpy(getattr(arrays, f.name)).to(device) for f in fields(arrays)}
 
 
 def check_tables(tables: IntArray, seq_lens: IntArray, block_size: int) -> None:

@@ -13,7 +13,7 @@ Letters: P prompts, Q new tokens of all of them, C blocks of context of all of t
 K = C * S + Q keys. All sizes are padded.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from vllm.attention.backends.hpu_metadata import (
     PADDING_GROUP,
     check_tables,
     padding_slots,
+    to_tensors,
 )
 from vllm.messages import NULL_BLOCK_ID, IntArray
 
@@ -65,9 +66,7 @@ class MergedPrefillArrays:
 
     def to(self, device: torch.device | str) -> MergedPrefillMetadata:
         """A copy on the device."""
-        return MergedPrefillMetadata(
-            **{f.name: torch.from_numpy(getattr(self, f.name)).to(device) for f in fields(self)}
-        )
+        return MergedPrefillMetadata(**to_tensors(self, device))
 
 
 def build_merged_prefill_metadata(

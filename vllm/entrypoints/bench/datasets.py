@@ -9,65 +9,19 @@ text      one prompt per line
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.entrypoints.bench.backends import BenchRequest
+from vllm.entrypoints.bench.dataset_args import DatasetArgs
 from vllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DATASETS = ("random", "sharegpt", "jsonl", "text")
-
-_BY_SUFFIX = {".json": "sharegpt", ".jsonl": "jsonl"}
 _DEFAULT_OUTPUT_LEN = 128
 _MAX_ATTEMPTS = 8
 _NUM_WORDS = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetArgs:
-    """Which requests to make.
-
-    Raises:
-        ConfigError: a number is out of its range, or the dataset needs a file and has none.
-    """
-
-    name: str
-    path: str | None = None
-    num_prompts: int
-    input_len: int = 1024
-    """Tokens of a random prompt, on average, besides its prefix."""
-    output_len: int | None = None
-    """Tokens to ask for. None: what the file says, or 128."""
-    range_ratio: float = 0.0
-    """Random lengths are drawn evenly from `(1 - range_ratio) * length` to `(1 + range_ratio) *
-    length`."""
-    prefix_len: int = 0
-    """Tokens that all random prompts begin with, to use the prefix cache."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.name not in DATASETS:
-            raise ConfigError(f"dataset must be one of {', '.join(DATASETS)}, got {self.name!r}")
-        if self.name != "random" and self.path is None:
-            raise ConfigError(f"dataset {self.name} needs a file: give --dataset-path")
-        if not 0 <= self.range_ratio < 1:
-            raise ConfigError(
-                f"random_range_ratio must be at least 0 and below 1, got {self.range_ratio}"
-            )
-        for name, least in (("num_prompts", 1), ("input_len", 1), ("prefix_len", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.output_len is not None and self.output_len < 1:
-            raise ConfigError(f"output_len must be at least 1, got {self.output_len}")
-
-
-def dataset_of(path: str | None) -> str:
-    """The dataset that a file is, by its name; random without one."""
-    return "random" if path is None else _BY_SUFFIX.get(Path(path).suffix, "text")
 
 
 # ---- random -------------------------------------------------------------------------------

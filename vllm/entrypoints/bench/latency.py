@@ -5,7 +5,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.bench import offline, report
-from vllm.entrypoints.bench.datasets import DatasetArgs, random_requests
+from vllm.entrypoints.bench.dataset_args import DatasetArgs
+from vllm.entrypoints.bench.datasets import random_requests
 from vllm.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from vllm import envs
 from vllm.entrypoints.bench import report, statistics
 from vllm.entrypoints.bench.arrivals import arrival_times
 from vllm.entrypoints.bench.backends import Backend, BenchRequest, RequestRecord
+from vllm.entrypoints.bench.dataset_args import read_dataset_flags
 from vllm.entrypoints.bench.datasets import (
-    DatasetArgs,
-    dataset_of,
     file_requests,
     ordinary_ids,
     random_requests,
@@ -192,16 +191,7 @@ def _allow_many_sockets() -> None:
 
 
 def _make_requests(args: argparse.Namespace, served: ServedModel) -> list[BenchRequest]:
-    dataset = DatasetArgs(
-        name=args.dataset_name or dataset_of(args.dataset_path),
-        path=args.dataset_path,
-        num_prompts=args.num_prompts,
-        input_len=args.random_input_len,
-        output_len=args.random_output_len,
-        range_ratio=args.random_range_ratio,
-        prefix_len=args.random_prefix_len,
-        seed=args.seed,
-    )
+    dataset = read_dataset_flags(args)
     limit = served.max_model_len
     if dataset.name != "random":
         is_counting = dataset.name == "sharegpt"

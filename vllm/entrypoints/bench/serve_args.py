@@ -5,12 +5,11 @@ import json
 import math
 from typing import Any
 
-from vllm.entrypoints.bench.datasets import DATASETS
+from vllm.entrypoints.bench.dataset_args import add_dataset_flags
 from vllm.entrypoints.bench.statistics import METRICS, parse_goodput
 from vllm.errors import ConfigError
 
 _BACKENDS = {"openai": "openai", "vllm": "openai", "openai-chat": "openai-chat"}
-_DATASET_NAMES = {"custom": "jsonl"}
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -108,58 +107,6 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
         help="requests before the load that are not counted (default: 1)",
     )
     add("--disable-tqdm", action="store_true", help="no progress bar")
-
-
-def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_prompts: int) -> None:
-    """The flags of `DatasetArgs`."""
-    group = parser.add_argument_group("prompts")
-    add = group.add_argument
-    add(
-        "--dataset-name",
-        type=lambda name: _DATASET_NAMES.get(name, name),
-        choices=DATASETS,
-        help="not set: random, or what the name of the file says (.json is sharegpt, .jsonl is "
-        "jsonl, others are text)",
-    )
-    add("--dataset-path", metavar="FILE", help="file of prompts")
-    add(
-        "--num-prompts",
-        type=int,
-        default=num_prompts,
-        metavar="N",
-        help=f"requests (default: {num_prompts})",
-    )
-    add(
-        "--random-input-len",
-        "--input-len",
-        type=int,
-        default=input_len,
-        metavar="N",
-        help=f"prompt tokens (default: {input_len})",
-    )
-    add(
-        "--random-output-len",
-        "--output-len",
-        "--sharegpt-output-len",
-        "--custom-output-len",
-        type=int,
-        metavar="N",
-        help="output tokens; not set: what the file says, or 128",
-    )
-    add(
-        "--random-range-ratio",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="random lengths vary by this share of themselves, up and down (default: 0)",
-    )
-    add(
-        "--random-prefix-len",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens that all random prompts begin with (default: 0)",
-    )
 
 
 def _add_request_flags(parser: argparse.ArgumentParser) -> None:

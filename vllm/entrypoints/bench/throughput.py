@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.bench import offline, report
 from vllm.entrypoints.bench.backends import BenchRequest
+from vllm.entrypoints.bench.dataset_args import add_dataset_flags, read_dataset_flags
 from vllm.entrypoints.bench.datasets import (
     DatasetArgs,
-    dataset_of,
     file_requests,
     random_requests,
 )
-from vllm.entrypoints.bench.serve_args import add_dataset_flags
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -33,16 +32,7 @@ def run(args: argparse.Namespace) -> None:
         RequestError: n and temperature do not go together.
         ConfigError: a flag is out of its range, a file cannot be used, or the engine cannot start.
     """
-    dataset = DatasetArgs(
-        name=args.dataset_name or dataset_of(args.dataset_path),
-        path=args.dataset_path,
-        num_prompts=args.num_prompts,
-        input_len=args.random_input_len,
-        output_len=args.random_output_len,
-        range_ratio=args.random_range_ratio,
-        prefix_len=args.random_prefix_len,
-        seed=args.seed or 0,
-    )
+    dataset = read_dataset_flags(args)
     offline.sampling(1, args)  # raises before the model is loaded
     report.check_writable(args.output_json)
     llm = offline.make_llm(args)

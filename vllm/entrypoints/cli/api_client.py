@@ -8,7 +8,7 @@ import contextlib
 import http.client
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -195,6 +195,29 @@ def write_answer(chunks: Iterator[dict[str, Any]]) -> str:
         finally:
             sys.stdout.write("\n")
     return "".join(parts)
+
+
+def answer_prompts(quick: str | None, greeting: str, ask: Callable[[str], None]) -> None:
+    """Ask one question, or each one that the user enters until the input ends.
+
+    Args:
+        quick: the only question; None reads them.
+        greeting: what the user sees before the first one.
+        ask: shows an answer.
+
+    Raises:
+        ConfigError: the server cannot be reached.
+        RequestError: it refuses `quick`; of those that are read, the next may do better.
+    """
+    if quick is not None:
+        ask(quick)
+        return
+    sys.stderr.write(f"{greeting}; Ctrl-D ends\n")
+    for text in read_prompts():
+        try:
+            ask(text)
+        except RequestError as error:
+            sys.stderr.write(f"error: {error}\n")
 
 
 def read_prompts() -> Iterator[str]:

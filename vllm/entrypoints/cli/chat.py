@@ -1,9 +1,8 @@
 """`vllm chat`: a conversation with a model on a server."""
 
 import argparse
-import sys
 
-from vllm.entrypoints.cli.api_client import add_client_flags, connect, read_prompts, write_answer
+from vllm.entrypoints.cli.api_client import add_client_flags, answer_prompts, connect, write_answer
 from vllm.errors import RequestError
 from vllm.utils import FlexibleArgumentParser
 
@@ -37,15 +36,11 @@ def run(args: argparse.Namespace) -> None:
     def ask(text: str) -> None:
         messages.append({"role": "user", "content": text})
         chunks = client.stream("/chat/completions", {**fields, "messages": messages})
-        messages.append({"role": "assistant", "content": write_answer(chunks)})
-
-    if args.quick is not None:
-        ask(args.quick)
-        return
-    sys.stderr.write(f"talking to {fields['model']}; Ctrl-D ends\n")
-    for text in read_prompts():
         try:
-            ask(text)
-        except RequestError as error:  # one message failed: the conversation goes on without it
+            answer = write_answer(chunks)
+        except RequestError:  # the conversation goes on without this message
             messages.pop()
-            sys.stderr.write(f"error: {error}\n")
+            raise
+        messages.append({"role": "assistant", "content": answer})
+
+    answer_prompts(args.quick, f"talking to {fields['model']}", ask)

@@ -1,10 +1,8 @@
 """`vllm complete`: text that a model on a server continues."""
 
 import argparse
-import sys
 
-from vllm.entrypoints.cli.api_client import add_client_flags, connect, read_prompts, write_answer
-from vllm.errors import RequestError
+from vllm.entrypoints.cli.api_client import add_client_flags, answer_prompts, connect, write_answer
 from vllm.utils import FlexibleArgumentParser
 
 
@@ -33,12 +31,4 @@ def run(args: argparse.Namespace) -> None:
     def ask(text: str) -> None:
         write_answer(client.stream("/completions", {**fields, "prompt": text}))
 
-    if args.quick is not None:
-        ask(args.quick)
-        return
-    sys.stderr.write(f"{fields['model']} continues each line; Ctrl-D ends\n")
-    for text in read_prompts():
-        try:
-            ask(text)
-        except RequestError as error:  # one text failed: the next may do better
-            sys.stderr.write(f"error: {error}\n")
+    answer_prompts(args.quick, f"{fields['model']} continues each line", ask)

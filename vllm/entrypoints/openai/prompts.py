@@ -13,9 +13,6 @@ from vllm.inputs import PromptType, TokensPrompt
 if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLM
 
-LONG_TEXT_CHARS = 16 * 1024
-"""Texts above this are tokenised in a thread, so that streams of others go on meanwhile."""
-
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
 _TRACE_HEADERS = ("traceparent", "tracestate")
 

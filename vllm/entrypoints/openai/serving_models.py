@@ -4,10 +4,10 @@ from fastapi import APIRouter, Request
 
 from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.protocol.base import (
-    ErrorResponse,
     ModelCard,
     ModelList,
     ModelPermission,
+    error_responses,
 )
 from vllm.errors import NotFoundError
 
@@ -21,7 +21,7 @@ async def list_models(request: Request) -> ModelList:
     return ModelList(data=[_card(context, name) for name in context.model_names])
 
 
-@router.get("/v1/models/{model:path}", responses={404: {"model": ErrorResponse}})
+@router.get("/v1/models/{model:path}", responses=error_responses(404))
 async def show_model(model: str, request: Request) -> ModelCard:
     """One of the names."""
     context = get_context(request)

@@ -1,14 +1,12 @@
 """POST /tokenize and POST /detokenize."""
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 
 from vllm.engine.input_processor import InputProcessor
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.context import get_context
 from vllm.entrypoints.openai.prompts import tokenize
-from vllm.entrypoints.openai.protocol.base import ErrorResponse
+from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -23,7 +21,7 @@ router = APIRouter()
 
 _MANY_TOKENS = 4096
 """From here on tokens are made text in a thread."""
-_ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorResponse} for code in (400, 404)}
+_ERRORS = error_responses(400, 404)
 
 
 @router.post("/tokenize", responses=_ERRORS)

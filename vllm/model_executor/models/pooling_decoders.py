@@ -35,7 +35,7 @@ class DecoderPooling(PoolingModel):
     generative_class: ClassVar[type[CausalLM]]
 
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = _PREFIXES
-    ignored_tensors: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq", "lm_head.weight")
+    ignored_tensors: ClassVar[tuple[str, ...]] = (*PoolingModel.ignored_tensors, "lm_head.weight")
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp)
@@ -50,30 +50,6 @@ class DecoderPooling(PoolingModel):
         return out
 
 
-class LlamaModel(DecoderPooling):
-    """Embeddings of a Llama."""
-
-    generative_class = LlamaForCausalLM
-
-
-class MistralModel(DecoderPooling):
-    """Embeddings of a Mistral."""
-
-    generative_class = MistralForCausalLM
-
-
-class Qwen2Model(DecoderPooling):
-    """Embeddings of a Qwen2."""
-
-    generative_class = Qwen2ForCausalLM
-
-
-class Qwen3Model(DecoderPooling):
-    """Embeddings of a Qwen3."""
-
-    generative_class = Qwen3ForCausalLM
-
-
 class DecoderForSequenceClassification(DecoderPooling):
     """A linear classifier on the last token."""
 
@@ -85,30 +61,6 @@ class DecoderForSequenceClassification(DecoderPooling):
         """[N, hidden] -> [N, labels]"""
         out: Tensor = self.score(pooled)
         return out
-
-
-class LlamaForSequenceClassification(DecoderForSequenceClassification):
-    """A Llama that classifies."""
-
-    generative_class = LlamaForCausalLM
-
-
-class MistralForSequenceClassification(DecoderForSequenceClassification):
-    """A Mistral that classifies."""
-
-    generative_class = MistralForCausalLM
-
-
-class Qwen2ForSequenceClassification(DecoderForSequenceClassification):
-    """A Qwen2 that classifies."""
-
-    generative_class = Qwen2ForCausalLM
-
-
-class Qwen3ForSequenceClassification(DecoderForSequenceClassification):
-    """A Qwen3 that classifies."""
-
-    generative_class = Qwen3ForCausalLM
 
 
 class Qwen2ForRewardModel(DecoderPooling):
@@ -136,12 +88,40 @@ class Qwen2ForProcessRewardModel(Qwen2ForRewardModel):
     num_rewards: ClassVar[int] = 2
 
 
-def embedding_class(generative_class: type[CausalLM]) -> type[DecoderPooling]:
-    """A pooling model of a generative one, for task=embed."""
+def pooling_class(
+    name: str,
+    generative_class: type[CausalLM],
+    base: type[DecoderPooling] = DecoderPooling,
+) -> type[DecoderPooling]:
+    """A kind of pooling model, made of the decoder of a generative one."""
     prefixes = {old: f"decoder.{new}" for old, new in generative_class.checkpoint_prefixes.items()}
     values = {
         "generative_class": generative_class,
         "checkpoint_prefixes": {**prefixes, **_PREFIXES},
         "ignored_tensors": (*generative_class.ignored_tensors, "lm_head.weight"),
     }
-    return type(f"{generative_class.__name__}ForEmbedding", (DecoderPooling,), values)
+    return type(name, (base,), values)
+
+
+def embedding_class(generative_class: type[CausalLM]) -> type[DecoderPooling]:
+    """A pooling model of a generative one, for task=embed."""
+    return pooling_class(f"{generative_class.__name__}ForEmbedding", generative_class)
+
+
+# As checkpoints name them: bare decoders, which embed, and decoders with a classifier.
+LlamaModel = pooling_class("LlamaModel", LlamaForCausalLM)
+MistralModel = pooling_class("MistralModel", MistralForCausalLM)
+Qwen2Model = pooling_class("Qwen2Model", Qwen2ForCausalLM)
+Qwen3Model = pooling_class("Qwen3Model", Qwen3ForCausalLM)
+LlamaForSequenceClassification = pooling_class(
+    "LlamaForSequenceClassification", LlamaForCausalLM, DecoderForSequenceClassification
+)
+MistralForSequenceClassification = pooling_class(
+    "MistralForSequenceClassification", MistralForCausalLM, DecoderForSequenceClassification
+)
+Qwen2ForSequenceClassification = pooling_class(
+    "Qwen2ForSequenceClassification", Qwen2ForCausalLM, DecoderForSequenceClassification
+)
+Qwen3ForSequenceClassification = pooling_class(
+    "Qwen3ForSequenceClassification", Qwen3ForCausalLM, DecoderForSequenceClassification
+)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from vllm.engine.input_processor import LONG_TEXT_CHARS
 from vllm.entrypoints.chat_utils import ChatOptions, Message, render_chat
 from vllm.entrypoints.openai.context import ServerContext
-from vllm.entrypoints.openai.prompts import LONG_TEXT_CHARS, tokenize
+from vllm.entrypoints.openai.prompts import tokenize
 from vllm.entrypoints.openai.protocol.chat import ChatFields
 from vllm.errors import ConfigError, RequestError
 from vllm.inputs import TokensPrompt

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from vllm.engine.input_processor import LONG_TEXT_CHARS
 from vllm.entrypoints.openai import beam_requests
 from vllm.entrypoints.openai.chunks import ChunkWriter, includes_usage, json_response, usage_of
 from vllm.entrypoints.openai.completion.choice import CompletionPrompt, CompletionText
@@ -16,13 +17,12 @@ from vllm.entrypoints.openai.http.sse import DONE, EventStream, run_until_discon
 from vllm.entrypoints.openai.logprob_forms import prompt_logprobs
 from vllm.entrypoints.openai.merge import merge
 from vllm.entrypoints.openai.prompts import (
-    LONG_TEXT_CHARS,
     output_budget,
     request_id_of,
     tokenize,
     trace_headers_of,
 )
-from vllm.entrypoints.openai.protocol.base import ErrorResponse, now
+from vllm.entrypoints.openai.protocol.base import error_responses, now
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.protocol.sampling import (
     beam_search_params,
@@ -41,7 +41,7 @@ router = APIRouter()
 @router.post(
     "/v1/completions",
     response_model=CompletionResponse,
-    responses={code: {"model": ErrorResponse} for code in (400, 404, 500, 503)},
+    responses=error_responses(400, 404, 500, 503),
 )
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Continue prompts."""

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -22,7 +21,7 @@ from vllm.entrypoints.openai.messages.output import (
 )
 from vllm.entrypoints.openai.messages.request import as_chat_request, prompt_fields
 from vllm.entrypoints.openai.prompts import trace_headers_of
-from vllm.entrypoints.openai.protocol.base import random_id
+from vllm.entrypoints.openai.protocol.base import error_responses, random_id
 from vllm.entrypoints.openai.protocol.messages import (
     AnthropicError,
     CountTokensRequest,
@@ -35,9 +34,7 @@ from vllm.entrypoints.openai.serving_models import check_model
 router = APIRouter(tags=["messages"], route_class=AnthropicRoute)
 
 PATH = "/v1/messages"
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    code: {"model": AnthropicError} for code in (400, 404, 500, 503)
-}
+_ERRORS = error_responses(400, 404, 500, 503, body=AnthropicError)
 
 
 @router.post(PATH, responses=_ERRORS)

@@ -9,16 +9,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import ErrorInfo, describe_error
+from vllm.entrypoints.openai.messages.errors import error_body
 
 PROBES = frozenset({"/livez", "/startupz", "/readyz", "/health", "/ping"})
 """Paths that tell a machine how the server is; free of keys, logs, limits and waiting."""
-
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-}
 
 
 def route_path(scope: Scope) -> str:
@@ -37,11 +31,8 @@ def get_header(scope: Scope, name: bytes) -> str | None:
 
 async def refuse(scope: Scope, receive: Receive, send: Send, info: ErrorInfo) -> None:
     """Answer with an error in the form of the API that was asked."""
-    body = info.body()
-    if route_path(scope).startswith("/v1/messages"):
-        default = "invalid_request_error" if info.status < 500 else "api_error"
-        kind = _ANTHROPIC_TYPES.get(info.status, default)
-        body = {"type": "error", "error": {"type": kind, "message": info.message}}
+    is_anthropic = route_path(scope).startswith("/v1/messages")
+    body = error_body(info) if is_anthropic else info.body()
     headers = dict(info.headers)
     await JSONResponse(body, status_code=info.status, headers=headers)(scope, receive, send)
 

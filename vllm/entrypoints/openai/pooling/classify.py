@@ -9,22 +9,19 @@ from vllm.engine.pooling_input import require_task
 from vllm.entrypoints.openai.context import get_context
 from vllm.entrypoints.openai.pooling.embedding import prompts_of
 from vllm.entrypoints.openai.pooling.run import (
-    json_response,
+    list_response,
     pool,
     pooler_of,
     response_id,
-    usage_of,
 )
-from vllm.entrypoints.openai.protocol.base import ErrorResponse, now
+from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.pooling import ClassificationRequest, ClassificationResponse
 from vllm.entrypoints.openai.serving_models import check_model
 
 router = APIRouter()
 
 
-@router.post(
-    "/classify", response_model=ClassificationResponse, responses={400: {"model": ErrorResponse}}
-)
+@router.post("/classify", response_model=ClassificationResponse, responses=error_responses(400))
 async def classify(body: ClassificationRequest, request: Request) -> Response:
     """A probability per label, and the likeliest label, for each input."""
     context = get_context(request)
@@ -44,13 +41,4 @@ async def classify(body: ClassificationRequest, request: Request) -> Response:
                 "num_classes": len(probs),
             }
         )
-    return json_response(
-        {
-            "id": own_id,
-            "object": "list",
-            "created": now(),
-            "model": model,
-            "data": data,
-            "usage": usage_of(context, outputs),
-        }
-    )
+    return list_response(context, own_id, model, data, outputs)

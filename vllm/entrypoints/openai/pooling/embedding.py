@@ -12,14 +12,13 @@ from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.pooling.run import (
     check_count,
-    json_response,
+    list_response,
     pool,
     pooler_of,
     response_id,
-    usage_of,
 )
-from vllm.entrypoints.openai.protocol.base import ErrorResponse, now
-from vllm.entrypoints.openai.protocol.chat import ChatFields
+from vllm.entrypoints.openai.protocol.base import error_responses
+from vllm.entrypoints.openai.protocol.chat import ChatFields, TemplateFields
 from vllm.entrypoints.openai.protocol.pooling import (
     EmbeddingRequest,
     EmbeddingResponse,
@@ -30,7 +29,7 @@ from vllm.inputs import PromptType
 from vllm.messages import FloatArray
 
 router = APIRouter()
-_ERRORS: dict[int | str, dict[str, Any]] = {400: {"model": ErrorResponse}}
+_ERRORS = error_responses(400)
 
 
 @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_ERRORS)
@@ -66,19 +65,11 @@ async def _respond(
     outputs = await pool(context, request, body, prompts, own_id, dimensions=body.dimensions)
     is_base64 = body.encoding_format == "base64"
     kind = "embedding" if key == "embedding" else "pooling"
-    return json_response(
-        {
-            "id": own_id,
-            "object": "list",
-            "created": now(),
-            "model": model,
-            "data": [
-                {"index": index, "object": kind, key: _numbers(output.outputs.data, is_base64)}
-                for index, output in enumerate(outputs)
-            ],
-            "usage": usage_of(context, outputs),
-        }
-    )
+    data = [
+        {"index": index, "object": kind, key: _numbers(output.outputs.data, is_base64)}
+        for index, output in enumerate(outputs)
+    ]
+    return list_response(context, own_id, model, data, outputs)
 
 
 def _numbers(data: FloatArray, is_base64: bool) -> Any:
@@ -116,10 +107,6 @@ def prompts_of(context: ServerContext, given: Any) -> list[PromptType]:
 def _conversation(body: EmbeddingRequest) -> ChatFields:
     return ChatFields(
         messages=body.messages or [],
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
         add_special_tokens=bool(body.add_special_tokens),
-        chat_template=body.chat_template,
-        chat_template_kwargs=body.chat_template_kwargs,
-        mm_processor_kwargs=body.mm_processor_kwargs,
+        **{name: getattr(body, name) for name in TemplateFields.model_fields},
     )

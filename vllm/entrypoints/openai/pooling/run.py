@@ -4,20 +4,17 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
 from vllm.config import PoolerConfig
+from vllm.engine.input_processor import LONG_TEXT_CHARS
+from vllm.entrypoints.openai.chunks import json_response
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.errors import GenerationError
 from vllm.entrypoints.openai.http.sse import run_until_disconnect
-from vllm.entrypoints.openai.prompts import (
-    LONG_TEXT_CHARS,
-    request_id_of,
-    trace_headers_of,
-)
-from vllm.entrypoints.openai.protocol.base import random_id, usage_dict
+from vllm.entrypoints.openai.prompts import request_id_of, trace_headers_of
+from vllm.entrypoints.openai.protocol.base import now, random_id, usage_dict
 from vllm.entrypoints.openai.protocol.pooling import PoolingFields
 from vllm.errors import RequestError
 from vllm.inputs import PromptType
@@ -25,7 +22,6 @@ from vllm.outputs import PoolingOutput, PoolingRequestOutput
 from vllm.pooling_params import PoolingParams
 
 Pooled = PoolingRequestOutput[PoolingOutput]
-_encode = msgspec.json.Encoder().encode
 
 
 def pooler_of(context: ServerContext) -> PoolerConfig | None:
@@ -136,9 +132,24 @@ def usage_of(context: ServerContext, outputs: Sequence[Pooled]) -> dict[str, Any
     return usage_dict(sum(len(output.prompt_token_ids) for output in outputs), 0, cached)
 
 
-def json_response(body: dict[str, Any]) -> Response:
-    """A body of plain values."""
-    return Response(_encode(body), media_type="application/json")
+def list_response(
+    context: ServerContext,
+    own_id: str,
+    model: str,
+    data: list[dict[str, Any]],
+    outputs: Sequence[Pooled],
+) -> Response:
+    """A `ListResponse`: `data` made of `outputs`, and their usage."""
+    return json_response(
+        {
+            "id": own_id,
+            "object": "list",
+            "created": now(),
+            "model": model,
+            "data": data,
+            "usage": usage_of(context, outputs),
+        }
+    )
 
 
 def _named(message: str, index: int, count: int) -> str:

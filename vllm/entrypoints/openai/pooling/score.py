@@ -1,25 +1,24 @@
 """POST /score and POST /rerank, under all of their names."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from vllm.engine.input_processor import InputProcessor
+from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor
 from vllm.engine.pooling_input import require_scores
+from vllm.entrypoints.openai.chunks import json_response
 from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.pooling.run import (
     Pooled,
     check_count,
-    json_response,
+    list_response,
     pool,
     pooler_of,
     response_id,
     usage_of,
 )
-from vllm.entrypoints.openai.prompts import LONG_TEXT_CHARS
-from vllm.entrypoints.openai.protocol.base import ErrorResponse, now
+from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.pooling import (
     PoolingFields,
     RerankRequest,
@@ -32,7 +31,7 @@ from vllm.entrypoints.scoring import cosine, pair_up
 from vllm.inputs import PromptType
 
 router = APIRouter()
-_ERRORS: dict[int | str, dict[str, Any]] = {400: {"model": ErrorResponse}}
+_ERRORS = error_responses(400)
 
 
 @router.post("/score", response_model=ScoreResponse, responses=_ERRORS)
@@ -44,19 +43,10 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     own_id = response_id(request, "score")
     first, second = pair_up(body.text_1, body.text_2)
     scores, outputs = await _score(context, request, body, first, second, own_id)
-    return json_response(
-        {
-            "id": own_id,
-            "object": "list",
-            "created": now(),
-            "model": model,
-            "data": [
-                {"index": index, "object": "score", "score": value}
-                for index, value in enumerate(scores)
-            ],
-            "usage": usage_of(context, outputs),
-        }
-    )
+    data = [
+        {"index": index, "object": "score", "score": value} for index, value in enumerate(scores)
+    ]
+    return list_response(context, own_id, model, data, outputs)
 
 
 @router.post("/rerank", response_model=RerankResponse, responses=_ERRORS)

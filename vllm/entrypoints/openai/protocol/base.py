@@ -100,6 +100,13 @@ class ErrorResponse(ResponseModel):
     code: int
 
 
+def error_responses(
+    *statuses: int, body: type[BaseModel] = ErrorResponse
+) -> dict[int | str, dict[str, Any]]:
+    """What a route documents of its errors: `responses` of FastAPI."""
+    return {status: {"model": body} for status in statuses}
+
+
 class PromptTokenUsageInfo(ResponseModel):
     """Of the prompt tokens of a request, those found in the prefix cache."""
 

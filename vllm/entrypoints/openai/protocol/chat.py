@@ -50,27 +50,34 @@ class ChatCompletionNamedToolChoiceParam(RequestModel):
 ToolChoice = Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam
 
 
-class ChatFields(RequestModel):
+class TemplateFields(RequestModel):
+    """What the chat template does, whatever the conversation is for."""
+
+    chat_template: str | None = Field(default=None, max_length=2**20)
+    chat_template_kwargs: JsonObject | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    mm_processor_kwargs: JsonObject | None = None
+
+    @model_validator(mode="after")
+    def _check_generation_prompt(self) -> "TemplateFields":
+        if self.continue_final_message and self.add_generation_prompt:
+            is_default = type(self).model_fields["add_generation_prompt"].default
+            raise field_error(
+                "continue_final_message",
+                "cannot be true when add_generation_prompt is"
+                + (", which is its default" if is_default else ""),
+            )
+        return self
+
+
+class ChatFields(TemplateFields):
     """How a conversation becomes a prompt."""
 
     messages: ListOf[JsonObject] = Field(min_length=1)
     tools: ListOf[ChatCompletionToolsParam] | None = None
     documents: ListOf[JsonObject] | None = None
-    chat_template: str | None = Field(default=None, max_length=2**20)
-    chat_template_kwargs: JsonObject | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
     add_special_tokens: bool = False
-    mm_processor_kwargs: JsonObject | None = None
-
-    @model_validator(mode="after")
-    def _check_generation_prompt(self) -> "ChatFields":
-        if self.continue_final_message and self.add_generation_prompt:
-            raise field_error(
-                "continue_final_message",
-                "cannot be true when add_generation_prompt is, which is its default",
-            )
-        return self
 
 
 class ChatCompletionRequest(ChatFields, SamplingFields):

@@ -67,14 +67,19 @@ class CompletionLogProbs(ResponseModel):
     top_logprobs: list[dict[str, float] | None] = Field(default_factory=list)
 
 
-class CompletionResponseChoice(ResponseModel):
-    """One continuation; `index` is that of its prompt times n, plus that of the sample."""
+class CompletionResponseStreamChoice(ResponseModel):
+    """What is new of one continuation."""
 
     index: int
     text: str
     logprobs: CompletionLogProbs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+
+class CompletionResponseChoice(CompletionResponseStreamChoice):
+    """One continuation; `index` is that of its prompt times n, plus that of the sample."""
+
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
@@ -88,16 +93,6 @@ class CompletionResponse(ResponseModel):
     choices: list[CompletionResponseChoice]
     usage: UsageInfo
     kv_transfer_params: dict[str, Any] | None = None
-
-
-class CompletionResponseStreamChoice(ResponseModel):
-    """What is new of one continuation."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogProbs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
 
 
 class CompletionStreamResponse(ResponseModel):

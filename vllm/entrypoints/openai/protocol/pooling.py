@@ -15,9 +15,8 @@ from vllm.entrypoints.openai.protocol.base import (
     TokenId,
     UsageInfo,
     field_error,
-    now,
-    random_id,
 )
+from vllm.entrypoints.openai.protocol.chat import TemplateFields
 
 Truncation = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -36,7 +35,7 @@ class PoolingFields(RequestBody):
     priority: Int64 = 0
 
 
-class EmbeddingRequest(PoolingFields):
+class EmbeddingRequest(TemplateFields, PoolingFields):
     """Texts, or one conversation, to embed: `input` or `messages`."""
 
     input: Inputs | None = None
@@ -46,19 +45,11 @@ class EmbeddingRequest(PoolingFields):
     add_special_tokens: bool | None = None
     """Not set: true for `input`, false for `messages`, whose template brings them."""
     add_generation_prompt: bool = False
-    continue_final_message: bool = False
-    chat_template: str | None = Field(default=None, max_length=2**20)
-    chat_template_kwargs: JsonObject | None = None
-    mm_processor_kwargs: JsonObject | None = None
 
     @model_validator(mode="after")
     def _check_one_kind(self) -> "EmbeddingRequest":
         if (self.input is None) == (self.messages is None):
             raise field_error("input", "give one of input and messages")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise field_error(
-                "continue_final_message", "cannot be true when add_generation_prompt is"
-            )
         return self
 
 
@@ -87,6 +78,16 @@ class RerankRequest(PoolingFields):
 # ---- responses --------------------------------------------------------------------------------
 
 
+class ListResponse(ResponseModel):
+    """Results of a request, one for each input."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: UsageInfo
+
+
 class EmbeddingResponseData(ResponseModel):
     """One vector: numbers, or base64 of little-endian float32."""
 
@@ -95,15 +96,10 @@ class EmbeddingResponseData(ResponseModel):
     embedding: list[float] | str
 
 
-class EmbeddingResponse(ResponseModel):
+class EmbeddingResponse(ListResponse):
     """The vectors of a request."""
 
-    id: str = Field(default_factory=lambda: f"embd-{random_id()}")
-    object: Literal["list"] = "list"
-    created: int = Field(default_factory=now)
-    model: str
     data: list[EmbeddingResponseData]
-    usage: UsageInfo
 
 
 class PoolingResponseData(ResponseModel):
@@ -114,15 +110,10 @@ class PoolingResponseData(ResponseModel):
     data: list[list[float]] | list[float] | str
 
 
-class PoolingResponse(ResponseModel):
+class PoolingResponse(ListResponse):
     """The results of a request."""
 
-    id: str = Field(default_factory=lambda: f"pool-{random_id()}")
-    object: Literal["list"] = "list"
-    created: int = Field(default_factory=now)
-    model: str
     data: list[PoolingResponseData]
-    usage: UsageInfo
 
 
 class ClassificationData(ResponseModel):
@@ -134,15 +125,10 @@ class ClassificationData(ResponseModel):
     num_classes: int
 
 
-class ClassificationResponse(ResponseModel):
+class ClassificationResponse(ListResponse):
     """The classes of a request."""
 
-    id: str = Field(default_factory=lambda: f"classify-{random_id()}")
-    object: Literal["list"] = "list"
-    created: int = Field(default_factory=now)
-    model: str
     data: list[ClassificationData]
-    usage: UsageInfo
 
 
 class ScoreResponseData(ResponseModel):
@@ -153,15 +139,10 @@ class ScoreResponseData(ResponseModel):
     score: float
 
 
-class ScoreResponse(ResponseModel):
+class ScoreResponse(ListResponse):
     """The scores of a request."""
 
-    id: str = Field(default_factory=lambda: f"embd-{random_id()}")
-    object: Literal["list"] = "list"
-    created: int = Field(default_factory=now)
-    model: str
     data: list[ScoreResponseData]
-    usage: UsageInfo
 
 
 class RerankDocument(ResponseModel):
@@ -187,7 +168,7 @@ class RerankUsage(ResponseModel):
 class RerankResponse(ResponseModel):
     """The best documents, best first."""
 
-    id: str = Field(default_factory=lambda: f"rerank-{random_id()}")
+    id: str
     model: str
     usage: RerankUsage
     results: list[RerankResult]

@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.http.sse import EventStream, run_until_disconnect
 from vllm.entrypoints.openai.http.sse import event as encode_event
 from vllm.entrypoints.openai.prompts import trace_headers_of
-from vllm.entrypoints.openai.protocol.base import ErrorResponse
+from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest, echo_fields
 from vllm.entrypoints.openai.responses.input import Item, as_messages, new_id, read_input
 from vllm.entrypoints.openai.responses.job import BackgroundJob
@@ -34,9 +34,7 @@ from vllm.errors import RequestError
 router = APIRouter(tags=["responses"])
 
 PATH = "/v1/responses"
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    code: {"model": ErrorResponse} for code in (400, 404, 500, 503)
-}
+_ERRORS = error_responses(400, 404, 500, 503)
 
 
 @router.post(PATH, responses=_ERRORS)

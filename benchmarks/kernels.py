@@ -1,0 +1,68 @@
+"""What the benchmarks of kernels share: flags, the library, and how calls are timed."""
+
+import argparse
+import ctypes
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vllm.ops.cpu import load_cpu_kernels
+
+
+def make_parser(description: str | None, *, seconds: float, per: str) -> argparse.ArgumentParser:
+    """A parser with the flags that all of them have.
+
+    Args:
+        description: its first line is shown.
+        seconds: default of `--seconds`.
+        per: what takes so long.
+    """
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--seconds", type=float, default=seconds, help=f"per {per}")
+    add("--isa", help="avx512_bf16, avx512, avx2 or base; default: the best")
+    return parser
+
+
+def load_kernels(args: argparse.Namespace) -> ctypes.CDLL:
+    """The kernels that the flags name; sets threads and the seed. Exits where there are none."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    library = load_cpu_kernels()
+    if library is None:
+        sys.exit("the C++ kernels are not built: python setup.py build_ext --inplace")
+    if args.isa is not None and not library.vllm_cpu_set_isa(args.isa.encode()):
+        sys.exit(f"this machine or this build has no {args.isa} kernels")
+    return library
+
+
+def describe(args: argparse.Namespace, library: ctypes.CDLL) -> dict[str, Any]:
+    """What a result was measured with."""
+    return {
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "isa": library.vllm_cpu_isa().decode(),
+    }
+
+
+def best_in_turns_us(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    """Time of the fastest of each, called in turns for `seconds`, and at least five times.
+
+    In turns, because a shared machine changes its speed from one second to the next.
+    """
+    for call in calls:
+        call()
+    best = [float("inf")] * len(calls)
+    end, rounds = time.perf_counter() + seconds, 0
+    while rounds < 5 or time.perf_counter() < end:
+        rounds += 1
+        for i, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            best[i] = min(best[i], time.perf_counter() - start)
+    return [1e6 * time_s for time_s in best]

@@ -1,0 +1,60 @@
+"""The classes of the package `protocol` describe what the server sends, whole and streamed."""
+
+import pytest
+
+from tests.engine.tokenizers_for_tests import byte_level
+from tests.entrypoints.openai.fakes import FakeAsyncLLM, client_of
+from tests.entrypoints.openai.sse_reader import chunks_of
+from vllm.entrypoints.openai import protocol
+from vllm.entrypoints.openai.chat.serving import router as chat_router
+from vllm.entrypoints.openai.completion.serving import router as completion_router
+
+TOKENIZER = byte_level()
+SCRIPT = TOKENIZER("hello, é!", add_special_tokens=False)["input_ids"]
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+def describes(model: type, body: dict) -> bool:
+    """Every field of a body is one of the model, with a value of its type."""
+    return model.model_validate(body).model_dump(exclude_unset=True) == body
+
+
+@pytest.mark.parametrize(
+    ("router", "path", "fields", "kind"),
+    [
+        (completion_router, "/v1/completions", {"prompt": "a", "logprobs": 2}, "Completion"),
+        (
+            chat_router,
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2},
+            "ChatCompletion",
+        ),
+    ],
+)
+def test_the_bodies_of_completions_are_those_of_the_classes(router, path, fields, kind):
+    engine = FakeAsyncLLM(lambda request: [*SCRIPT, TOKENIZER.eos_token_id])
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    with client_of(engine, router) as client:
+        whole = client.post(path, json=fields).json()
+        chunks = chunks_of(client.post(path, json=fields | options).text)
+    assert describes(getattr(protocol, f"{kind}Response"), whole)
+    assert len(chunks) > 2
+    for chunk in chunks:
+        assert describes(getattr(protocol, f"{kind}StreamResponse"), chunk)
+
+
+def test_calls_of_tools_are_those_of_the_classes():
+    script = TOKENIZER(CALL, add_special_tokens=False)["input_ids"]
+    engine = FakeAsyncLLM(lambda request: [*script, TOKENIZER.eos_token_id])
+    fields = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}
+    args = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    with client_of(engine, chat_router, **args) as client:
+        whole = client.post("/v1/chat/completions", json=fields).json()
+        chunks = chunks_of(
+            client.post("/v1/chat/completions", json={**fields, "stream": True}).text
+        )
+    assert whole["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
+    assert describes(protocol.ChatCompletionResponse, whole)
+    assert any(choice["delta"].get("tool_calls") for c in chunks for choice in c["choices"])
+    assert all(describes(protocol.ChatCompletionStreamResponse, chunk) for chunk in chunks)

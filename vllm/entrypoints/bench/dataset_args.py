@@ -1,0 +1,125 @@
+"""Which requests a benchmark makes: the settings, and the flags that set them."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm.errors import ConfigError
+
+DATASETS = ("random", "sharegpt", "jsonl", "text")
+
+_BY_SUFFIX = {".json": "sharegpt", ".jsonl": "jsonl"}
+_DATASET_NAMES = {"custom": "jsonl"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetArgs:
+    """Which requests to make.
+
+    Raises:
+        ConfigError: a number is out of its range, or the dataset needs a file and has none.
+    """
+
+    name: str
+    path: str | None = None
+    num_prompts: int
+    input_len: int = 1024
+    """Tokens of a random prompt, on average, besides its prefix."""
+    output_len: int | None = None
+    """Tokens to ask for. None: what the file says, or 128."""
+    range_ratio: float = 0.0
+    """Random lengths are drawn evenly from `(1 - range_ratio) * length` to `(1 + range_ratio) *
+    length`."""
+    prefix_len: int = 0
+    """Tokens that all random prompts begin with, to use the prefix cache."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in DATASETS:
+            raise ConfigError(f"dataset must be one of {', '.join(DATASETS)}, got {self.name!r}")
+        if self.name != "random" and self.path is None:
+            raise ConfigError(f"dataset {self.name} needs a file: give --dataset-path")
+        if not 0 <= self.range_ratio < 1:
+            raise ConfigError(
+                f"random_range_ratio must be at least 0 and below 1, got {self.range_ratio}"
+            )
+        for name, least in (("num_prompts", 1), ("input_len", 1), ("prefix_len", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.output_len is not None and self.output_len < 1:
+            raise ConfigError(f"output_len must be at least 1, got {self.output_len}")
+
+
+def dataset_of(path: str | None) -> str:
+    """The dataset that a file is, by its name; random without one."""
+    return "random" if path is None else _BY_SUFFIX.get(Path(path).suffix, "text")
+
+
+def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_prompts: int) -> None:
+    """The flags of `DatasetArgs`."""
+    group = parser.add_argument_group("prompts")
+    add = group.add_argument
+    add(
+        "--dataset-name",
+        type=lambda name: _DATASET_NAMES.get(name, name),
+        choices=DATASETS,
+        help="not set: random, or what the name of the file says (.json is sharegpt, .jsonl is "
+        "jsonl, others are text)",
+    )
+    add("--dataset-path", metavar="FILE", help="file of prompts")
+    add(
+        "--num-prompts",
+        type=int,
+        default=num_prompts,
+        metavar="N",
+        help=f"requests (default: {num_prompts})",
+    )
+    add(
+        "--random-input-len",
+        "--input-len",
+        type=int,
+        default=input_len,
+        metavar="N",
+        help=f"prompt tokens (default: {input_len})",
+    )
+    add(
+        "--random-output-len",
+        "--output-len",
+        "--sharegpt-output-len",
+        "--custom-output-len",
+        type=int,
+        metavar="N",
+        help="output tokens; not set: what the file says, or 128",
+    )
+    add(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="random lengths vary by this share of themselves, up and down (default: 0)",
+    )
+    add(
+        "--random-prefix-len",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens that all random prompts begin with (default: 0)",
+    )
+
+
+def read_dataset_flags(args: argparse.Namespace) -> DatasetArgs:
+    """What `add_dataset_flags` has read, with the seed of the benchmark.
+
+    Raises:
+        ConfigError: a flag is out of its range.
+    """
+    return DatasetArgs(
+        name=args.dataset_name or dataset_of(args.dataset_path),
+        path=args.dataset_path,
+        num_prompts=args.num_prompts,
+        input_len=args.random_input_len,
+        output_len=args.random_output_len,
+        range_ratio=args.random_range_ratio,
+        prefix_len=args.random_prefix_len,
+        seed=args.seed or 0,
+    )
