@@ -1,4 +1,4 @@
-"""Configs of common model types that need no transformers to be complete.
+"""Configs of the model types that run here and need no transformers to be complete.
 
 Importing the config classes of transformers takes longer than anything else at the start of a
 small model, and brings torch into processes that do not compute. What is not certain to mean the
@@ -8,32 +8,105 @@ same without them is left to them: other types, values of another form, and what
 from collections.abc import Mapping
 from typing import Any
 
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
-    "qwen2": {"use_sliding_window": False, "tie_word_embeddings": False},
-    "qwen3": {
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "tie_word_embeddings": False,
-    },
-}
-"""Model type -> what the engine reads and a config.json may leave out."""
-
 _SIZES = (
     "vocab_size",
     "hidden_size",
-    "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
-    "num_key_value_heads",
     "max_position_embeddings",
 )
-_LLAMA3_SCALING = {
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
+"""What every config.json has to say; besides, intermediate_size or, of OPT, ffn_dim."""
+
+_LLAMA: dict[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
 }
+_QWEN2: dict[str, Any] = {
+    "num_key_value_heads": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_BERT: dict[str, Any] = {
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "type_vocab_size": 2,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "tie_word_embeddings": True,
+}
+_ROBERTA: dict[str, Any] = {**_BERT, "pad_token_id": 1, "eos_token_id": 2}
+_DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _LLAMA),
+    "mistral": (
+        "Mistral",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": None,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "eos_token_id": 2,
+            "tie_word_embeddings": False,
+            "sliding_window": 4096,
+        },
+    ),
+    "qwen2": ("Qwen2", _QWEN2),
+    "qwen3": ("Qwen3", {**_QWEN2, "head_dim": 128, "attention_bias": False}),
+    "opt": (
+        "OPT",
+        {
+            "activation_function": "relu",
+            "word_embed_proj_dim": None,
+            "pad_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": True,
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "enable_bias": True,
+            "layer_norm_elementwise_affine": True,
+        },
+    ),
+    "bert": ("Bert", _BERT),
+    "roberta": ("Roberta", _ROBERTA),
+    "xlm-roberta": ("XLMRoberta", _ROBERTA),
+}
+"""Model type -> how its architectures begin, and what the engine reads and a config.json may
+leave out."""
+
+_ROTARY_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_DEFAULT_THETA = 10000.0
+
+_TOKENS = ("eos_token_id", "pad_token_id")
+_MAY_BE_NULL = (*_TOKENS, "sliding_window")
+_MAY_BE_ZERO = (*_TOKENS, "max_window_layers")
+
+_DTYPES = (None, "float16", "bfloat16", "float32")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LEFT_TO_TRANSFORMERS = ("auto_map", "quantization_config", "per_layer_config")
+_ROPE_NAMES = ("rope_parameters", "rope_scaling", "rope_theta")
+
+_FACTOR, _ORIGINAL = "factor", "original_max_position_embeddings"
+_ROPE_TYPES: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({_FACTOR}, set()),
+    "dynamic": ({_FACTOR}, set()),
+    "llama3": ({_FACTOR, "low_freq_factor", "high_freq_factor", _ORIGINAL}, set()),
+    "yarn": (
+        {_FACTOR, _ORIGINAL},
+        {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"},
+    ),
+}
+"""Rope type -> numbers it needs, and numbers it may have."""
 
 
 def complete_plain_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -42,68 +115,123 @@ def complete_plain_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     Args:
         raw: config.json, with overrides in place.
     """
-    defaults = _DEFAULTS.get(str(raw.get("model_type")))
-    if defaults is None or not _is_plain(raw, defaults):
+    prefix, defaults = _DEFAULTS.get(str(raw.get("model_type")), ("", {}))
+    if not defaults:
         return None
-    return {**defaults, **raw}
+    completed = {**defaults, **raw}
+    if raw["model_type"] in _ROTARY_TYPES and "rope_parameters" not in raw:
+        completed.setdefault("rope_theta", _DEFAULT_THETA)
+    return completed if _is_plain(completed, prefix, defaults) else None
 
 
-def _is_plain(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
-    architectures = raw.get("architectures")
+def _is_plain(config: Mapping[str, Any], prefix: str, defaults: Mapping[str, Any]) -> bool:
+    architectures = config.get("architectures")
     return (
-        "auto_map" not in raw
-        and "quantization_config" not in raw
+        not any(name in config for name in _LEFT_TO_TRANSFORMERS)
         and isinstance(architectures, list)
-        and all(str(name).endswith("ForCausalLM") for name in architectures)
-        and isinstance(raw.get("dtype", raw.get("torch_dtype")), str)
-        and isinstance(raw.get("hidden_act"), str)
-        and _has_plain_sizes(raw)
-        and _has_plain_tokens(raw)
-        and _has_plain_rope(raw)
-        and all(isinstance(raw.get(name, value), bool) for name, value in defaults.items())
-        and not raw.get("use_sliding_window")
-        # Of Qwen 3 the default is not derived from the other sizes.
-        and ("head_dim" in raw or raw["model_type"] != "qwen3")
+        and all(isinstance(name, str) and name.startswith(prefix) for name in architectures)
+        and config.get("dtype") in _DTYPES
+        and config.get("torch_dtype") in _DTYPES
+        and _has_plain_sizes(config)
+        and all(_is_like(name, config[name], default) for name, default in defaults.items())
+        and all(_is_plain_token(config.get(name), config["vocab_size"]) for name in _TOKENS)
+        and _has_plain_layer_types(config)
+        and _has_plain_labels(config)
+        and (
+            _has_plain_rope(config)
+            if config["model_type"] in _ROTARY_TYPES
+            else not any(name in config for name in _ROPE_NAMES)
+        )
     )
 
 
-def _has_plain_sizes(raw: Mapping[str, Any]) -> bool:
-    if not all(_is_size(raw.get(name)) for name in _SIZES):
+def _is_like(name: str, value: object, default: object) -> bool:
+    """Whether a value has the form of its default; those that are None by default are sizes."""
+    if name in _TOKENS:  # have forms of their own
+        return True
+    if value is None:
+        return default is None or name in _MAY_BE_NULL
+    if default is None or type(default) is int:
+        return _is_size(value) or (value == 0 and type(value) is int and name in _MAY_BE_ZERO)
+    return type(value) is type(default)
+
+
+def _has_plain_sizes(config: Mapping[str, Any]) -> bool:
+    inner = "ffn_dim" if config["model_type"] == "opt" else "intermediate_size"
+    if not all(_is_size(config.get(name)) for name in (*_SIZES, inner)):
         return False
-    num_heads, num_kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
-    head_dim = raw.get("head_dim")
+    num_heads = config["num_attention_heads"]
+    num_kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
     return (
-        raw["hidden_size"] % num_heads == 0
-        and num_heads % num_kv_heads == 0
+        config["hidden_size"] % num_heads == 0
+        and (num_kv_heads is None or (_is_size(num_kv_heads) and num_heads % num_kv_heads == 0))
         and (head_dim is None or _is_size(head_dim))
-        and isinstance(raw.get("rms_norm_eps"), float)
+        # Of rotary positions, transformers takes no odd size of heads.
+        and (head_dim or config["hidden_size"] // num_heads) % 2 == 0
     )
 
 
-def _has_plain_tokens(raw: Mapping[str, Any]) -> bool:
-    end = raw.get("eos_token_id")
-    ends = end if isinstance(end, list) else [end]
-    return all(type(token) is int and 0 <= token < raw["vocab_size"] for token in ends)
+def _is_plain_token(value: object, vocab_size: int) -> bool:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    return all(type(token) is int and 0 <= token < vocab_size for token in ids)
 
 
-def _has_plain_rope(raw: Mapping[str, Any]) -> bool:
-    if "partial_rotary_factor" in raw:
+def _has_plain_layer_types(config: Mapping[str, Any]) -> bool:
+    kinds = config.get("layer_types")
+    return kinds is None or (
+        isinstance(kinds, list)
+        and len(kinds) == config["num_hidden_layers"]
+        and all(isinstance(kind, str) and kind in _LAYER_TYPES for kind in kinds)
+    )
+
+
+def _has_plain_labels(config: Mapping[str, Any]) -> bool:
+    """Names of classes 0, 1, ... that agree with their number, or no names at all."""
+    names, count = config.get("id2label"), config.get("num_labels")
+    if not (count is None or _is_size(count)):
         return False
-    rope = raw.get("rope_parameters")
+    if names is None:
+        names = dict.fromkeys(map(str, range(count or 2)), "")
+    return (
+        isinstance(names, Mapping)
+        and names.keys() == {str(index) for index in range(len(names))}
+        and all(isinstance(name, str) for name in names.values())
+        and len(names) == (count or len(names)) > 0
+        and (
+            config.get("problem_type") in (None, "regression", "multi_label_classification")
+            or (config["problem_type"] == "single_label_classification" and len(names) > 1)
+        )
+    )
+
+
+def _has_plain_rope(config: Mapping[str, Any]) -> bool:
+    if {"partial_rotary_factor", _ORIGINAL} & config.keys():
+        return False
+    rope = config.get("rope_parameters")
     if rope is None:  # as transformers 4 writes it
-        scaling = raw.get("rope_scaling")
+        scaling = config.get("rope_scaling")
         if scaling is not None and not isinstance(scaling, Mapping):
             return False
-        rope = {"rope_type": "default", **(scaling or {}), "rope_theta": raw.get("rope_theta")}
-    elif not isinstance(rope, Mapping) or {"rope_theta", "rope_scaling"} & raw.keys():
+        rope = {"rope_type": "default", **_renamed(scaling or {})}
+        rope.setdefault("rope_theta", config.get("rope_theta"))
+    elif not isinstance(rope, Mapping) or {"rope_theta", "rope_scaling"} & config.keys():
         return False
     numbers = {**rope}
-    wanted = {"default": set[str](), "llama3": _LLAMA3_SCALING}.get(numbers.pop("rope_type", None))
-    return (
-        wanted is not None
-        and numbers.keys() == {"rope_theta", *wanted}
-        and all(type(number) in (int, float) and number > 0 for number in numbers.values())
+    rope_type = numbers.pop("rope_type", None)
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:
+        return False
+    needed, others = _ROPE_TYPES[rope_type]
+    needed = {"rope_theta", *needed}
+    return needed <= numbers.keys() <= needed | others and all(
+        type(number) in (int, float) and number > 0 for number in numbers.values()
     )
+
+
+def _renamed(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """With `rope_type` for `type`, its first name; as it is where it has both."""
+    if "type" not in scaling or "rope_type" in scaling:
+        return {**scaling}
+    return {"rope_type" if name == "type" else name: value for name, value in scaling.items()}
 
 
 def _is_size(value: object) -> bool:
