@@ -281,10 +281,12 @@ def test_a_core_that_cannot_be_started_again_is_given_up(run, monkeypatch):
         raise OSError("no memory for a process")
 
     async def check(engine, client):
-        monkeypatch.setattr(core_supervisor, "CoreClient", no_process)
-        client.die()
-        with pytest.raises(EngineDeadError, match="no memory for a process"):
-            await asyncio.wait_for(collect(engine), 30)
+        # Undone before `run` takes its fake clients back: they would come again after it.
+        with monkeypatch.context() as patch:
+            patch.setattr(core_supervisor, "CoreClient", no_process)
+            client.die()
+            with pytest.raises(EngineDeadError, match="no memory for a process"):
+                await asyncio.wait_for(collect(engine), 30)
         assert engine.errored and engine.num_restarts_done == 2
 
     run(check, num_restarts=2)
