@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from contextlib import aclosing
 
-from vllm.entrypoints.beam_search import search_beams_async
+from vllm.entrypoints.beam_search import check_beam_width, search_beams_async
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.inputs import TokensPrompt
 from vllm.outputs import BeamSearchSequence, RequestOutput
@@ -26,6 +26,7 @@ async def search(
     Raises:
         RequestError: the prompt or the parameters are wrong.
     """
+    check_beam_width(params.beam_width, context.config.model.max_logprobs, name="n")
     engine = context.engine
     counter = itertools.count()
 
