@@ -356,7 +356,7 @@ def _check_range(
     try:
         number = float(value)
     except OverflowError:  # an integer beyond all floats
-        number = value = math.inf if value > 0 else -math.inf
+        raise RequestError(f"{name} must be a number that a float can hold", param=name) from None
     tests = [
         (above is None or number > above, f"above {above}"),
         (at_least is None or number >= at_least, f"at least {at_least}"),

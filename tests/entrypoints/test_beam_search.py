@@ -220,11 +220,11 @@ def test_a_search_that_needs_too_many_log_probabilities_is_refused_in_its_own_wo
         "beam search with n = 128 needs 256 log-probabilities per token, and --max-logprobs is "
         "20: use n up to 10, or raise --max-logprobs to 256"
     )
-    with pytest.raises(RequestError, match="is 1: raise --max-logprobs to 2$"):
+    with pytest.raises(RequestError, match=r"is 1: raise --max-logprobs to 2$"):
         check_beam_width(1, 1, name="beam_width")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, "1", None, True])
 def test_a_length_penalty_that_is_no_finite_number_is_refused(value):
-    with pytest.raises(RequestError, match="^length_penalty must be a"):
+    with pytest.raises(RequestError, match=r"^length_penalty must be a"):
         BeamSearchParams(beam_width=1, max_tokens=1, length_penalty=value)

@@ -67,8 +67,8 @@ def search_beams(
     """Search for every prompt at once.
 
     A sequence scores its summed log-probability divided by `(output tokens) ** length_penalty`,
-    an end token included, as in transformers; any finite penalty will do. It ends with a token of `end_tokens` (finish
-    reason "stop") or after `max_tokens` or at `max_model_len` ("length").
+    an end token included, as in transformers; any finite penalty will do. It ends with a token of
+    `end_tokens` (finish reason "stop") or after `max_tokens` or at `max_model_len` ("length").
 
     Args:
         prompts: token ids, at least one each.
