@@ -189,15 +189,15 @@ class _Completion:
         try:
             async with aclosing(self._run(RequestOutputKind.DELTA)) as results:
                 async for index, output in results:
-                    self._count(output.outputs)
                     samples = output.outputs
                     if self._prompts[index].is_waiting:
                         held[index] += samples
                         continue
                     if held[index]:
                         samples, held[index] = held[index] + samples, []
-                    usage = self._usage() if self._body.has_continuous_usage else None
                     for sample in samples:
+                        self._count([sample])
+                        usage = self._usage() if self._body.has_continuous_usage else None
                         number = index * num_samples + sample.index
                         is_started = True
                         choice = {"index": number, **texts[number].read(sample)}
