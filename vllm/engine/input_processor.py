@@ -19,9 +19,9 @@ from vllm.config import VllmConfig
 from vllm.engine.pooling_input import PoolingInput, refuse_generation
 from vllm.errors import PromptTooLongError, RequestError
 from vllm.inputs import PromptType
-from vllm.messages import EngineRequest
+from vllm.messages import EngineRequest, Grammar
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import GuidedDecodingParams, SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.structured_output.spec import make_spec
 
@@ -175,7 +175,7 @@ class InputProcessor:
         guided = request.sampling_params.guided_decoding
         if guided is None or request.grammar is not None:
             return request
-        return msgspec.structs.replace(request, grammar=self.grammar_compiler.compile(guided))
+        return _with_grammar(request, self.grammar_compiler.compile(guided))
 
     def attach_cached_grammar(self, request: EngineRequest) -> EngineRequest | None:
         """As `attach_grammar` if nothing has to be compiled, else None; does not block."""
@@ -183,7 +183,7 @@ class InputProcessor:
         if guided is None or request.grammar is not None:
             return request
         grammar = self.grammar_compiler.cached(guided)
-        return None if grammar is None else msgspec.structs.replace(request, grammar=grammar)
+        return None if grammar is None else _with_grammar(request, grammar)
 
     def close(self) -> None:
         """End the processes that compile grammars; what they compile fails."""
@@ -370,6 +370,17 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
             )
         )
     return requests
+
+
+def _with_grammar(request: EngineRequest, grammar: Grammar) -> EngineRequest:
+    """The request with its grammar, and without the schema that it was compiled from.
+
+    The core needs to know only that there is one; and a schema may hold integers beyond 64 bits,
+    which no message to the core can.
+    """
+    params = copy.copy(request.sampling_params)
+    params.guided_decoding = GuidedDecodingParams()
+    return msgspec.structs.replace(request, sampling_params=params, grammar=grammar)
 
 
 def _wrap_int64(value: int) -> int:
