@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.errors import error_events
 from vllm.entrypoints.openai.http.sse import DONE, EventStream, run_until_disconnect
 from vllm.entrypoints.openai.logprob_forms import bytes_of_tokens, chat_logprobs, prompt_logprobs
 from vllm.entrypoints.openai.prompts import output_budget, request_id_of, trace_headers_of
-from vllm.entrypoints.openai.protocol.base import error_responses, now
+from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.protocol.sampling import beam_search_params, check_sampling_fields
 from vllm.entrypoints.openai.serving_models import check_model
@@ -27,7 +27,7 @@ router = APIRouter()
 @router.post(
     "/v1/chat/completions",
     response_model=ChatCompletionResponse,
-    responses=error_responses(400, 404, 500, 503),
+    responses=STREAMED | error_responses(400, 404, 500, 503),
 )
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
     """Continue a conversation."""

@@ -22,7 +22,7 @@ from vllm.entrypoints.openai.prompts import (
     tokenize,
     trace_headers_of,
 )
-from vllm.entrypoints.openai.protocol.base import error_responses, now
+from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.protocol.sampling import (
     beam_search_params,
@@ -41,7 +41,7 @@ router = APIRouter()
 @router.post(
     "/v1/completions",
     response_model=CompletionResponse,
-    responses=error_responses(400, 404, 500, 503),
+    responses=STREAMED | error_responses(400, 404, 500, 503),
 )
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Continue prompts."""

@@ -21,7 +21,7 @@ from vllm.entrypoints.openai.messages.output import (
 )
 from vllm.entrypoints.openai.messages.request import as_chat_request, prompt_fields
 from vllm.entrypoints.openai.prompts import trace_headers_of
-from vllm.entrypoints.openai.protocol.base import error_responses, random_id
+from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, random_id
 from vllm.entrypoints.openai.protocol.messages import (
     AnthropicError,
     CountTokensRequest,
@@ -37,7 +37,7 @@ PATH = "/v1/messages"
 _ERRORS = error_responses(400, 404, 500, 503, body=AnthropicError)
 
 
-@router.post(PATH, responses=_ERRORS)
+@router.post(PATH, responses=STREAMED | _ERRORS)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation; as one message or as a stream of events."""
     context = get_context(request)

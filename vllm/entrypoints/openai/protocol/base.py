@@ -107,6 +107,12 @@ def error_responses(
     return {status: {"model": body} for status in statuses}
 
 
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+"""What a route documents besides its body when its answer may be a stream."""
+
+
 class PromptTokenUsageInfo(ResponseModel):
     """Of the prompt tokens of a request, those found in the prefix cache."""
 

@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.http.sse import EventStream, run_until_disconnect
 from vllm.entrypoints.openai.http.sse import event as encode_event
 from vllm.entrypoints.openai.prompts import trace_headers_of
-from vllm.entrypoints.openai.protocol.base import error_responses
+from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest, echo_fields
 from vllm.entrypoints.openai.responses.input import Item, as_messages, new_id, read_input
 from vllm.entrypoints.openai.responses.job import BackgroundJob
@@ -37,7 +37,7 @@ PATH = "/v1/responses"
 _ERRORS = error_responses(400, 404, 500, 503)
 
 
-@router.post(PATH, responses=_ERRORS)
+@router.post(PATH, responses=STREAMED | _ERRORS)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer; as one object, as a stream of events, or in the background."""
     context = get_context(request)
@@ -65,7 +65,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     return json_response(entry.response)
 
 
-@router.get(PATH + "/{response_id}", responses=_ERRORS)
+@router.get(PATH + "/{response_id}", responses=STREAMED | _ERRORS)
 async def retrieve_response(
     response_id: str,
     request: Request,
