@@ -20,6 +20,7 @@ from pathlib import Path
 import zmq
 
 from vllm.engine.engine_core import EngineCore
+from vllm.engine.fan_out import fan_out
 from vllm.engine.wire import (
     START_LENGTH,
     AbortRequests,
@@ -111,7 +112,8 @@ class CoreLoop:
     def _handle(self, message: ToCore) -> None:
         if isinstance(message, AddRequests):
             for request in message.requests:
-                self._add(request)
+                for sample in fan_out(request):
+                    self._add(sample)
         elif isinstance(message, AbortRequests):
             self._core.abort_requests(message.request_ids)
             self._has_unsent_stats = True

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.config import VllmConfig
-from vllm.engine.input_processor import InputProcessor, fan_out
+from vllm.engine.fan_out import fan_out
+from vllm.engine.input_processor import InputProcessor
 from vllm.engine.output_processor import OutputProcessor
 from vllm.errors import EngineDeadError, RequestError
 from vllm.inputs import PromptType

@@ -33,7 +33,8 @@ class StartCore(_Message, frozen=True, kw_only=True):
 
 
 class AddRequests(_Message, frozen=True, kw_only=True):
-    """Queue requests; those that are refused are told by `Refused`."""
+    """Queue requests, each of which is sent once however many samples it wants: the core makes
+    them (`fan_out`). Those that are refused are told by `Refused`."""
 
     requests: list[EngineRequest]
 

@@ -11,7 +11,8 @@ from starlette.testclient import TestClient
 
 from tests.engine.fakes import FakeEngineCore, Reply, make_config
 from tests.engine.tokenizers_for_tests import byte_level
-from vllm.engine.input_processor import InputProcessor, fan_out
+from vllm.engine.fan_out import fan_out
+from vllm.engine.input_processor import InputProcessor
 from vllm.engine.output_processor import OutputProcessor
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.errors import add_error_handlers
