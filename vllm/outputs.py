@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -11,7 +13,7 @@ class Logprob:
     Attributes:
         logprob: natural logarithm, of the raw distribution of the model.
         rank: 1 for the likeliest token of the vocabulary.
-        decoded_token: its text, or None without a tokenizer.
+        decoded_token: its text; None without a tokenizer, or with `detokenize=False`.
     """
 
     logprob: float
@@ -152,6 +154,12 @@ class PoolingOutput:
     """
 
     data: Any
+
+    def __eq__(self, other: object) -> bool:
+        """Whether shape and numbers are the same."""
+        if not isinstance(other, PoolingOutput):
+            return NotImplemented
+        return np.array_equal(self.data, other.data)
 
 
 @dataclass

@@ -339,6 +339,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         _check_integer("beam_width", self.beam_width, at_least=1)
         _check_integer("max_tokens", self.max_tokens, at_least=1)
         _check_range("temperature", self.temperature, at_least=0)
+        _check_range("length_penalty", self.length_penalty)
 
 
 def _check_range(
@@ -352,7 +353,10 @@ def _check_range(
     """Refuse what is not a number in the range; NaN is in no range."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise RequestError(f"{name} must be a number, got {value!r}", param=name)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        raise RequestError(f"{name} must be a number that a float can hold", param=name) from None
     tests = [
         (above is None or number > above, f"above {above}"),
         (at_least is None or number >= at_least, f"at least {at_least}"),
@@ -361,7 +365,9 @@ def _check_range(
     is_endless = math.isinf(number) and at_most is None
     if math.isnan(number) or is_endless or not all(good for good, _ in tests):
         bounds = " and ".join(text for _, text in tests if not text.endswith("None"))
-        raise RequestError(f"{name} must be a finite number {bounds}, got {value}", param=name)
+        raise RequestError(
+            f"{name} must be a finite number{bounds and ' '}{bounds}, got {value}", param=name
+        )
 
 
 def _check_integer(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> None:

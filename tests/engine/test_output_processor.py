@@ -403,6 +403,16 @@ def test_without_detokenising_there_are_tokens_and_no_text():
     assert outputs[-1].outputs[0].token_ids == encode("a b")
 
 
+def test_without_detokenising_log_probabilities_have_no_text():
+    processor = make(detokenize=False, logprobs=1, prompt_logprobs=1)
+    rows = {"logprobs": {"r": logprob_rows([10], 1)}}
+    rows["prompt_logprobs"] = {"r": logprob_rows(PROMPT[1:], 1)}
+    (output,), _ = processor.process(tokens({"r": 10}, {"r": LENGTH}, **rows))
+    positions = [*output.outputs[0].logprobs, *output.prompt_logprobs[1:]]
+    assert len(positions) == len(PROMPT)
+    assert {entry.decoded_token for entries in positions for entry in entries.values()} == {None}
+
+
 def test_without_a_tokenizer_log_probabilities_have_no_text():
     processor = OutputProcessor(None)
     add(processor, logprobs=0)

@@ -1,7 +1,8 @@
 """`python -m vllm.entrypoints.api_server`: POST /generate, as old clients of vLLM speak it.
 
 The body has `prompt`, `stream` and the fields of `SamplingParams`. The answer is
-`{"text": [prompt + output, ...]}`; a stream has one such object per line. All routes of
+`{"text": [prompt + output, ...]}`; a stream has one such object per line, and ends with the body
+of an error if it fails midway. All routes of
 `vllm.entrypoints.openai.api_server`, which new clients should use, are there too.
 """
 
@@ -19,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
 from vllm.entrypoints.openai.context import ServerContext, get_context
-from vllm.entrypoints.openai.errors import describe_error
+from vllm.entrypoints.openai.errors import describe_error, refuse_failed
 from vllm.entrypoints.openai.http.sse import EventStream, run_until_disconnect
 from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.errors import RequestError
@@ -84,6 +85,7 @@ async def _last(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
     async with aclosing(outputs):
         async for output in outputs:
             if output.finished:
+                _refuse_failed(output)
                 return output
     raise RuntimeError("a request ended without a last output")
 
@@ -95,12 +97,18 @@ async def _lines(
     async with aclosing(outputs):
         try:
             async for output in outputs:
+                _refuse_failed(output)
                 yield msgspec.json.encode(_body(prompt, output)) + b"\n"
                 has_begun = True
         except Exception as error:
             if not has_begun:
                 raise  # still a response of its own
             yield msgspec.json.encode(describe_error(error).body()) + b"\n"
+
+
+def _refuse_failed(output: RequestOutput) -> None:
+    for sample in output.outputs:
+        refuse_failed(sample)
 
 
 def _body(prompt: str, output: RequestOutput) -> Mapping[str, Any]:

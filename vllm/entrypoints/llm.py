@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm.engine.llm_engine import LLMEngine
 from vllm.engine.pooling_input import refuse_generation
-from vllm.entrypoints.beam_search import search_beams
+from vllm.entrypoints.beam_search import check_beam_width, search_beams
 from vllm.entrypoints.chat_utils import ChatOptions, ContentFormat, Message, render_chat
 from vllm.entrypoints.offline_run import (
     Prompts,
@@ -167,6 +167,9 @@ class LLM(PoolingMethods):
             RequestError: (a ValueError) a prompt or the parameters are wrong.
         """
         refuse(lora_request=lora_request)
+        check_beam_width(
+            params.beam_width, self.llm_engine.model_config.max_logprobs, name="beam_width"
+        )
         processor = self.llm_engine.input_processor
         tokenized = [processor.tokenize(cast(PromptType, prompt)) for prompt in prompts]
         eos, others = processor.end_tokens

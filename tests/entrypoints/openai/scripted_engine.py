@@ -92,7 +92,7 @@ class ScriptedEngine:
         trace_headers: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        token_ids = prompt["prompt_token_ids"]
+        token_ids = self.input_processor.tokenize(prompt).token_ids
         self.requests[request_id] = (self.tokenizer.decode(token_ids), params)
         is_final = params.output_kind is RequestOutputKind.FINAL_ONLY
         text, steps, is_done = "", self._steps(), False

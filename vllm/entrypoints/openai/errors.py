@@ -3,9 +3,12 @@
 RequestError          its status (400, 404)   BadRequestError, NotFoundError
 CapacityError         400 or 503              BadRequestError, ServiceUnavailableError
 RequestTimeoutError   504                     TimeoutError
-EngineDeadError       500                     Internal Server Error
+EngineDeadError       500                     EngineDeadError
 pydantic              400, naming the fields  Bad Request
+GenerationError       500                     Internal Server Error
 anything else         500, without details    Internal Server Error
+
+The type tells a client whether its own request has failed or the engine behind all requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,10 +32,12 @@ from vllm.errors import (
     VllmError,
 )
 from vllm.logger import init_logger
+from vllm.outputs import CompletionOutput
 
 logger = init_logger(__name__)
 
 _INTERNAL = "Internal Server Error"
+_ENGINE_DEAD = "EngineDeadError"
 _MAX_FIELDS_NAMED = 4
 _MAX_MESSAGE_CHARS = 4000
 _RETRY_AFTER_S = "1"
@@ -93,7 +98,9 @@ def describe_error(error: BaseException) -> ErrorInfo:
         return ErrorInfo(error.status, "ServiceUnavailableError", message, headers=headers)
     if isinstance(error, RequestTimeoutError):
         return ErrorInfo(error.status, "TimeoutError", message)
-    if isinstance(error, (EngineDeadError, GenerationError)):
+    if isinstance(error, EngineDeadError):
+        return ErrorInfo(500, _ENGINE_DEAD, message)
+    if isinstance(error, GenerationError):
         return ErrorInfo(500, _INTERNAL, message)
     logger.error("a request failed with an unexpected error", exc_info=error)
     return ErrorInfo(500, _INTERNAL, "the server failed to answer this request; see its log")
@@ -106,8 +113,21 @@ def error_response(error: BaseException) -> JSONResponse:
 
 
 def error_events(error: BaseException) -> bytes:
-    """The end of an OpenAI stream that fails midway: the error, then [DONE]."""
-    return event(describe_error(error).body()) + DONE
+    """The end of an OpenAI stream that fails midway: the error, then [DONE].
+
+    OpenAI's clients raise when an event has the key `error`.
+    """
+    return event({"error": describe_error(error).body()}) + DONE
+
+
+def refuse_failed(sample: CompletionOutput) -> None:
+    """Nothing, for a sample that runs or has ended as it should.
+
+    Raises:
+        GenerationError: its request has failed in the engine; says why.
+    """
+    if sample.finish_reason == "error":
+        raise GenerationError(str(sample.stop_reason))
 
 
 def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:

@@ -60,16 +60,17 @@ class _ChatForm:
         self._as_token_ids = _as_token_ids(context, body)
         self._writer = ChunkWriter(turn.request_id, "chat.completion.chunk", turn.model)
 
-    def usage(self) -> dict[str, Any]:
-        """The tokens so far."""
+    def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
+        """The tokens so far; or with another number of output tokens."""
         usage = self.turn.usage
-        return usage_of(
-            self._context, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
-        )
+        if num_output_tokens is None:
+            num_output_tokens = usage.completion_tokens
+        return usage_of(self._context, usage.prompt_tokens, num_output_tokens, usage.cached_tokens)
 
     def first_chunk(self, index: int) -> bytes:
-        """The role, and what is echoed."""
-        return self._chunk(TurnDelta(index), {"role": self.role, "content": self.echoed})
+        """The role, and what is echoed; none of the output's tokens."""
+        message = {"role": self.role, "content": self.echoed}
+        return self._chunk(TurnDelta(index), message, num_output_tokens=0)
 
     def chunk(self, delta: TurnDelta) -> bytes | None:
         """What an answer has grown by; None when there is nothing to tell."""
@@ -106,7 +107,9 @@ class _ChatForm:
             "stop_reason": choice.stop_reason,
         }
 
-    def _chunk(self, delta: TurnDelta, message: dict[str, Any]) -> bytes:
+    def _chunk(
+        self, delta: TurnDelta, message: dict[str, Any], num_output_tokens: int | None = None
+    ) -> bytes:
         choice: dict[str, Any] = {
             "index": delta.index,
             "delta": message,
@@ -115,9 +118,8 @@ class _ChatForm:
         }
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
-        return self._writer.choice(
-            choice, self.usage() if self._body.has_continuous_usage else None
-        )
+        usage = self.usage(num_output_tokens) if self._body.has_continuous_usage else None
+        return self._writer.choice(choice, usage)
 
     def _logprobs(self, positions: Any) -> dict[str, Any] | None:
         if positions is None or not self._body.logprobs:

@@ -28,7 +28,7 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     tool_schema,
 )
 from vllm.entrypoints.openai.context import ServerContext
-from vllm.entrypoints.openai.errors import GenerationError
+from vllm.entrypoints.openai.errors import refuse_failed
 from vllm.entrypoints.openai.prompts import output_budget
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.sampling import (
@@ -194,8 +194,7 @@ class ChatTurn:
                 yield output
 
     def _read(self, sample: CompletionOutput) -> TurnDelta:
-        if sample.finish_reason == "error":
-            raise GenerationError(str(sample.stop_reason))
+        refuse_failed(sample)
         reader = self._readers[sample.index]
         is_last = sample.finish_reason is not None
         read = reader.feed(sample.text, sample.token_ids, is_last=is_last)

@@ -12,7 +12,7 @@ from vllm.entrypoints.openai import beam_requests
 from vllm.entrypoints.openai.chunks import ChunkWriter, includes_usage, json_response, usage_of
 from vllm.entrypoints.openai.completion.choice import CompletionPrompt, CompletionText
 from vllm.entrypoints.openai.context import ServerContext, get_context
-from vllm.entrypoints.openai.errors import GenerationError, error_events
+from vllm.entrypoints.openai.errors import error_events, refuse_failed
 from vllm.entrypoints.openai.http.sse import DONE, EventStream, run_until_disconnect
 from vllm.entrypoints.openai.logprob_forms import prompt_logprobs
 from vllm.entrypoints.openai.merge import merge
@@ -189,15 +189,15 @@ class _Completion:
         try:
             async with aclosing(self._run(RequestOutputKind.DELTA)) as results:
                 async for index, output in results:
-                    self._count(output.outputs)
                     samples = output.outputs
                     if self._prompts[index].is_waiting:
                         held[index] += samples
                         continue
                     if held[index]:
                         samples, held[index] = held[index] + samples, []
-                    usage = self._usage() if self._body.has_continuous_usage else None
                     for sample in samples:
+                        self._count([sample])
+                        usage = self._usage() if self._body.has_continuous_usage else None
                         number = index * num_samples + sample.index
                         is_started = True
                         choice = {"index": number, **texts[number].read(sample)}
@@ -229,8 +229,7 @@ class _Completion:
                 if output.prompt_logprobs is not None:
                     self._prompts[index].logprobs = output.prompt_logprobs
                 for sample in output.outputs:
-                    if sample.finish_reason == "error":
-                        raise GenerationError(str(sample.stop_reason))
+                    refuse_failed(sample)
                 yield index, output
 
     def _generate(self, index: int, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:

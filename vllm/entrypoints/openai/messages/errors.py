@@ -29,10 +29,16 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def error_body(info: ErrorInfo) -> dict[str, Any]:
-    """The body of an error."""
+    """The body of an error.
+
+    Of an error in the server, whose type is always api_error, `code` tells the kind.
+    """
     default = "invalid_request_error" if info.status < 500 else "api_error"
     kind = _TYPES.get(info.status, default)
-    return {"type": "error", "error": {"type": kind, "message": info.message}}
+    detail = {"type": kind, "message": info.message}
+    if kind == "api_error":
+        detail["code"] = info.type
+    return {"type": "error", "error": detail}
 
 
 def error_event(error: BaseException) -> bytes:

@@ -82,6 +82,8 @@ class ErrorDetail(RequestModel):
 
     type: str
     message: str
+    code: str | None = None
+    """Kind of an error in the server, such as EngineDeadError; only with type api_error."""
 
 
 class AnthropicError(RequestModel):

@@ -80,8 +80,7 @@ async def fail_in_stream(
         except Exception as error:  # the edge of the server: the client learns it as an event
             if is_early_raised and not is_begun:
                 raise
-            info = describe_error(error)
-            last = writer.finish("failed", error={"code": "server_error", "message": info.message})
+            last = writer.fail(describe_error(error).body())
             on_end()
             yield last
 
