@@ -14,7 +14,12 @@ from vllm.errors import CapacityError, RequestError
 from vllm.sampling_params import GuidedDecodingParams
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.transformers_utils.tokenizer import get_tokenizer
-from vllm.utils.deadline_worker import DeadlineExceeded, DeadlineWorker, WorkerDied
+from vllm.utils.deadline_worker import (
+    DeadlineExceeded,
+    DeadlineWorker,
+    WorkerDied,
+    make_server,
+)
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
 LEGACY_TAG = {
@@ -57,7 +62,7 @@ class FakeWorker(DeadlineWorker):
     """Answers what a test wants, without a process."""
 
     def __init__(self, answer) -> None:
-        super().__init__("no:where")
+        super().__init__(make_server("no:where"))
         self.answer = answer
         self.num_calls = 0
 
@@ -73,9 +78,7 @@ def with_worker(answer, monkeypatch, **config) -> tuple[GrammarCompiler, FakeWor
     """A compiler that has one worker."""
     worker = FakeWorker(answer)
     monkeypatch.setattr("vllm.structured_output.compiler.NUM_WORKERS", 1)
-    monkeypatch.setattr(
-        "vllm.structured_output.compiler.DeadlineWorker", lambda target, setup: worker
-    )
+    monkeypatch.setattr("vllm.structured_output.compiler.DeadlineWorker", lambda server: worker)
     return make_compiler(**config), worker
 
 
@@ -245,6 +248,22 @@ def test_a_grammar_that_kills_its_process_is_not_tried_again(error, message, mon
         with pytest.raises(RequestError, match=message):
             compiler.compile(GuidedDecodingParams(regex="a"))
     assert worker.num_calls == 1
+
+
+def test_after_a_timeout_the_next_grammar_is_compiled_by_a_process_that_is_already_started():
+    compiler = make_compiler(grammar_compile_timeout=120.0)
+    compiler.compile(GuidedDecodingParams(regex="first"))
+    patient, compiler._config = (
+        compiler._config,
+        StructuredOutputConfig(grammar_compile_timeout=1e-6),
+    )
+    for pattern in "abc":
+        with pytest.raises(RequestError, match="takes more than 1e-06 s"):
+            compiler.compile(GuidedDecodingParams(regex=pattern))
+    compiler._config = patient
+    assert compiler.compile(GuidedDecodingParams(regex="d")).backend == "llguidance"
+    assert compiler._server.num_starts == 1, "the imports were not done again"
+    compiler.close()
 
 
 def test_a_request_does_not_wait_without_end_for_its_turn(monkeypatch):

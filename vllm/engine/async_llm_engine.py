@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 _Processed = tuple[str | None, EngineRequest]
 
-_IDLE_BEFORE_PRELOAD_S = 2.0
-
 _NO_PARAMS = PoolingParams()
 _PIECE_CHARS = 64 * 1024
 """Of a text of which it is only asked whether it is too long."""
@@ -114,7 +112,6 @@ class AsyncLLM:
         self._huge_lane = SlowLane("tokenise-huge", lambda: self.input_processor)
         self._grammar_lane = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammar")
         self._stats_task: asyncio.Task[None] | None = None
-        self._preload_task: asyncio.Task[None] | None = None
         self._is_shut_down = False
 
     @classmethod
@@ -166,9 +163,8 @@ class AsyncLLM:
         error = EngineDeadError("the engine was shut down")
         self._core.stop(error)
         self._on_lost(error)
-        for task in (self._stats_task, self._preload_task):
-            if task is not None:
-                task.cancel()
+        if self._stats_task is not None:
+            self._stats_task.cancel()
         self._slow_lane.shutdown()
         self._huge_lane.shutdown()
         self._grammar_lane.shutdown(wait=False, cancel_futures=True)
@@ -199,21 +195,6 @@ class AsyncLLM:
         if not self.vllm_config.observability.disable_log_stats:
             self._stats_task = asyncio.create_task(self._stats_log.run())
 
-        self._preload_task = asyncio.create_task(self._preload_when_idle())
-
-    async def _preload_when_idle(self) -> None:
-        """What only some requests need: not while the first ones wait for their tokens."""
-        if self.tokenizer is None or self.vllm_config.model.pooler is not None:
-            return
-        idle_since = time.monotonic()
-        while time.monotonic() - idle_since < _IDLE_BEFORE_PRELOAD_S:
-            await asyncio.sleep(_IDLE_BEFORE_PRELOAD_S / 4)
-            if self._streams:
-                idle_since = time.monotonic()
-        self.input_processor.grammar_compiler.start()
-        with contextlib.suppress(EngineDeadError):
-            await self._core.call("preload")
-
     def _resolve(self) -> VllmConfig:
         if self._config is None:
             assert self._engine_args is not None
@@ -231,6 +212,10 @@ class AsyncLLM:
         self.metrics = EngineMetrics(config.model.served_model_name[0], config)
         self._recorder = StatsRecorder(self.metrics)
         self.output_processor = OutputProcessor(tokenizer, self._recorder)
+        if tokenizer is not None and config.model.pooler is None:
+            # While the core loads its weights: no request, the first one least of all, waits for
+            # the imports of the libraries that compile.
+            self.input_processor.grammar_compiler.start()
         self._admission = Admission(self._limits, config.scheduler.max_num_seqs)
 
     # ---- requests -------------------------------------------------------------------------

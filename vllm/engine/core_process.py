@@ -48,7 +48,6 @@ from vllm.utils.garbage import keep_for_good
 logger = init_logger(__name__)
 
 CALLS: Mapping[str, Callable[[EngineCore], bool]] = {
-    "preload": lambda core: core.preload(),
     "reset_prefix_cache": lambda core: core.reset_prefix_cache(),
 }
 """What `CallCore` may ask for."""

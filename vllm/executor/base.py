@@ -1,8 +1,9 @@
 """What the engine core asks of whoever runs the workers."""
 
 from abc import ABC, abstractmethod
+from concurrent.futures import Future
 
-from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
 from vllm.worker.interface import StepHandleLike
 
 
@@ -24,9 +25,14 @@ class Executor(ABC):
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         """Start a step on all workers; at most one other is in flight."""
 
-    @abstractmethod
-    def preload(self) -> None:
-        """Load in the background what only some requests need."""
+    def prepare(self, request: EngineRequest) -> "Future[None] | None":
+        """Load in the background what the steps of a request need, so that none waits for it.
+
+        Returns:
+            Done when it is loaded, also when that failed: then the request fails in its first
+            step. None: nothing has to be loaded.
+        """
+        return None
 
     def stats(self) -> RunnerStats:
         """What the workers have done since they started; nothing where they do not count.

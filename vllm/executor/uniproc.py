@@ -1,9 +1,11 @@
 """One worker in the engine's own process."""
 
+from concurrent.futures import Future
+
 from vllm.config import VllmConfig
 from vllm.executor.base import Executor
 from vllm.executor.step_thread import StepThread, has_core_to_spare
-from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
 from vllm.platforms import resolve_platform
 from vllm.utils.imports import load_class
 from vllm.worker.interface import StepHandleLike, Worker
@@ -34,9 +36,9 @@ class UniProcExecutor(Executor):
         worker = self._running_worker
         return (worker if self._thread is None else self._thread).execute_model(step)
 
-    def preload(self) -> None:
-        """Load in the background what only some requests need."""
-        self._running_worker.preload()
+    def prepare(self, request: EngineRequest) -> Future[None] | None:
+        """See `Executor.prepare`."""
+        return self._running_worker.prepare(request)
 
     def stats(self) -> RunnerStats:
         """What the worker has done."""

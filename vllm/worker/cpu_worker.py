@@ -1,6 +1,7 @@
 """The worker of the CPU."""
 
 import os
+from concurrent.futures import Future
 from typing import cast
 
 import torch
@@ -9,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
 from vllm.model_executor.layers.cpu_linear_method import StoredAs, pack_layer, pack_weights
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader import load_model
@@ -19,6 +20,7 @@ from vllm.ops.cpu import CPUOps
 from vllm.ops.cpu_library import load_cpu_kernels
 from vllm.platforms import resolve_platform
 from vllm.platforms.cpu_threads import count_cores, count_threads, format_cores, usable_cores
+from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.imports import load_class
 from vllm.worker.cpu_model_runner import CPUModelRunner
 from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block, cache_dtype, count_blocks
@@ -39,6 +41,7 @@ class CPUWorker:
         self.config = config
         self.device = torch.device("cpu")
         self.platform = resolve_platform("cpu")
+        self.grammars = GrammarMatchers(config)
         self._ops = load_class(self.platform.ops_class)()
         set_ops(self._ops)
         cores = config.device.bound_cores
@@ -61,6 +64,7 @@ class CPUWorker:
             if stored_as is not None:
                 packed_bytes += pack_layer(layer, stored_as)
 
+        self.grammars.preload_beside_weights()
         model = load_model(self.config, TPGroup(), self.device, pack)
         if stored_as is not None:
             packed_bytes += pack_weights(model, stored_as)
@@ -101,7 +105,7 @@ class CPUWorker:
     def _make_runner(self, model: CausalLM | PoolingModel) -> ModelRunner | PoolingRunner:
         if isinstance(model, PoolingModel):
             return PoolingRunner(self.config, model, self.device)
-        return CPUModelRunner(self.config, model, self.device)
+        return CPUModelRunner(self.config, model, self.device, self.grammars)
 
     def initialize_cache(self) -> int:
         """Size and allocate the KV cache; the number of blocks, the null block included."""
@@ -120,9 +124,9 @@ class CPUWorker:
         """Start a step; at most one other is in flight."""
         return self.runner.execute(step)
 
-    def preload(self) -> None:
-        """Load in the background what only some requests need."""
-        self.runner.preload()
+    def prepare(self, request: EngineRequest) -> Future[None] | None:
+        """See `Executor.prepare`."""
+        return self.grammars.prepare(request)
 
     def stats(self) -> RunnerStats:
         """What the runner has done."""

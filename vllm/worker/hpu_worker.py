@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import torch
@@ -27,7 +28,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.ops import set_ops
@@ -35,6 +36,7 @@ from vllm.ops.hpu import HPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
+from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils import startup
 from vllm.worker.hpu_model_runner import HPUModelRunner
 from vllm.worker.hpu_pooling_runner import HPUPoolingRunner, WholePromptRunner
@@ -77,6 +79,7 @@ class HPUWorker:
         assert isinstance(platform, HPUPlatform)
         self.platform = platform
         self.bridge = platform.bridge
+        self.grammars = GrammarMatchers(config)
         gc.set_threshold(*config.hpu.gc_thresholds)
         set_ops(HPUOps(self.bridge))
 
@@ -87,6 +90,7 @@ class HPUWorker:
             ConfigError: they do not fit the memory of the card, or cannot be loaded.
         """
         bridge = self.bridge
+        self.grammars.preload_beside_weights()
         with self._within_memory("the weights"), MemoryProfile(bridge) as total:
             with MemoryProfile(bridge) as loading:
                 model = load_model(self.config, TPGroup(), bridge.device)
@@ -103,7 +107,7 @@ class HPUWorker:
             assert pooler is not None
             kind = WholePromptRunner if pooler.needs_whole_prompts else HPUPoolingRunner
             return kind(self.config, model, self.bridge, kernel)
-        return HPUModelRunner(self.config, model, self.bridge, kernel)
+        return HPUModelRunner(self.config, model, self.bridge, kernel, self.grammars)
 
     def initialize_cache(self) -> int:
         """Divide the memory, allocate the KV cache and warm up.
@@ -137,9 +141,9 @@ class HPUWorker:
             handle.result()
         return handle
 
-    def preload(self) -> None:
-        """Load in the background what only some requests need."""
-        self.runner.preload()
+    def prepare(self, request: EngineRequest) -> Future[None] | None:
+        """See `Executor.prepare`."""
+        return self.grammars.prepare(request)
 
     def stats(self) -> RunnerStats:
         """What the runner has done; compilations may be a second behind."""

@@ -19,7 +19,13 @@ from vllm.entrypoints.openai.prompts import tokenize
 from vllm.entrypoints.openai.protocol.chat import ChatFields
 from vllm.errors import ConfigError, RequestError
 from vllm.inputs import TokensPrompt
-from vllm.utils.deadline_worker import CallFailed, DeadlineExceeded, DeadlineWorker, WorkerDied
+from vllm.utils.deadline_worker import (
+    CallFailed,
+    DeadlineExceeded,
+    DeadlineWorker,
+    WorkerDied,
+    make_server,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,6 +182,6 @@ def _template_lane() -> ThreadPoolExecutor:
 def _template_worker() -> DeadlineWorker:
     """One for all requests: its calls wait for each other, two seconds each at most."""
     return DeadlineWorker(
-        "vllm.entrypoints.openai.chat.template_worker:start",
+        make_server("vllm.entrypoints.openai.chat.template_worker:start"),
         max_memory_bytes=_TEMPLATE_MEMORY_BYTES,
     )
