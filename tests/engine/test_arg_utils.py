@@ -132,12 +132,12 @@ def test_short_flags():
         (["stray"], "unrecognized argument: stray"),
         (["--max-model", "5"], "unrecognized argument: --max-model (did you mean --max-model-len"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
-        (["--max-num-seqs", "8k"], "--max-num-seqs: max_num_seqs must be an integer, got '8k'"),
+        (["--max-num-seqs", "8k"], "argument --max-num-seqs: must be an integer, got '8k'"),
         (
             ["--hf-overrides", '{"a" 1}'],
-            "hf_overrides must be a JSON object: Expecting ':' delimiter at character 6 of",
+            "--hf-overrides: must be a JSON object: Expecting ':' delimiter at character 6 of",
         ),
-        (["--hf-overrides", "[]"], "hf_overrides must be a JSON object (a dict), got []"),
+        (["--hf-overrides", "[]"], "--hf-overrides: must be a JSON object (a dict), got []"),
         (["--rope-scaling", "linear"], "must be a JSON object: Expecting value at character 1"),
     ],
 )

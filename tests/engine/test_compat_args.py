@@ -23,11 +23,12 @@ MISSING = [name for name, argument in COMPAT_ARGUMENTS.items() if not argument.a
 
 @pytest.mark.parametrize("name", IGNORED)
 def test_an_argument_without_effect_is_accepted_with_one_line(name, capsys):
-    assert EngineArgs(**{name: True}) == EngineArgs()
+    argument = COMPAT_ARGUMENTS[name]
+    value = True if argument.read is None else {}
+    assert EngineArgs(**{name: value}) == EngineArgs()
     (line,) = capsys.readouterr().err.splitlines()
-    reason = COMPAT_ARGUMENTS[name].reason
     assert line.startswith("WARNING ")
-    assert line.endswith(f"] {name}=True has no effect: {reason}")
+    assert line.endswith(f"] {name}={value} has no effect: {argument.reason}")
 
 
 @pytest.mark.parametrize("name", COMPAT_ARGUMENTS)
@@ -38,7 +39,7 @@ def test_an_argument_of_the_fork_that_is_none_says_nothing(name, capsys):
 
 @pytest.mark.parametrize("name", MISSING)
 def test_a_missing_feature_is_refused_when_asked_for(name):
-    with pytest.raises(ConfigError, match=f"^{name}='something'.*not available in this version"):
+    with pytest.raises(ConfigError, match=f"^{name}='something': .*this version.*Leave it out"):
         EngineArgs(**{name: "something"})
 
 
@@ -76,12 +77,24 @@ def test_flags_of_the_fork_are_accepted(capsys):
         ["--hf-token", "x"],
         ["--cpu-offload-gb", "1.5"],
         ["--speculative-config", '{"model": "x"}'],
-        ["-dp", "2"],
     ],
 )
 def test_flags_of_missing_features_are_refused(flags):
     with pytest.raises(ConfigError, match="not available in this version"):
         parse(*flags)
+
+
+@pytest.mark.parametrize("text", ["image=1", "image=1,video=0", '{"image": 1}'])
+def test_limits_of_inputs_may_be_written_in_two_ways(text, capsys):
+    assert parse("--limit-mm-per-prompt", text) == EngineArgs()
+    assert "limit_mm_per_prompt={'image': 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["image", "image=", "image=one", '{"image": "1"}', "[1]", "{"])
+def test_other_ways_are_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        parse("--limit-mm-per-prompt", text)
+    assert "must be like image=1,video=0 or" in capsys.readouterr().err
 
 
 def test_rope_arguments_go_into_the_overrides():

@@ -85,7 +85,7 @@ def test_a_length_beyond_the_model_names_both_numbers_and_the_way_out():
     with pytest.raises(ConfigError) as failure:
         resolve(max_model_len=4096)
     message = str(failure.value)
-    assert message.startswith("max_model_len (4096) is more than the 2048 tokens")
+    assert message.startswith("max_model_len=4096: the model takes at most 2048 tokens")
     assert """hf_overrides='{"max_position_embeddings": 4096}'""" in message
     overridden = resolve(max_model_len=4096, hf_overrides={"max_position_embeddings": 4096})
     assert overridden.scheduler.max_model_len == 4096
@@ -136,9 +136,9 @@ def test_a_length_within_the_model_stays_as_it_is(allow_long, capsys):
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0,
                               "original_max_position_embeddings": 2048}},
-            "scales positions by a factor",
+            "scales positions by the factor of its rope_scaling",
         ),
-        ({"rope_parameters": None, "rope_theta": None}, "has learned positions"),
+        ({"rope_parameters": None, "rope_theta": None}, "Its positions are learned"),
     ],
 )  # fmt: skip
 def test_a_length_the_model_has_no_positions_for_is_never_allowed(
@@ -233,7 +233,7 @@ def test_rope_scaling_makes_the_model_longer():
         ({"architectures": "Llama"}, "names no architecture"),
         (
             {"architectures": ["LlamaForCausalML"], "model_type": "unheard_of"},
-            "'LlamaForCausalML' is not supported; supported architectures: LlamaForCausalLM",
+            r"'LlamaForCausalML' is not supported \(the nearest: LlamaForCausalLM, ",
         ),
         ({"model_type": "unheard_of"}, "model_type 'unheard_of' of .* does not know it"),
     ],

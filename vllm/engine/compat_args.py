@@ -6,10 +6,12 @@ so. An argument that asks for a feature not built yet is an error: running witho
 give other results, or none, without saying why.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.config.parallel import ONE_DEVICE
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 
@@ -30,6 +32,10 @@ class CompatArgument:
     also_off: tuple[Any, ...] = ()
     """Further values that ask for nothing."""
     aliases: tuple[str, ...] = ()
+    read: Callable[[Any], Any] | None = None
+    """Makes the value of what was given, where the type of `off` does not say how."""
+    refusal: str | None = None
+    """Why it is refused, in place of `reason`."""
 
     @property
     def flag(self) -> str:
@@ -42,6 +48,22 @@ def _ignored(name: str, off: Any, reason: str, **more: Any) -> CompatArgument:
 
 def _missing(name: str, off: Any, reason: str, **more: Any) -> CompatArgument:
     return CompatArgument(name, off, reason, available=False, **more)
+
+
+def _read_limits(given: Any) -> dict[str, Any]:
+    """Limits per kind of input: a dict, its JSON, or `image=1,video=0`."""
+    try:
+        if isinstance(given, str) and not given.lstrip().startswith("{"):
+            pairs = (pair.partition("=") for pair in given.split(","))
+            return {name.strip(): int(number) for name, _, number in pairs}
+        limits = json.loads(given) if isinstance(given, str) else given
+        if isinstance(limits, Mapping) and all(type(n) is int for n in limits.values()):
+            return dict(limits)
+    except ValueError:
+        pass
+    raise ConfigError(
+        f'must be like image=1,video=0 or {{"image": 1}}, with a whole number each; got {given!r}'
+    )
 
 
 _V0_ONLY = "it belongs to the V0 scheduler, which does not exist here"
@@ -90,6 +112,13 @@ _ARGUMENTS = (
     _ignored("max_parallel_loading_workers", None, "weights are read one tensor at a time"),
     _ignored("split_qkv", False, "the model classes decide how projections are laid out"),
     _ignored("enable_reasoning", None, "a reasoning parser is chosen by its name alone"),
+    _ignored(
+        "limit_mm_per_prompt",
+        None,
+        "prompts are text alone, so there is nothing to limit",
+        read=_read_limits,
+    ),
+    _ignored("weights_padding", False, "weights are laid out as the kernels of the device need"),
     _ignored("enable_lora_bias", False, _LORA_OFF),
     _ignored("max_loras", 1, _LORA_OFF),
     _ignored("max_lora_rank", 16, _LORA_OFF),
@@ -119,10 +148,9 @@ _ARGUMENTS = (
     _missing("enable_lora", False, _LORA),
     _missing("enable_prompt_adapter", False, "prompt adapters"),
     _missing("allowed_local_media_path", "", _MULTIMODAL),
-    _missing("limit_mm_per_prompt", {}, _MULTIMODAL),
     _missing("mm_processor_kwargs", None, _MULTIMODAL),
     _missing("enable_multimodal_encoder_data_parallel", False, _MULTIMODAL),
-    _missing("data_parallel_size", 1, "data parallelism", aliases=("-dp",)),
+    _missing("data_parallel_size", 1, "data parallelism", aliases=("-dp",), refusal=ONE_DEVICE),
     _missing("enable_expert_parallel", False, "expert parallelism"),
     _missing("ray_workers_use_nsight", False, "Ray workers"),
     _missing("kv_transfer_config", None, "disaggregated prefill"),
@@ -149,7 +177,13 @@ def accept(name: str, value: Any) -> None:
     argument = COMPAT_ARGUMENTS[name]
     if value is None:
         return
+    if argument.read is not None:
+        try:
+            value = argument.read(value)
+        except ConfigError as error:
+            raise ConfigError(f"{name} {error}") from None
     if argument.available:
         logger.warning("%s=%s has no effect: %s", name, value, argument.reason)
     elif value != argument.off and value not in argument.also_off:
-        raise ConfigError(f"{name}={value!r}: {argument.reason}: not available in this version")
+        refusal = argument.refusal or f"not available in this version: {argument.reason}"
+        raise ConfigError(f"{name}={value!r}: {refusal}. Leave it out.")

@@ -199,19 +199,27 @@ def _resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
     derived = arch.derived_max_model_len
     if asked.max_model_len is None:
         return derived
-    if asked.max_model_len > derived and envs.get().VLLM_ALLOW_LONG_MAX_MODEL_LEN:
-        cause = "has learned positions" if arch.rope is None else "scales positions by a factor"
-        raise ConfigError(
-            f"max_model_len ({asked.max_model_len}) is more than the {derived} tokens the model "
-            f"has positions for, and it {cause}: VLLM_ALLOW_LONG_MAX_MODEL_LEN adds none"
-        )
     if asked.max_model_len > derived:
-        raise ConfigError(
-            f"max_model_len ({asked.max_model_len}) is more than the {derived} tokens the "
-            f"model's config.json allows; a model that does run longer is told so by hf_overrides="
-            f"'{{\"max_position_embeddings\": {asked.max_model_len}}}'"
-        )
+        raise ConfigError(_describe_excess(asked.max_model_len, arch))
     return asked.max_model_len
+
+
+def _describe_excess(max_model_len: int, arch: ModelArch) -> str:
+    derived = arch.derived_max_model_len
+    text = (
+        f"max_model_len={max_model_len}: the model takes at most {derived} tokens, by its "
+        f"config.json. Lower it to {derived}."
+    )
+    none = "VLLM_ALLOW_LONG_MAX_MODEL_LEN adds none."
+    if arch.rope is None:
+        return f"{text} Its positions are learned: {none}"
+    if arch.rope.rope_type == "yarn":
+        return f"{text} It scales positions by the factor of its rope_scaling: {none}"
+    return (
+        f"{text} If it was made for more, say so with "
+        f"hf_overrides='{{\"max_position_embeddings\": {max_model_len}}}', or stretch its "
+        f"positions with rope_scaling=JSON; VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 only lifts the limit."
+    )
 
 
 def _for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[str, Any]:

@@ -132,7 +132,10 @@ def _take_compat(argument: CompatArgument, value: Any) -> None:
     if value is None or value == argument.off:
         return
     if not argument.available:
-        raise ConfigError(f"{argument.name}: {argument.reason}: not available in this version")
+        raise ConfigError(
+            f"{argument.name}={value!r}: not available in this version: {argument.reason}. "
+            f"Leave it out."
+        )
     logger.warning("%s=%s has no effect: %s", argument.name, value, argument.reason)
 
 

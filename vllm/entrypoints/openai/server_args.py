@@ -198,7 +198,11 @@ class ServerArgs:
             raise ConfigError(f"root_path must begin with /, got {self.root_path!r}")
         for name in ("lora_modules", "prompt_adapters"):
             if getattr(self, name):
-                raise ConfigError(f"{name}: not available in this version")
+                first = getattr(self, name)[0]
+                raise ConfigError(
+                    f"{name}={first!r}: adapters are not available in this version. Leave it out, "
+                    f"or merge the adapter into the weights of the model."
+                )
 
 
 def from_settings(settings: Mapping[str, Any]) -> ServerArgs:
