@@ -8,6 +8,7 @@
     |  `- NotFoundError        what it names is not there (HTTP 404)
     |- RequestTimeoutError    a request took longer than the server allows (504)
     |- CapacityError          can never fit (400) or cannot fit now (503)
+    |- WorkerCallError        a call to the workers failed; the engine keeps serving (500)
     `- EngineDeadError        the engine core is gone (500; health fails)
 
 A failed `assert` is a bug in this package. Bad input is never an `assert`.
@@ -74,6 +75,12 @@ class CapacityError(VllmError, ValueError):
     def __init__(self, message: str, *, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+class WorkerCallError(VllmError, RuntimeError):
+    """A method of the workers raised. The message has the type and the text of its exception."""
+
+    status = 500
 
 
 class EngineDeadError(VllmError, RuntimeError):

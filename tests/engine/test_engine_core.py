@@ -1,5 +1,6 @@
 """The loop, over an executor without a model."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class FakeExecutor(Executor):
         self.is_shut_down = False
         self.is_preloaded = False
         self.num_tokens: dict[int, int] = {}
+        self.worker_calls: dict[str, Callable[..., Any]] = {}
 
     def initialize_cache(self) -> int:
         return 20
@@ -81,6 +83,10 @@ class FakeExecutor(Executor):
             self.log,
             self.failure if step.step_id == self.fails_late else None,
         )
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None) -> list[Any]:
+        self.log.append(f"call {method}")
+        return [self.worker_calls[method](*args, **(kwargs or {}))]
 
     def preload(self) -> None:
         self.is_preloaded = True

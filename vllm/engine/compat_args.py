@@ -132,8 +132,6 @@ _ARGUMENTS = (
     _missing("otlp_traces_endpoint", None, _OBSERVABILITY),
     _missing("collect_detailed_traces", None, _OBSERVABILITY),
     _missing("scheduler_cls", "vllm.core.scheduler.Scheduler", _PLUGGABLE),
-    _missing("worker_cls", "auto", _PLUGGABLE),
-    _missing("worker_extension_cls", "", _PLUGGABLE),
 )
 
 COMPAT_ARGUMENTS: Mapping[str, CompatArgument] = {a.name: a for a in _ARGUMENTS}

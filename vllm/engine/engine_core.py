@@ -2,9 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -12,8 +12,8 @@ from vllm.config import VllmConfig
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.engine.run_ahead import RunAhead
-from vllm.errors import EngineDeadError
-from vllm.executor import Executor, StepHandleLike, UniProcExecutor
+from vllm.errors import EngineDeadError, RequestError
+from vllm.executor import Executor, StepHandleLike, UniProcExecutor, WorkerMethod
 from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerStats
 from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
@@ -21,6 +21,9 @@ from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
 logger = init_logger(__name__)
 
 _IDLE = EngineOutput()
+
+_OF_THE_ENGINE = frozenset({"load_model", "initialize_cache", "execute_model"})
+"""Methods of the workers that only the engine calls: what it knows would no longer be true."""
 
 
 class EngineCore:
@@ -160,6 +163,25 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and no change, while requests run."""
         return self.scheduler.cache.pool.forget_all()
+
+    def collective_rpc(
+        self,
+        method: WorkerMethod,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker between two steps; see `Executor.collective_rpc`.
+
+        Raises:
+            RequestError: the workers have no such method, or only the engine may call it.
+            TimeoutError: the call took longer than `timeout` seconds; it goes on.
+            EngineDeadError: an earlier step failed.
+        """
+        self._check_alive()
+        if method in _OF_THE_ENGINE:
+            raise RequestError(f"only the engine itself calls {method!r}", param="method")
+        return self.executor.collective_rpc(method, timeout, args, kwargs)
 
     def shutdown(self) -> None:
         """Let the workers go and end the trace. Calling it again does nothing."""

@@ -1,7 +1,10 @@
 """What the engine core asks of whoever runs the workers."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from vllm.executor.worker_call import WorkerMethod
 from vllm.messages import RunnerStats, SchedulerOutput
 from vllm.worker.interface import StepHandleLike
 
@@ -23,6 +26,29 @@ class Executor(ABC):
     @abstractmethod
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         """Start a step on all workers; at most one other is in flight."""
+
+    @abstractmethod
+    def collective_rpc(
+        self,
+        method: WorkerMethod,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker, after the steps that have been started.
+
+        Args:
+            method: its name, or a function whose first argument is the worker.
+            timeout: seconds to wait; None waits without limit. The call itself is not ended.
+            args, kwargs: of the call.
+
+        Returns:
+            One result per worker.
+
+        Raises:
+            RequestError: the workers have no such method.
+            TimeoutError: the call took longer than `timeout`.
+        """
 
     @abstractmethod
     def preload(self) -> None:

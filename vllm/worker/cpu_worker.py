@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.messages import SchedulerOutput
 from vllm.model_executor.layers.cpu_linear_method import StoredAs, pack_layer, pack_weights
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader import load_model
@@ -24,11 +24,12 @@ from vllm.worker.cpu_model_runner import CPUModelRunner
 from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block, cache_dtype, count_blocks
 from vllm.worker.model_runner import ModelRunner, StepHandle
 from vllm.worker.pooling_runner import PoolingRunner
+from vllm.worker.worker_base import WorkerBase
 
 logger = init_logger(__name__)
 
 
-class CPUWorker:
+class CPUWorker(WorkerBase):
     """Runs the model in this process, on torch's threads.
 
     Args:
@@ -36,8 +37,7 @@ class CPUWorker:
     """
 
     def __init__(self, config: VllmConfig) -> None:
-        self.config = config
-        self.device = torch.device("cpu")
+        super().__init__(config, torch.device("cpu"))
         self.platform = resolve_platform("cpu")
         self._ops = load_class(self.platform.ops_class)()
         set_ops(self._ops)
@@ -118,12 +118,5 @@ class CPUWorker:
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
         """Start a step; at most one other is in flight."""
-        return self.runner.execute(step)
-
-    def preload(self) -> None:
-        """Load in the background what only some requests need."""
-        self.runner.preload()
-
-    def stats(self) -> RunnerStats:
-        """What the runner has done."""
-        return self.runner.stats()
+        with self.profile.step(step):
+            return self.runner.execute(step)

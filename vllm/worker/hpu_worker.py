@@ -27,7 +27,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.ops import set_ops
@@ -49,6 +49,7 @@ from vllm.worker.kv_cache import (
 from vllm.worker.memory_profile import MemoryProfile, is_out_of_memory
 from vllm.worker.model_runner import StepHandle
 from vllm.worker.step_report import StepShape
+from vllm.worker.worker_base import WorkerBase
 
 logger = init_logger(__name__)
 
@@ -56,7 +57,7 @@ _PROFILE_BLOCKS = 2
 """KV blocks while the memory of a launch is measured: all its references are to one of them."""
 
 
-class HPUWorker:
+class HPUWorker(WorkerBase):
     """Runs the model on the card of this process.
 
     Args:
@@ -66,17 +67,19 @@ class HPUWorker:
         ConfigError: the KV cache is to hold another dtype than that of the model.
     """
 
+    runner: HPUModelRunner
+
     def __init__(self, config: VllmConfig) -> None:
         if config.cache.kv_cache_dtype != "auto":
             raise ConfigError(
                 f"--kv-cache-dtype {config.cache.kv_cache_dtype} is available on cpu only; "
                 f"leave it out on hpu"
             )
-        self.config = config
         platform = resolve_platform("hpu")
         assert isinstance(platform, HPUPlatform)
         self.platform = platform
         self.bridge = platform.bridge
+        super().__init__(config, self.bridge.device)
         gc.set_threshold(*config.hpu.gc_thresholds)
         set_ops(HPUOps(self.bridge))
 
@@ -131,19 +134,12 @@ class HPUWorker:
         then."""
         report = self.runner.report
         if not report.is_on:
-            return self.runner.execute(step)
-        with report.step(lambda: self._shape_of(step)):
+            with self.profile.step(step):
+                return self.runner.execute(step)
+        with self.profile.step(step), report.step(lambda: self._shape_of(step)):
             handle = self.runner.execute(step)
             handle.result()
         return handle
-
-    def preload(self) -> None:
-        """Load in the background what only some requests need."""
-        self.runner.preload()
-
-    def stats(self) -> RunnerStats:
-        """What the runner has done; compilations may be a second behind."""
-        return self.runner.stats()
 
     def _shape_of(self, step: SchedulerOutput) -> StepShape:
         """What a report says of a step that has not begun."""
