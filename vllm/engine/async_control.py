@@ -134,6 +134,43 @@ class AsyncControl:
         results: list[Any] = await asyncio.wait_for(call, timeout)
         return results
 
+    async def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back to the system until `wake_up`.
+
+        Cached prefixes are forgotten, and requests are refused meanwhile (status 503). Needs
+        `enable_sleep_mode`.
+
+        Args:
+            level: 1 keeps the content of the weights; 2 keeps nothing, and `wake_up` reads the
+                checkpoint again. See docs/sleep_mode.md.
+
+        Raises:
+            RequestError: sleep mode is off, or there is no such level.
+            CapacityError: requests have not ended (status 409).
+            EngineDeadError: the core has died.
+        """
+        await self.wait_ready()
+        await self._core.call("sleep", level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again. Requests are taken when all of it is there.
+
+        Args:
+            tags: "weights", "kv_cache" or both; None is both.
+
+        Raises:
+            RequestError: sleep mode is off, or there is no such tag.
+            WorkerCallError: the weights cannot be read again; they still sleep.
+            EngineDeadError: the core has died.
+        """
+        await self.wait_ready()
+        await self._core.call("wake_up", tags if tags is None else list(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are given back."""
+        await self.wait_ready()
+        return bool(await self._core.call("is_sleeping"))
+
     async def start_profile(self) -> None:
         """Begin a trace of what the workers compute, in the folder VLLM_TORCH_PROFILER_DIR.
 

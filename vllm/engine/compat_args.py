@@ -127,7 +127,6 @@ _ARGUMENTS = (
     _missing("ray_workers_use_nsight", False, "Ray workers"),
     _missing("kv_transfer_config", None, "disaggregated prefill"),
     _missing("kv_events_config", None, "KV cache events"),
-    _missing("enable_sleep_mode", False, "sleep mode"),
     _missing("reasoning_parser", "", "reasoning parsers"),
     _missing("otlp_traces_endpoint", None, _OBSERVABILITY),
     _missing("collect_detailed_traces", None, _OBSERVABILITY),

@@ -49,7 +49,9 @@ from vllm.utils.garbage import keep_for_good
 
 logger = init_logger(__name__)
 
-CALLS = frozenset({"preload", "reset_prefix_cache", "collective_rpc"})
+CALLS = frozenset(
+    {"preload", "reset_prefix_cache", "collective_rpc", "sleep", "wake_up", "is_sleeping"}
+)
 """The methods of `EngineCore` that `CallCore` may ask for."""
 
 _STDIN = 0

@@ -29,6 +29,18 @@ class ControlledCore(Protocol):
         """Call a method of every worker."""
         ...
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back."""
+        ...
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again."""
+        ...
+
+    def is_sleeping(self) -> bool:
+        """Some memory is given back."""
+        ...
+
 
 class EngineControl:
     """Mixed into `LLMEngine`, which has the engine core."""
@@ -137,6 +149,42 @@ class EngineControl:
         """
         self.check_health()
         return self.engine_core.collective_rpc(method, timeout, args, kwargs)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back to the system until `wake_up`.
+
+        Cached prefixes are forgotten, and requests are refused meanwhile. Needs
+        `enable_sleep_mode`.
+
+        Args:
+            level: 1 keeps the content of the weights; 2 keeps nothing, and `wake_up` reads the
+                checkpoint again. See docs/sleep_mode.md.
+
+        Raises:
+            RequestError: sleep mode is off, or there is no such level.
+            CapacityError: requests have not ended.
+            EngineDeadError: the engine was shut down or has failed.
+        """
+        self.check_health()
+        self.engine_core.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again. Requests are taken when all of it is there.
+
+        Args:
+            tags: "weights", "kv_cache" or both; None is both.
+
+        Raises:
+            RequestError: sleep mode is off, or there is no such tag.
+            WeightLoadError: the weights cannot be read again; they still sleep.
+            EngineDeadError: the engine was shut down or has failed.
+        """
+        self.check_health()
+        self.engine_core.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are given back."""
+        return self.engine_core.is_sleeping()
 
     def start_profile(self) -> None:
         """Begin a trace of what the workers compute, in the folder VLLM_TORCH_PROFILER_DIR.

@@ -47,6 +47,31 @@ class ControlMethods:
         """
         return self.collective_rpc(lambda worker: func(worker.get_model()))
 
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back until `wake_up`; see `LLMEngine.sleep`.
+
+        Args:
+            level: 1 keeps the content of the weights; 2 keeps nothing, and `wake_up` reads the
+                checkpoint again.
+
+        Raises:
+            RequestError: the LLM was made without `enable_sleep_mode=True`, or there is no such
+                level.
+        """
+        self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory again.
+
+        Args:
+            tags: "weights", "kv_cache" or both; None is both.
+
+        Raises:
+            RequestError: sleep mode is off, or there is no such tag.
+            WeightLoadError: the weights cannot be read again; they still sleep.
+        """
+        self.llm_engine.wake_up(tags)
+
     def start_profile(self) -> None:
         """Begin a trace of what the workers compute, in the folder VLLM_TORCH_PROFILER_DIR.
 

@@ -11,8 +11,8 @@ from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.layers.cpu_linear_method import StoredAs, pack_layer, pack_weights
-from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader import load_model
+from vllm.model_executor.model_memory import model_storages
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.ops import set_ops
 from vllm.ops.cpu import CPUOps
@@ -21,6 +21,7 @@ from vllm.platforms import resolve_platform
 from vllm.platforms.cpu_threads import count_cores, count_threads, format_cores, usable_cores
 from vllm.utils.imports import load_class
 from vllm.worker.cpu_model_runner import CPUModelRunner
+from vllm.worker.cpu_sleep import HostCache, HostWeights, check_can_sleep
 from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block, cache_dtype, count_blocks
 from vllm.worker.model_runner import ModelRunner, StepHandle
 from vllm.worker.pooling_runner import PoolingRunner
@@ -54,19 +55,20 @@ class CPUWorker(WorkerBase):
         Raises:
             ConfigError: the weights are to be quantized and there are no kernels for that.
         """
-        stored_as, packed_bytes = self._stored_as(), 0
+        if self.config.model.enable_sleep_mode:
+            check_can_sleep()
+        self.model = self._read_model(self.config)
+        self._count_threads(sum(len(storage) for storage in model_storages(self.model)))
+        self.runner = self._make_runner(self.model)
 
-        def pack(layer: ParallelLinear) -> None:
-            nonlocal packed_bytes
-            if stored_as is not None:
-                packed_bytes += pack_layer(layer, stored_as)
-
-        model = load_model(self.config, TPGroup(), self.device, pack)
-        if stored_as is not None:
-            packed_bytes += pack_weights(model, stored_as)
-        dense_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        self._count_threads(packed_bytes + dense_bytes)
-        self.runner = self._make_runner(model)
+    def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
+        stored_as = self._stored_as()
+        if stored_as is None:
+            return load_model(config, TPGroup(), self.device)
+        format_ = stored_as
+        model = load_model(config, TPGroup(), self.device, lambda layer: pack_layer(layer, format_))
+        pack_weights(model, stored_as)
+        return model
 
     def _count_threads(self, weight_bytes: int) -> None:
         device = self.config.device
@@ -114,6 +116,12 @@ class CPUWorker(WorkerBase):
             self.platform.free_memory_bytes(),
         )
         bind_kv_caches(layers, self.platform, num_blocks, block_size, dtype)
+        can_sleep = self.config.model.enable_sleep_mode
+        folder = self.config.model.path or ""
+        self._set_memory(
+            HostWeights(self.model, folder, self._build_model, can_sleep=can_sleep),
+            HostCache(layers),
+        )
         return num_blocks
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:

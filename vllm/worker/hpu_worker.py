@@ -39,6 +39,7 @@ from vllm.utils import startup
 from vllm.worker.hpu_model_runner import HPUModelRunner
 from vllm.worker.hpu_pooling_runner import HPUPoolingRunner, WholePromptRunner
 from vllm.worker.hpu_profile import profile_launches
+from vllm.worker.hpu_sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu_warmup import WarmUp
 from vllm.worker.kv_cache import (
     bind_kv_caches,
@@ -67,6 +68,7 @@ class HPUWorker(WorkerBase):
         ConfigError: the KV cache is to hold another dtype than that of the model.
     """
 
+    model: CausalLM | PoolingModel
     runner: HPUModelRunner
 
     def __init__(self, config: VllmConfig) -> None:
@@ -92,11 +94,11 @@ class HPUWorker(WorkerBase):
         bridge = self.bridge
         with self._within_memory("the weights"), MemoryProfile(bridge) as total:
             with MemoryProfile(bridge) as loading:
-                model = load_model(self.config, TPGroup(), bridge.device)
+                self.model = load_model(self.config, TPGroup(), bridge.device)
             logger.info("Pre-loading model weights on %s took %s", bridge.device, loading)
             with MemoryProfile(bridge) as wrapping:
                 kernel = _prompt_kernel(self.config, bridge.kernels, bridge.device)
-                self.runner = self._make_runner(model, kernel)
+                self.runner = self._make_runner(self.model, kernel)
             logger.info("Wrapping in HPU Graph took %s", wrapping)
         logger.info("Loading model weights took in total %s", total)
 
@@ -127,7 +129,26 @@ class HPUWorker(WorkerBase):
             logger.info("Initializing cache engine took %s", allocation)
             self._prepare_launches(plan_buckets(self.config, num_blocks))
         logger.info("init_cache_engine took %s", total)
+        self._graphs = SleepingGraphs(self.runner)
+        self._set_memory(
+            CardWeights(self.model, self.config.model.path or "", self._build_model, self.bridge),
+            CardCache(self.bridge, self._release_caches, lambda: self._bind_caches(num_blocks)),
+        )
         return num_blocks
+
+    def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
+        return load_model(config, TPGroup(), torch.device("cpu"))
+
+    def sleep(self, level: int = 1) -> None:
+        """Throw the graphs away, which hold addresses, then give back what they point to."""
+        self._graphs.release()
+        super().sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory again; when all of it is there, capture the graphs again."""
+        super().wake_up(tags)
+        if not self.sleeping_tags():
+            self._graphs.capture()
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
         """Start a step; at most one other is in flight. With a step report on, it has ended

@@ -4,6 +4,7 @@ Callers reach these methods by name; see `vllm.executor.Executor.collective_rpc`
 """
 
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.messages import RunnerStats
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.pooling_runner import PoolingRunner
+from vllm.worker.sleep import KV_CACHE, WEIGHTS, Sleep, SleepingWeights, SleepPart
 from vllm.worker.torch_profile import TorchProfile
 
 
@@ -23,11 +25,12 @@ class WorkerBase:
         device: that it computes on.
 
     Attributes:
-        runner: runs the steps; there once the model is loaded.
+        model, runner: there once the model is loaded; the runner runs the steps.
         profile: traces of what it computes.
         rank, local_rank: of this worker among those that share the model, and on this machine.
     """
 
+    model: nn.Module
     runner: ModelRunner | PoolingRunner
     rank = 0
     local_rank = 0
@@ -35,6 +38,7 @@ class WorkerBase:
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
+        self._sleep: Sleep | None = None
         self.profile = TorchProfile(config.observability.torch_profiler_dir, f"rank{self.rank}")
 
     @abstractmethod
@@ -54,7 +58,51 @@ class WorkerBase:
 
     def get_model(self) -> nn.Module:
         """The model."""
-        return self.runner.model
+        return self.model
+
+    def reload_weights(self, weights_path: str | None = None) -> None:
+        """Read the weights again. While they sleep, they are read when they wake up.
+
+        Args:
+            weights_path: folder of a checkpoint for the same model; None: the one that was read
+                last.
+
+        Raises:
+            WeightLoadError: it cannot be read, or does not fit the model; nothing has changed.
+        """
+        self._weights.reload(weights_path)
+
+    def _build_model(self, folder: str) -> nn.Module:
+        """A new model with the weights of a folder, in host memory."""
+        load = replace(self.config.load, use_tqdm_on_load=False)
+        model = replace(self.config.model, path=folder)
+        return self._read_model(replace(self.config, model=model, load=load))
+
+    @abstractmethod
+    def _read_model(self, config: VllmConfig) -> nn.Module:
+        """A new model of this config in host memory, with its weights as they run."""
+
+    # ---- sleep mode -----------------------------------------------------------------------
+
+    def _set_memory(self, weights: SleepingWeights, cache: SleepPart) -> None:
+        """Say what can be read again and, with sleep mode, be given back."""
+        self._weights = weights
+        if self.config.model.enable_sleep_mode:
+            self._sleep = Sleep({WEIGHTS: weights, KV_CACHE: cache})
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back; no step may be in flight. See `Sleep`."""
+        assert self._sleep is not None, "sleep mode is off"
+        self._sleep.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory again; see `Sleep`."""
+        assert self._sleep is not None, "sleep mode is off"
+        self._sleep.wake_up(tags)
+
+    def sleeping_tags(self) -> list[str]:
+        """What sleeps: none, or some of weights and kv_cache."""
+        return self._sleep.tags if self._sleep is not None else []
 
     # ---- profiling ------------------------------------------------------------------------
 
