@@ -156,10 +156,6 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         _NO_STEP_PROFILE,
         "VLLM_PT_PROFILE VLLM_PROFILE_PROMPT VLLM_PROFILE_DECODE VLLM_PROFILE_STEPS",
     ),
-    *_ignored(
-        "the torch profiler is not available yet; VLLM_PROFILER_ENABLED writes a trace",
-        "VLLM_TORCH_PROFILER_DIR",
-    ),
     *_ignored("calls of functions are not traced", "VLLM_TRACE_FUNCTION", same_as=False),
     *_ignored("batch sizes are not logged", "VLLM_LOG_BATCHSIZE_INTERVAL"),
     *_ignored(

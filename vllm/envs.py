@@ -91,8 +91,8 @@ class Envs:
     )
     VLLM_SERVER_DEV_MODE: bool = _server(
         False,
-        "Serve the routes for development too: /server_info, /reset_prefix_cache, /sleep, "
-        "/wake_up, /is_sleeping.",
+        "Serve the routes for development too: /server_info, /reset_prefix_cache, "
+        "/collective_rpc, /sleep, /wake_up, /is_sleeping.",
     )
     VLLM_HTTP_TIMEOUT_KEEP_ALIVE: int = _server(
         5, "Seconds that a connection without a request stays open.", at_least=1
@@ -228,6 +228,11 @@ class Envs:
     )
     VLLM_PROFILER_ENABLED: bool = _diagnostics(
         False, "Write a trace of scheduler, launches and counters that Perfetto opens."
+    )
+    VLLM_TORCH_PROFILER_DIR: str | None = _diagnostics(
+        None,
+        "Folder for traces of torch's profiler, begun and ended by start_profile and stop_profile "
+        "of the engine, or by POST /start_profile and /stop_profile of the server.",
     )
     VLLM_HPU_LOG_STEP_GRAPH_COMPILATION: bool = _diagnostics(
         False, "Log the graph compilations of every step that has some."

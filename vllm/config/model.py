@@ -247,6 +247,9 @@ class ModelConfig:
     enforce_eager: bool = False
     """Neither compile the model nor record graphs."""
 
+    enable_sleep_mode: bool = False
+    """Let `sleep` give the memory of weights and KV cache back until `wake_up`."""
+
     arch: ModelArch | None = field(default=None, metadata={"cli": False})
     """Facts read from the model's config; set by the time an engine starts."""
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from vllm.config import VllmConfig
 from vllm.engine.admission import Admission, AdmissionLimits
+from vllm.engine.async_control import AsyncControl
 from vllm.engine.core_supervisor import CoreSupervisor
 from vllm.engine.fan_out import fan_out
 from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor, TokenizedPrompt
@@ -67,7 +68,7 @@ _GRAMMAR_THREADS = 8
 """Requests whose grammar is being compiled, or that wait for a compiler."""
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncControl):
     """Requests of many users, one engine core.
 
     Nothing is loaded before `start`, or the first request.
@@ -527,48 +528,6 @@ class AsyncLLM:
         if self.tokenizer is None:
             raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
         return self.tokenizer
-
-    async def get_vllm_config(self) -> VllmConfig:
-        """What the engine runs with."""
-        await self.wait_ready()
-        return self.vllm_config
-
-    async def get_model_config(self) -> Any:
-        """The model's part of the config."""
-        return (await self.get_vllm_config()).model
-
-    async def get_scheduler_config(self) -> Any:
-        """The scheduler's part of the config."""
-        return (await self.get_vllm_config()).scheduler
-
-    async def get_parallel_config(self) -> Any:
-        """The part of the config about processes."""
-        return (await self.get_vllm_config()).parallel
-
-    async def do_log_stats(self, *_: Any) -> None:
-        """Log the line of statistics now."""
-        await self.wait_ready()
-        self._stats_log.log()
-
-    async def is_tracing_enabled(self) -> bool:
-        """False: traces of requests are the server's."""
-        return False
-
-    async def get_lora_config(self) -> None:
-        """None: adapters are not available."""
-
-    async def add_lora(self, lora_request: Any) -> bool:
-        """Adapters are not available.
-
-        Raises:
-            RequestError: always.
-        """
-        raise RequestError("LoRA is not enabled in this engine", param="lora_request")
-
-    async def reset_prefix_cache(self, device: Any = None) -> bool:
-        """Forget all cached prefixes. False, and no change, while requests run."""
-        await self.wait_ready()
-        return await self._core.call("reset_prefix_cache")
 
     @property
     def core_pid(self) -> int | None:

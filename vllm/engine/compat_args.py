@@ -155,13 +155,10 @@ _ARGUMENTS = (
     _missing("ray_workers_use_nsight", False, "Ray workers"),
     _missing("kv_transfer_config", None, "disaggregated prefill"),
     _missing("kv_events_config", None, "KV cache events"),
-    _missing("enable_sleep_mode", False, "sleep mode"),
     _missing("reasoning_parser", "", "reasoning parsers"),
     _missing("otlp_traces_endpoint", None, _OBSERVABILITY),
     _missing("collect_detailed_traces", None, _OBSERVABILITY),
     _missing("scheduler_cls", "vllm.core.scheduler.Scheduler", _PLUGGABLE),
-    _missing("worker_cls", "auto", _PLUGGABLE),
-    _missing("worker_extension_cls", "", _PLUGGABLE),
 )
 
 COMPAT_ARGUMENTS: Mapping[str, CompatArgument] = {a.name: a for a in _ARGUMENTS}

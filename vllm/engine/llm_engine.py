@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.config import VllmConfig
+from vllm.engine.engine_control import ControlledCore, EngineControl
 from vllm.engine.fan_out import fan_out
 from vllm.engine.input_processor import InputProcessor
 from vllm.engine.output_processor import OutputProcessor
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 
-class Core(Protocol):
+class Core(ControlledCore, Protocol):
     """What the engine needs of its core; see `vllm.engine.engine_core.EngineCore`."""
 
     def add_request(self, request: EngineRequest) -> None:
@@ -47,16 +48,12 @@ class Core(Protocol):
         """Something waits or runs."""
         ...
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False when requests use them."""
-        ...
-
     def shutdown(self) -> None:
         """Release the device."""
         ...
 
 
-class LLMEngine:
+class LLMEngine(EngineControl):
     """Requests, their core and their tokenizer.
 
     Args:
@@ -85,7 +82,7 @@ class LLMEngine:
         self.device_config = config.device
         self.load_config = config.load
         self.generation_defaults = dict(generation_defaults)
-        self.engine_core = core
+        self.engine_core: Core = core
         self.input_processor = InputProcessor(config, tokenizer, generation_defaults)
         self.output_processor = OutputProcessor(tokenizer)
         # Runs when the engine is collected or the interpreter exits, whichever comes first.
@@ -245,14 +242,6 @@ class LLMEngine:
         """Use another tokenizer for requests that come from now on."""
         self.input_processor.tokenizer = tokenizer
         self.output_processor.set_tokenizer(tokenizer)
-
-    def get_vllm_config(self) -> VllmConfig:
-        """What the engine runs with."""
-        return self.vllm_config
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False, and no change, while requests run."""
-        return self.engine_core.reset_prefix_cache()
 
     def check_health(self) -> None:
         """Nothing happens when the engine can serve.

@@ -77,7 +77,12 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         load=load,
         hpu=hpu,
         structured_output=_section(StructuredOutputConfig, settings),
-        observability=ObservabilityConfig(profiler_enabled=envs.get().VLLM_PROFILER_ENABLED),
+        observability=_section(
+            ObservabilityConfig,
+            settings,
+            profiler_enabled=envs.get().VLLM_PROFILER_ENABLED,
+            torch_profiler_dir=_profiler_folder(),
+        ),
     )
 
 
@@ -93,6 +98,11 @@ def _given(value: int | None, default: int) -> int:
 def _kv_cache_space_bytes() -> int | None:
     space_gib = envs.get().VLLM_CPU_KVCACHE_SPACE
     return int(space_gib * 2**30) if space_gib else None
+
+
+def _profiler_folder() -> str | None:
+    folder = envs.get().VLLM_TORCH_PROFILER_DIR
+    return str(Path(folder).expanduser().absolute()) if folder else None
 
 
 def _resolve_device(platform: Platform) -> DeviceConfig:

@@ -9,6 +9,7 @@ from vllm.engine.llm_engine import LLMEngine
 from vllm.engine.pooling_input import refuse_generation
 from vllm.entrypoints.beam_search import check_beam_width, search_beams
 from vllm.entrypoints.chat_utils import ChatOptions, ContentFormat, Message, render_chat
+from vllm.entrypoints.control_llm import ControlMethods
 from vllm.entrypoints.offline_run import (
     Prompts,
     as_list,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 Params = SamplingParams | Sequence[SamplingParams]
 
 
-class LLM(PoolingMethods):
+class LLM(PoolingMethods, ControlMethods):
     """A model to generate or to pool with. Not thread-safe.
 
     Released when it is collected, at the end of the program, or by `llm_engine.shutdown()`.
@@ -202,10 +203,6 @@ class LLM(PoolingMethods):
         defaults = dict(self.llm_engine.generation_defaults)
         defaults.pop("eos_token_ids", None)
         return SamplingParams.from_optional(**defaults)
-
-    def reset_prefix_cache(self, device: Any = None) -> bool:
-        """Forget all cached prefixes. False, and no change, while requests run."""
-        return self.llm_engine.reset_prefix_cache()
 
     # ---- how ------------------------------------------------------------------------------
 
