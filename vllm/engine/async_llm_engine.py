@@ -28,6 +28,7 @@ from vllm.engine.request_stream import RequestStream
 from vllm.engine.startup_state import Startup
 from vllm.engine.stats_log import StatsLog
 from vllm.engine.stats_recorder import StatsRecorder
+from vllm.engine.unavailable import refuse
 from vllm.engine.wire import AbortRequests, AddRequests, CoreOutput, Refused
 from vllm.errors import CapacityError, EngineDeadError, RequestError, RequestTimeoutError
 from vllm.inputs import PromptType
@@ -248,9 +249,11 @@ class AsyncLLM:
             RequestTimeoutError: it took longer than the limits allow.
             EngineDeadError: the core has died.
         """
-        _refuse("LoRA adapters", "lora_request", lora_request)
-        _refuse("prompt adapters", "prompt_adapter_request", prompt_adapter_request)
-        _refuse("data parallelism", "data_parallel_rank", data_parallel_rank or None)
+        refuse(
+            lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
+            data_parallel_rank=data_parallel_rank or None,
+        )
         arrival_time = time.time()
         await self.wait_ready()
         text, request = await self._process(
@@ -287,7 +290,7 @@ class AsyncLLM:
         Raises:
             As `generate`.
         """
-        _refuse("LoRA adapters", "lora_request", lora_request)
+        refuse(lora_request=lora_request)
         arrival_time = time.time()
         await self.wait_ready()
         text, request = await self._process(
@@ -573,8 +576,3 @@ class AsyncLLM:
 
 
 AsyncLLMEngine = AsyncLLM
-
-
-def _refuse(what: str, name: str, value: Any) -> None:
-    if value is not None:
-        raise RequestError(f"not available in this engine yet: {what} ({name})", param=name)

@@ -218,7 +218,13 @@ class InputProcessor:
     def _tokenize_mapping(self, prompt: Mapping[str, Any]) -> TokenizedPrompt:
         if media := [key for key in prompt if key in _MEDIA_KEYS and prompt[key]]:
             raise RequestError(
-                f"not available in this engine yet: multimodal input ({', '.join(media)})",
+                f"{', '.join(media)}: this version reads text only. Leave it out of the prompt",
+                param="prompt",
+            )
+        if "encoder_prompt" in prompt:
+            raise RequestError(
+                "this version runs no models with an encoder and a decoder: send a prompt without "
+                f"'encoder_prompt', as {_FORMS}",
                 param="prompt",
             )
         if unknown := [key for key in prompt if key not in _KEYS | _MEDIA_KEYS]:
