@@ -83,6 +83,14 @@ AnyResponseFormat = Annotated[
 ]
 
 
+class LogitsProcessorConstructor(RequestModel):
+    """A logits processor, named by its module and its name in it, and what to make it with."""
+
+    qualname: str
+    args: ListOf[Json] | None = None
+    kwargs: JsonObject | None = None
+
+
 class SamplingFields(RequestBody):
     """How to sample. None means: what the model recommends, or the default."""
 
