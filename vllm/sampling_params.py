@@ -95,7 +95,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     Args:
         n: outputs per prompt.
-        best_of: accepted when equal to `n`.
+        best_of: outputs that are sampled, of which the `n` with the highest cumulative
+            log-probability are returned, the likeliest first; None is `n`.
         presence_penalty: subtracted from logits of tokens in the output so far; [-2, 2].
         frequency_penalty: the same, times the number of occurrences; [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens in the
@@ -164,12 +165,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     def __post_init__(self) -> None:
         self._normalize()
         self._check_numbers()
+        self.check_ranking()
         self._check_lists()
         if self.temperature < _SAMPLING_EPS:
-            if self.n > 1:
+            if self.num_sampled > 1:
+                name = "n" if self.n > 1 else "best_of"
                 raise RequestError(
-                    f"n must be 1 when using greedy sampling (temperature 0), got {self.n}",
-                    param="n",
+                    f"{name} must be 1 when using greedy sampling (temperature 0), "
+                    f"got {getattr(self, name)}",
+                    param=name,
                 )
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
         elif self.temperature < _MIN_TEMPERATURE:
@@ -191,6 +195,29 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             values["logit_bias"] = _read_logit_bias(bias)
         keep_none = {"max_tokens"}
         return cls(**{k: v for k, v in values.items() if v is not None or k in keep_none})
+
+    @property
+    def num_sampled(self) -> int:
+        """Outputs that are sampled per prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """More outputs are sampled than returned."""
+        return self.num_sampled > self.n
+
+    def check_ranking(self) -> None:
+        """Refuse an output kind that cannot be ranked; an engine calls it again.
+
+        Raises:
+            RequestError: (a ValueError) deltas of outputs are wanted that may not be returned.
+        """
+        if self.is_ranked and self.output_kind is RequestOutputKind.DELTA:
+            raise RequestError(
+                f"best_of ({self.best_of}) must be n ({self.n}) with output_kind DELTA: only "
+                f"whole outputs can be ranked",
+                param="best_of",
+            )
 
     @property
     def sampling_type(self) -> SamplingType:
@@ -281,6 +308,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), at_least=0)
+        if self.best_of is not None:
+            _check_integer("best_of", self.best_of, at_least=1)
         if self.seed is not None:
             _check_integer("seed", self.seed, at_least=-(2**63), at_most=2**63 - 1)
         # Numbers of numpy pass the checks, but only Python's own can be sent to another process.
@@ -289,11 +318,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 setattr(self, name, int(value))
         for name in _FLOAT_FIELDS:
             setattr(self, name, float(getattr(self, name)))
-        if self.best_of is not None and self.best_of != self.n:
+        if self.best_of is not None and self.best_of < self.n:
             raise RequestError(
-                f"best_of ({self.best_of}) other than n ({self.n}) is not supported: "
-                "ask for n outputs and rank them by cumulative_logprob",
-                param="best_of",
+                f"best_of must be at least n ({self.n}), got {self.best_of}", param="best_of"
             )
 
     def _check_lists(self) -> None:

@@ -74,7 +74,6 @@ def test_flags_of_the_fork_are_accepted(capsys):
     "flags",
     [
         ["--enable-lora"],
-        ["--hf-token", "x"],
         ["--cpu-offload-gb", "1.5"],
         ["--speculative-config", '{"model": "x"}'],
     ],

@@ -92,7 +92,6 @@ class FakeExecutor(Executor):
         self.log.append(f"call {method}")
         return [self.worker_calls[method](*args, **(kwargs or {}))]
 
-
     def shutdown(self) -> None:
         self.is_shut_down = True
 

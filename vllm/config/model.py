@@ -196,6 +196,10 @@ class ModelConfig:
     """Names that requests may give for the model; the first is that of answers. Not set: as
     `model`."""
 
+    hf_config_path: str | None = None
+    """Folder or Hugging Face name whose config.json and generation_config.json are read in place
+    of the model's. Not set: those of `model`."""
+
     tokenizer: str | None = None
     """Folder or name of the tokenizer. Not set: as `model`."""
 
@@ -210,6 +214,10 @@ class ModelConfig:
 
     revision: str | None = None
     """Branch, tag or commit of the model."""
+
+    code_revision: str | None = None
+    """Branch, tag or commit of the code that comes with the model, for `trust_remote_code`. Not
+    set: as `revision`."""
 
     tokenizer_revision: str | None = None
     """Branch, tag or commit of the tokenizer."""
@@ -226,6 +234,10 @@ class ModelConfig:
 
     max_model_len: int | None = None
     """Longest request in tokens, prompt and output together. Not set: what the model allows."""
+
+    disable_sliding_window: bool = False
+    """Give every layer of a model with sliding windows full attention; the longest request then
+    has the length of the window."""
 
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for per token."""

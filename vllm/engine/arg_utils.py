@@ -37,7 +37,7 @@ def _with_config_fields(cls: _Class) -> _Class:
         if isinstance(default, Mapping):
             setattr(cls, name, field(default_factory=dict))
         else:
-            setattr(cls, name, default)
+            setattr(cls, name, field(default=default, repr=config_field.is_shown))
     return cls
 
 
@@ -133,6 +133,8 @@ def add_flag(group: argparse._ArgumentGroup, config_field: ConfigField) -> None:
         options["action"] = argparse.BooleanOptionalAction
     elif config_field.choices:
         options["choices"] = config_field.choices
+    elif config_field.kind == "str_or_bool":
+        options.update(nargs="?", const=True, metavar="TEXT")
     elif config_field.kind == "strings":
         options.update(nargs="+", metavar="TEXT")
     else:

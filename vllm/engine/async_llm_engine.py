@@ -37,6 +37,7 @@ from vllm.engine.slow_lane import (
 from vllm.engine.startup_state import Startup
 from vllm.engine.stats_log import StatsLog
 from vllm.engine.stats_recorder import StatsRecorder
+from vllm.engine.unavailable import refuse
 from vllm.engine.wire import AbortRequests, AddRequests, CoreOutput, Refused
 from vllm.errors import (
     CapacityError,
@@ -254,9 +255,11 @@ class AsyncLLM(AsyncControl):
             RequestTimeoutError: it took longer than the limits allow.
             EngineDeadError: the core has died.
         """
-        _refuse("LoRA adapters", "lora_request", lora_request)
-        _refuse("prompt adapters", "prompt_adapter_request", prompt_adapter_request)
-        _refuse("data parallelism", "data_parallel_rank", data_parallel_rank or None)
+        refuse(
+            lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
+            data_parallel_rank=data_parallel_rank or None,
+        )
         arrival_time = time.time()
         await self.wait_ready()
         text, request = await self._process(
@@ -294,7 +297,7 @@ class AsyncLLM(AsyncControl):
         Raises:
             As `generate`.
         """
-        _refuse("LoRA adapters", "lora_request", lora_request)
+        refuse(lora_request=lora_request)
         arrival_time = time.time()
         await self.wait_ready()
         text, request = await self._process(
@@ -575,8 +578,3 @@ class AsyncLLM(AsyncControl):
 
 
 AsyncLLMEngine = AsyncLLM
-
-
-def _refuse(what: str, name: str, value: Any) -> None:
-    if value is not None:
-        raise RequestError(f"not available in this engine yet: {what} ({name})", param=name)

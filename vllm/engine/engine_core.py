@@ -29,7 +29,6 @@ _OF_THE_ENGINE = frozenset({"load_model", "initialize_cache", "execute_model", "
 """Methods of the workers that only the engine calls: what it knows would no longer be true."""
 
 
-
 class EngineCore:
     """A scheduler and the workers it drives.
 

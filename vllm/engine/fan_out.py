@@ -13,12 +13,14 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
     Sample i of request r has the id "i_r" and the seed of r plus i.
     """
     params = request.sampling_params
-    if params.n == 1:
+    if params.num_sampled == 1:
         return [request]
     requests = []
-    for index in range(params.n):
+    for index in range(params.num_sampled):
         own = copy.copy(params)
         own.n, own.best_of = 1, None
+        if params.is_ranked and own.logprobs is None:
+            own.logprobs = 0  # they are ranked by the log-probabilities of their tokens
         seed = _wrap_int64(request.seed + index)
         if own.seed is not None:
             own.seed = seed

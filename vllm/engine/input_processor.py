@@ -245,7 +245,13 @@ class InputProcessor:
     ) -> TokenizedPrompt:
         if media := [key for key in prompt if key in _MEDIA_KEYS and prompt[key]]:
             raise RequestError(
-                f"not available in this engine yet: multimodal input ({', '.join(media)})",
+                f"{', '.join(media)}: this version reads text only. Leave it out of the prompt",
+                param="prompt",
+            )
+        if "encoder_prompt" in prompt:
+            raise RequestError(
+                "this version runs no models with an encoder and a decoder: send a prompt without "
+                f"'encoder_prompt', as {_FORMS}",
                 param="prompt",
             )
         if unknown := [key for key in prompt if key not in _KEYS | _MEDIA_KEYS]:
@@ -337,6 +343,7 @@ class InputProcessor:
             raise RequestError(
                 f"expected SamplingParams, got {type(params).__name__}", param="sampling_params"
             )
+        params.check_ranking()
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             if value is not None and value > self._max_logprobs:

@@ -14,6 +14,7 @@ from vllm.engine.engine_control import ControlledCore, EngineControl
 from vllm.engine.fan_out import fan_out
 from vllm.engine.input_processor import InputProcessor
 from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.unavailable import refuse
 from vllm.errors import EngineDeadError, RequestError
 from vllm.inputs import PromptType
 from vllm.messages import EngineOutput, EngineRequest
@@ -149,10 +150,7 @@ class LLMEngine(EngineControl):
             CapacityError: it can never fit the KV cache.
             EngineDeadError: the engine was shut down or has failed.
         """
-        if lora_request is not None:
-            raise RequestError(
-                "not available in this engine yet: LoRA (lora_request)", param="lora_request"
-            )
+        refuse(lora_request=lora_request)
         processor = self.input_processor
         if isinstance(params, PoolingParams):
             text, request = processor.process_pooling(

@@ -21,7 +21,7 @@ _CALLS = {
     "embed": "LLM.embed or LLM.score, POST /v1/embeddings or /score",
     "classify": "LLM.classify, POST /classify",
     "score": "LLM.score, POST /score or /rerank",
-    "reward": "LLM.encode, POST /pooling",
+    "reward": "LLM.reward or LLM.encode, POST /pooling",
 }
 """Task -> how it is asked for."""
 

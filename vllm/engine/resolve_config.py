@@ -29,6 +29,7 @@ from vllm.config.model import ModelDType
 from vllm.engine.resolve_hpu import resolve_hpu_config
 from vllm.engine.resolve_pooling import resolve_pooler
 from vllm.engine.resolve_quantization import check_quantization
+from vllm.engine.resolve_windows import resolve_windows
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
@@ -74,7 +75,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         scheduler=_resolve_scheduler(settings, platform, model),
         parallel=parallel,
         device=_resolve_device(platform),
-        load=load,
+        load=replace(load, hf_token=None),  # everything is downloaded: no process needs the secret
         hpu=hpu,
         structured_output=_section(StructuredOutputConfig, settings),
         observability=_section(
@@ -121,18 +122,26 @@ def _resolve_device(platform: Platform) -> DeviceConfig:
 def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
     name = asked.model or str(BUNDLED_MODEL)
     folder = resolve_model_folder(
-        name, asked.revision, load.download_dir, load.ignore_patterns, load.load_format
+        name,
+        asked.revision,
+        load.download_dir,
+        load.ignore_patterns,
+        load.load_format,
+        load.hf_token,
     )
-    raw = read_hf_config(folder, asked.hf_overrides)
-    _check_architecture(raw, folder)
-    arch = ModelArch.from_hf(
-        complete_hf_config(raw, folder, trust_remote_code=asked.trust_remote_code)
-    )
+    config_folder = folder
+    if asked.hf_config_path is not None:
+        config_folder = _metadata_folder(asked.hf_config_path, asked.revision, load)
+    raw = read_hf_config(config_folder, asked.hf_overrides)
+    _check_architecture(raw, config_folder)
+    arch = _read_arch(asked, load, raw, config_folder)
+    arch, window = resolve_windows(asked, arch)
     arch = _allow_long_positions(asked.max_model_len, arch)
     pooler, recommended_len = resolve_pooler(asked, arch, folder)
     max_model_len = _resolve_max_model_len(asked, arch)
-    if recommended_len is not None and asked.max_model_len is None:
-        max_model_len = min(max_model_len, recommended_len)
+    if asked.max_model_len is None:
+        limits = (max_model_len, window, recommended_len)
+        max_model_len = min(limit for limit in limits if limit is not None)
     return replace(
         asked,
         model=name,
@@ -143,6 +152,37 @@ def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
         arch=arch,
         pooler=pooler,
         path=str(folder),
+        hf_config_path=None if asked.hf_config_path is None else str(config_folder),
+    )
+
+
+def _metadata_folder(name: str, revision: str | None, load: LoadConfig) -> Path:
+    """The folder of a model, with everything but weights."""
+    return resolve_model_folder(name, revision, load.download_dir, (), "dummy", load.hf_token)
+
+
+def _read_arch(
+    asked: ModelConfig, load: LoadConfig, raw: Mapping[str, Any], folder: Path
+) -> ModelArch:
+    code_folder = None
+    if asked.code_revision is not None:
+        if not asked.trust_remote_code:
+            logger.warning(
+                "code_revision=%s has no effect: code of the model runs with trust_remote_code",
+                asked.code_revision,
+            )
+        elif "AutoConfig" in (raw.get("auto_map") or {}):
+            source = asked.hf_config_path or asked.model or str(BUNDLED_MODEL)
+            code_folder = _metadata_folder(source, asked.code_revision, load)
+    return ModelArch.from_hf(
+        complete_hf_config(
+            raw,
+            folder,
+            trust_remote_code=asked.trust_remote_code,
+            code_folder=code_folder,
+            code_revision=asked.code_revision,
+            token=load.hf_token,
+        )
     )
 
 
@@ -162,8 +202,7 @@ def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> st
     if asked.tokenizer is None and asked.tokenizer_revision in (None, asked.revision):
         return str(folder)
     name = asked.tokenizer or asked.model or str(BUNDLED_MODEL)
-    # "dummy": everything but weights.
-    return str(resolve_model_folder(name, asked.tokenizer_revision, load.download_dir, (), "dummy"))
+    return str(_metadata_folder(name, asked.tokenizer_revision, load))
 
 
 def _resolve_dtype(asked: ModelConfig, arch: ModelArch) -> ModelDType:

@@ -71,8 +71,11 @@ def read_body(data: bytes, args: ServerArgs) -> tuple[str, bool, SamplingParams]
         params = SamplingParams(**body, output_kind=kind)
     except TypeError as error:
         raise RequestError(str(error)) from None
-    if params.n > args.max_n:
-        raise RequestError(f"n must be at most {args.max_n} (max_n), got {params.n}", param="n")
+    if params.num_sampled > args.max_n:
+        name = "n" if params.n > args.max_n else "best_of"
+        raise RequestError(
+            f"{name} must be at most {args.max_n} (max_n), got {params.num_sampled}", param=name
+        )
     if len(params.stop or ()) > args.max_stop_strings:
         raise RequestError(
             f"stop may have at most {args.max_stop_strings} strings (max_stop_strings)",

@@ -140,7 +140,6 @@ class ChatTurn:
         self._body = body
         self._trace_headers = trace_headers
         self._readers = readers
-        self._num_returned = body.num_samples
 
     @property
     def is_plain(self) -> bool:
@@ -166,14 +165,8 @@ class ChatTurn:
             async for output in outputs:
                 samples = output.outputs
                 self.prompt_logprobs = output.prompt_logprobs
-        choices = [self._choose(sample, self._read(sample)) for sample in samples]
-        if self._num_returned < len(samples):
-            scores = {sample.index: sample.cumulative_logprob or 0.0 for sample in samples}
-            choices.sort(key=lambda choice: scores[choice.index], reverse=True)
-            del choices[self._num_returned :]
-            for index, choice in enumerate(choices):
-                choice.index = index
-        return choices
+                self.usage.completion_tokens += output.num_dropped_tokens
+        return [self._choose(sample, self._read(sample)) for sample in samples]
 
     async def _run(self, kind: RequestOutputKind) -> AsyncGenerator[RequestOutput, None]:
         self.params.output_kind = kind
@@ -255,10 +248,10 @@ async def prepare_turn(
     check_tools(context, body)
     schema = tool_schema(body)
     guided = guided_decoding(body) if schema is None else GuidedDecodingParams(json=schema)
-    num_generated = body.num_samples if body.best_of is None else body.best_of
     # Before the parameters are made: a tool parser may want special tokens in the text.
     readers = [
-        make_reader(context, body, is_constrained=guided is not None) for _ in range(num_generated)
+        make_reader(context, body, is_constrained=guided is not None)
+        for _ in range(body.num_samples)
     ]
     prompt = await chat_prompt(
         context,
@@ -278,7 +271,7 @@ async def prepare_turn(
             body.wanted_tokens,
         ),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        output_kind=RequestOutputKind.DELTA,
+        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
         guided=guided,
     )
     return ChatTurn(context, body, request_id, prompt, params, readers, trace_headers)

@@ -125,7 +125,8 @@ class _Completion:
         for prompt, result in zip(self._prompts, outputs, strict=True):
             assert result is not None
             self._count(result.outputs)
-            for sample in self._best(result.outputs):
+            self._num_output_tokens += result.num_dropped_tokens
+            for sample in result.outputs:
                 choices.append(self._choice(len(choices), prompt, sample))
         return {**self._head(), "choices": choices, "usage": self._usage()}
 
@@ -162,13 +163,6 @@ class _Completion:
             "created": now(),
             "model": self.model,
         }
-
-    def _best(self, samples: list[CompletionOutput]) -> list[CompletionOutput]:
-        """The `n` likeliest of `best_of` samples."""
-        if self._body.num_samples == len(samples):
-            return samples
-        ranked = sorted(samples, key=lambda s: s.cumulative_logprob or 0.0, reverse=True)
-        return ranked[: self._body.num_samples]
 
     def _choice(
         self, index: int, prompt: CompletionPrompt, sample: CompletionOutput

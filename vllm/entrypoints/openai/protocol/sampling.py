@@ -83,6 +83,14 @@ AnyResponseFormat = Annotated[
 ]
 
 
+class LogitsProcessorConstructor(RequestModel):
+    """A logits processor, named by its module and its name in it, and what to make it with."""
+
+    qualname: str
+    args: ListOf[Json] | None = None
+    kwargs: JsonObject | None = None
+
+
 class SamplingFields(RequestBody):
     """How to sample. None means: what the model recommends, or the default."""
 
@@ -270,16 +278,13 @@ def sampling_params(
     for name in _PARAMS_FROM_MODEL:
         if values[name] is None:
             values[name] = defaults.get(name)
-    num_generated = body.best_of if body.best_of is not None else body.num_samples
-    is_ranked = num_generated > body.num_samples
-    if values["temperature"] == 0 and is_ranked:
-        raise RequestError("best_of must be n with temperature 0", param="best_of")
     try:
         return SamplingParams.from_optional(
             **values,
-            n=num_generated,
+            n=body.num_samples,
+            best_of=body.best_of,
             max_tokens=max_tokens,
-            logprobs=0 if is_ranked and logprobs is None else logprobs,
+            logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
             output_kind=output_kind,
             guided_decoding=guided,
