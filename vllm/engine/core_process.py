@@ -130,6 +130,7 @@ class CoreLoop:
                     message=str(error),
                     status=error.status,
                     is_capacity=isinstance(error, CapacityError),
+                    param=error.param if isinstance(error, RequestError) else None,
                 )
             )
 

@@ -11,6 +11,7 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
+from vllm.engine.named_processors import NamedProcessors
 from vllm.engine.run_ahead import RunAhead
 from vllm.errors import EngineDeadError
 from vllm.executor import Executor, StepHandleLike, UniProcExecutor
@@ -52,6 +53,7 @@ class EngineCore:
         self._run_ahead = run_ahead or RunAhead(
             config.scheduler.async_scheduling and self.executor.is_asynchronous
         )
+        self._named_processors = NamedProcessors(config.model.logits_processor_pattern)
         self._in_flight: deque[tuple[int, StepHandleLike]] = deque()
         # Not the exception: its traceback holds the engine, which then nobody could collect.
         self._failure: str | None = None
@@ -68,10 +70,12 @@ class EngineCore:
         """Queue a request.
 
         Raises:
+            RequestError: a logits processor that it names cannot be used.
             CapacityError: it can never fit the KV cache.
             EngineDeadError: an earlier step failed.
         """
         self._check_alive()
+        request = self._named_processors.resolve(request)
         if not self.scheduler.num_unfinished_requests:
             self._run_ahead.idle()
         self.scheduler.add_request(request)
