@@ -4,7 +4,7 @@ import copy
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from numbers import Integral, Real
 from typing import Any
@@ -16,6 +16,8 @@ from vllm.errors import RequestError
 _SAMPLING_EPS = 1e-5
 _MIN_TEMPERATURE = 0.01
 _MAX_BIAS = 100.0
+_MAX_QUALNAME_CHARS = 256
+_MAX_SHOWN_CHARS = 100
 _END_TOKENS = "_end_token_ids"
 """Attribute for the end tokens of the model: no field, so that they are not shown as the user's."""
 _INTEGER_FIELDS = (
@@ -90,6 +92,37 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
             )
 
 
+class LogitsProcessorConstructor(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A logits processor that the engine core imports and makes by calling what it imported.
+
+    Args:
+        qualname: "module.name" of a function or class.
+        args, kwargs: JSON values to call it with; what it returns is the processor.
+
+    Raises:
+        RequestError: (a ValueError) one of them has another form.
+    """
+
+    qualname: str
+    args: list[Any] | None = None
+    kwargs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        _check_qualname(self.qualname)
+        for name, kind, word in (("args", list, "list"), ("kwargs", dict, "JSON object")):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise _processor_error(f"{name} of {self.qualname!r} must be a {word}", value)
+        try:
+            msgspec.msgpack.encode([self.args, self.kwargs])
+        except (TypeError, OverflowError, RecursionError, ValueError) as error:
+            raise RequestError(
+                f"logits_processors: args and kwargs of {self.qualname!r} must be JSON values with "
+                f"integers of at most 64 bits: {error}",
+                param="logits_processors",
+            ) from None
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     """How to sample one request.
 
@@ -120,7 +153,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: put spaces between special tokens in the text.
         logits_processors: callables `f(output_ids, logits)` or
-            `f(prompt_ids, output_ids, logits)`, logits [vocab_size] float32 -> the same.
+            `f(prompt_ids, output_ids, logits)`, logits [vocab_size] float32 -> the same. An engine
+            with `logits_processor_pattern` also takes "module.name" of such a callable, and
+            `LogitsProcessorConstructor` or the same as a dict.
         truncate_prompt_tokens: keep the last k prompt tokens.
         output_kind: what intermediate outputs hold.
         logit_bias: token id -> value added to its logit.
@@ -154,7 +189,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    logits_processors: list[Callable[..., Any]] | None = None
+    # Any: callables stay in their process; names are strings or `LogitsProcessorConstructor`.
+    logits_processors: list[Any] | None = None
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     guided_decoding: GuidedDecodingParams | None = None
@@ -273,6 +309,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self.bad_words = _as_list("bad_words", self.bad_words) or []
         self.allowed_token_ids = _as_list("allowed_token_ids", self.allowed_token_ids)
         self.logits_processors = _as_list("logits_processors", self.logits_processors)
+        if self.logits_processors is not None:
+            self.logits_processors = [_read_processor(p) for p in self.logits_processors]
         if self.logprobs is True:
             self.logprobs = 1
         if self.prompt_logprobs is True:
@@ -344,12 +382,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             _check_token_ids("logit_bias", list(self.logit_bias))
             for token_id, bias in self.logit_bias.items():
                 _check_range(f"logit_bias[{token_id}]", bias, at_least=-math.inf, at_most=math.inf)
-        for processor in self.logits_processors or ():
-            if not callable(processor):
-                raise RequestError(
-                    f"logits_processors must be callables, got {processor!r}",
-                    param="logits_processors",
-                )
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -412,6 +444,38 @@ def _as_list(name: str, values: Any) -> list[Any] | None:
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise RequestError(f"{name} must be a list, got {values!r}", param=name)
     return list(values)
+
+
+def _read_processor(value: Any) -> Any:
+    """A callable, a qualified name, or a `LogitsProcessorConstructor`."""
+    if isinstance(value, str):
+        _check_qualname(value)
+        return value
+    if isinstance(value, Mapping):
+        try:
+            return LogitsProcessorConstructor(**value)
+        except TypeError:
+            raise _processor_error(
+                "an object must have qualname, and may have args and kwargs", value
+            ) from None
+    if not callable(value) and not isinstance(value, LogitsProcessorConstructor):
+        raise _processor_error("each must be a callable or a qualified name", value)
+    return value
+
+
+def _check_qualname(name: Any) -> None:
+    is_name = isinstance(name, str) and len(name) <= _MAX_QUALNAME_CHARS
+    if not is_name or "." not in name or not all(map(str.isidentifier, name.split("."))):
+        raise _processor_error(
+            "each must be a callable or a qualified name such as 'module.function'", name
+        )
+
+
+def _processor_error(expected: str, value: Any) -> RequestError:
+    shown = repr(value)
+    if len(shown) > _MAX_SHOWN_CHARS:
+        shown = shown[:_MAX_SHOWN_CHARS] + "..."
+    return RequestError(f"logits_processors: {expected}, got {shown}", param="logits_processors")
 
 
 def _read_logit_bias(bias: Any) -> dict[int, float]:

@@ -4,6 +4,7 @@ The one place that knows how config attributes are spelled: `rope_parameters` an
 transformers 5, `rope_theta`, `rope_scaling` and `torch_dtype` of transformers 4.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -242,6 +243,12 @@ class ModelConfig:
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for per token."""
 
+    logits_processor_pattern: str | None = None
+    """Regular expression that the whole qualified name of a logits processor must match for
+    requests to use it by name. Whoever may send requests can then call what it matches, with
+    arguments of their own: let it match nothing but logits processors. Not set: requests can name
+    none."""
+
     generation_config: str = "auto"
     """Where default sampling parameters come from. auto: generation_config.json of the model;
     vllm: none; else a folder."""
@@ -278,6 +285,14 @@ class ModelConfig:
         if self.max_model_len is not None:
             check_at_least(self, 1, "max_model_len")
         check_at_least(self, 0, "max_logprobs")
+        if self.logits_processor_pattern is not None:
+            try:
+                re.compile(self.logits_processor_pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"logits_processor_pattern {self.logits_processor_pattern!r} is not a regular "
+                    f"expression: {error}"
+                ) from None
 
     @property
     def resolved_arch(self) -> ModelArch:

@@ -481,7 +481,7 @@ class AsyncLLM(AsyncControl):
         request_id = self.output_processor.request_id_of(message.request_id)
         if request_id is None:
             return  # another sample of it was refused before
-        error: Exception = RequestError(message.message)
+        error: Exception = RequestError(message.message, param=message.param)
         if message.is_capacity:
             error = CapacityError(message.message, status=message.status)
         self._end_with(request_id, error)

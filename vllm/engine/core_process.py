@@ -132,6 +132,7 @@ class CoreLoop:
                     message=str(error),
                     status=error.status,
                     is_capacity=isinstance(error, CapacityError),
+                    param=error.param if isinstance(error, RequestError) else None,
                 )
             )
 

@@ -12,6 +12,7 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
+from vllm.engine.named_processors import NamedProcessors
 from vllm.engine.run_ahead import RunAhead
 from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, RequestError
 from vllm.executor import Executor, StepHandleLike, UniProcExecutor, WorkerMethod
@@ -58,6 +59,7 @@ class EngineCore:
         self._run_ahead = run_ahead or RunAhead(
             config.scheduler.async_scheduling and self.executor.is_asynchronous
         )
+        self._named_processors = NamedProcessors(config.model.logits_processor_pattern)
         self._in_flight: deque[tuple[int, StepHandleLike]] = deque()
         self._preparing: dict[str, tuple[EngineRequest, Future[None]]] = {}
         """Requests that are scheduled once what they need is loaded, by id."""
@@ -77,6 +79,7 @@ class EngineCore:
         """Queue a request.
 
         Raises:
+            RequestError: a logits processor that it names cannot be used.
             CapacityError: it can never fit the KV cache.
             EngineAsleepError: weights or KV cache are given back.
             EngineDeadError: an earlier step failed.
@@ -87,6 +90,7 @@ class EngineCore:
         self.scheduler.check_request(request)
         if request.request_id in self._preparing:
             raise RequestError(f"request {request.request_id!r} is already being processed")
+        request = self._named_processors.resolve(request)
         future = self.executor.prepare(request)
         if future is not None and not future.done():
             self._preparing[request.request_id] = request, future

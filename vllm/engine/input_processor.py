@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.config import VllmConfig
+from vllm.engine.named_processors import NamedProcessors
 from vllm.engine.pooling_input import PoolingInput, refuse_generation
 from vllm.errors import PromptTooLongError, RequestError, TextTooLongError
 from vllm.inputs import PromptType
@@ -68,6 +69,7 @@ class InputProcessor:
         self._vocab_size = config.model.resolved_arch.vocab_size
         self._max_model_len = config.scheduler.max_model_len
         self._max_logprobs = config.model.max_logprobs
+        self._named_processors = NamedProcessors(config.model.logits_processor_pattern)
         self._structured_output = config.structured_output
         self._compiler: GrammarCompiler | None = None
         self._compiler_lock = threading.Lock()
@@ -352,6 +354,7 @@ class InputProcessor:
                     f"the limit is max_logprobs of the engine",
                     param=name,
                 )
+        self._named_processors.check(params)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("stop_token_ids", params.all_stop_token_ids)

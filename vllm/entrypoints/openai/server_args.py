@@ -85,6 +85,9 @@ class ServerArgs:
     max_stop_strings: int = 64
     """Most stop strings of a request."""
 
+    max_logits_processors: int = 16
+    """Most logits processors of a request."""
+
     max_batch_prompts: int = 1024
     """Most prompts, inputs or documents in one request."""
 
@@ -173,7 +176,7 @@ class ServerArgs:
             check_one_of(self, "log_format", ("text", "json"))
         for name in ("max_request_bytes", "max_n", "max_batch_prompts"):
             check_at_least(self, 1, name)
-        for name in ("restart_engine", "max_stop_strings"):
+        for name in ("restart_engine", "max_stop_strings", "max_logits_processors"):
             check_at_least(self, 0, name)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")

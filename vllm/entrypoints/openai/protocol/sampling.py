@@ -35,7 +35,7 @@ _PARAMS_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_pena
 _PARAMS = (
     *("presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "bad_words"),
     *("ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens"),
-    *("include_stop_str_in_output", "logit_bias", "allowed_token_ids"),
+    *("include_stop_str_in_output", "logit_bias", "allowed_token_ids", "logits_processors"),
 )
 _GUIDED_FIELDS = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
@@ -135,7 +135,7 @@ class SamplingFields(RequestBody):
     structural_tag: str | None = None
     guided_decoding_backend: str | None = None
     guided_whitespace_pattern: str | None = None
-    logits_processors: Json | None = None
+    logits_processors: ListOf[Json] | None = None
     kv_transfer_params: JsonObject | None = None
 
     @model_validator(mode="after")
@@ -206,9 +206,18 @@ def check_sampling_fields(body: SamplingFields, args: ServerArgs) -> None:
             f"best_of must be at least n ({body.num_samples}), got {body.best_of}",
             param="best_of",
         )
-    for name in ("logits_processors", "kv_transfer_params"):
-        if getattr(body, name):
-            raise RequestError(f"{name}: not available in this server", param=name)
+    num_processors = len(body.logits_processors or ())
+    if num_processors > args.max_logits_processors:
+        raise RequestError(
+            f"logits_processors has {num_processors} entries, at most "
+            f"{args.max_logits_processors} are allowed; the limit is max_logits_processors of the "
+            f"server",
+            param="logits_processors",
+        )
+    if body.kv_transfer_params:
+        raise RequestError(
+            "kv_transfer_params: not available in this server", param="kv_transfer_params"
+        )
 
 
 def guided_decoding(body: SamplingFields) -> GuidedDecodingParams | None:
@@ -295,7 +304,7 @@ def sampling_params(
 
 def _asks(body: SamplingFields, name: str) -> bool:
     value = getattr(body, name, None)
-    return value is not None and value is not False
+    return value is not None and value is not False and value != []
 
 
 def beam_search_params(
@@ -306,7 +315,8 @@ def beam_search_params(
     Raises:
         RequestError: a value is out of range, or a field that a search does not know is used.
     """
-    refused = [name for name in ("stream", "logprobs", "prompt_logprobs") if _asks(body, name)]
+    unknown = ("stream", "logprobs", "prompt_logprobs", "logits_processors")
+    refused = [name for name in unknown if _asks(body, name)]
     if body.best_of not in (None, body.num_samples):
         refused.append("best_of")
     if refused := [*refused, *body.constraints()]:
