@@ -213,15 +213,15 @@ def test_beams_come_in_the_order_of_their_scores(sums, length_penalty):
 
 
 def test_a_search_that_needs_too_many_log_probabilities_is_refused_in_its_own_words():
-    check_beam_width(10, 20, name="n")
+    check_beam_width(10, 20, name="n", limit="--max-logprobs")
     with pytest.raises(RequestError) as found:
-        check_beam_width(128, 20, name="n")
+        check_beam_width(128, 20, name="n", limit="--max-logprobs")
     assert str(found.value) == (
         "beam search with n = 128 needs 256 log-probabilities per token, and --max-logprobs is "
         "20: use n up to 10, or raise --max-logprobs to 256"
     )
-    with pytest.raises(RequestError, match=r"is 1: raise --max-logprobs to 2$"):
-        check_beam_width(1, 1, name="beam_width")
+    with pytest.raises(RequestError, match=r"max_logprobs is 1: raise max_logprobs to 2$"):
+        check_beam_width(1, 1, name="beam_width", limit="max_logprobs")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, "1", None, True])

@@ -23,6 +23,7 @@ from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.errors import describe_error, refuse_failed
 from vllm.entrypoints.openai.http.sse import EventStream, run_until_disconnect
 from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.entrypoints.openai.validation_text import NO_BODY
 from vllm.errors import RequestError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -52,6 +53,8 @@ def read_body(data: bytes, args: ServerArgs) -> tuple[str, bool, SamplingParams]
     Raises:
         RequestError: the body is not as the module describes.
     """
+    if not data:
+        raise RequestError(NO_BODY)
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -34,13 +34,13 @@ class _Search:
     done: list[BeamSearchSequence] = field(default_factory=list)
 
 
-def check_beam_width(width: int, max_logprobs: int, *, name: str) -> None:
+def check_beam_width(width: int, max_logprobs: int, *, name: str, limit: str) -> None:
     """Refuse a search that needs more log-probabilities per token than the engine gives.
 
     Args:
         width: beams to keep.
         max_logprobs: of the engine.
-        name: of the width, as the user writes it.
+        name, limit: names of both, as the user writes them.
 
     Raises:
         RequestError: (a ValueError) the width is too large; names the largest.
@@ -50,7 +50,7 @@ def check_beam_width(width: int, max_logprobs: int, *, name: str) -> None:
         fewer = f"use {name} up to {widest}, or " if widest else ""
         raise RequestError(
             f"beam search with {name} = {width} needs {needed} log-probabilities per token, and "
-            f"--max-logprobs is {max_logprobs}: {fewer}raise --max-logprobs to {needed}",
+            f"{limit} is {max_logprobs}: {fewer}raise {limit} to {needed}",
             param=name,
         )
 

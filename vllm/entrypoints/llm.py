@@ -202,7 +202,10 @@ class LLM(PoolingMethods, ControlMethods):
         """
         refuse(lora_request=lora_request)
         check_beam_width(
-            params.beam_width, self.llm_engine.model_config.max_logprobs, name="beam_width"
+            params.beam_width,
+            self.llm_engine.model_config.max_logprobs,
+            name="beam_width",
+            limit="max_logprobs",
         )
         processor = self.llm_engine.input_processor
         tokenized = [processor.tokenize(cast(PromptType, prompt)) for prompt in prompts]

@@ -159,7 +159,24 @@ def test_documents_come_best_first(path, post, models):
         ("embed", "/classify", {"input": "w7"}, "POST /v1/embeddings"),
         ("embed", "/v1/embeddings", {"input": "w7 " * 99}, "has 101 tokens"),
         ("embed", "/v1/embeddings", {"input": ["w7", ""]}, "prompt 1 of 2: the prompt is empty"),
-        ("embed", "/v1/embeddings", {"input": []}, "1 to 8 entries"),
+        *[
+            (
+                kind,
+                path,
+                {"input": []},
+                "input must have 1 to 8 entries (max_batch_prompts), and the list is empty",
+            )
+            for kind, path in (
+                ("embed", "/v1/embeddings"),
+                ("embed", "/pooling"),
+                ("classify", "/classify"),
+                ("score", "/classify"),
+            )
+        ],
+        ("classify", "/classify", {"input": [[]]}, "the prompt has no tokens"),
+        ("classify", "/classify", {"input": ["w7", ""]}, "prompt 1 of 2: the prompt is empty"),
+        ("score", "/score", {"text_1": "w7", "text_2": []}, "text_2 has no texts"),
+        ("score", "/score", {"text_1": [], "text_2": "w7"}, "text_1 has no texts"),
         ("embed", "/v1/embeddings", {"input": ["w7"] * 9}, "max_batch_prompts"),
         ("embed", "/v1/embeddings", {"input": [[5]] * 9}, "max_batch_prompts"),
         ("embed", "/v1/embeddings", {"input": [5000]}, "vocabulary of 4096"),

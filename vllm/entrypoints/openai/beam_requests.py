@@ -28,7 +28,9 @@ async def search(
         RequestError: the prompt or the parameters are wrong.
         GenerationError: a beam failed in the engine.
     """
-    check_beam_width(params.beam_width, context.config.model.max_logprobs, name="n")
+    check_beam_width(
+        params.beam_width, context.config.model.max_logprobs, name="n", limit="--max-logprobs"
+    )
     engine = context.engine
     counter = itertools.count()
 

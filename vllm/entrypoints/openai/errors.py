@@ -11,7 +11,7 @@ anything else         500, without details    Internal Server Error
 The type tells a client whether its own request has failed or the engine behind all requests.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from vllm.entrypoints.openai.http.sse import DONE, ClientDisconnected, event
-from vllm.entrypoints.openai.protocol.base import TAG_SIGN
+from vllm.entrypoints.openai.validation_text import describe_validation
 from vllm.errors import (
     CapacityError,
     EngineDeadError,
@@ -38,7 +38,6 @@ logger = init_logger(__name__)
 
 _INTERNAL = "Internal Server Error"
 _ENGINE_DEAD = "EngineDeadError"
-_MAX_FIELDS_NAMED = 4
 _MAX_MESSAGE_CHARS = 4000
 _RETRY_AFTER_S = "1"
 _CLIENT_CLOSED_REQUEST = 499
@@ -74,7 +73,7 @@ class ErrorInfo:
             "object": "error",
             "message": self.message,
             "type": self.type,
-            "param": self.param,
+            "param": None if self.param is None else _as_text(self.param),
             "code": self.status,
         }
 
@@ -83,7 +82,7 @@ def describe_error(error: BaseException) -> ErrorInfo:
     """How a client shall see an exception. Logs those that are nobody's on purpose."""
     if isinstance(error, RequestValidationError):
         message, param = describe_validation(error.errors())
-        return ErrorInfo(400, "Bad Request", message, param)
+        return ErrorInfo(400, "Bad Request", _as_text(message), param)
     if isinstance(error, HTTPException):
         return _describe_http(error)
     message = _as_text(str(error))
@@ -130,26 +129,6 @@ def refuse_failed(sample: CompletionOutput) -> None:
         raise GenerationError(str(sample.stop_reason))
 
 
-def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """What pydantic complains about, as one message, and the first field at fault.
-
-    >>> describe_validation(
-    ...     [{"loc": ("body", "seed"), "msg": "Input should be small", "type": "less_than"}]
-    ... )
-    ('seed: Input should be small (less_than)', 'seed')
-    """
-    texts = []
-    for error in errors[:_MAX_FIELDS_NAMED]:
-        if error["type"] == "json_invalid":  # its location is a position, not a field
-            reason = error.get("ctx", {}).get("error", error["msg"])
-            return _as_text(f"the body is not JSON: {reason} at {error['loc'][-1]}"), None
-        name, text = _path(error["loc"]), f"{error['msg']} ({error['type']})"
-        texts.append(f"{name}: {text}" if name else text)
-    if len(errors) > _MAX_FIELDS_NAMED:
-        texts.append(f"and {len(errors) - _MAX_FIELDS_NAMED} more")
-    return _as_text("; ".join(texts)), _param(errors[0]) if errors else None
-
-
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every exception of every route with the body that this module makes of it."""
 
@@ -174,23 +153,6 @@ def _describe_http(error: HTTPException) -> ErrorInfo:
     return ErrorInfo(
         status, kind, _as_text(str(error.detail) or phrase), headers=error.headers or {}
     )
-
-
-def _param(error: Any) -> str | None:
-    """The field at fault; a check of several fields names it in its context."""
-    fields = _fields(error["loc"])
-    field_name = fields[0] if fields else error.get("ctx", {}).get("field")
-    return None if field_name is None else _as_text(str(field_name))
-
-
-def _path(location: Sequence[int | str]) -> str:
-    """`("body", "stop", 2)` -> "stop.2", cut where pydantic names long types or deep places."""
-    return ".".join(part[:40] for part in _fields(location)[:6])
-
-
-def _fields(location: Sequence[int | str]) -> list[str]:
-    parts = [str(part) for part in location]
-    return [part for part in parts if part != "body" and not part.startswith(TAG_SIGN)]
 
 
 def _as_text(message: str) -> str:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm.entrypoints.openai.protocol.base import STREAMED
+from vllm.entrypoints.openai.validation_text import NO_BODY
 from vllm.errors import RequestError
 
 router = APIRouter(tags=["sagemaker"])
@@ -38,6 +39,8 @@ async def invoke(request: Request) -> Response:
     pooling) says; `text_1` and `text_2`: scores; `query` and `documents`: reranking.
     """
     body = await request.body()
+    if not body:
+        raise RequestError(NO_BODY)
     return _Forward(request, find_target(body), body)
 
 

@@ -96,8 +96,11 @@ def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) 
     kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if body.documents is not None:
         kwargs["documents"] = body.documents
+    template = body.chat_template
+    if template is None:
+        template = load_chat_template(context.args.chat_template)
     return ChatOptions(
-        chat_template=body.chat_template or load_chat_template(context.args.chat_template),
+        chat_template=template,
         content_format=context.args.chat_template_content_format,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,

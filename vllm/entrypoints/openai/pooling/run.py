@@ -42,8 +42,9 @@ def check_count(context: ServerContext, name: str, count: int) -> None:
     """
     most = context.args.max_batch_prompts
     if not 1 <= count <= most:
+        found = f"got {count}" if count else "and the list is empty"
         raise RequestError(
-            f"{name} must have 1 to {most} entries (max_batch_prompts), got {count}", param=name
+            f"{name} must have 1 to {most} entries (max_batch_prompts), {found}", param=name
         )
 
 

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
     Int64,
@@ -20,8 +21,11 @@ from vllm.entrypoints.openai.protocol.chat import TemplateFields
 
 Truncation = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Texts = str | ListOf[str]
-Inputs = str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]]
+Texts = Annotated[str | ListOf[str], accepts("text or a list of texts")]
+Inputs = Annotated[
+    str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]],
+    accepts("text, token ids, or a list of either"),
+]
 """One text or several, or the token ids of one or several."""
 
 

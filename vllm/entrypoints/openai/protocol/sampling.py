@@ -4,9 +4,11 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
+from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
+    TAG_SIGN,
     Int32,
     Int64,
     Json,
@@ -28,6 +30,7 @@ from vllm.sampling_params import (
     SamplingParams,
 )
 
+StopStrings = Annotated[str | ListOf[str], accepts("a string or a list of strings")]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:+/=-]{1,128}$")]
 
 _PARAMS_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -56,7 +59,10 @@ class JsonSchemaResponseFormat(RequestModel):
 class ResponseFormat(RequestModel):
     """Output as text, as some JSON, or as JSON of a schema."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"],
+        accepts("text, json_object, json_schema or structural_tag"),
+    ]
     json_schema: JsonSchemaResponseFormat | None = None
 
 
@@ -78,8 +84,16 @@ class StructuralTagResponseFormat(RequestModel):
     triggers: ListOf[str]
 
 
+def _kind_of_format(value: Any) -> str:
+    """Which of the two a format is; so that errors are about one of them only."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"{TAG_SIGN}{'structural_tag' if kind == 'structural_tag' else 'plain'}"
+
+
 AnyResponseFormat = Annotated[
-    ResponseFormat | StructuralTagResponseFormat, Field(discriminator="type")
+    Annotated[ResponseFormat, Tag(f"{TAG_SIGN}plain")]
+    | Annotated[StructuralTagResponseFormat, Tag(f"{TAG_SIGN}structural_tag")],
+    Discriminator(_kind_of_format),
 ]
 
 
@@ -105,7 +119,7 @@ class SamplingFields(RequestBody):
     top_k: Int32 | None = None
     min_p: float | None = None
     seed: Int64 | None = None
-    stop: str | ListOf[str] | None = Field(default_factory=list)
+    stop: StopStrings | None = Field(default_factory=list)
     stop_token_ids: ListOf[TokenId] | None = Field(default_factory=list)
     bad_words: ListOf[str] | None = None
     include_stop_str_in_output: bool | None = False
