@@ -255,7 +255,11 @@ async def prepare_turn(
     check_sampling_fields(body, context.args)
     check_tools(context, body)
     schema = tool_schema(body)
-    guided = guided_decoding(body) if schema is None else GuidedDecodingParams(json=schema)
+    guided = (
+        guided_decoding(body)
+        if schema is None
+        else GuidedDecodingParams(json=schema, field="tools")
+    )
     num_generated = body.num_samples if body.best_of is None else body.best_of
     # Before the parameters are made: a tool parser may want special tokens in the text.
     readers = [
