@@ -230,7 +230,7 @@ def test_equal_requests_are_compiled_once(monkeypatch):
     failures = []
 
     def ask() -> None:
-        with pytest.raises(RequestError, match="guided_decoding.regex: no") as failure:
+        with pytest.raises(RequestError, match=r"guided_decoding\.regex: no") as failure:
             compiler.compile(GuidedDecodingParams(regex="a"))
         failures.append(failure.value)
 
@@ -332,7 +332,7 @@ def test_what_is_asked_with_other_options_is_another_grammar(compiler):
 
 def test_without_a_tokenizer_everything_is_refused():
     compiler = GrammarCompiler(StructuredOutputConfig(), None, 100)
-    with pytest.raises(RequestError, match="^text.format: .* needs a tokenizer") as failure:
+    with pytest.raises(RequestError, match=r"^text\.format: .* needs a tokenizer") as failure:
         compiler.compile(GuidedDecodingParams(regex="a", field="text.format"))
     assert failure.value.param == "text.format"
 
