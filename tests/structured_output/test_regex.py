@@ -124,8 +124,9 @@ def category(prefix: str):
 
 
 def is_greek(c: str) -> bool:
-    parts = unicodedata.normalize("NFKC", c)  # of a sign, such as that of Ohm
-    return any(unicodedata.name(part, "GREEK").startswith("GREEK") for part in parts)
+    # Python knows no scripts; the sign of Ohm is of this one by what it stands for.
+    names = [unicodedata.name(each, "GREEK") for each in c + unicodedata.normalize("NFKC", c)]
+    return any("GREEK" in name or name == "NOMISMA SIGN" for name in names)
 
 
 @pytest.mark.parametrize(
