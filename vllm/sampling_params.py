@@ -64,6 +64,7 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
         disable_any_whitespace: no whitespace that JSON does not need.
         disable_additional_properties: objects have only the properties that their schema names.
         disable_fallback: refuse what the backend does not enforce.
+        field: where the user wrote this, for errors; None is here.
 
     Raises:
         RequestError: (a ValueError) more than one kind is set. What it holds is checked when the
@@ -81,6 +82,7 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     disable_fallback: bool = False
+    field: str | None = None
 
     def __post_init__(self) -> None:
         kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

@@ -117,41 +117,53 @@ def test_the_backend_is_chosen_by_what_is_asked(compiler, asked, backend):
     ("asked", "param", "message"),
     [
         ({}, "guided_decoding", "asks for nothing"),
-        ({"json": 3}, "guided_json", "must be JSON text or an object, got int"),
-        ({"json": "{"}, "guided_json", "not JSON"),
-        ({"json": '{"const": NaN}'}, "guided_json", "NaN is no number"),
-        ({"json": {"a": {1}}}, "guided_json", "not JSON"),
-        ({"json": {"uniqueItems": True}}, "guided_json", "'uniqueItems' of the schema"),
-        ({"json": {"a": "x" * 300_000}}, "guided_json", "300008 bytes; at most 262144"),
-        ({"json": '{"a":' * 90_000}, "guided_json", "450000 bytes; at most 262144"),
-        ({"json": '{"a":' * 20_000 + "1" + "}" * 20_000}, "guided_json", "nested too deeply"),
+        ({"json": 3}, "guided_decoding.json", "must be JSON text or an object, got int"),
+        ({"json": "{"}, "guided_decoding.json", "not JSON"),
+        ({"json": '{"const": NaN}'}, "guided_decoding.json", "NaN is no number"),
+        ({"json": {"a": {1}}}, "guided_decoding.json", "not JSON"),
+        ({"json": {"uniqueItems": True}}, "guided_decoding.json", "'uniqueItems' of the schema"),
+        ({"json": {"a": "x" * 300_000}}, "guided_decoding.json", "300008 bytes; at most 262144"),
+        ({"json": '{"a":' * 90_000}, "guided_decoding.json", "450000 bytes; at most 262144"),
+        (
+            {"json": '{"a":' * 20_000 + "1" + "}" * 20_000},
+            "guided_decoding.json",
+            "nested too deeply",
+        ),
         (
             {
                 "json": {"type": "string", "minLength": 2},
                 "backend": "xgrammar",
                 "disable_fallback": True,
             },
-            "guided_json",
+            "guided_decoding.json",
             "xgrammar does not enforce 'minLength'",
         ),
-        ({"json": OBJECT, "whitespace_pattern": "x*"}, "guided_whitespace_pattern", "whitespace"),
-        ({"json": OBJECT, "backend": "best"}, "guided_decoding_backend", "one of auto"),
-        ({"json": OBJECT, "backend": "auto:x"}, "guided_decoding_backend", "options no-fallback"),
+        (
+            {"json": OBJECT, "whitespace_pattern": "x*"},
+            "guided_decoding.whitespace_pattern",
+            "whitespace",
+        ),
+        ({"json": OBJECT, "backend": "best"}, "guided_decoding.backend", "one of auto"),
+        ({"json": OBJECT, "backend": "auto:x"}, "guided_decoding.backend", "options no-fallback"),
         (
             {"json": {"type": "string", "minLength": 2}, "backend": "xgrammar:no-fallback"},
-            "guided_json",
+            "guided_decoding.json",
             "the fallback is disabled",
         ),
-        ({"regex": 3}, "guided_regex", "must be a string, got int"),
-        ({"regex": "(a"}, "guided_regex", "not a regular expression"),
-        ({"regex": "a" * 40_000}, "guided_regex", "40000 bytes; at most 32768"),
-        ({"regex": "\ud800"}, "guided_regex", "not valid text"),
-        ({"choice": []}, "guided_choice", "must not be empty"),
-        ({"choice": ["a", 1]}, "guided_choice", "must be a list of strings"),
-        ({"grammar": "rubbish"}, "guided_grammar", "guided_grammar: "),
-        ({"grammar": 'root ::= root "a"'}, "guided_grammar", "no output can satisfy it"),
-        ({"structural_tag": "{}"}, "structural_tag", "has 'structures' and 'triggers'"),
-        ({"json_object": 1}, "guided_json_object", "must be true"),
+        ({"regex": 3}, "guided_decoding.regex", "must be a string, got int"),
+        ({"regex": "(a"}, "guided_decoding.regex", "not a regular expression"),
+        ({"regex": "a" * 40_000}, "guided_decoding.regex", "40000 bytes; at most 32768"),
+        ({"regex": "\ud800"}, "guided_decoding.regex", "not valid text"),
+        ({"choice": []}, "guided_decoding.choice", "must not be empty"),
+        ({"choice": ["a", 1]}, "guided_decoding.choice", "must be a list of strings"),
+        ({"grammar": "rubbish"}, "guided_decoding.grammar", "guided_decoding.grammar: "),
+        ({"grammar": 'root ::= root "a"'}, "guided_decoding.grammar", "no output can satisfy it"),
+        (
+            {"structural_tag": "{}"},
+            "guided_decoding.structural_tag",
+            "has 'structures' and 'triggers'",
+        ),
+        ({"json_object": 1}, "guided_decoding.json_object", "must be true"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -190,7 +202,7 @@ def test_hostile_grammars_end_in_time_and_do_not_hold_up_others():
         try:
             compiler.compile(GuidedDecodingParams(**asked))
         except RequestError as error:
-            assert error.param in ("guided_json", "guided_regex", "guided_grammar")
+            assert error.param.removeprefix("guided_decoding.") in ("json", "regex", "grammar")
         except CapacityError as error:
             assert error.status == 503
         return time.monotonic() - started
@@ -218,7 +230,7 @@ def test_equal_requests_are_compiled_once(monkeypatch):
     failures = []
 
     def ask() -> None:
-        with pytest.raises(RequestError, match="guided_regex: no") as failure:
+        with pytest.raises(RequestError, match=r"guided_decoding\.regex: no") as failure:
             compiler.compile(GuidedDecodingParams(regex="a"))
         failures.append(failure.value)
 
@@ -320,5 +332,23 @@ def test_what_is_asked_with_other_options_is_another_grammar(compiler):
 
 def test_without_a_tokenizer_everything_is_refused():
     compiler = GrammarCompiler(StructuredOutputConfig(), None, 100)
-    with pytest.raises(RequestError, match="needs a tokenizer"):
-        compiler.compile(GuidedDecodingParams(regex="a"))
+    with pytest.raises(RequestError, match=r"^text\.format: .* needs a tokenizer") as failure:
+        compiler.compile(GuidedDecodingParams(regex="a", field="text.format"))
+    assert failure.value.param == "text.format"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"json": {"uniqueItems": True}, "field": "response_format"}, "response_format"),
+        ({"json": OBJECT, "backend": "x", "field": "tools"}, "guided_decoding_backend"),
+        (
+            {"json": OBJECT, "whitespace_pattern": "x", "field": "guided_json"},
+            "guided_whitespace_pattern",
+        ),
+    ],
+)
+def test_errors_name_what_the_user_of_a_server_sent(compiler, asked, param):
+    with pytest.raises(RequestError, match=f"^{param}") as failure:
+        compiler.compile(GuidedDecodingParams(**asked))
+    assert failure.value.param == param

@@ -23,7 +23,7 @@ from vllm.messages import EngineRequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
-from vllm.structured_output.spec import make_spec
+from vllm.structured_output.spec import field_of, make_spec
 from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES, TextLengthBound
 
 if TYPE_CHECKING:
@@ -364,7 +364,7 @@ class InputProcessor:
                 raise RequestError(
                     "structured output needs a tokenizer with an end token, and this engine has "
                     "none",
-                    param="guided_decoding",
+                    param=field_of(params.guided_decoding),
                 )
         for name in ("stop", "bad_words"):
             if getattr(params, name) and self.tokenizer is None:

@@ -124,7 +124,7 @@ def _read(spec: GrammarSpec) -> tuple[Any, str | None]:
         prepared = PreparedSchema(_parse(spec.text), close_objects=close)
         return prepared.schema, prepared.only_llguidance
     if spec.kind == "regex":
-        return translate(spec.text), None
+        return translate(spec.text)
     if spec.kind == "choice":
         return json.loads(spec.text), None
     if spec.kind == "structural_tag":

@@ -94,7 +94,10 @@ class GrammarCompiler:
         spec, field = make_spec(params, self._config), field_of(params)
         result = self._known(spec.key)
         if result is None:
-            result = self._compile_once(spec)
+            try:
+                result = self._compile_once(spec)
+            except RequestError as error:  # whatever the form is, none can be enforced here
+                raise RequestError(f"{field}: {error}", param=field) from error
         return _grammar_of(result, field)
 
     def cached(self, params: GuidedDecodingParams) -> Grammar | None:
@@ -212,9 +215,7 @@ def _start(worker: DeadlineWorker) -> None:
     try:
         worker.start()
     except WorkerError as error:
-        raise RequestError(
-            f"structured output is not available: {error}", param="guided_decoding"
-        ) from error
+        raise RequestError(f"structured output is not available: {error}") from error
 
 
 def _grammar_of(result: _Result, field: str) -> Grammar:

@@ -247,7 +247,11 @@ async def prepare_turn(
     check_sampling_fields(body, context.args)
     check_tools(context, body)
     schema = tool_schema(body)
-    guided = guided_decoding(body) if schema is None else GuidedDecodingParams(json=schema)
+    guided = (
+        guided_decoding(body)
+        if schema is None
+        else GuidedDecodingParams(json=schema, field="tools")
+    )
     # Before the parameters are made: a tool parser may want special tokens in the text.
     readers = [
         make_reader(context, body, is_constrained=guided is not None)

@@ -60,7 +60,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """Tokens of the prompt that a message would be made from."""
     context = get_context(request)
     check_model(context, body.model)
-    chat = make_chat_request(prompt_fields(body))
+    chat = make_chat_request(prompt_fields(body), format_field="output_config.format")
     prompt = await run_until_disconnect(
         request, chat_prompt(context, chat, with_tools=chat.tool_choice != "none")
     )

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
@@ -168,11 +168,18 @@ class SamplingFields(RequestBody):
             raise field_error(", ".join(given), "only one of them may constrain the output")
         return self
 
+    _format_field: str = PrivateAttr("response_format")
+    """What the user calls `response_format`, where the request came by another API."""
+
+    def rename_format(self, field: str) -> None:
+        """Have errors about `response_format` name this field instead."""
+        self._format_field = field
+
     def constraints(self) -> list[str]:
         """Names of the fields that constrain the form of the output."""
         given = [name for name in _GUIDED_FIELDS if getattr(self, name) is not None]
         if self.response_format is not None and self.response_format.type != "text":
-            given.append("response_format")
+            given.append(self._format_field)
         return given
 
     @property
@@ -253,6 +260,7 @@ def guided_decoding(body: SamplingFields) -> GuidedDecodingParams | None:
         return None
     return GuidedDecodingParams(
         **kinds,
+        field=body.constraints()[0],
         backend=body.guided_decoding_backend,
         whitespace_pattern=body.guided_whitespace_pattern,
     )
@@ -269,7 +277,8 @@ def _of_response_format(
         return {"json_object": True}
     if wanted.json_schema is None or wanted.json_schema.json_schema is None:
         raise RequestError(
-            "response_format of type json_schema needs json_schema with name and schema",
+            "response_format of type json_schema needs json_schema with name and schema, such as "
+            '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {...}}}',
             param="response_format",
         )
     return {"json": wanted.json_schema.json_schema}
