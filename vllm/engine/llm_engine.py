@@ -142,7 +142,7 @@ class LLMEngine(EngineControl):
             prompt: in any form of `PromptType`.
             params: how to sample, or to pool; may be used again.
             arrival_time: in seconds of `time.time()`; None is now.
-            lora_request: None; adapters are not available yet.
+            lora_request: only None for now.
             priority: a smaller one goes first, where the scheduling policy is "priority".
 
         Raises:

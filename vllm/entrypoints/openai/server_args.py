@@ -119,10 +119,10 @@ class ServerArgs:
     """Which form the model writes its reasoning in; `--reasoning-parser help` lists."""
 
     lora_modules: tuple[str, ...] = ()
-    """LoRA adapters; needs LoRA, which is not available yet."""
+    """LoRA adapters; refused: this version runs none."""
 
     prompt_adapters: tuple[str, ...] = ()
-    """Prompt adapters; not available."""
+    """Prompt adapters; refused: this version runs none."""
 
     return_tokens_as_token_ids: bool = False
     """Write tokens in log-probabilities as `token_id:123`."""
@@ -201,10 +201,9 @@ class ServerArgs:
             raise ConfigError(f"root_path must begin with /, got {self.root_path!r}")
         for name in ("lora_modules", "prompt_adapters"):
             if getattr(self, name):
-                first = getattr(self, name)[0]
                 raise ConfigError(
-                    f"{name}={first!r}: adapters are not available in this version. Leave it out, "
-                    f"or merge the adapter into the weights of the model."
+                    f"{name} is not available in this version: the engine runs no adapters. Merge "
+                    f"an adapter into the weights of its model, and serve the merged model"
                 )
 
 
