@@ -81,7 +81,7 @@ def test_limits_are_kept(server):
     assert server.request("POST", "/v1/completions", long, **AUTHORISED)[0] == 413
     many = {**BODY, "n": 3}
     status, _, body = server.request("POST", "/v1/completions", many, **AUTHORISED)
-    assert status == 400 and b"max_n" in body
+    assert status == 400 and b"--max-n" in body
 
 
 @pytest.mark.parametrize(
