@@ -83,7 +83,7 @@ def test_limits_are_kept(server):
     assert server.request("POST", "/v1/completions", long, **AUTHORISED)[0] == 413
     many = {**BODY, "n": 3}
     status, _, body = server.request("POST", "/v1/completions", many, **AUTHORISED)
-    assert status == 400 and b"max_n" in body
+    assert status == 400 and b"--max-n" in body
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -112,7 +112,7 @@ def test_requests_name_their_logits_processors(server, path):
         (["os.system"], "--logits-processor-pattern"),
         ([f"{PROCESSORS}.missing"], "cannot be imported"),
         ([{"qualname": f"{PROCESSORS}.Only"}], "TypeError"),
-        (["a.b"] * 17, "max_logits_processors"),
+        (["a.b"] * 17, "--max-logits-processors"),
     )
     for processors, told in refused:
         status, answer = ask(*processors)

@@ -21,7 +21,6 @@ from vllm.entrypoints.openai.protocol.base import (
     field_error,
     random_id,
 )
-from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.errors import RequestError
 from vllm.sampling_params import (
     BeamSearchParams,
@@ -199,41 +198,18 @@ class SamplingFields(RequestBody):
         return self.includes_usage and bool(options and options.continuous_usage_stats)
 
 
-def check_sampling_fields(body: SamplingFields, args: ServerArgs) -> None:
-    """Refuse what no engine can do, and what is above the limits of the server.
+def check_sampling_fields(body: SamplingFields) -> None:
+    """Refuse what no engine can do.
 
     Raises:
-        RequestError: names the field, and the limit with its flag.
+        RequestError: names the field.
     """
-    for name in ("n", "best_of"):
-        value = getattr(body, name)
-        if value is not None and value > args.max_n:
-            raise RequestError(
-                f"{name} must be at most {args.max_n}, got {value}; the limit is max_n of the "
-                f"server",
-                param=name,
-            )
-    stop = body.stop if isinstance(body.stop, list) else []
-    if len(stop) > args.max_stop_strings:
-        raise RequestError(
-            f"stop has {len(stop)} strings, at most {args.max_stop_strings} are allowed; the "
-            f"limit is max_stop_strings of the server",
-            param="stop",
-        )
     if body.num_samples < 1:
         raise RequestError(f"n must be at least 1, got {body.n}", param="n")
     if body.best_of is not None and body.best_of < body.num_samples:
         raise RequestError(
             f"best_of must be at least n ({body.num_samples}), got {body.best_of}",
             param="best_of",
-        )
-    num_processors = len(body.logits_processors or ())
-    if num_processors > args.max_logits_processors:
-        raise RequestError(
-            f"logits_processors has {num_processors} entries, at most "
-            f"{args.max_logits_processors} are allowed; the limit is max_logits_processors of the "
-            f"server",
-            param="logits_processors",
         )
     if body.kv_transfer_params:
         raise RequestError(
