@@ -74,6 +74,7 @@ class RequestOutput:
         outputs: one per sample, ordered by index.
         finished: every sample has ended.
         num_cached_tokens: prompt tokens found in the prefix cache.
+        num_dropped_tokens: output tokens of the samples that `best_of` has left out.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class RequestOutput:
         self.encoder_prompt = encoder_prompt
         self.encoder_prompt_token_ids = encoder_prompt_token_ids
         self.num_cached_tokens = num_cached_tokens
+        self.num_dropped_tokens = 0
         self.multi_modal_placeholders = multi_modal_placeholders or {}
         self.kv_transfer_params = kv_transfer_params
 

@@ -249,6 +249,6 @@ def test_a_request_whose_grammar_was_not_attached_ends(llm):
 
 def test_a_wrong_form_is_refused_before_anything_runs(llm):
     params = SamplingParams(guided_decoding=GuidedDecodingParams(json={"uniqueItems": True}))
-    with pytest.raises(ValueError, match="prompt 1 of 2: guided_json: 'uniqueItems'"):
+    with pytest.raises(ValueError, match=r"prompt 1 of 2: guided_decoding\.json: 'uniqueItems'"):
         llm.generate(["a", "b"], [SamplingParams(), params], use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests()

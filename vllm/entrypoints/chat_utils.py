@@ -194,7 +194,8 @@ def _read_part(where: str, part: Any) -> str:
         )
     if kind not in _TEXT_PARTS:
         raise RequestError(
-            f"not available in this engine yet: content of type {kind!r} ({where})",
+            f"{where} has the type {kind!r}: this version reads text only. Send parts of the "
+            f"type 'text'",
             param="messages",
         )
     text = part.get(_TEXT_PARTS[kind])

@@ -74,10 +74,12 @@ class ScriptedEngine:
     def errored(self) -> bool:
         return False
 
-    async def tokenize(self, prompt: Any, *, is_long: bool = False) -> Any:
-        return self.input_processor.tokenize(prompt)
+    async def tokenize(
+        self, prompt: Any, *, is_long: bool = False, max_tokens: int | None = None
+    ) -> Any:
+        return self.input_processor.tokenize(prompt, max_tokens=max_tokens)
 
-    async def in_slow_lane(self, work: Any) -> Any:
+    async def in_slow_lane(self, work: Any, num_chars: int = 0) -> Any:
         return work(self.input_processor)
 
     async def get_tokenizer(self) -> Any:

@@ -13,21 +13,22 @@ from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnChoice, TurnDelta, p
 from vllm.entrypoints.openai.chunks import ChunkWriter, includes_usage, json_response, usage_of
 from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.errors import error_events
+from vllm.entrypoints.openai.http.body_route import BodyRoute
 from vllm.entrypoints.openai.http.sse import DONE, EventStream, run_until_disconnect
 from vllm.entrypoints.openai.logprob_forms import bytes_of_tokens, chat_logprobs, prompt_logprobs
 from vllm.entrypoints.openai.prompts import output_budget, request_id_of, trace_headers_of
-from vllm.entrypoints.openai.protocol.base import error_responses, now
+from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.protocol.sampling import beam_search_params, check_sampling_fields
 from vllm.entrypoints.openai.serving_models import check_model
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post(
     "/v1/chat/completions",
     response_model=ChatCompletionResponse,
-    responses=error_responses(400, 404, 500, 503),
+    responses=STREAMED | error_responses(400, 404, 500, 503),
 )
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
     """Continue a conversation."""
@@ -170,8 +171,13 @@ async def _search_beams(
     context: ServerContext, body: ChatCompletionRequest, request_id: str
 ) -> dict[str, Any]:
     model = check_model(context, body.model)
-    check_sampling_fields(body, context.args)
-    prompt = await chat_prompt(context, body, truncate=body.truncate_prompt_tokens)
+    check_sampling_fields(body)
+    prompt = await chat_prompt(
+        context,
+        body,
+        truncate=body.truncate_prompt_tokens,
+        max_tokens=context.config.scheduler.max_model_len - 1,
+    )
     token_ids, defaults = prompt["prompt_token_ids"], context.engine.generation_defaults
     max_tokens = output_budget(context.config, defaults, len(token_ids), body.wanted_tokens)
     params = beam_search_params(body, defaults, max_tokens)

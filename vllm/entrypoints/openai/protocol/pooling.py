@@ -57,6 +57,18 @@ class EmbeddingRequest(TemplateFields, PoolingFields):
         return self
 
 
+class EmbeddingCompletionRequest(EmbeddingRequest):
+    """Texts to embed."""
+
+    input: Inputs
+
+
+class EmbeddingChatRequest(EmbeddingRequest):
+    """One conversation to embed."""
+
+    messages: ListOf[JsonObject] = Field(min_length=1)
+
+
 class ClassificationRequest(PoolingFields):
     """Texts to classify."""
 

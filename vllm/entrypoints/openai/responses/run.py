@@ -13,6 +13,7 @@ from vllm.entrypoints.openai.logprob_forms import chat_logprobs
 from vllm.entrypoints.openai.prompts import request_id_of
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.output import Event, ResponseWriter, describe_usage
+from vllm.errors import TextTooLongError
 
 
 def engine_id(request: Request, response_id: str) -> str:
@@ -105,7 +106,12 @@ async def truncate_conversation(
 
     async def fits(start: int) -> bool:
         with_tools = body.tool_choice != "none"
-        prompt = await chat_prompt(context, cut(start), with_tools=with_tools)
+        try:
+            prompt = await chat_prompt(
+                context, cut(start), with_tools=with_tools, max_tokens=max(limit, 1)
+            )
+        except TextTooLongError:
+            return False
         return len(prompt["prompt_token_ids"]) <= limit
 
     if await fits(starts[0]):
