@@ -19,9 +19,9 @@ from vllm.engine.named_processors import NamedProcessors
 from vllm.engine.pooling_input import PoolingInput, refuse_generation
 from vllm.errors import PromptTooLongError, RequestError, TextTooLongError
 from vllm.inputs import PromptType
-from vllm.messages import EngineRequest
+from vllm.messages import EngineRequest, Grammar
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import GuidedDecodingParams, SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.structured_output.spec import field_of, make_spec
 from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES, TextLengthBound
@@ -190,7 +190,7 @@ class InputProcessor:
         guided = request.sampling_params.guided_decoding
         if guided is None or request.grammar is not None:
             return request
-        return msgspec.structs.replace(request, grammar=self.grammar_compiler.compile(guided))
+        return _with_grammar(request, self.grammar_compiler.compile(guided))
 
     def attach_cached_grammar(self, request: EngineRequest) -> EngineRequest | None:
         """As `attach_grammar` if nothing has to be compiled, else None; does not block."""
@@ -198,7 +198,7 @@ class InputProcessor:
         if guided is None or request.grammar is not None:
             return request
         grammar = self.grammar_compiler.cached(guided)
-        return None if grammar is None else msgspec.structs.replace(request, grammar=grammar)
+        return None if grammar is None else _with_grammar(request, grammar)
 
     def close(self) -> None:
         """End the processes that compile grammars; what they compile fails."""
@@ -407,6 +407,17 @@ class InputProcessor:
                     f"bad_words has {word!r}, which the model cannot write", param="bad_words"
                 )
         return list({tuple(token_ids): token_ids for token_ids in sequences}.values())
+
+
+def _with_grammar(request: EngineRequest, grammar: Grammar) -> EngineRequest:
+    """The request with its grammar, and without the schema that it was compiled from.
+
+    The core needs to know only that there is one; and a schema may hold integers beyond 64 bits,
+    which no message to the core can.
+    """
+    params = copy.copy(request.sampling_params)
+    params.guided_decoding = GuidedDecodingParams()
+    return msgspec.structs.replace(request, sampling_params=params, grammar=grammar)
 
 
 def _as_ids(value: int | Sequence[int] | None) -> list[int]:
