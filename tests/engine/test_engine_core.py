@@ -1,5 +1,6 @@
 """The loop, over an executor without a model."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -52,6 +53,7 @@ class FakeExecutor(Executor):
         self.is_shut_down = False
         self.preparing: dict[str, Future[None]] = {}
         self.num_tokens: dict[int, int] = {}
+        self.worker_calls: dict[str, Callable[..., Any]] = {}
 
     def initialize_cache(self) -> int:
         return 20
@@ -85,6 +87,10 @@ class FakeExecutor(Executor):
 
     def prepare(self, request: EngineRequest) -> "Future[None] | None":
         return self.preparing.get(request.request_id)
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None) -> list[Any]:
+        self.log.append(f"call {method}")
+        return [self.worker_calls[method](*args, **(kwargs or {}))]
 
     def shutdown(self) -> None:
         self.is_shut_down = True

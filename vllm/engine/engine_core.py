@@ -2,19 +2,20 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from vllm.config import VllmConfig
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
+from vllm.engine.named_processors import NamedProcessors
 from vllm.engine.run_ahead import RunAhead
-from vllm.errors import EngineDeadError, RequestError
-from vllm.executor import Executor, StepHandleLike, UniProcExecutor
+from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, RequestError
+from vllm.executor import Executor, StepHandleLike, UniProcExecutor, WorkerMethod
 from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerStats
 from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
@@ -24,6 +25,9 @@ logger = init_logger(__name__)
 _IDLE = EngineOutput()
 
 _PREPARE_WAIT_S = 0.02
+
+_OF_THE_ENGINE = frozenset({"load_model", "initialize_cache", "execute_model", "sleep", "wake_up"})
+"""Methods of the workers that only the engine calls: what it knows would no longer be true."""
 
 
 class EngineCore:
@@ -55,9 +59,11 @@ class EngineCore:
         self._run_ahead = run_ahead or RunAhead(
             config.scheduler.async_scheduling and self.executor.is_asynchronous
         )
+        self._named_processors = NamedProcessors(config.model.logits_processor_pattern)
         self._in_flight: deque[tuple[int, StepHandleLike]] = deque()
         self._preparing: dict[str, tuple[EngineRequest, Future[None]]] = {}
         """Requests that are scheduled once what they need is loaded, by id."""
+        self._sleeping_tags: list[str] = []
         # Not the exception: its traceback holds the engine, which then nobody could collect.
         self._failure: str | None = None
         logger.info(
@@ -73,13 +79,18 @@ class EngineCore:
         """Queue a request.
 
         Raises:
+            RequestError: a logits processor that it names cannot be used.
             CapacityError: it can never fit the KV cache.
+            EngineAsleepError: weights or KV cache are given back.
             EngineDeadError: an earlier step failed.
         """
         self._check_alive()
+        if self._sleeping_tags:
+            raise EngineAsleepError(self._sleeping_tags)
         self.scheduler.check_request(request)
         if request.request_id in self._preparing:
             raise RequestError(f"request {request.request_id!r} is already being processed")
+        request = self._named_processors.resolve(request)
         future = self.executor.prepare(request)
         if future is not None and not future.done():
             self._preparing[request.request_id] = request, future
@@ -189,6 +200,93 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and no change, while requests run."""
         return self.scheduler.cache.pool.forget_all()
+
+    def is_sleeping(self) -> bool:
+        """Weights or KV cache are given back."""
+        return bool(self._sleeping_tags)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back to the system, and forget all prefixes.
+
+        Args:
+            level: 1 keeps the content of the weights, 2 keeps nothing.
+
+        Raises:
+            RequestError: sleep mode is off, or there is no such level.
+            CapacityError: requests run or wait (status 409).
+            EngineDeadError: an earlier step failed.
+        """
+        self._check_can_sleep()
+        num_requests = self.scheduler.num_unfinished_requests + len(self._preparing)
+        if num_requests:
+            raise CapacityError(
+                f"the engine cannot sleep while {num_requests} requests run or wait: let them "
+                f"end, or abort them, and call sleep again",
+                status=409,
+            )
+        while self._in_flight:  # steps whose requests have all left
+            self.scheduler.update(self._wait())
+        is_reset = self.reset_prefix_cache()
+        assert is_reset, "no request is left, and blocks are held"
+        started = time.perf_counter()
+        self._call_and_note("sleep", level)
+        logger.info("It took %.6f seconds to fall asleep.", time.perf_counter() - started)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again; requests are taken when all of it is there.
+
+        Args:
+            tags: "weights", "kv_cache" or both; None is both.
+
+        Raises:
+            RequestError: sleep mode is off, or there is no such tag.
+            WeightLoadError: the weights cannot be read again; they still sleep.
+            EngineDeadError: an earlier step failed.
+        """
+        self._check_can_sleep()
+        tags = None if tags is None else list(tags)
+        woken, started = tags or self._sleeping_tags, time.perf_counter()
+        self._call_and_note("wake_up", tags)
+        seconds = time.perf_counter() - started
+        logger.info("It took %.6f seconds to wake up tags %s.", seconds, woken)
+
+    def _check_can_sleep(self) -> None:
+        self._check_alive()
+        if not self.config.model.enable_sleep_mode:
+            raise RequestError(
+                "sleep mode is off: start the engine with enable_sleep_mode=True "
+                "(--enable-sleep-mode)"
+            )
+
+    def _call_and_note(self, method: str, argument: Any) -> None:
+        """Call all workers, and note what sleeps then, also when the call fails."""
+        try:
+            self.executor.collective_rpc(method, args=(argument,))
+        finally:
+            (self._sleeping_tags, *_) = self.executor.collective_rpc("sleeping_tags")
+
+    def collective_rpc(
+        self,
+        method: WorkerMethod,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker between two steps; see `Executor.collective_rpc`.
+
+        Raises:
+            RequestError: the workers have no such method, or only the engine may call it.
+            TimeoutError: the call took longer than `timeout` seconds; it goes on.
+            EngineDeadError: an earlier step failed.
+        """
+        self._check_alive()
+        if method in _OF_THE_ENGINE:
+            raise RequestError(
+                f"collective_rpc {method!r}: only the engine calls this method of the workers; "
+                f"sleep and wake_up are methods of the engine as well",
+                param="method",
+            )
+        return self.executor.collective_rpc(method, timeout, args, kwargs)
 
     def shutdown(self) -> None:
         """Let the workers go and end the trace. Calling it again does nothing."""

@@ -10,8 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.config import VllmConfig
-from vllm.engine.input_processor import InputProcessor, fan_out
+from vllm.engine.engine_control import ControlledCore, EngineControl
+from vllm.engine.fan_out import fan_out
+from vllm.engine.input_processor import InputProcessor
 from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.unavailable import refuse
 from vllm.errors import EngineDeadError, RequestError
 from vllm.inputs import PromptType
 from vllm.messages import EngineOutput, EngineRequest
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 
-class Core(Protocol):
+class Core(ControlledCore, Protocol):
     """What the engine needs of its core; see `vllm.engine.engine_core.EngineCore`."""
 
     def add_request(self, request: EngineRequest) -> None:
@@ -46,16 +49,12 @@ class Core(Protocol):
         """Something waits or runs."""
         ...
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False when requests use them."""
-        ...
-
     def shutdown(self) -> None:
         """Release the device."""
         ...
 
 
-class LLMEngine:
+class LLMEngine(EngineControl):
     """Requests, their core and their tokenizer.
 
     Args:
@@ -84,7 +83,7 @@ class LLMEngine:
         self.device_config = config.device
         self.load_config = config.load
         self.generation_defaults = dict(generation_defaults)
-        self.engine_core = core
+        self.engine_core: Core = core
         self.input_processor = InputProcessor(config, tokenizer, generation_defaults)
         self.output_processor = OutputProcessor(tokenizer)
         # Runs when the engine is collected or the interpreter exits, whichever comes first.
@@ -143,7 +142,7 @@ class LLMEngine:
             prompt: in any form of `PromptType`.
             params: how to sample, or to pool; may be used again.
             arrival_time: in seconds of `time.time()`; None is now.
-            lora_request: None; adapters are not available yet.
+            lora_request: only None for now.
             priority: a smaller one goes first, where the scheduling policy is "priority".
 
         Raises:
@@ -151,10 +150,7 @@ class LLMEngine:
             CapacityError: it can never fit the KV cache.
             EngineDeadError: the engine was shut down or has failed.
         """
-        if lora_request is not None:
-            raise RequestError(
-                "not available in this engine yet: LoRA (lora_request)", param="lora_request"
-            )
+        refuse(lora_request=lora_request)
         processor = self.input_processor
         if isinstance(params, PoolingParams):
             text, request = processor.process_pooling(
@@ -244,14 +240,6 @@ class LLMEngine:
         """Use another tokenizer for requests that come from now on."""
         self.input_processor.tokenizer = tokenizer
         self.output_processor.set_tokenizer(tokenizer)
-
-    def get_vllm_config(self) -> VllmConfig:
-        """What the engine runs with."""
-        return self.vllm_config
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False, and no change, while requests run."""
-        return self.engine_core.reset_prefix_cache()
 
     def check_health(self) -> None:
         """Nothing happens when the engine can serve.

@@ -29,6 +29,7 @@ from vllm.config.model import ModelDType
 from vllm.engine.resolve_hpu import resolve_hpu_config
 from vllm.engine.resolve_pooling import resolve_pooler
 from vllm.engine.resolve_quantization import check_quantization
+from vllm.engine.resolve_windows import resolve_windows
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
@@ -74,10 +75,15 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         scheduler=_resolve_scheduler(settings, platform, model),
         parallel=parallel,
         device=_resolve_device(platform),
-        load=load,
+        load=replace(load, hf_token=None),  # everything is downloaded: no process needs the secret
         hpu=hpu,
         structured_output=_section(StructuredOutputConfig, settings),
-        observability=ObservabilityConfig(profiler_enabled=envs.get().VLLM_PROFILER_ENABLED),
+        observability=_section(
+            ObservabilityConfig,
+            settings,
+            profiler_enabled=envs.get().VLLM_PROFILER_ENABLED,
+            torch_profiler_dir=_profiler_folder(),
+        ),
     )
 
 
@@ -93,6 +99,11 @@ def _given(value: int | None, default: int) -> int:
 def _kv_cache_space_bytes() -> int | None:
     space_gib = envs.get().VLLM_CPU_KVCACHE_SPACE
     return int(space_gib * 2**30) if space_gib else None
+
+
+def _profiler_folder() -> str | None:
+    folder = envs.get().VLLM_TORCH_PROFILER_DIR
+    return str(Path(folder).expanduser().absolute()) if folder else None
 
 
 def _resolve_device(platform: Platform) -> DeviceConfig:
@@ -111,18 +122,26 @@ def _resolve_device(platform: Platform) -> DeviceConfig:
 def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
     name = asked.model or str(BUNDLED_MODEL)
     folder = resolve_model_folder(
-        name, asked.revision, load.download_dir, load.ignore_patterns, load.load_format
+        name,
+        asked.revision,
+        load.download_dir,
+        load.ignore_patterns,
+        load.load_format,
+        load.hf_token,
     )
-    raw = read_hf_config(folder, asked.hf_overrides)
-    _check_architecture(raw, folder)
-    arch = ModelArch.from_hf(
-        complete_hf_config(raw, folder, trust_remote_code=asked.trust_remote_code)
-    )
+    config_folder = folder
+    if asked.hf_config_path is not None:
+        config_folder = _metadata_folder(asked.hf_config_path, asked.revision, load)
+    raw = read_hf_config(config_folder, asked.hf_overrides)
+    _check_architecture(raw, config_folder)
+    arch = _read_arch(asked, load, raw, config_folder)
+    arch, window = resolve_windows(asked, arch)
     arch = _allow_long_positions(asked.max_model_len, arch)
     pooler, recommended_len = resolve_pooler(asked, arch, folder)
     max_model_len = _resolve_max_model_len(asked, arch)
-    if recommended_len is not None and asked.max_model_len is None:
-        max_model_len = min(max_model_len, recommended_len)
+    if asked.max_model_len is None:
+        limits = (max_model_len, window, recommended_len)
+        max_model_len = min(limit for limit in limits if limit is not None)
     return replace(
         asked,
         model=name,
@@ -133,6 +152,37 @@ def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
         arch=arch,
         pooler=pooler,
         path=str(folder),
+        hf_config_path=None if asked.hf_config_path is None else str(config_folder),
+    )
+
+
+def _metadata_folder(name: str, revision: str | None, load: LoadConfig) -> Path:
+    """The folder of a model, with everything but weights."""
+    return resolve_model_folder(name, revision, load.download_dir, (), "dummy", load.hf_token)
+
+
+def _read_arch(
+    asked: ModelConfig, load: LoadConfig, raw: Mapping[str, Any], folder: Path
+) -> ModelArch:
+    code_folder = None
+    if asked.code_revision is not None:
+        if not asked.trust_remote_code:
+            logger.warning(
+                "code_revision=%s has no effect: code of the model runs with trust_remote_code",
+                asked.code_revision,
+            )
+        elif "AutoConfig" in (raw.get("auto_map") or {}):
+            source = asked.hf_config_path or asked.model or str(BUNDLED_MODEL)
+            code_folder = _metadata_folder(source, asked.code_revision, load)
+    return ModelArch.from_hf(
+        complete_hf_config(
+            raw,
+            folder,
+            trust_remote_code=asked.trust_remote_code,
+            code_folder=code_folder,
+            code_revision=asked.code_revision,
+            token=load.hf_token,
+        )
     )
 
 
@@ -152,8 +202,7 @@ def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> st
     if asked.tokenizer is None and asked.tokenizer_revision in (None, asked.revision):
         return str(folder)
     name = asked.tokenizer or asked.model or str(BUNDLED_MODEL)
-    # "dummy": everything but weights.
-    return str(resolve_model_folder(name, asked.tokenizer_revision, load.download_dir, (), "dummy"))
+    return str(_metadata_folder(name, asked.tokenizer_revision, load))
 
 
 def _resolve_dtype(asked: ModelConfig, arch: ModelArch) -> ModelDType:
@@ -199,19 +248,27 @@ def _resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
     derived = arch.derived_max_model_len
     if asked.max_model_len is None:
         return derived
-    if asked.max_model_len > derived and envs.get().VLLM_ALLOW_LONG_MAX_MODEL_LEN:
-        cause = "has learned positions" if arch.rope is None else "scales positions by a factor"
-        raise ConfigError(
-            f"max_model_len ({asked.max_model_len}) is more than the {derived} tokens the model "
-            f"has positions for, and it {cause}: VLLM_ALLOW_LONG_MAX_MODEL_LEN adds none"
-        )
     if asked.max_model_len > derived:
-        raise ConfigError(
-            f"max_model_len ({asked.max_model_len}) is more than the {derived} tokens the "
-            f"model's config.json allows; a model that does run longer is told so by hf_overrides="
-            f"'{{\"max_position_embeddings\": {asked.max_model_len}}}'"
-        )
+        raise ConfigError(_describe_excess(asked.max_model_len, arch))
     return asked.max_model_len
+
+
+def _describe_excess(max_model_len: int, arch: ModelArch) -> str:
+    derived = arch.derived_max_model_len
+    text = (
+        f"max_model_len={max_model_len}: the model takes at most {derived} tokens, by its "
+        f"config.json. Lower it to {derived}."
+    )
+    none = "VLLM_ALLOW_LONG_MAX_MODEL_LEN adds none."
+    if arch.rope is None:
+        return f"{text} Its positions are learned: {none}"
+    if arch.rope.rope_type == "yarn":
+        return f"{text} It scales positions by the factor of its rope_scaling: {none}"
+    return (
+        f"{text} If it was made for more, say so with "
+        f"hf_overrides='{{\"max_position_embeddings\": {max_model_len}}}', or stretch its "
+        f"positions with rope_scaling=JSON; VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 only lifts the limit."
+    )
 
 
 def _for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[str, Any]:

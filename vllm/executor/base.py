@@ -1,8 +1,11 @@
 """What the engine core asks of whoever runs the workers."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
+from vllm.executor.worker_call import WorkerMethod
 from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
 from vllm.worker.interface import StepHandleLike
 
@@ -33,6 +36,29 @@ class Executor(ABC):
             step. None: nothing has to be loaded.
         """
         return None
+
+    @abstractmethod
+    def collective_rpc(
+        self,
+        method: WorkerMethod,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker, after the steps that have been started.
+
+        Args:
+            method: its name, or a function whose first argument is the worker.
+            timeout: seconds to wait; None waits without limit. The call itself is not ended.
+            args, kwargs: of the call.
+
+        Returns:
+            One result per worker.
+
+        Raises:
+            RequestError: the workers have no such method.
+            TimeoutError: the call took longer than `timeout`.
+        """
 
     def stats(self) -> RunnerStats:
         """What the workers have done since they started; nothing where they do not count.

@@ -40,6 +40,7 @@ def get_tokenizer(
     tokenizer_mode: str = "auto",
     trust_remote_code: bool = False,
     revision: str | None = None,
+    download_dir: str | None = None,
     **kwargs: Any,
 ) -> "PreTrainedTokenizerBase":
     """The tokenizer of a local folder or of a model on the Hugging Face hub.
@@ -50,6 +51,7 @@ def get_tokenizer(
             transformers has one.
         trust_remote_code: run Python code that comes with the tokenizer.
         revision: branch, tag or commit on the hub.
+        download_dir: folder for downloads; None is the Hugging Face cache.
         kwargs: passed on to `AutoTokenizer.from_pretrained`.
 
     Raises:
@@ -69,6 +71,7 @@ def get_tokenizer(
                 use_fast=tokenizer_mode != "slow",
                 trust_remote_code=trust_remote_code,
                 revision=revision,
+                cache_dir=download_dir,
                 **kwargs,
             )
     except Exception as error:  # tokenizers raises a plain Exception for a damaged file

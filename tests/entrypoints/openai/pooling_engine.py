@@ -30,10 +30,12 @@ class InlineEngine(FakeEngine):
         self._engine = llm.llm_engine
         self._outputs: dict[str, AnyRequestOutput] = {}
 
-    async def tokenize(self, prompt: Any, *, is_long: bool = False) -> Any:
+    async def tokenize(
+        self, prompt: Any, *, is_long: bool = False, max_tokens: int | None = None
+    ) -> Any:
         return self.input_processor.tokenize(prompt)
 
-    async def in_slow_lane(self, work: Any) -> Any:
+    async def in_slow_lane(self, work: Any, num_chars: int = 0) -> Any:
         return work(self.input_processor)
 
     async def get_tokenizer(self) -> Any:

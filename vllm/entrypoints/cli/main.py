@@ -8,10 +8,13 @@ is 0.
 Exit codes: 0 done, 1 the engine failed, 2 bad flags, settings or input, 130 interrupted.
 """
 
+import difflib
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 
 from vllm.errors import ConfigError, RequestError, VllmError
 from vllm.utils import FlexibleArgumentParser
@@ -33,8 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Flag errors and `--help` exit from argparse."""
 
     def run() -> int | None:
-        words = sys.argv[1:] if argv is None else argv
-        args = _create_parser(words).parse_args(words)
+        words = list(sys.argv[1:] if argv is None else argv)
+        parser = _create_parser(words)
+        if not words:
+            parser.print_help()
+            return 0
+        if (mistake := _find_mistake(words[0])) is not None:
+            parser.error(mistake)
+        args = parser.parse_args(words)
         code: int | None = args.run(args)
         return code
 
@@ -61,7 +70,7 @@ def run_command(run: Callable[[], int | None]) -> int:
 def _create_parser(words: Sequence[str]) -> FlexibleArgumentParser:
     parser = FlexibleArgumentParser(prog="vllm", description="LLM inference on Gaudi and CPU.")
     parser.add_argument("-v", "--version", action="version", version=__version__)
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     given = next((word for word in words if not word.startswith("-")), None)
     for name, text in _COMMANDS.items():
         if name == given:
@@ -72,8 +81,30 @@ def _create_parser(words: Sequence[str]) -> FlexibleArgumentParser:
     return parser
 
 
+def _find_mistake(word: str) -> str | None:
+    """What is wrong with the first word of a command line; None where it may be right."""
+    if word in _COMMANDS or word in ("-h", "--help", "-v", "--version"):
+        return None
+    if word.startswith("-"):
+        return f"{word} comes before the command. Flags follow it, as in 'vllm serve {word} ...'"
+    if "/" in word or Path(word).is_dir():
+        return f"{word!r} is not a command. To serve that model: vllm serve {shlex.quote(word)}"
+    near = difflib.get_close_matches(word, _COMMANDS, n=1)
+    if near:
+        return f"{word!r} is not a command. Did you mean 'vllm {near[0]}'?"
+    return (
+        f"{word!r} is not a command. The commands are {', '.join(_COMMANDS)}. "
+        f"To serve a model of that name: vllm serve {shlex.quote(word)}"
+    )
+
+
 def _fail(error: VllmError, code: int) -> int:
-    sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+    text = " ".join(str(error).split())
+    if isinstance(error, ConfigError):
+        from vllm.entrypoints.cli.flag_names import with_flags
+
+        text = with_flags(text)
+    sys.stderr.write(f"error: {text}\n")
     return code
 
 

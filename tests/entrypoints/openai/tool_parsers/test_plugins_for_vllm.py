@@ -76,13 +76,12 @@ class BangToolParser(ToolParser):
             self.prev_tool_call_arr = [{"name": name, "arguments": {}}]
             return DeltaMessage(tool_calls=[DeltaToolCall(
                 index=0, type="function",
-                function=DeltaFunctionCall(name=name).model_dump(exclude_none=True))])
+                function=DeltaFunctionCall(
+                    name=name, arguments="{" + arguments).model_dump(exclude_none=True))])
         try:
             self.prev_tool_call_arr[0]["arguments"] = json.loads("{" + arguments)
             return None  # the server sends what is left
         except ValueError:
-            if "{" in delta_text and arguments == delta_text.partition("{")[2]:
-                return None
             return DeltaMessage(tool_calls=[DeltaToolCall(
                 index=0, function=DeltaFunctionCall(arguments=delta_text))])
 '''
