@@ -42,7 +42,7 @@ def test_an_argument_without_effect_is_accepted_with_one_line(name, capsys):
 
 def test_reasoning_is_enabled_with_a_parser_only():
     assert EngineArgs(enable_reasoning=True, reasoning_parser="qwen3") == EngineArgs()
-    with pytest.raises(ConfigError, match="^enable_reasoning=True needs reasoning_parser"):
+    with pytest.raises(ConfigError, match=r"^enable_reasoning=True needs reasoning_parser"):
         EngineArgs(enable_reasoning=True)
 
 
