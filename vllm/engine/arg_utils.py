@@ -69,6 +69,11 @@ class EngineArgs:
         for name in settings:
             if name not in _FIELDS and name not in COMPAT_ARGUMENTS:
                 raise ConfigError(_unknown(name))
+        if settings.get("enable_reasoning") and not settings.get("reasoning_parser"):
+            raise ConfigError(
+                "enable_reasoning=True needs reasoning_parser, the name of a parser of "
+                "vllm.reasoning, such as 'qwen3'; or leave enable_reasoning out"
+            )
         for name, value in settings.items():
             if name in COMPAT_ARGUMENTS:
                 accept(name, value)

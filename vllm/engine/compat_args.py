@@ -147,6 +147,12 @@ _ARGUMENTS = (
     _ignored("split_qkv", False, "the model classes decide how projections are laid out"),
     _ignored("enable_reasoning", None, "a reasoning parser is chosen by its name alone"),
     _ignored(
+        "reasoning_parser",
+        "",
+        "an engine gives whole texts; `vllm serve --reasoning-parser` takes the reasoning out of "
+        "them, and offline the parsers of vllm.reasoning do",
+    ),
+    _ignored(
         "limit_mm_per_prompt",
         None,
         "prompts are text alone, so there is nothing to limit",
@@ -206,12 +212,6 @@ _ARGUMENTS = (
         None,
         "an engine computes prompts and outputs of its requests itself, and exchanges no KV cache; "
         "several servers can share the load behind a load balancer",
-    ),
-    _missing(
-        "reasoning_parser",
-        "",
-        "an engine gives whole texts; `vllm serve --reasoning-parser` takes the reasoning out of "
-        "them, and offline the parsers of vllm.reasoning do",
     ),
     _missing(
         "otlp_traces_endpoint",

@@ -143,10 +143,18 @@ class ServerArgs:
     """Which form the model writes tool calls in; `vllm serve --tool-call-parser help` lists."""
 
     tool_parser_plugin: str | None = None
-    """Python file that registers further tool parsers."""
+    """Python file that registers further tool parsers, or reasoning parsers; those written for
+    vLLM work too."""
 
     reasoning_parser: str | None = None
     """Which form the model writes its reasoning in; `--reasoning-parser help` lists."""
+
+    reasoning_parser_plugin: str | None = None
+    """Python file that registers further reasoning parsers; those written for vLLM work too."""
+
+    enable_reasoning: bool = False
+    """Split reasoning from answers; an older flag that reasoning_parser implies, and that needs
+    it."""
 
     lora_modules: tuple[str, ...] = ()
     """LoRA adapters; refused: this version runs none."""
@@ -213,6 +221,12 @@ class ServerArgs:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")
         if self.enable_auto_tool_choice and not self.tool_call_parser:
             raise ConfigError("enable_auto_tool_choice needs tool_call_parser")
+        if self.enable_reasoning and not self.reasoning_parser:
+            raise ConfigError(
+                "enable_reasoning needs reasoning_parser, which says how the model writes its "
+                "reasoning: add --reasoning-parser NAME (`--reasoning-parser help` lists the "
+                "names), or leave --enable-reasoning out"
+            )
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("allow_credentials needs allowed_origins without *")
         if self.ssl_keyfile and not self.ssl_certfile:
