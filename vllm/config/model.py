@@ -263,6 +263,11 @@ class ModelConfig:
         if self.max_model_len is not None:
             check_at_least(self, 1, "max_model_len")
         check_at_least(self, 0, "max_logprobs")
+        if any(not name.strip() for name in self.served_model_name):
+            raise ConfigError(
+                "served_model_name must not be empty: give names that requests may use, or leave "
+                "it out"
+            )
 
     @property
     def resolved_arch(self) -> ModelArch:

@@ -4,6 +4,7 @@ Joins the three parts and decides nothing itself: `InputProcessor` checks and to
 engine core computes, `OutputProcessor` makes text. Not thread-safe.
 """
 
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from vllm.engine.input_processor import InputProcessor, fan_out
 from vllm.engine.output_processor import OutputProcessor
 from vllm.errors import EngineDeadError, RequestError
 from vllm.inputs import PromptType
+from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest
 from vllm.outputs import AnyRequestOutput
 from vllm.platforms import resolve_platform
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger(__name__)
 
 
 class Core(Protocol):
@@ -97,7 +101,10 @@ class LLMEngine:
         Raises:
             ConfigError: the engine cannot start with them.
         """
-        return cls.from_vllm_config(engine_args.create_engine_config())
+        began = time.monotonic()
+        engine = cls.from_vllm_config(engine_args.create_engine_config())
+        logger.info("ready in %.1f s: %s", time.monotonic() - began, engine.vllm_config.summary)
+        return engine
 
     @classmethod
     def from_vllm_config(cls, config: VllmConfig) -> "LLMEngine":

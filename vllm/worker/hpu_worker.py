@@ -61,17 +61,9 @@ class HPUWorker:
 
     Args:
         config: of the engine.
-
-    Raises:
-        ConfigError: the KV cache is to hold another dtype than that of the model.
     """
 
     def __init__(self, config: VllmConfig) -> None:
-        if config.cache.kv_cache_dtype != "auto":
-            raise ConfigError(
-                f"--kv-cache-dtype {config.cache.kv_cache_dtype} is available on cpu only; "
-                f"leave it out on hpu"
-            )
         self.config = config
         platform = resolve_platform("hpu")
         assert isinstance(platform, HPUPlatform)

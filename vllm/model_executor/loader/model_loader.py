@@ -18,12 +18,13 @@ from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.loader.checkpoint import find_files, iterate_tensors
+from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.dummy import fill_with_dummy_weights
 from vllm.model_executor.loader.weights import load_weights
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.quantization import quantization_of
+from vllm.transformers_utils.weight_files import find_files
 from vllm.utils import startup
 
 logger = init_logger(__name__)
@@ -52,11 +53,11 @@ def load_model(
         WeightLoadError: the checkpoint is missing, damaged or does not fit the model.
     """
     started = time.perf_counter()
-    startup.report("loading weights")
     arch = config.model.resolved_arch
     is_pooling = config.model.pooler is not None
     model = build_model(arch, tp, getattr(torch, config.model.dtype_name), is_pooling=is_pooling)
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    startup.report(f"loading {num_bytes / 2**30:.2f} GiB of weights")
 
     def finish(module: nn.Module) -> None:
         if finish_layer is not None and isinstance(module, ParallelLinear):
