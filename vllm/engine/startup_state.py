@@ -10,6 +10,9 @@ logger = init_logger(__name__)
 _MIN_ETA_DONE = 2
 """Units of work that must be done before an estimate is worth telling."""
 
+_LOG_INTERVAL_S = 10.0
+"""Between two lines about the progress of one phase."""
+
 _NOT_STARTED = "waiting to start"
 _ENDS = ("ready", "failed")
 
@@ -29,7 +32,7 @@ class Startup:
         self.done = 0
         self.total = 0
         self.error: BaseException | None = None
-        self._phase_began = time.monotonic()
+        self._phase_began = self._logged = time.monotonic()
         self._changed = asyncio.Event()
 
     @property
@@ -48,8 +51,13 @@ class Startup:
         """The start has come this far."""
         if phase != self.phase:
             self._log_change(phase)
-            self._phase_began = time.monotonic()
+            self._phase_began = self._logged = time.monotonic()
         self.phase, self.done, self.total = phase, done, total
+        if total and time.monotonic() - self._logged >= _LOG_INTERVAL_S:
+            self._logged = time.monotonic()
+            eta_s = self.eta_seconds
+            left = "" if eta_s is None else f", about {eta_s:.0f} s left"
+            logger.info("start: %s: %d of %d%s", phase, done, total, left)
 
     def _log_change(self, phase: str) -> None:
         """One line per phase: what begins, and how long the one before it took."""

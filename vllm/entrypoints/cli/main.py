@@ -5,7 +5,8 @@ Only the module of the command that was given is imported, and it imports torch 
 inside `run`, so that `--help` and a bad flag answer at once. `run` may return an exit code; None
 is 0.
 
-Exit codes: 0 done, 1 the engine failed, 2 bad flags, settings or input, 130 interrupted.
+Exit codes: 0 done, 1 the engine or a request of a batch failed, 2 bad flags, settings or input, 130
+interrupted.
 """
 
 import difflib

@@ -130,7 +130,9 @@ async def _run(
     )
     context = ServerContext(args, engine, created=time.time())
     try:
-        app = build_app(context)
+        # Its process imports for as long as this one does: at the same time.
+        engine.prepare()
+        app = await asyncio.to_thread(build_app, context)
         await engine.start()
         context.has_been_ready = True
         begin = time.perf_counter()

@@ -6,7 +6,7 @@ checkpoint: `.bin` files are unpickled with `weights_only=True`.
 
 import pickle
 import zipfile
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,22 @@ from vllm.model_executor.loader.safetensors_file import read_safetensors
 
 
 def iterate_tensors(
-    files: list[Path], show_progress: bool
+    files: list[Path], show_progress: bool, on_file: Callable[[int], None] | None = None
 ) -> Generator[tuple[str, Source], None, None]:
     """Every tensor of the files with its name. A `Source` is valid until the next one.
+
+    Args:
+        files: from `find_files`.
+        show_progress: show a bar.
+        on_file: called before each file with the number of those that are done.
 
     Raises:
         WeightLoadError: a file is damaged or is not what its name says.
     """
-    for path in tqdm(files, desc="Loading checkpoint files", disable=not show_progress):
+    bar = tqdm(files, desc="Loading checkpoint files", disable=not show_progress)
+    for num_done, path in enumerate(bar):
+        if on_file is not None:
+            on_file(num_done)
         yield from read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
 
 

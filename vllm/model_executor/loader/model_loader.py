@@ -57,7 +57,8 @@ def load_model(
     is_pooling = config.model.pooler is not None
     model = build_model(arch, tp, getattr(torch, config.model.dtype_name), is_pooling=is_pooling)
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    startup.report(f"loading {num_bytes / 2**30:.2f} GiB of weights")
+    phase = f"loading {num_bytes / 2**30:.2f} GiB of weights"
+    startup.report(phase)
 
     def finish(module: nn.Module) -> None:
         if finish_layer is not None and isinstance(module, ParallelLinear):
@@ -71,7 +72,10 @@ def load_model(
     else:
         memory = ParameterMemory(model, device)
         files = find_files(Path(config.model.resolved_path), config.load.load_format)
-        with closing(iterate_tensors(files, config.load.use_tqdm_on_load)) as tensors:
+        show_bar = config.load.use_tqdm_on_load
+        with closing(
+            iterate_tensors(files, show_bar, lambda done: startup.report(phase, done, len(files)))
+        ) as tensors:
             load_weights(model, tensors, tp, prepare=memory.allocate, finish=finish)
         materialize_buffers(model, device)
     logger.info(
