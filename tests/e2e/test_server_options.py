@@ -146,7 +146,7 @@ def test_every_line_of_the_log_is_json_and_holds_no_key_and_no_whole_prompt(serv
         lines = whole_lines(server)
     assert {200, 401} <= completion_statuses(lines)
     messages = [line["message"] for line in lines]
-    assert any(message.startswith("ready in") for message in messages)  # the engine's own
+    assert any(message.startswith("KV cache: ") for message in messages)  # the engine's own
     assert any('"prompt": "import..."' in message for message in messages)
     assert not any(KEY in message or "import os" in message for message in messages)
 

@@ -92,6 +92,22 @@ def test_a_length_beyond_the_model_names_both_numbers_and_the_way_out():
     assert overridden.scheduler.max_model_len == 4096
 
 
+def test_weights_are_not_downloaded_for_settings_that_are_wrong(monkeypatch):
+    asked = []
+
+    def find(name, revision, download_dir, ignore_patterns, load_format):
+        asked.append((name, load_format))
+        return BUNDLED_MODEL
+
+    monkeypatch.setattr("vllm.engine.resolve_config.resolve_model_folder", find)
+    for wrong in ({"max_model_len": 4096}, {"quantization": "x"}, {"max_num_batched_tokens": 0}):
+        with pytest.raises(ConfigError):
+            resolve(model="some/model", **wrong)
+    assert ("some/model", "auto") not in asked
+    assert resolve(model="some/model").model.path == str(BUNDLED_MODEL)
+    assert asked[-1] == ("some/model", "auto")
+
+
 @pytest.fixture
 def allow_long(monkeypatch):
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")

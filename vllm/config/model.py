@@ -293,6 +293,11 @@ class ModelConfig:
                     f"logits_processor_pattern {self.logits_processor_pattern!r} is not a regular "
                     f"expression: {error}"
                 ) from None
+        if any(not name.strip() for name in self.served_model_name):
+            raise ConfigError(
+                "served_model_name must not be empty: give names that requests may use, or leave "
+                "it out"
+            )
 
     @property
     def resolved_arch(self) -> ModelArch:

@@ -46,7 +46,6 @@ class EngineCore:
         executor: Executor | None = None,
         run_ahead: RunAhead | None = None,
     ) -> None:
-        started = time.perf_counter()
         self.config = config
         if config.observability.profiler_enabled:
             set_trace(open_trace(Path.cwd()))
@@ -66,14 +65,6 @@ class EngineCore:
         self._sleeping_tags: list[str] = []
         # Not the exception: its traceback holds the engine, which then nobody could collect.
         self._failure: str | None = None
-        logger.info(
-            "ready in %.1f s: %s, max_model_len %d, at most %d requests and %d tokens per step",
-            time.perf_counter() - started,
-            (config.model.served_model_name or (config.model.model,))[0],
-            config.scheduler.max_model_len,
-            config.scheduler.max_num_seqs,
-            config.scheduler.max_num_batched_tokens,
-        )
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.

@@ -4,6 +4,7 @@ What can be wrong with a request is found here, before the core sees it. Only wh
 the KV cache is for the core to say.
 """
 
+import copy
 import operator
 import random
 import threading

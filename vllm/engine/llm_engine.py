@@ -4,6 +4,7 @@ Joins the three parts and decides nothing itself: `InputProcessor` checks and to
 engine core computes, `OutputProcessor` makes text. Not thread-safe.
 """
 
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.unavailable import refuse
 from vllm.errors import EngineDeadError, RequestError
 from vllm.inputs import PromptType
+from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest
 from vllm.outputs import AnyRequestOutput
 from vllm.platforms import resolve_platform
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger(__name__)
 
 
 class Core(ControlledCore, Protocol):
@@ -96,7 +100,10 @@ class LLMEngine(EngineControl):
         Raises:
             ConfigError: the engine cannot start with them.
         """
-        return cls.from_vllm_config(engine_args.create_engine_config())
+        began = time.monotonic()
+        engine = cls.from_vllm_config(engine_args.create_engine_config())
+        logger.info("ready in %.1f s: %s", time.monotonic() - began, engine.vllm_config.summary)
+        return engine
 
     @classmethod
     def from_vllm_config(cls, config: VllmConfig) -> "LLMEngine":

@@ -63,20 +63,12 @@ class HPUWorker(WorkerBase):
 
     Args:
         config: of the engine.
-
-    Raises:
-        ConfigError: the KV cache is to hold another dtype than that of the model.
     """
 
     model: CausalLM | PoolingModel
     runner: HPUModelRunner
 
     def __init__(self, config: VllmConfig) -> None:
-        if config.cache.kv_cache_dtype != "auto":
-            raise ConfigError(
-                f"--kv-cache-dtype {config.cache.kv_cache_dtype} is available on cpu only; "
-                f"leave it out on hpu"
-            )
         platform = resolve_platform("hpu")
         assert isinstance(platform, HPUPlatform)
         self.platform = platform

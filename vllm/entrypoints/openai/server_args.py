@@ -231,6 +231,8 @@ class ServerArgs:
             raise ConfigError("allow_credentials needs allowed_origins without *")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile")
+        if self.ssl_ca_certs and not self.ssl_certfile:
+            raise ConfigError("ssl_ca_certs needs ssl_certfile")
         if self.ssl_cert_reqs not in (0, 1, 2):
             raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
         if self.shutdown_timeout < 0:
@@ -242,6 +244,11 @@ class ServerArgs:
                 check_at_least(self, 0, name)
         if any(not key for key in self.api_key):
             raise ConfigError("api_key must not be empty")
+        if any(key != key.strip() or not key.isprintable() for key in self.api_key):
+            raise ConfigError(
+                "api_key has a line break, another control character, or spaces around it: no "
+                "client can send that in a header. Give the key alone."
+            )
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with /, got {self.root_path!r}")
         for name in ("lora_modules", "prompt_adapters"):
