@@ -185,7 +185,7 @@ class EngineControl:
 
         Args:
             level: 1 keeps the content of the weights; 2 keeps nothing, and `wake_up` reads the
-                checkpoint again. See docs/sleep_mode.md.
+                checkpoint again. See docs/engine_control.md.
 
         Raises:
             RequestError: sleep mode is off, or there is no such level.
