@@ -49,10 +49,19 @@ from vllm.worker.kv_cache import (
 )
 from vllm.worker.memory_profile import MemoryProfile, is_out_of_memory
 from vllm.worker.model_runner import StepHandle
+from vllm.worker.sleep import KV_CACHE, TAGS, WEIGHTS
 from vllm.worker.step_report import StepShape
 from vllm.worker.worker_base import WorkerBase
 
 logger = init_logger(__name__)
+
+_SLEEPS_WITH = {
+    MemoryClass.WEIGHTS: frozenset({WEIGHTS}),
+    MemoryClass.KV_CACHE: frozenset({KV_CACHE}),
+    MemoryClass.PREFILL_GRAPHS: frozenset(TAGS),
+    MemoryClass.DECODE_GRAPHS: frozenset(TAGS),
+}
+"""What is given back while one of these parts sleeps."""
 
 _PROFILE_BLOCKS = 2
 """KV blocks while the memory of a launch is measured: all its references are to one of them."""
@@ -123,6 +132,7 @@ class HPUWorker(WorkerBase):
             self._prepare_launches(plan_buckets(self.config, num_blocks))
         logger.info("init_cache_engine took %s", total)
         self._graphs = SleepingGraphs(self.runner)
+        self._given_back: dict[MemoryClass, int] = {}
         self._set_memory(
             CardWeights(self.model, self.config.model.path or "", self._build_model, self.bridge),
             CardCache(self.bridge, self._release_caches, lambda: self._bind_caches(num_blocks)),
@@ -136,12 +146,25 @@ class HPUWorker(WorkerBase):
         """Throw the graphs away, which hold addresses, then give back what they point to."""
         self._graphs.release()
         super().sleep(level)
+        self._book_what_is_awake()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Take the memory again; when all of it is there, capture the graphs again."""
         super().wake_up(tags)
         if not self.sleeping_tags():
             self._graphs.capture()
+        self._book_what_is_awake()
+
+    def _book_what_is_awake(self) -> None:
+        """Let the ledger say what is on the card now; what sleeps keeps its budget."""
+        sleeping = self.sleeping_tags()
+        for cls, tags in _SLEEPS_WITH.items():
+            if not tags.isdisjoint(sleeping):
+                booked = self.ledger.booked(cls)
+                self.ledger.release(cls, booked)
+                self._given_back[cls] = self._given_back.get(cls, 0) + booked
+            else:
+                self.ledger.book(cls, self._given_back.pop(cls, 0))
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
         """Start a step; at most one other is in flight. With a step report on, it has ended

@@ -204,6 +204,9 @@ class ServerArgs:
     dev_mode: bool = field(default=False, metadata={"cli": False})
     """Serve the routes for development too (VLLM_SERVER_DEV_MODE)."""
 
+    can_profile: bool = field(default=False, metadata={"cli": False})
+    """Serve the routes that begin and end a trace (VLLM_TORCH_PROFILER_DIR is set)."""
+
     keep_alive_s: int = field(default=5, metadata={"cli": False})
     """Seconds that a connection without a request stays open (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)."""
 
