@@ -25,6 +25,7 @@ class CPUPlatform(Platform):
     default_max_num_batched_tokens = 2048
     worker_class = "vllm.worker.cpu_worker:CPUWorker"
     is_asynchronous = False
+    has_own_memory = False
 
     @property
     def ops_class(self) -> str:

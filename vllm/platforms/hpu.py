@@ -28,6 +28,7 @@ class HPUPlatform(Platform):
     default_max_num_batched_tokens = 8192
     worker_class = "vllm.worker.hpu_worker:HPUWorker"
     is_asynchronous = True
+    has_own_memory = True
 
     def __init__(self, open_bridge: "Callable[[], HabanaBridge]") -> None:
         """

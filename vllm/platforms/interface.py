@@ -26,6 +26,9 @@ class Platform(ABC):
     is_asynchronous: ClassVar[bool]
     """A worker starts a step and returns; False: it returns when the step is computed."""
 
+    has_own_memory: ClassVar[bool]
+    """Weights are in a memory of the device, apart from that of the host."""
+
     @property
     @abstractmethod
     def ops_class(self) -> str:
