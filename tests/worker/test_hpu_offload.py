@@ -115,6 +115,17 @@ def test_after_a_step_that_was_broken_off_the_next_one_is_right():
     assert run(model) == want
 
 
+def test_a_model_that_is_moved_to_other_memory_is_filled_again():
+    model, bridge = Layered(*[4] * 3), RecordingBridge()
+    want = run(model)
+    StreamedLayers(bridge, list(model.layers))
+    run(model)
+    weight, bias = (nn.Parameter(torch.zeros_like(p)) for p in model.layers[0].parameters())
+    for layer in model.layers:
+        layer.weight, layer.bias = weight, bias
+    assert (run(model), run(model)) == (want, want)
+
+
 def test_how_much_stays_on_the_host_is_told_and_when_that_is_too_little():
     model = Layered(*[4] * 5)
     with captured_log() as log:

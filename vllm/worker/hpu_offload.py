@@ -98,7 +98,10 @@ class StreamedLayers:
     def _on_card(self, param: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(self._bridge.zeros(param.shape, param.dtype), requires_grad=False)
 
-    def _before(self, slot: _Slot, number: int, *_: Any) -> None:
+    def _before(self, slot: _Slot, number: int, layer: nn.Module, _: Any) -> None:
+        params = list(layer.parameters())
+        if params[0] is not slot.params[0]:  # somebody has moved the model to other memory
+            slot.params, slot.held = params, None
         if slot.held != number:  # the first launch, or the last one was broken off
             self._fill(slot, number)
 
