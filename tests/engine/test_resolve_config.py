@@ -317,3 +317,14 @@ def test_a_model_without_windows_stays_as_it_is():
     assert resolve(disable_sliding_window=True) == replace_model(
         resolve(), disable_sliding_window=True
     )
+
+
+def test_weights_on_the_host_are_what_the_cpu_has_anyway(capsys):
+    assert resolve(cpu_offload_gb=4) == resolve()
+    assert "cpu_offload_gb=4 has no effect: on the device 'cpu' all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [-1, float("inf"), float("nan")])
+def test_less_than_nothing_on_the_host_is_refused(number):
+    with pytest.raises(ConfigError, match="cpu_offload_gb must be at least 0, got"):
+        resolve(cpu_offload_gb=number)

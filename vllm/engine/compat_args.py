@@ -193,7 +193,6 @@ _ARGUMENTS = (
     ),
     _missing("qlora_adapter_name_or_path", None, _MERGE),
     _missing("enable_prompt_embeds", False, "embeddings as prompts"),
-    _missing("cpu_offload_gb", 0.0, "offloading weights to the host"),
     _missing(
         "speculative_config",
         None,

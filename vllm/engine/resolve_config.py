@@ -28,6 +28,7 @@ from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType
 from vllm.engine.resolve_hpu import refuse_variables, resolve_hpu_config
+from vllm.engine.resolve_offload import resolve_offload
 from vllm.engine.resolve_pooling import resolve_pooler
 from vllm.engine.resolve_quantization import check_quantization
 from vllm.engine.resolve_windows import resolve_windows
@@ -61,6 +62,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     load = _section(LoadConfig, settings)
     model = _resolve_model(_section(ModelConfig, settings), load)
     check_quantization(model, platform)
+    load = resolve_offload(load, model, platform)
     if model.pooler is not None:
         settings = _for_pooling(settings, model.pooler)
     assert model.max_model_len is not None

@@ -28,6 +28,7 @@ class CPUPlatform(Platform):
     is_asynchronous = False
     needs_static_shapes = False
     kv_cache_dtypes = get_args(CacheDType)
+    has_own_memory = False
 
     @property
     def ops_class(self) -> str:

@@ -30,6 +30,9 @@ class Platform(ABC):
     kv_cache_dtypes: ClassVar[tuple[str, ...]]
     """Values of `--kv-cache-dtype` that run here."""
 
+    has_own_memory: ClassVar[bool]
+    """Weights are in a memory of the device, apart from that of the host."""
+
     @property
     @abstractmethod
     def ops_class(self) -> str:
