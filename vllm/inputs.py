@@ -27,5 +27,13 @@ class TokensPrompt(TypedDict):
     multi_modal_data: NotRequired[dict[str, Any]]
 
 
-PromptType = str | list[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict):
+    """A prompt as embeddings, for an engine with `enable_prompt_embeds`."""
+
+    prompt_embeds: Any
+    """Tensor of torch or array of numpy [tokens, size of the model's embeddings]."""
+    cache_salt: NotRequired[str]
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 """A string is tokenised with the tokenizer's special tokens (BOS); a list holds token ids."""

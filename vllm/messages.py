@@ -51,6 +51,24 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """Of the vocabulary it was compiled for."""
 
 
+class TokenEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
+    """Embeddings that the model takes in place of those of some prompt tokens."""
+
+    start: int
+    """Position of the first of them in the prompt."""
+    shape: tuple[int, int]
+    """[n, size of the model's embeddings]; n tokens in a row."""
+    dtype: str
+    """float16, bfloat16, float32 or float64; the runner rounds to the model's."""
+    data: bytes
+    """Row-major, little-endian."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last of them."""
+        return self.start + self.shape[0]
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request, ready to be scheduled."""
 
@@ -78,6 +96,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Of a request to a pooling model, which samples nothing; None: it generates."""
     token_type_ids: list[int] | None = None
     """One per prompt token, for models that tell the parts of a pair apart; None: all 0."""
+    embeddings: tuple[TokenEmbeddings, ...] = ()
+    """In order of their positions. The tokens that they replace are placeholders, and
+    `cache_extra_keys` has a key of each."""
+
+    @property
+    def known_prompt_token_ids(self) -> list[int] | None:
+        """The prompt as the user's tokens; None when it was given as embeddings."""
+        return None if self.embeddings else self.prompt_token_ids
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):

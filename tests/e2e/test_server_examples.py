@@ -15,7 +15,7 @@ KEY = "sesame"
 
 @pytest.fixture(scope="module")
 def server():
-    with start_server("--api-key", KEY) as server:
+    with start_server("--api-key", KEY, "--enable-prompt-embeds") as server:
         yield server
 
 

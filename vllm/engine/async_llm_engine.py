@@ -315,6 +315,8 @@ class AsyncLLM:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(text, str) and len(text) >= LONG_TEXT_CHARS:
             return await self.in_slow_lane(process)
+        if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
+            return await self.in_slow_lane(process)  # megabytes to check and to hash
         return process(self.input_processor)
 
     async def tokenize(self, prompt: PromptType, *, is_long: bool = False) -> TokenizedPrompt:
@@ -359,13 +361,17 @@ class AsyncLLM:
         # The user's id is free again while outputs of its last request are still on their way.
         own = replace(request, request_id=f"{request.request_id}-{next(self._core_ids)}")
         core_requests = fan_out(own)
+        sent = AddRequests(requests=core_requests)
+        if own.embeddings:
+            bare = [replace(core_request, embeddings=()) for core_request in core_requests]
+            sent = AddRequests(requests=bare, embeddings=own.embeddings)
         num_tokens = len(request.prompt_token_ids)
         self._admission.check(len(core_requests), num_tokens * len(core_requests))
         self.output_processor.add_request(
             request.request_id, text, request.sampling_params, core_requests
         )
         try:
-            self._core.send(AddRequests(requests=core_requests))
+            self._core.send(sent)
         except BaseException:
             self.output_processor.abort([request.request_id])
             raise

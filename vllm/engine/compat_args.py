@@ -112,7 +112,6 @@ _ARGUMENTS = (
     _missing("model_loader_extra_config", {}, "further loaders"),
     _missing("qlora_adapter_name_or_path", None, "QLoRA"),
     _missing("disable_sliding_window", False, "running a sliding-window model without its window"),
-    _missing("enable_prompt_embeds", False, "embeddings as prompts"),
     _missing("cpu_offload_gb", 0.0, "offloading weights to the host"),
     _missing("speculative_config", None, "speculative decoding"),
     _missing("enable_lora", False, _LORA),

@@ -17,6 +17,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from vllm.engine.engine_core import EngineCore
@@ -111,6 +112,8 @@ class CoreLoop:
     def _handle(self, message: ToCore) -> None:
         if isinstance(message, AddRequests):
             for request in message.requests:
+                if message.embeddings:
+                    request = msgspec.structs.replace(request, embeddings=message.embeddings)
                 self._add(request)
         elif isinstance(message, AbortRequests):
             self._core.abort_requests(message.request_ids)

@@ -58,6 +58,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     load = _section(LoadConfig, settings)
     model = _resolve_model(_section(ModelConfig, settings), load)
     check_quantization(model, platform)
+    _check_prompt_embeds(model, platform)
     if model.pooler is not None:
         settings = _for_pooling(settings, model.pooler)
     parallel = _section(ParallelConfig, settings)
@@ -79,6 +80,21 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         structured_output=_section(StructuredOutputConfig, settings),
         observability=ObservabilityConfig(profiler_enabled=envs.get().VLLM_PROFILER_ENABLED),
     )
+
+
+def _check_prompt_embeds(model: ModelConfig, platform: Platform) -> None:
+    if not model.enable_prompt_embeds:
+        return
+    if not platform.can_replace_embeddings:
+        raise ConfigError(
+            f"--enable-prompt-embeds is not available on the device {platform.name!r}: it has no "
+            "launches that take embeddings. Leave the flag out, or use --device cpu"
+        )
+    if model.pooler is not None:
+        raise ConfigError(
+            f"--enable-prompt-embeds needs a model that generates; '{model.model}' runs with "
+            "pooling. Leave the flag out"
+        )
 
 
 def _section(config_class: type[_Config], settings: Mapping[str, Any], **resolved: Any) -> _Config:

@@ -14,7 +14,7 @@ import numpy as np
 
 from vllm.config import VllmConfig
 from vllm.errors import RequestError
-from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
+from vllm.messages import EngineOutput, EngineRequest, SchedulerStats, TokenEmbeddings
 
 START_LENGTH = struct.Struct("<Q")
 """On standard input, before `StartCore`: its length in bytes. Other messages have frames of ZMQ."""
@@ -36,6 +36,8 @@ class AddRequests(_Message, frozen=True, kw_only=True):
     """Queue requests; those that are refused are told by `Refused`."""
 
     requests: list[EngineRequest]
+    embeddings: tuple[TokenEmbeddings, ...] = ()
+    """Of each of the requests, which are then without: samples of one prompt share them."""
 
 
 class AbortRequests(_Message, frozen=True, kw_only=True):

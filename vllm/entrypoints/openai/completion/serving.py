@@ -18,6 +18,7 @@ from vllm.entrypoints.openai.logprob_forms import prompt_logprobs
 from vllm.entrypoints.openai.merge import merge
 from vllm.entrypoints.openai.prompts import (
     output_budget,
+    read_embeds,
     request_id_of,
     tokenize,
     trace_headers_of,
@@ -89,17 +90,30 @@ class _Completion:
         """
         check_model(context, body.model)
         check_sampling_fields(body, context.args)
-        given = body.prompts()
-        if not given:
+        given, embeds = body.prompts(), body.embeds()
+        num_prompts = len(given) + len(embeds)
+        if not num_prompts:
             raise RequestError("prompt: the list is empty", param="prompt")
-        if len(given) > context.args.max_batch_prompts:
+        if num_prompts > context.args.max_batch_prompts:
             raise RequestError(
-                f"prompt has {len(given)} prompts, at most {context.args.max_batch_prompts} are "
+                f"prompt has {num_prompts} prompts, at most {context.args.max_batch_prompts} are "
                 f"allowed; the limit is max_batch_prompts of the server",
                 param="prompt",
             )
         is_long = sum(len(prompt) for prompt in given) > LONG_TEXT_CHARS
-        prompts = []
+        prompts = [
+            CompletionPrompt(
+                context,
+                body,
+                await read_embeds(
+                    context.engine,
+                    each,
+                    truncate=body.truncate_prompt_tokens,
+                    cache_salt=body.cache_salt,
+                ),
+            )
+            for each in embeds
+        ]
         for prompt in given:
             tokenized = await tokenize(
                 context.engine,

@@ -113,7 +113,7 @@ async def _all(
         for index, prompt in enumerate(prompts):
             tasks.append(asyncio.ensure_future(run_one(index, prompt)))
             text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-            size += len(text or ())
+            size += len(text) if isinstance(text, (str, list)) else 0
             if size > LONG_TEXT_CHARS:
                 size = 0
                 await asyncio.sleep(0)
