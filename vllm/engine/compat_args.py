@@ -124,7 +124,6 @@ _ARGUMENTS = (
     _missing("enable_expert_parallel", False, "expert parallelism"),
     _missing("ray_workers_use_nsight", False, "Ray workers"),
     _missing("kv_transfer_config", None, "disaggregated prefill"),
-    _missing("kv_events_config", None, "KV cache events"),
     _missing("enable_sleep_mode", False, "sleep mode"),
     _missing("reasoning_parser", "", "reasoning parsers"),
     _missing("otlp_traces_endpoint", None, _OBSERVABILITY),

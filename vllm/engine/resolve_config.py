@@ -68,6 +68,14 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         block_size=_given(settings["block_size"], platform.default_block_size),
         kv_cache_space_bytes=_kv_cache_space_bytes(),
     )
+    observability = _section(
+        ObservabilityConfig, settings, profiler_enabled=envs.get().VLLM_PROFILER_ENABLED
+    )
+    if observability.kv_events.enable_kv_cache_events and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "kv_events_config: enable_kv_cache_events tells of the prefix cache, which is off for "
+            "this model or by --no-enable-prefix-caching; leave one of them out"
+        )
     hpu = resolve_hpu_config(enable_prefix_caching=cache.enable_prefix_caching)
     return VllmConfig(
         model=model,
@@ -78,7 +86,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         load=load,
         hpu=hpu,
         structured_output=_section(StructuredOutputConfig, settings),
-        observability=ObservabilityConfig(profiler_enabled=envs.get().VLLM_PROFILER_ENABLED),
+        observability=observability,
     )
 
 
