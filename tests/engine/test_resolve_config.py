@@ -40,6 +40,12 @@ def test_the_default_config_is_complete():
     assert config.cache.kv_cache_space_bytes is None
 
 
+def test_what_is_said_about_observability_arrives():
+    config = resolve(disable_log_stats=True, kv_events_config={"topic": "x"})
+    assert config.observability.disable_log_stats
+    assert config.observability.kv_events.topic == "x"
+
+
 def test_making_a_config_changes_nothing():
     args = EngineArgs(max_model_len=100)
     before = asdict(args)

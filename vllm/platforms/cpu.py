@@ -40,6 +40,11 @@ class CPUPlatform(Platform):
         """What the compiled kernels can multiply with."""
         return ("int8", "int4") if envs.get().VLLM_CPU_KERNELS else ()
 
+    @property
+    def can_replace_embeddings(self) -> bool:
+        """Launches may have any shape."""
+        return True
+
     def free_memory_bytes(self) -> int:
         """What the machine has available, or the container if that is less."""
         available = int(psutil.virtual_memory().available)

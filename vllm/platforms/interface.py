@@ -43,6 +43,11 @@ class Platform(ABC):
         """Formats that dense weights can be rounded to while they are loaded."""
         return ()
 
+    @property
+    def can_replace_embeddings(self) -> bool:
+        """Its runner puts embeddings of requests in the place of those of tokens."""
+        return False
+
     @abstractmethod
     def free_memory_bytes(self) -> int:
         """Device memory that this process can still take."""
