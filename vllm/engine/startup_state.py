@@ -15,6 +15,7 @@ class Startup:
         done: units of work of this phase that are done.
         total: units of work of this phase; 0 is not known.
         error: why it failed, or None.
+        finished_phases: name and seconds of each phase of the latest start that has ended.
     """
 
     def __init__(self) -> None:
@@ -22,6 +23,7 @@ class Startup:
         self.done = 0
         self.total = 0
         self.error: BaseException | None = None
+        self.finished_phases: list[tuple[str, float]] = []
         self._phase_began = time.monotonic()
         self._changed = asyncio.Event()
 
@@ -41,7 +43,12 @@ class Startup:
     def report(self, phase: str, done: int = 0, total: int = 0) -> None:
         """The start has come this far."""
         if phase != self.phase:
-            self._phase_began = time.monotonic()
+            now = time.monotonic()
+            if self.is_ready:
+                self.finished_phases = []  # another start begins
+            else:
+                self.finished_phases.append((self.phase, now - self._phase_began))
+            self._phase_began = now
         self.phase, self.done, self.total = phase, done, total
 
     def set_ready(self) -> None:

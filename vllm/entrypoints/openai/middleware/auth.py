@@ -8,10 +8,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import ErrorInfo
-from vllm.entrypoints.openai.middleware.asgi import PROBES, get_header, refuse, route_path
+from vllm.entrypoints.openai.middleware.asgi import PAGES, PROBES, get_header, refuse, route_path
 
-_PAGES = {"/", "/docs"}
-"""What people open in a browser: it asks them for user (any) and password (a key)."""
+_ASKED_BY_BROWSER = "/docs"
+"""The page that cannot ask for a key: the browser asks for user (any) and password (a key)."""
 
 _MESSAGE = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
 
@@ -19,7 +19,8 @@ _MESSAGE = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: 
 class Authentication:
     """Lets requests through that bring one of the keys.
 
-    The health routes are open, and OPTIONS, which browsers send without headers.
+    The health routes are open, the pages that ask for a key themselves, and OPTIONS, which
+    browsers send without headers.
 
     Args:
         app: behind it.
@@ -37,7 +38,7 @@ class Authentication:
         await self.app(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if scope["method"] == "OPTIONS" or route_path(scope) in PROBES:
+        if scope["method"] == "OPTIONS" or route_path(scope) in PROBES | PAGES:
             return True
         given = _given_key(scope)
         if given is None:
@@ -68,7 +69,7 @@ def _password(credentials: str) -> bytes | None:
 
 
 async def _answer_401(scope: Scope, receive: Receive, send: Send) -> None:
-    is_page = route_path(scope) in _PAGES
+    is_page = route_path(scope) == _ASKED_BY_BROWSER
     headers = {"WWW-Authenticate": 'Basic realm="vllm", charset="UTF-8"' if is_page else "Bearer"}
     if route_path(scope).startswith("/v1/messages"):
         info = ErrorInfo(401, "Unauthorized", _MESSAGE, headers=headers)

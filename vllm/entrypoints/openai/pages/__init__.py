@@ -1,0 +1,1 @@
+"""Pages for people with a browser: the chat page and the status page."""
