@@ -22,7 +22,7 @@ _FLAGS = (
     "--no-first-run",
     "--remote-debugging-pipe",
 )
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 30.0
 
 
 class Page:

@@ -1,5 +1,7 @@
 """The status page in a real browser, over a live server whose engine is only numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.e2e.browser import CHROMIUM
@@ -11,6 +13,8 @@ from tests.entrypoints.openai.observed_server import (
     ready_engine,
     served,
 )
+from vllm.config import PoolerConfig
+from vllm.messages import SchedulerStats
 
 pytestmark = [
     pytest.mark.e2e,
@@ -60,6 +64,43 @@ def test_figures_follow_the_engine(page):
         assert label == "Generated tokens per second in the last 120 seconds, at most 5,000"
         engine.work(num_tokens=1, num_waiting=77)
         page.wait_for_text("#waiting", "77")
+
+
+def test_a_chart_has_an_axis_of_time_and_one_of_size(page):
+    engine = ready_engine()
+    engine.work(num_tokens=1300)
+    with served(make_app(engine)) as url:
+        page.open(url + "/status")
+        page.wait_for_text("#generation-chart .top", "2,000 tokens/s")
+        times = page.text("#generation-chart .times span").split(" ago")
+        assert times == ["120 s", " 90 s", " 60 s", " 30 s", " now"]
+
+
+def test_words_are_those_of_the_device_and_of_the_model(page):
+    engine = ready_engine()
+    engine.work(stats=SchedulerStats(num_running=1, num_kv_blocks=9))
+    with served(make_app(engine)) as url:
+        page.open(url + "/status")
+        page.wait_for_text("#running", "1")
+        assert "Padding" not in page.text("main") and "Bucket" not in page.text("main")
+        assert page.is_shown(".of-generation") and page.is_shown("#kv-tile")
+        engine.work()
+        page.wait_for_text(".of-buckets", "Padding")
+        pooler = PoolerConfig(task="embed", pooling_type="MEAN")
+        config = engine.metrics.config
+        engine.metrics.config = replace(config, model=replace(config.model, pooler=pooler))
+        page.wait_for("!document.querySelector('.of-generation').checkVisibility()")
+        assert page.text("#chat-link") == "Chat"
+
+
+def test_the_phases_of_a_start_are_listed(page):
+    engine = FakeEngine()
+    engine.startup.finished_phases = [("loading weights", 3.21), ("nothing", 0.0)]
+    with served(make_app(engine)) as url:
+        page.open(url + "/status", scheme="dark")
+        page.wait_for_text("#phases", "start 3.21 s: loading weights 3.21 s")
+        assert "nothing" not in page.text("#phases")
+        assert page.evaluate(LOWEST_CONTRAST) >= 4.5
 
 
 def test_what_clients_send_is_text(page):

@@ -29,9 +29,11 @@ class FakeEngine:
         self.startup = Startup()
         self.metrics = EngineMetrics(MODEL, make_config(max_model_len=2048))
 
-    def work(self, num_tokens: int = 64, num_waiting: int = 3) -> None:
-        """A step of a busy Gaudi."""
-        stats = SchedulerStats(
+    def work(
+        self, num_tokens: int = 64, num_waiting: int = 3, stats: SchedulerStats | None = None
+    ) -> None:
+        """A step of a busy Gaudi, or one with other figures."""
+        stats = stats or SchedulerStats(
             num_running=6,
             num_waiting=num_waiting,
             kv_cache_usage=0.421,

@@ -18,11 +18,11 @@ class ConversationView {
     new ResizeObserver(() => this.follow()).observe(this.log); // a keyboard that opens
   }
 
-  // Shows a conversation from its beginning to its end.
+  // Shows a conversation from its beginning to its end. What was drawn before is used again.
   show(conversation) {
-    const path = conversation.path;
-    this.views.clear();
-    byId("messages").replaceChildren(...path.map((message) => this.make(conversation, message).node));
+    const path = conversation.path, before = this.views;
+    this.views = new Map();
+    byId("messages").replaceChildren(...path.map((message) => this.make(conversation, message, before).node));
     const last = path.at(-1);
     if (last?.role === "assistant" && last.toolCalls?.length && !this.chat.isRunning(conversation)) {
       byId("messages").append(this.resultForm(conversation, last));
@@ -31,12 +31,18 @@ class ConversationView {
     this.toEnd();
   }
 
-  make(conversation, message) {
+  make(conversation, message, before) {
+    const isPlain = this.chat.isCompletion(conversation), maxModelLen = this.chat.server.max_model_len;
+    const versions = conversation.versions(message).map((other) => other.id);
+    const key = [isPlain, maxModelLen, ...versions].join(); // a view with another one looks otherwise
+    const drawn = before.get(message);
+    if (drawn?.options.key === key && !drawn.isEdited) {
+      this.views.set(message, drawn);
+      return drawn;
+    }
     const view = new MessageView(message, {
-      isPlain: this.chat.isCompletion(conversation),
+      key, isPlain, maxModelLen, versions,
       isStreaming: this.chat.isRunning(conversation, message),
-      maxModelLen: this.chat.server.max_model_len,
-      versions: conversation.versions(message).map((other) => other.id),
       showVersion: (id) => this.chat.showVersion(conversation, id),
       actions: this.actions(conversation, message),
       onDrawn: () => this.follow(),

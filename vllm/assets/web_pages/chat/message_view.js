@@ -1,8 +1,9 @@
 // One message as it is shown. Text of an answer grows in place.
 
 class MessageView {
-  // options: {isPlain, isStreaming, maxModelLen, versions, actions}; isPlain shows text as it is, without
-  // Markdown; versions is a list of ids; actions are copy-like buttons [{label, run}].
+  // options: isPlain shows text as it is, without Markdown; isStreaming: more text will come;
+  // maxModelLen: tokens that fit; versions: ids of all versions of the message; showVersion(id);
+  // actions: buttons [{label, run(button)}]; onDrawn(): it may be higher now.
   constructor(message, options) {
     this.message = message;
     this.options = options;
@@ -161,13 +162,25 @@ class MessageView {
   // Shows a form in place of the content: run(text) when it is sent.
   edit(label, run) {
     const input = element("textarea", {value: this.message.content, ariaLabel: "Edited text", rows: 3});
-    const form = element("form", {className: "edit", onsubmit: (event) => {
-      event.preventDefault();
-      run(input.value);
-    }}, input, element("button", {}, label), element("button", {type: "button", className: "quiet", onclick: () => {
+    const cancel = () => {
       form.replaceWith(this.content);
-      this.footer.hidden = false;
-    }}, "Cancel"));
+      this.footer.hidden = this.isEdited = false;
+      this.footer.querySelector("button")?.focus();
+    };
+    const form = element("form", {
+      className: "edit",
+      onsubmit: (event) => {
+        event.preventDefault();
+        run(input.value);
+      },
+      onkeydown: (event) => {
+        if (event.key !== "Escape") return;
+        event.stopPropagation();
+        cancel();
+      },
+    }, input, element("button", {}, label),
+    element("button", {type: "button", className: "quiet", onclick: cancel}, "Cancel"));
+    this.isEdited = true;
     this.content.replaceWith(form);
     this.footer.hidden = true;
     fitHeight(input);

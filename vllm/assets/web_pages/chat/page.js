@@ -17,6 +17,11 @@ class Chat {
     this.link.watch();
   }
 
+  // Whether this is a device with keys; elsewhere a focus would open a keyboard on the screen.
+  static hasKeys() {
+    return !matchMedia("(pointer: coarse)").matches;
+  }
+
   listen() {
     const input = byId("input");
     byId("composer").addEventListener("submit", (event) => {
@@ -27,7 +32,7 @@ class Chat {
     input.addEventListener("keydown", (event) => {
       // Enter sends where there are keys; where fingers type, it begins a line.
       const isSend = event.key === "Enter" && !event.shiftKey && !event.isComposing;
-      if (isSend && !matchMedia("(pointer: coarse)").matches) {
+      if (isSend && Chat.hasKeys()) {
         event.preventDefault();
         this.send();
       }
@@ -49,6 +54,7 @@ class Chat {
     addEventListener("pagehide", () => this.stopAll());
     // Some phones lay their keyboard over the page: what is left of the screen is the page's height.
     visualViewport?.addEventListener("resize", () => {
+      if (visualViewport.scale !== 1) return; // it is the user who has zoomed in
       document.documentElement.style.setProperty("--height", `${visualViewport.height}px`);
     });
   }
@@ -193,6 +199,9 @@ class Chat {
     byId("send").hidden = isRunning;
     byId("stop").hidden = !isRunning;
     fitHeight(input);
+    // The button that had the focus may be gone.
+    const active = document.activeElement;
+    if (Chat.hasKeys() && (active === document.body || !active.checkVisibility())) input.focus();
   }
 
   send() {

@@ -54,7 +54,7 @@ class Sidebar {
     if (!file) return;
     try {
       const number = this.chat.store.import(await file.text());
-      this.chat.notice(`${number} conversations are there now from ${file.name}.`);
+      this.chat.notice(`Imported from ${file.name}: ${number === 1 ? "one conversation" : `${number} conversations`}.`);
     } catch (error) {
       this.chat.notice(`${file.name} cannot be imported: ${error.message}.`);
     }

@@ -34,9 +34,10 @@ function showRecent(requests) {
 
 function showStart(s) {
   document.querySelector(".start").classList.toggle("over", s.state !== "starting");
-  const total = (s.phases || []).reduce((sum, phase) => sum + phase.seconds, 0);
-  const phases = (s.phases || []).map((phase) => `${phase.name} ${seconds(phase.seconds)}`);
-  showText("phases", phases.length ? `start ${seconds(total)}: ${phases.join(" · ")}` : "\u00a0");
+  const phases = (s.phases || []).filter((phase) => phase.seconds >= 0.01);
+  const total = phases.reduce((sum, phase) => sum + phase.seconds, 0);
+  const texts = phases.map((phase) => `${phase.name} ${seconds(phase.seconds)}`);
+  showText("phases", phases.length ? `start ${seconds(total)}: ${texts.join(" · ")}` : "\u00a0");
 }
 function showEngine(s) {
   showText("model", s.model);
@@ -63,6 +64,9 @@ function showEngine(s) {
   // Only devices that compile shapes have buckets: elsewhere these words would mean nothing.
   const hasBuckets = s.bucket_hits + s.bucket_misses > 0;
   for (const tile of document.querySelectorAll(".of-buckets")) tile.hidden = !hasBuckets;
+  // A model that embeds or classifies has no tokens to wait for, and one without a decoder no cache.
+  for (const tile of document.querySelectorAll(".of-generation")) tile.hidden = !s.generates;
+  byId("kv-tile").hidden = !s.generates && !s.kv_blocks;
   showRecent(s.recent);
 }
 function show(s) {
@@ -71,7 +75,7 @@ function show(s) {
   showText("version", s.version);
   if (s.uptime_s !== undefined) showText("uptime", duration(s.uptime_s));
   byId("chat-link").hidden = !s.has_chat_page;
-  byId("figures").classList.remove("stale");
+  byId("figures").classList.toggle("stale", !("model" in s)); // there are none before the first start
   if ("model" in s) showEngine(s);
 }
 

@@ -40,6 +40,7 @@ def _describe_engine(metrics: EngineMetrics) -> dict[str, Any]:
     runner = totals.runner
     return {
         "model": metrics.model_name,
+        "generates": config.model.pooler is None,
         "device": config.device.device,
         "dtype": config.model.dtype_name,
         "max_model_len": config.scheduler.max_model_len,
