@@ -95,7 +95,7 @@ def test_an_answer_streams_in_and_is_measured(chat, engine):
     assert engine.prompts == ["<user>Hi<assistant>"]
     measures = chat.text(f"{ANSWER} .note")
     assert measures.startswith("4 tokens · ") and "tokens/s · first token" in measures
-    assert "in use" in measures
+    assert "context" in measures
     chat.wait_for_text("#announcer", "The answer is complete: Hello there")
 
 
@@ -185,6 +185,7 @@ def test_a_tool_call_is_shown_and_answered(chat, engine):
     chat.wait_for_text(".calls h3", "Call of get_weather")
     chat.wait_for_text(".calls pre", '"city": "Paris"')
     chat.wait_for("document.querySelector('.results')")
+    assert "Retry" in chat.text(".assistant footer")
     engine.say("It is sunny.")
     chat.fill(".results textarea", "sunny, 20 degrees")
     chat.click(".results button")
@@ -326,13 +327,13 @@ async def cut_stream():
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (flat_error(400, "temperature must be lower"), "status 400. temperature must be lower."),
-        (JSONResponse({"error": {"message": "no such model"}}, 404), "Not found. no such model."),
-        (flat_error(413, "16 MiB at most"), "larger than the server takes. 16 MiB at most."),
-        (flat_error(429, "slow down"), "Too many requests. slow down."),
+        (flat_error(400, "temperature must be lower"), "status 400: temperature must be lower."),
+        (JSONResponse({"error": {"message": "no such model"}}, 404), "Not found: no such model."),
+        (flat_error(413, "16 MiB at most"), "larger than the server takes: 16 MiB at most."),
+        (flat_error(429, "slow down"), "Too many requests: slow down."),
         (
             flat_error(503, "queue is full", **{"Retry-After": "7"}),
-            "cannot take this request now. queue is full. It says to try again in 7 s.",
+            "cannot take this request now: queue is full. Try again in 7 s.",
         ),
         (Response("<h1>Bad gateway</h1>", 502, media_type="text/html"), "status 502."),
         (StreamingResponse(cut_stream(), media_type="text/event-stream"), "closed the connection"),

@@ -14,11 +14,10 @@ class ApiError extends Error {
       404: "Not found", 413: "The request is larger than the server takes",
       429: "Too many requests", 503: "The server cannot take this request now"};
     const wait = response.headers.get("retry-after");
-    const parts = [named[response.status] ?? `The server answered with status ${response.status}`];
-    const reason = ApiError.messageIn(text);
-    if (reason && reason !== "Unauthorized") parts.push(reason);
-    if (wait) parts.push(`It says to try again in ${wait} s`);
-    return new ApiError(`${parts.map((part) => part.replace(/\.$/, "")).join(". ")}.`, response.status);
+    const what = named[response.status] ?? `The server answered with status ${response.status}`;
+    const reason = ApiError.messageIn(text).replace(/\.$/, "");
+    const told = reason && reason !== "Unauthorized" ? `${what}: ${reason}.` : `${what}.`;
+    return new ApiError(wait ? `${told} Try again in ${wait} s.` : told, response.status);
   }
 
   // The message in the body of an error, which has several forms.

@@ -44,7 +44,7 @@ class ConversationView {
       key, isPlain, maxModelLen, versions,
       isStreaming: this.chat.isRunning(conversation, message),
       showVersion: (id) => this.chat.showVersion(conversation, id),
-      actions: this.actions(conversation, message),
+      actions: () => this.actions(conversation, message),
       onDrawn: () => this.follow(),
     });
     this.views.set(message, view);
@@ -61,8 +61,9 @@ class ConversationView {
       return [copy, {label: "Edit", run: edit("Send", (text) => chat.editQuestion(conversation, message, text))},
         {label: "Retry", run: () => chat.answer(conversation, message.id)}];
     }
-    return [copy, {label: "Edit", run: edit("Save", (text) => chat.editAnswer(conversation, message, text))},
-      {label: "Retry", run: () => chat.retry(conversation, message)}];
+    const retry = {label: "Retry", run: () => chat.retry(conversation, message)};
+    if (!message.content) return [retry];
+    return [copy, {label: "Edit", run: edit("Save", (text) => chat.editAnswer(conversation, message, text))}, retry];
   }
 
   resultForm(conversation, message) {

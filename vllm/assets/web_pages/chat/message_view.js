@@ -3,7 +3,7 @@
 class MessageView {
   // options: isPlain shows text as it is, without Markdown; isStreaming: more text will come;
   // maxModelLen: tokens that fit; versions: ids of all versions of the message; showVersion(id);
-  // actions: buttons [{label, run(button)}]; onDrawn(): it may be higher now.
+  // actions(): buttons [{label, run(button)}]; onDrawn(): it may be higher now.
   constructor(message, options) {
     this.message = message;
     this.options = options;
@@ -137,7 +137,7 @@ class MessageView {
     if (message.error) parts.push(element("p", {className: "problem", role: "alert", dir: "auto"}, visible(message.error)));
     if (message.role === "assistant") parts.push(element("p", {className: "note"}, this.measures(isDone)));
     if (isDone) {
-      const buttons = this.options.actions.map(({label, run}) =>
+      const buttons = this.options.actions().map(({label, run}) =>
         element("button", {type: "button", className: "quiet", onclick: (event) => run(event.currentTarget)}, label));
       parts.push(element("p", {className: "actions"}, ...buttons));
     }
@@ -151,7 +151,7 @@ class MessageView {
     if (m.tokensPerSecond) parts.push(`${rate(m.tokensPerSecond)} tokens/s`);
     if (m.firstTokenMs !== undefined) parts.push(`first token ${seconds(m.firstTokenMs / 1000)}`);
     if (m.promptTokens && this.options.maxModelLen) {
-      parts.push(`${count(m.promptTokens + (m.outputTokens ?? 0))} of ${count(this.options.maxModelLen)} in use`);
+      parts.push(`context ${count(m.promptTokens + (m.outputTokens ?? 0))} of ${count(this.options.maxModelLen)}`);
     }
     if (m.isStopped) parts.push("stopped");
     else if (m.finishReason === "length") parts.push("ended at the limit of tokens");

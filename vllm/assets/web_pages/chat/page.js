@@ -94,7 +94,7 @@ class Chat {
     showText("greeting-title", isRefused ? "No chat with this model" : isCompletion ? "Begin a text" : `Chat with ${visible(this.current.settings.model ?? "the model")}`);
     showText("greeting-text", isRefused ? server.refusal
       : isCompletion ? "The model continues what stands here. Send nothing to let it go on."
-      : "Settings has the system prompt, sampling, tools and the form of the answer.");
+      : "Under Settings: system prompt, sampling, tools and the form of the answer.");
     byId("input").placeholder = isCompletion ? "Text to be continued" : "Message";
     byId("composer").hidden = Boolean(isRefused);
     byId("open-settings").hidden = Boolean(isRefused);
@@ -295,9 +295,9 @@ class Chat {
   onEnd(conversation, message, failure) {
     if (this.store.all.has(conversation.id)) this.save(conversation); // it may have been deleted
     const view = this.view.views.get(message);
-    if (message.toolCalls?.length && conversation === this.current) this.view.show(conversation);
-    else if (view) view.finish();
-    else if (conversation === this.current) this.view.show(conversation);
+    view?.finish();
+    // A call of a tool has a form for its result; and what failed at once has no view yet.
+    if (conversation === this.current && (message.toolCalls?.length || !view)) this.view.show(conversation);
     showText("announcer", message.error ? "" : `The answer is complete: ${message.content.slice(0, 300)}`);
     if (failure?.status === 401) this.keyForm.ask();
     else if (failure?.status === 0 || failure?.status >= 500) this.link.watch();
