@@ -18,7 +18,7 @@ from vllm.entrypoints.openai.pages.web_page import load_page
 from vllm.entrypoints.openai.server_args import ServerArgs
 
 FOLDER = files(assets) / "web_pages"
-PAGES = ("chat", "status")
+PAGES = ("chat", "status", "docs")
 
 
 def client_of(engine=None, **settings):
@@ -59,7 +59,8 @@ def test_no_script_reads_text_as_html():
 @pytest.mark.parametrize(
     ("settings", "pages"),
     [
-        ({}, {"/": "chat", "/status": "status"}),
+        ({}, {"/": "chat", "/status": "status", "/docs": "docs"}),
+        ({"disable_fastapi_docs": True}, {"/": "chat", "/docs": None}),
         ({"disable_web_ui": True}, {"/": "status", "/status": "status"}),
         ({"status_page": False}, {"/": "chat", "/status": None}),
         ({"disable_web_ui": True, "status_page": False}, {"/": None, "/status": None}),
@@ -150,7 +151,12 @@ def test_a_start_is_told_with_the_phases_that_are_over():
 
 @pytest.mark.parametrize(
     ("path", "expected"),
-    [("/", b"<title>vLLM chat"), ("/status", b"<title>vLLM status"), ("/chat.json", b"starting")],
+    [
+        ("/", b"<title>vLLM chat"),
+        ("/status", b"<title>vLLM status"),
+        ("/docs", b"<title>vLLM API"),
+        ("/chat.json", b"starting"),
+    ],
 )
 def test_pages_are_there_before_the_application(path, expected):
     sent = []

@@ -29,8 +29,8 @@ class ServerArgs:
 
     api_key: tuple[str, ...] = ()
     """Keys of which a client must send one as `Authorization: Bearer KEY`, or `x-api-key`. Guards
-    every route but the health ones and the pages at / and /status, which ask for a key and hold
-    no figures without it. Not set: VLLM_API_KEY, or everyone is served."""
+    every route but the health ones and the pages at /, /status and /docs, which hold nothing and
+    ask for a key themselves. Not set: VLLM_API_KEY, or everyone is served."""
 
     root_path: str = ""
     """Path under which a proxy serves this server."""

@@ -14,7 +14,7 @@ from vllm.entrypoints.openai.messages.errors import error_body
 PROBES = frozenset({"/livez", "/startupz", "/readyz", "/health", "/ping"})
 """Paths that tell a machine how the server is; free of keys, logs, limits and waiting."""
 
-PAGES = frozenset({"/", "/status"})
+PAGES = frozenset({"/", "/status", "/docs"})
 """Pages that hold nothing of this server: they ask for a key where what they show needs one."""
 
 PAGE_FIGURES = frozenset({"/chat.json", "/status.json"})

@@ -10,9 +10,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.entrypoints.openai.middleware.asgi import PAGES, PROBES, get_header, refuse, route_path
 
-_ASKED_BY_BROWSER = "/docs"
-"""The page that cannot ask for a key: the browser asks for user (any) and password (a key)."""
-
 _MESSAGE = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
 
 
@@ -61,7 +58,7 @@ def _given_key(scope: Scope) -> bytes | None:
 
 
 def _password(credentials: str) -> bytes | None:
-    """Of Basic authentication (RFC 7617), which is what a browser asks its user for."""
+    """Of Basic authentication (RFC 7617): user (any) and password (a key)."""
     try:
         return base64.b64decode(credentials, validate=True).partition(b":")[2]
     except ValueError:
@@ -69,8 +66,7 @@ def _password(credentials: str) -> bytes | None:
 
 
 async def _answer_401(scope: Scope, receive: Receive, send: Send) -> None:
-    is_page = route_path(scope) == _ASKED_BY_BROWSER
-    headers = {"WWW-Authenticate": 'Basic realm="vllm", charset="UTF-8"' if is_page else "Bearer"}
+    headers = {"WWW-Authenticate": "Bearer"}
     if route_path(scope).startswith("/v1/messages"):
         info = ErrorInfo(401, "Unauthorized", _MESSAGE, headers=headers)
         await refuse(scope, receive, send, info)

@@ -27,7 +27,6 @@ UNGATED = (
         "/version",
         "/load",
         "/metrics",
-        "/docs",
         "/openapi.json",
         "/server_info",
     }

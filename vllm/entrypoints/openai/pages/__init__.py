@@ -1,1 +1,1 @@
-"""Pages for people with a browser: the chat page and the status page."""
+"""Pages for people with a browser: chat, status, and the description of the API."""

@@ -10,4 +10,6 @@ def page_paths(args: ServerArgs) -> dict[str, str]:
         paths |= {"/": "status", "/status": "status"}
     if not args.disable_web_ui:
         paths["/"] = "chat"
+    if not args.disable_fastapi_docs:
+        paths["/docs"] = "docs"
     return paths
