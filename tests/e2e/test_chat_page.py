@@ -354,6 +354,48 @@ def test_an_error_is_told_beside_the_message_and_can_be_tried_again(chat, talk, 
     chat.complaints[:] = [line for line in chat.complaints if "status of" not in line]
 
 
+def test_a_failed_answer_in_the_middle_is_tried_again_without_loss(chat, talk):
+    talk[1].answer = flat_error(400, "no")
+    send(chat, "first")
+    wait_for_answer(chat, "status 400")
+    talk[1].answer = None
+    send(chat, "second")
+    wait_for_answer(chat, "ok")
+    chat.click(".assistant .actions button")  # Retry, of the one that failed
+    wait_for_answer(chat, "ok")
+    open_chat(chat, talk[2])
+    assert "2 of 2" in chat.text(ANSWER)
+    chat.click("[aria-label='Earlier version']")
+    chat.wait_for_text("#messages", "second")
+    chat.complaints[:] = [line for line in chat.complaints if "status of" not in line]
+
+
+def test_while_an_answer_comes_nothing_else_is_asked(chat, engine):
+    engine.say("Hel", "lo", is_held=True)
+    send(chat, "Hi")
+    chat.wait_for_text(ANSWER, "Hel")
+    press(chat, "user", "Edit")
+    chat.fill(".edit textarea", "Other")
+    press(chat, "user", "Send")
+    chat.wait_for_text("#notice", "stop it first")
+    assert chat.evaluate("document.querySelector('.edit textarea').value") == "Other"
+    engine.release.set()
+    wait_for_answer(chat, "Hello")
+    assert len(engine.prompts) == 1
+
+
+def test_enter_sends_and_shift_enter_begins_a_line(chat, engine):
+    chat.fill("#input", "Hi")
+    press_enter = (
+        "document.querySelector('#input').dispatchEvent(new KeyboardEvent('keydown', "
+        "{key: 'Enter', shiftKey: %s, bubbles: true, cancelable: true}))"
+    )
+    assert chat.evaluate(press_enter % "true")  # left to the field
+    assert not chat.evaluate(press_enter % "false")
+    wait_for_answer(chat, "ok")
+    assert engine.prompts == ["<user>Hi<assistant>"]
+
+
 def test_an_engine_that_fails_in_mid_stream_is_told(chat, engine):
     engine.say("so ", "far")
     engine.error, engine.error_at = RuntimeError("broken"), 1

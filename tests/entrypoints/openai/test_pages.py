@@ -30,6 +30,7 @@ def test_a_page_loads_nothing_from_elsewhere_and_says_so(name):
     page = load_page(name)
     text, policy = page.body.decode(), page.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "trusted-types 'none'" in policy
+    assert page.headers["x-dns-prefetch-control"] == "off"
     assert "unsafe" not in policy and "'self'" not in policy.replace("connect-src 'self'", "")
     assert not re.findall(r"""<[^a][^>]* (?:src|href)=["'](?!data:,)""", text)
     assert not re.findall(r" on[a-z]+=[\"']| style=[\"']|@import|url\(", text)

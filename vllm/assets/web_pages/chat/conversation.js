@@ -66,8 +66,9 @@ class Conversation {
     this.leaf = end;
   }
 
-  // Removes a message behind which there is none.
-  remove(message) {
+  // Removes a message, unless others stand behind it.
+  removeIfLast(message) {
+    if (this.messages.some((other) => other.parent === message.id)) return;
     this.messages = this.messages.filter((other) => other !== message);
     if (this.leaf === message.id) this.leaf = message.parent;
   }

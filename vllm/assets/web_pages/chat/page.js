@@ -212,13 +212,22 @@ class Chat {
     this.answer(conversation, conversation.leaf);
   }
 
+  // Whether a conversation can go on now; if not, the user is told why.
+  mayAsk(conversation) {
+    if (this.canAnswer && !this.isRunning(conversation)) return true;
+    this.notice(this.canAnswer ? "An answer is still coming: stop it first." : "The server is not ready.");
+    return false;
+  }
+
   editQuestion(conversation, message, text) {
+    if (!this.mayAsk(conversation)) return;
     const added = conversation.add({role: "user", content: text}, message.parent);
     this.answer(conversation, added.id);
   }
 
   // The answer as the user would have it; what is said next builds on it.
   editAnswer(conversation, message, text) {
+    if (!this.mayAsk(conversation)) return;
     const {model, isJson, toolCalls} = message;
     conversation.add({role: "assistant", content: text, model, isJson, toolCalls, finishReason: "edited"}, message.parent);
     this.save(conversation);
@@ -226,6 +235,7 @@ class Chat {
   }
 
   sendResults(conversation, message, results) {
+    if (!this.mayAsk(conversation)) return;
     let parent = message.id;
     message.toolCalls.forEach((call, i) => {
       parent = conversation.add({role: "tool", toolCallId: call.id, name: call.name, content: results[i]}, parent).id;
@@ -235,6 +245,7 @@ class Chat {
 
   // Results of one answer stand behind each other: those behind the edited one are sent again too.
   editResult(conversation, message, text) {
+    if (!this.mayAsk(conversation)) return;
     const path = conversation.path, at = path.indexOf(message);
     let parent = conversation.add({...message, content: text}, message.parent);
     for (let i = at + 1; path[i]?.role === "tool"; i += 1) parent = conversation.add(path[i], parent.id);
@@ -243,7 +254,8 @@ class Chat {
 
   retry(conversation, message) {
     const hasNothing = !message.content && !message.reasoning && !message.toolCalls?.length;
-    if (hasNothing) conversation.remove(message);
+    if (!this.mayAsk(conversation)) return;
+    if (hasNothing) conversation.removeIfLast(message);
     this.answer(conversation, message.parent);
   }
 
@@ -259,10 +271,7 @@ class Chat {
 
   // Asks for an answer behind a message, and shows it while it comes.
   async answer(conversation, parent) {
-    if (this.isRunning(conversation) || !this.canAnswer) {
-      this.notice(this.canAnswer ? "An answer is still coming: stop it first." : "The server is not ready.");
-      return;
-    }
+    if (!this.mayAsk(conversation)) return;
     conversation.leaf = parent;
     const message = conversation.add({role: "assistant", model: conversation.settings.model}, parent);
     const answer = new Answer(message, () => this.onGrowth(conversation, message));

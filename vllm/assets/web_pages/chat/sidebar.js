@@ -11,7 +11,11 @@ class Sidebar {
     byId("import").addEventListener("click", () => byId("import-file").click());
     byId("import-file").addEventListener("change", (event) => this.import(event.target));
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && this.isOpen) this.toggle(false);
+      if (event.key === "Escape") this.closeIfOpen();
+    });
+    document.addEventListener("click", (event) => {
+      // What lies beside it is inert: a click there is one on the page itself.
+      if (event.target === document.body || event.target === document.documentElement) this.closeIfOpen();
     });
   }
 
@@ -26,8 +30,12 @@ class Sidebar {
     byId(isOpen ? "new" : "open-sidebar").focus();
   }
 
-  do(action) {
+  closeIfOpen() {
     if (this.isOpen) this.toggle(false);
+  }
+
+  do(action) {
+    this.closeIfOpen();
     action();
   }
 
