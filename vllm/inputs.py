@@ -1,11 +1,8 @@
 """The forms a prompt may have."""
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from typing_extensions import NotRequired
-
-if TYPE_CHECKING:
-    pass
 
 
 class TextPrompt(TypedDict):
