@@ -20,6 +20,7 @@ from vllm.errors import (
     RequestError,
     RequestTimeoutError,
     TextTooLongError,
+    WorkerCallError,
 )
 from vllm.messages import EngineOutput, Finished, FinishReason
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
@@ -440,5 +441,111 @@ def test_the_line_of_statistics_is_written_on_request_and_at_its_pace(run, monke
         assert len(logged) == 1 and "generation throughput" in logged[0][0]
         assert not await engine.is_tracing_enabled()
         assert engine._stats_task is not None and not engine._stats_task.done()
+
+    run(check)
+
+
+class Worker:
+    """Methods for the engine to call."""
+
+    def __init__(self) -> None:
+        self.profiles: list[str] = []
+
+    def add(self, a: int, b: int = 0) -> dict[str, int]:
+        return {"sum": a + b}
+
+    def fail(self) -> None:
+        raise KeyError("layer 3")
+
+    def give(self) -> object:
+        return object()
+
+    def start_profile(self) -> None:
+        self.profiles.append("start")
+
+    def stop_profile(self) -> str:
+        self.profiles.append("stop")
+        return "rank0.json"
+
+
+def test_methods_of_the_workers_are_called_by_name(run):
+    async def check(engine, client):
+        client.core.worker = worker = Worker()
+        assert await engine.collective_rpc("add", args=(1,), kwargs={"b": 2}) == [{"sum": 3}]
+        await engine.start_profile()
+        await engine.stop_profile()
+        assert worker.profiles == ["start", "stop"]
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "error", "message"),
+    [
+        ("nothing", (), RequestError, "no method 'nothing'"),
+        ("add", (), RequestError, "'add'.*missing a required argument"),
+        ("add", (object(),), RequestError, "arguments cannot be sent"),
+        ("give", (), RequestError, "the result of collective_rpc cannot be sent"),
+        ("fail", (), WorkerCallError, "KeyError: 'layer 3'"),
+        (len, (), RequestError, "takes the name of a method"),
+    ],
+)
+def test_a_call_that_fails_is_the_callers_and_the_engine_goes_on(run, method, args, error, message):
+    async def check(engine, client):
+        client.core.worker = Worker()
+        with pytest.raises(error, match=message):
+            await engine.collective_rpc(method, args=args)
+        assert (await collect(engine))[-1].finished
+
+    run(check)
+
+
+def test_a_call_that_takes_too_long_is_not_waited_for(run):
+    async def check(engine, client):
+        client.core.worker = Worker()
+        client.is_held = True
+        with pytest.raises(RequestTimeoutError, match=r"'add' took longer than timeout=0.01"):
+            await engine.collective_rpc("add", 0.01, (1,))
+        client.is_held = False
+        assert await engine.collective_rpc("add", 60, (4,)) == [{"sum": 4}]
+
+    run(check)
+
+
+def test_a_sleeping_engine_refuses_requests_and_stays_alive(run):
+    async def check(engine, client):
+        first = engine.generate("a", params(max_tokens=3), "first")
+        await anext(first)
+        with pytest.raises(CapacityError) as refusal:
+            await engine.sleep()
+        assert refusal.value.status == 409
+        await first.aclose()
+        await engine.sleep(2)
+        assert await engine.is_sleeping()
+        with pytest.raises(CapacityError, match="wake_up") as refusal:
+            await collect(engine)
+        assert refusal.value.status == 503
+        await engine.check_health()
+        await engine.wake_up(["weights"])
+        assert await engine.is_sleeping()
+        await engine.wake_up()
+        assert not await engine.is_sleeping()
+        assert (await collect(engine))[-1].finished
+
+    run(check)
+
+
+def test_the_settings_of_the_engine_can_be_asked_for(run):
+    async def check(engine, client):
+        config = engine.vllm_config
+        assert await engine.get_model_config() is config.model
+        assert await engine.get_parallel_config() is config.parallel
+        assert await engine.get_decoding_config() is config.structured_output
+        assert await engine.get_lora_config() is None and await engine.list_loras() == set()
+        assert not await engine.is_tracing_enabled()
+        await engine.reset_mm_cache()
+        for refused in (engine.add_lora(None), engine.remove_lora(1), engine.pin_lora(1)):
+            with pytest.raises(RequestError, match="LoRA is not enabled"):
+                await refused
 
     run(check)

@@ -31,13 +31,19 @@ VALUES = {
 """What an argument is set to that does not take just anything."""
 
 
-@pytest.mark.parametrize("name", IGNORED)
+@pytest.mark.parametrize("name", [name for name in IGNORED if name != "enable_reasoning"])
 def test_an_argument_without_effect_is_accepted_with_one_line(name, capsys):
     value, reason = VALUES.get(name, True), COMPAT_ARGUMENTS[name].reason
     assert EngineArgs(**{name: value}) == EngineArgs()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("WARNING ")
     assert line.endswith(f"] {name}={value} has no effect: {reason}")
+
+
+def test_reasoning_is_enabled_with_a_parser_only():
+    assert EngineArgs(enable_reasoning=True, reasoning_parser="qwen3") == EngineArgs()
+    with pytest.raises(ConfigError, match=r"^enable_reasoning=True needs reasoning_parser"):
+        EngineArgs(enable_reasoning=True)
 
 
 @pytest.mark.parametrize("name", COMPAT_ARGUMENTS)
@@ -102,7 +108,7 @@ def test_flags_of_the_fork_are_accepted(capsys):
     "flags",
     [
         ["--enable-lora"],
-        ["--cpu-offload-gb", "1.5"],
+        ["--kv-transfer-config", "{}"],
         ["--speculative-config", '{"model": "x"}'],
     ],
 )

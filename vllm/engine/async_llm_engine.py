@@ -47,6 +47,7 @@ from vllm.errors import (
     TextTooLongError,
 )
 from vllm.inputs import PromptType
+from vllm.logger import init_logger
 from vllm.messages import EngineRequest, SchedulerStats
 from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger(__name__)
 
 _Result = TypeVar("_Result")
 _Processed = tuple[str | None, EngineRequest]
@@ -79,6 +82,8 @@ class AsyncLLM(AsyncControl):
         limits: of what may wait, and how long.
         num_restarts: times that a core which died is started again.
         config: complete, in place of `engine_args`.
+        began: when whoever waits for the engine began to, in seconds of `time.monotonic()`; for
+            the log. None is when it starts.
 
     Attributes:
         stats: the latest that the core has told.
@@ -93,12 +98,14 @@ class AsyncLLM(AsyncControl):
         limits: AdmissionLimits | None = None,
         num_restarts: int = 0,
         config: VllmConfig | None = None,
+        began: float | None = None,
     ) -> None:
         assert (engine_args is None) != (config is None), "give one of engine_args and config"
         self.stats = SchedulerStats()
         self.metrics: EngineMetrics | None = None
         self._engine_args = engine_args
         self._config = config
+        self._began = began
         self._limits = limits or AdmissionLimits()
         self._core = CoreSupervisor(
             num_restarts,
@@ -141,6 +148,10 @@ class AsyncLLM(AsyncControl):
     def startup(self) -> Startup:
         """How far the start has come."""
         return self._core.startup
+
+    def prepare(self) -> None:
+        """Begin to start the process of the core, beside what its owner does before `start`."""
+        self._core.prepare()
 
     async def start(self) -> None:
         """Load model and tokenizer, and wait until requests are computed.
@@ -191,8 +202,10 @@ class AsyncLLM(AsyncControl):
         return self._start_task
 
     async def _start(self) -> None:
+        began = time.monotonic() if self._began is None else self._began
         await self._core.start(self._resolve, self._load_frontend)
         assert self.metrics is not None
+        logger.info("ready in %.1f s: %s", time.monotonic() - began, self.vllm_config.summary)
         self._stats_log = StatsLog(self.metrics)
         if not self.vllm_config.observability.disable_log_stats:
             self._stats_task = asyncio.create_task(self._stats_log.run())
@@ -208,7 +221,10 @@ class AsyncLLM(AsyncControl):
         from vllm.transformers_utils.generation_config import load_generation_defaults
         from vllm.transformers_utils.tokenizer import load_tokenizer
 
+        began = time.monotonic()
         tokenizer = load_tokenizer(config.model)
+        if tokenizer is not None:
+            logger.info("start: loading the tokenizer took %.1f s", time.monotonic() - began)
         self.generation_defaults = dict(load_generation_defaults(config.model))
         self.input_processor = InputProcessor(config, tokenizer, self.generation_defaults)
         self.metrics = EngineMetrics(config.model.served_model_name[0], config)

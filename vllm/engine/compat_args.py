@@ -147,6 +147,12 @@ _ARGUMENTS = (
     _ignored("split_qkv", False, "the model classes decide how projections are laid out"),
     _ignored("enable_reasoning", None, "a reasoning parser is chosen by its name alone"),
     _ignored(
+        "reasoning_parser",
+        "",
+        "an engine gives whole texts; `vllm serve --reasoning-parser` takes the reasoning out of "
+        "them, and offline the parsers of vllm.reasoning do",
+    ),
+    _ignored(
         "limit_mm_per_prompt",
         None,
         "prompts are text alone, so there is nothing to limit",
@@ -186,8 +192,6 @@ _ARGUMENTS = (
         "the loaders that load_format names have no settings",
     ),
     _missing("qlora_adapter_name_or_path", None, _MERGE),
-    _missing("enable_prompt_embeds", False, "embeddings as prompts"),
-    _missing("cpu_offload_gb", 0.0, "offloading weights to the host"),
     _missing(
         "speculative_config",
         None,
@@ -200,18 +204,11 @@ _ARGUMENTS = (
         "the engine runs no prompt adapters; a system prompt can hold instructions",
     ),
     _missing("data_parallel_size", 1, "data parallelism", aliases=("-dp",), refusal=ONE_DEVICE),
-    _missing("kv_events_config", None, "KV cache events"),
     _missing(
         "kv_transfer_config",
         None,
         "an engine computes prompts and outputs of its requests itself, and exchanges no KV cache; "
         "several servers can share the load behind a load balancer",
-    ),
-    _missing(
-        "reasoning_parser",
-        "",
-        "an engine gives whole texts; `vllm serve --reasoning-parser` takes the reasoning out of "
-        "them, and offline the parsers of vllm.reasoning do",
     ),
     _missing(
         "otlp_traces_endpoint",

@@ -1,7 +1,7 @@
 """Loading a tokenizer. transformers is imported at the first call: it is slow to import."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.config import ModelConfig
 from vllm.errors import ConfigError
@@ -9,6 +9,9 @@ from vllm.transformers_utils.json_file import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+AnyTokenizer: TypeAlias = "PreTrainedTokenizerBase"
+"""Any tokenizer, in the annotations of programs written for vLLM."""
 
 _GENERIC_TYPES = ("llama", "qwen3")
 """Model types of which no checkpoint names a class that transformers then replaces."""
@@ -80,6 +83,17 @@ def get_tokenizer(
         raise ConfigError(_failure(tokenizer_name, "its vocabulary is empty"))
     result: PreTrainedTokenizerBase = tokenizer
     return result
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Refuse a folder that has no file of a tokenizer. Opens none of them.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    reason = _what_lacks(folder)
+    if reason is not None:
+        raise ConfigError(_failure(str(folder), reason))
 
 
 def _is_generic(folder: Path) -> bool:

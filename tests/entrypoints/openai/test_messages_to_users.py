@@ -87,6 +87,12 @@ MESSAGES: list[tuple[str, Any, str]] = [
         prompt([[1], [1, -2]]),
         f"prompt {PROMPTS}; entry 1 of entry 1 is -2 (greater_than_equal)",
     ),
+    (
+        COMPLETION,
+        {"prompt_embeds": [3]},
+        "prompt_embeds must be base64 of a tensor, or a list of such strings; entry 0 is 3 "
+        "(string_type)",
+    ),
     (COMPLETION, prompt({}), f"prompt {PROMPTS}; it is an object (list_type)"),
     ("/v1/embeddings", {"input": [1.5]}, f"input {PROMPTS}; entry 0 is 1.5 (string_type)"),
     ("/classify", {"input": ["a", []]}, f"input {PROMPTS}; entry 1 is an empty list (string_type)"),

@@ -29,7 +29,8 @@ class ServerArgs:
 
     api_key: tuple[str, ...] = ()
     """Keys of which a client must send one as `Authorization: Bearer KEY`, or `x-api-key`. Guards
-    every route but the health ones. Not set: VLLM_API_KEY, or everyone is served."""
+    every route but the health ones and the pages at /, /status and /docs, which hold nothing and
+    ask for a key themselves. Not set: VLLM_API_KEY, or everyone is served."""
 
     root_path: str = ""
     """Path under which a proxy serves this server."""
@@ -143,10 +144,18 @@ class ServerArgs:
     """Which form the model writes tool calls in; `vllm serve --tool-call-parser help` lists."""
 
     tool_parser_plugin: str | None = None
-    """Python file that registers further tool parsers."""
+    """Python file that registers further tool parsers, or reasoning parsers; those written for
+    vLLM work too."""
 
     reasoning_parser: str | None = None
     """Which form the model writes its reasoning in; `--reasoning-parser help` lists."""
+
+    reasoning_parser_plugin: str | None = None
+    """Python file that registers further reasoning parsers; those written for vLLM work too."""
+
+    enable_reasoning: bool = False
+    """Split reasoning from answers; an older flag that reasoning_parser implies, and that needs
+    it."""
 
     lora_modules: tuple[str, ...] = ()
     """LoRA adapters; refused: this version runs none."""
@@ -169,8 +178,11 @@ class ServerArgs:
     disable_fastapi_docs: bool = False
     """No /docs and no /openapi.json."""
 
+    disable_web_ui: bool = False
+    """No chat page at /: the status page is there."""
+
     status_page: bool = True
-    """Show a status page at /."""
+    """Show a status page at /status."""
 
     log_requests: bool = False
     """Log the body of each request, prompts included."""
@@ -196,6 +208,9 @@ class ServerArgs:
     dev_mode: bool = field(default=False, metadata={"cli": False})
     """Serve the routes for development too (VLLM_SERVER_DEV_MODE)."""
 
+    can_profile: bool = field(default=False, metadata={"cli": False})
+    """Serve the routes that begin and end a trace (VLLM_TORCH_PROFILER_DIR is set)."""
+
     keep_alive_s: int = field(default=5, metadata={"cli": False})
     """Seconds that a connection without a request stays open (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)."""
 
@@ -213,10 +228,18 @@ class ServerArgs:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")
         if self.enable_auto_tool_choice and not self.tool_call_parser:
             raise ConfigError("enable_auto_tool_choice needs tool_call_parser")
+        if self.enable_reasoning and not self.reasoning_parser:
+            raise ConfigError(
+                "enable_reasoning needs reasoning_parser, which says how the model writes its "
+                "reasoning: add --reasoning-parser NAME (`--reasoning-parser help` lists the "
+                "names), or leave --enable-reasoning out"
+            )
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("allow_credentials needs allowed_origins without *")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile")
+        if self.ssl_ca_certs and not self.ssl_certfile:
+            raise ConfigError("ssl_ca_certs needs ssl_certfile")
         if self.ssl_cert_reqs not in (0, 1, 2):
             raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
         if self.shutdown_timeout < 0:
@@ -228,6 +251,11 @@ class ServerArgs:
                 check_at_least(self, 0, name)
         if any(not key for key in self.api_key):
             raise ConfigError("api_key must not be empty")
+        if any(key != key.strip() or not key.isprintable() for key in self.api_key):
+            raise ConfigError(
+                "api_key has a line break, another control character, or spaces around it: no "
+                "client can send that in a header. Give the key alone."
+            )
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with /, got {self.root_path!r}")
         for name in ("lora_modules", "prompt_adapters"):

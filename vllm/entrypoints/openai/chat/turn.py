@@ -16,10 +16,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.engine.pooling_input import refuse_generation
-from vllm.entrypoints.openai.chat.output_reader import OutputReader
+from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.tool_choice import (
     NamedToolReader,
@@ -43,6 +43,12 @@ from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.tool_parsers.base import ToolParser
+    from vllm.entrypoints.openai.tool_parsers.plugin import ForeignToolParser
+    from vllm.reasoning import ReasoningParser
+    from vllm.reasoning.plugin import ForeignReasoningParser
 
 
 @dataclass(slots=True)
@@ -309,9 +315,6 @@ def make_reader(
 
     Output whose form is constrained from its first token on has no room for reasoning.
     """
-    from vllm.entrypoints.openai.tool_parsers import ToolParserManager
-    from vllm.reasoning import ReasoningParserManager
-
     args, tokenizer = context.args, context.engine.tokenizer
     max_calls = 1 if body.parallel_tool_calls is False else None
     if (name := body.named_tool) is not None:
@@ -320,11 +323,33 @@ def make_reader(
         return OutputReader(forced=RequiredToolReader(), max_calls=max_calls)
     reasoning = tools = None
     if args.reasoning_parser is not None and not is_constrained:
-        is_thinking = (body.chat_template_kwargs or {}).get("enable_thinking", True)
-        reasoning = ReasoningParserManager.get(args.reasoning_parser)(
-            tokenizer, is_thinking=bool(is_thinking)
-        )
+        with parser_failures("reasoning", args.reasoning_parser):
+            reasoning = _make_reasoning_parser(args.reasoning_parser, tokenizer, body)
     if body.tool_choice == "auto" and args.tool_call_parser is not None:
-        tools = ToolParserManager.get(args.tool_call_parser)(tokenizer)
-        tools.adjust_request(body)
-    return OutputReader(reasoning, tools, max_calls=max_calls)
+        with parser_failures("tool", args.tool_call_parser):
+            tools = _make_tool_parser(args.tool_call_parser, tokenizer)
+            tools.adjust_request(body)
+    names = args.reasoning_parser, args.tool_call_parser
+    return OutputReader(reasoning, tools, max_calls=max_calls, names=names)
+
+
+def _make_reasoning_parser(
+    name: str, tokenizer: Any, body: ChatCompletionRequest
+) -> "ReasoningParser | ForeignReasoningParser | None":
+    """A parser for one output; None for one that holds no thoughts."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.reasoning.plugin import ForeignReasoningParser, is_foreign
+
+    kind = ReasoningParserManager.get(name)
+    is_thinking = bool((body.chat_template_kwargs or {}).get("enable_thinking", True))
+    if not is_foreign(kind):
+        return kind(tokenizer, is_thinking=is_thinking)
+    return ForeignReasoningParser(kind(tokenizer), body) if is_thinking else None
+
+
+def _make_tool_parser(name: str, tokenizer: Any) -> "ToolParser | ForeignToolParser":
+    from vllm.entrypoints.openai.tool_parsers import ToolParserManager
+    from vllm.entrypoints.openai.tool_parsers.plugin import ForeignToolParser, is_foreign
+
+    kind = ToolParserManager.get(name)
+    return ForeignToolParser(kind(tokenizer)) if is_foreign(kind) else kind(tokenizer)
