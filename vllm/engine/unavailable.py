@@ -1,6 +1,6 @@
 """Arguments of the public methods that ask for what this version does not have."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from vllm.errors import RequestError
@@ -16,7 +16,7 @@ def refuse(**given: Any) -> None:
         RequestError: one is given; says what this version does, and what to do.
     """
     for name, value in given.items():
-        values = value if isinstance(value, Sequence) else [value]
+        values = value if isinstance(value, list | tuple) else [value]
         if (asked := next((each for each in values if each is not None), None)) is not None:
             raise RequestError(f"{name}{_REASONS[name](asked)}", param=name)
 

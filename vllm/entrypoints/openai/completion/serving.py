@@ -289,7 +289,7 @@ class _Completion:
             self._engine.generation_defaults,
             max_tokens=self._num_wanted(prompt),
             logprobs=body.logprobs,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
             guided=guided_decoding(body),
         )
         if body.echo and body.logprobs is not None and params.prompt_logprobs is None:

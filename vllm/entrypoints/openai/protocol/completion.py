@@ -28,7 +28,9 @@ class CompletionRequest(SamplingFields):
         ListOf[TokenId] | ListOf[ListOf[TokenId]] | str | ListOf[str] | None,
         accepts("text, token ids, or a list of either"),
     ] = None
-    prompt_embeds: str | ListOf[str] | None = None
+    prompt_embeds: Annotated[
+        str | ListOf[str] | None, accepts("a string of base64 or a list of such strings")
+    ] = None
     """Base64 of files with one tensor each, of `torch.save` or safetensors: one prompt each."""
     suffix: str | None = None
     max_tokens: Int64 | None = DEFAULT_MAX_TOKENS
