@@ -6,6 +6,8 @@ from typing import Literal
 from vllm.config.checks import check_at_least
 from vllm.errors import ConfigError
 
+ONE_DEVICE = "this version runs on one device"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -20,13 +22,18 @@ class ParallelConfig:
     distributed_executor_backend: Literal["uni"] | None = None
     """Who runs the workers. Not set: uni, the engine's own process."""
 
+    worker_cls: str = "auto"
+    """Class of the workers, as package.module.Class. auto: the one of the device."""
+
+    worker_extension_cls: str = ""
+    """Class whose methods are added to the workers, as package.module.Class; call them with
+    collective_rpc. Not set: none."""
+
     def __post_init__(self) -> None:
         check_at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)}: only the uni executor (size 1) exists so far"
-                )
+                raise ConfigError(f"{name}={getattr(self, name)}: {ONE_DEVICE}. Leave it out.")
 
     @property
     def world_size(self) -> int:

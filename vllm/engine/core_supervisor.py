@@ -6,6 +6,7 @@ Everything but the start of a process happens in one event loop.
 import asyncio
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.core_client import CoreClient
@@ -20,12 +21,17 @@ from vllm.engine.wire import (
     FromCore,
     Refused,
     ToCore,
+    decode_value,
+    encode_arguments,
 )
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.utils import startup
 
 logger = init_logger(__name__)
+
+_IMPORTING = "importing PyTorch and the engine"
 
 
 class CoreSupervisor:
@@ -62,7 +68,8 @@ class CoreSupervisor:
         self._ready: asyncio.Future[None] | None = None
         self._failure: CoreFailed | None = None
         self._restart_task: asyncio.Task[None] | None = None
-        self._calls: dict[int, asyncio.Future[bool]] = {}
+        self._spawning: asyncio.Task[asyncio.Future[None]] | None = None
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._is_stopped = False
 
@@ -70,6 +77,13 @@ class CoreSupervisor:
     def pid(self) -> int | None:
         """Process id of the core, while there is one."""
         return None if self._core is None else self._core.pid
+
+    def prepare(self) -> None:
+        """Begin to start the process, which imports what it needs until `start` configures it."""
+        if self._spawning is None:
+            self._spawning = asyncio.get_running_loop().create_task(self._start_process())
+            # Told to whoever starts it.
+            self._spawning.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def start(
         self, resolve: Callable[[], VllmConfig], meanwhile: Callable[[VllmConfig], None]
@@ -85,9 +99,10 @@ class CoreSupervisor:
             EngineDeadError: its process has ended.
         """
         try:
-            ready = await self._start_process()
-            self.startup.report("reading the model's configuration")
-            self._config = await asyncio.to_thread(resolve)
+            self.prepare()
+            assert self._spawning is not None
+            ready = await self._spawning
+            self._config = await asyncio.to_thread(self._resolve, resolve)
             await self._configure()
             await asyncio.to_thread(meanwhile, self._config)
             await ready
@@ -96,6 +111,14 @@ class CoreSupervisor:
             self._release()
             raise
         self.startup.set_ready()
+
+    def _resolve(self, resolve: Callable[[], VllmConfig]) -> VllmConfig:
+        """Run `resolve`, and tell what it waits for. In a thread."""
+        startup.listen(self.startup.report)
+        try:
+            return resolve()
+        finally:
+            startup.listen(None)
 
     def send(self, message: ToCore) -> None:
         """Send a message to the core that runs.
@@ -114,17 +137,25 @@ class CoreSupervisor:
             f"the engine is not ready: {self.startup.phase}"
         )
 
-    async def call(self, name: str) -> bool:
+    async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run one of `core_process.CALLS` in the core, between two steps.
 
+        Args:
+            name: of the call.
+            args, kwargs: what msgpack can hold.
+
         Raises:
+            RequestError: the arguments cannot be sent, or the call refuses them.
+            CapacityError: it is not possible now.
+            WorkerCallError: the call has failed.
             EngineDeadError: the core has died.
         """
+        arguments = encode_arguments(args, kwargs)
         call_id = next(self._call_ids)
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            self.send(CallCore(call_id=call_id, name=name))
+            self.send(CallCore(call_id=call_id, name=name, arguments=arguments))
             return await future
         finally:
             self._calls.pop(call_id, None)
@@ -143,7 +174,7 @@ class CoreSupervisor:
     async def _start_process(self) -> "asyncio.Future[None]":
         """A process that waits for its config; the future is done when it is ready."""
         self._failure = None
-        self.startup.report("starting the engine process")
+        self.startup.report(_IMPORTING)
         core = await asyncio.to_thread(CoreClient)
         if self._is_stopped:
             core.close()
@@ -155,7 +186,7 @@ class CoreSupervisor:
 
     async def _configure(self) -> None:
         if self._core is not None:
-            self.startup.report("loading the engine")
+            self.startup.report(_IMPORTING)
             await asyncio.to_thread(self._core.configure, self._config, ModelRegistry.plugins())
 
     def _on_message(self, message: FromCore) -> None:
@@ -177,9 +208,9 @@ class CoreSupervisor:
         if future is None or future.done():
             return
         if message.error is not None:
-            future.set_exception(EngineDeadError(message.error))
+            future.set_exception(message.error.exception())
         else:
-            future.set_result(bool(message.value))
+            future.set_result(decode_value(message.value))
 
     def _on_end(self, cause: str) -> None:
         error = self._error_of(cause)
