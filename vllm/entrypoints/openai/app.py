@@ -26,12 +26,7 @@ from vllm.entrypoints.openai.middleware.load import CountRequests
 from vllm.entrypoints.openai.middleware.request_id import RequestIds
 from vllm.entrypoints.openai.middleware.request_log import RequestLog
 from vllm.entrypoints.openai.middleware.user_middleware import add_user_middleware
-from vllm.entrypoints.openai.operations import (
-    dev_routes,
-    health,
-    metrics_route,
-    profile_routes,
-)
+from vllm.entrypoints.openai.operations import dev_routes, health, metrics_route, profile_routes
 from vllm.entrypoints.openai.pages.routes import page_routers
 from vllm.entrypoints.openai.pooling import classify as serving_classify
 from vllm.entrypoints.openai.pooling import embedding as serving_embedding
