@@ -25,6 +25,7 @@ LEAVES = {
     "pooling_params",
     "request",
     "sampling_params",
+    "sequence",
     "utils",
     "version",
 }
@@ -32,6 +33,7 @@ LEAVES = {
 # Name -> what it may import besides the leaves and itself. The names stand in the order of the
 # layers: a name may only appear above what it imports.
 LAYERS: dict[str, set[str]] = {
+    "v1": {"engine"},
     "entrypoints": {
         "engine",
         "hpu_check",

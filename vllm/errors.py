@@ -5,13 +5,18 @@
     |  `- WeightLoadError     checkpoint and model do not match
     |- RequestError           one request is wrong; the engine keeps serving (HTTP 400)
     |  |- PromptTooLongError  the prompt does not fit max_model_len
+    |  |  `- TextTooLongError its text alone shows it, before it is tokenised
     |  `- NotFoundError        what it names is not there (HTTP 404)
     |- RequestTimeoutError    a request took longer than the server allows (504)
-    |- CapacityError          can never fit (400) or cannot fit now (503)
+    |- CapacityError          can never fit (400), cannot fit now (503), or requests run (409)
+    |  `- EngineAsleepError   the engine sleeps; wake it up first (503)
+    |- WorkerCallError        a call to the workers failed; the engine keeps serving (500)
     `- EngineDeadError        the engine core is gone (500; health fails)
 
 A failed `assert` is a bug in this package. Bad input is never an `assert`.
 """
+
+from collections.abc import Sequence
 
 
 class VllmError(Exception):
@@ -52,6 +57,19 @@ class PromptTooLongError(RequestError):
         )
 
 
+class TextTooLongError(PromptTooLongError):
+    """The text of a prompt is too long, which is known without its exact number of tokens."""
+
+    def __init__(self, num_bytes: int, max_tokens: int, max_model_len: int) -> None:
+        RequestError.__init__(
+            self,
+            f"This model's maximum context length is {max_model_len} tokens. However, the prompt "
+            f"is a text of {num_bytes} bytes, which are more tokens than the prompt may have (at "
+            f"most {max_tokens}). Please reduce the length of the prompt.",
+            param="prompt",
+        )
+
+
 class NotFoundError(RequestError):
     """A model, a response or an adapter of this name does not exist."""
 
@@ -68,12 +86,34 @@ class CapacityError(VllmError, ValueError):
     """A request needs more than the engine has.
 
     Attributes:
-        status: 400 when it can never fit, 503 when it cannot fit now.
+        status: 400 when it can never fit, 503 when it cannot fit now, 409 for what cannot be done
+            while requests run.
     """
 
     def __init__(self, message: str, *, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+class EngineAsleepError(CapacityError):
+    """A request came while weights or KV cache are given back.
+
+    Args:
+        tags: of what sleeps.
+    """
+
+    def __init__(self, tags: Sequence[str]) -> None:
+        super().__init__(
+            f"the engine is asleep ({' and '.join(tags)}): call wake_up() of the LLM or the "
+            f"engine, or POST /wake_up of the server, before you send requests",
+            status=503,
+        )
+
+
+class WorkerCallError(VllmError, RuntimeError):
+    """A method of the workers raised. The message has the type and the text of its exception."""
+
+    status = 500
 
 
 class EngineDeadError(VllmError, RuntimeError):

@@ -157,3 +157,9 @@ def test_flags_of_other_owners_are_left_alone():
     parser.add_argument("--prompt")
     args = EngineArgs.from_cli_args(parser.parse_args(["--prompt", "x", "--seed", "3"]))
     assert args == EngineArgs(seed=3)
+
+
+def test_a_flag_may_have_a_text_or_nothing():
+    assert parse("--hf-token", "hf_x").hf_token == "hf_x"
+    assert parse("--hf-token").hf_token is True
+    assert parse().hf_token is None

@@ -1,6 +1,7 @@
 """The asynchronous engine over a fake core: streams, refusals, limits, death and restart."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -9,6 +10,8 @@ from tests.engine.fakes import make_config
 from vllm.engine import core_supervisor
 from vllm.engine.admission import AdmissionLimits
 from vllm.engine.async_llm_engine import AsyncLLM
+from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor
+from vllm.engine.slow_lane import preparation_cost
 from vllm.engine.wire import CoreFailed, CoreOutput
 from vllm.errors import (
     CapacityError,
@@ -16,12 +19,15 @@ from vllm.errors import (
     EngineDeadError,
     RequestError,
     RequestTimeoutError,
+    TextTooLongError,
+    WorkerCallError,
 )
 from vllm.messages import EngineOutput, Finished, FinishReason
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
+from vllm.transformers_utils.token_bytes import TextLengthBound
 
 STOPPED = Finished(FinishReason.STOP)
-DELTA = RequestOutputKind.DELTA
+DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 
 def params(**fields) -> SamplingParams:
@@ -331,10 +337,81 @@ def test_a_long_text_is_tokenised_as_a_short_one_is(run):
     run(check)
 
 
+def test_a_text_far_too_long_is_refused_before_it_is_tokenised(run, monkeypatch):
+    counted = []
+
+    def count(self, text):
+        counted.append(len(text))
+        return len(text)
+
+    async def check(engine, client):
+        monkeypatch.setattr(InputProcessor, "count_tokens", count)
+        with pytest.raises(TextTooLongError, match=r"20000000 bytes.*at most 63"):
+            await collect(engine, prompt="import os\n" * 2_000_000)
+        assert not counted  # no token has 300 KB
+        monkeypatch.setattr(TextLengthBound, "min_tokens", lambda self, text, num_bytes: 0)
+        with pytest.raises(TextTooLongError):
+            await collect(engine, prompt="import os\n" * 2_000_000)
+        assert len(counted) == 1  # the first piece tells
+        assert engine.num_unfinished_requests == 0
+
+    run(check)
+
+
+def test_who_leaves_the_slow_lane_gives_its_turn_up(run):
+    started, release, done = threading.Event(), threading.Event(), []
+
+    def first(processor):
+        started.set()
+        release.wait()
+
+    async def check(engine, client):
+        busy = asyncio.ensure_future(engine.in_slow_lane(first))
+        await asyncio.to_thread(started.wait)
+        waiting = [
+            asyncio.ensure_future(engine.in_slow_lane(lambda processor: done.append(1)))
+            for _ in range(3)
+        ]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        release.set()
+        await asyncio.gather(busy, *waiting, return_exceptions=True)
+        assert len(done) == 2
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bad_words": ["word"] * 1000},
+        {"allowed_token_ids": [1] * 200_000},
+        {"logit_bias": dict.fromkeys(range(200_000), 1.0)},
+        {"guided_decoding": GuidedDecodingParams(json={"enum": ["x"] * 20_000})},
+    ],
+)
+def test_every_long_list_makes_a_request_expensive(fields):
+    assert preparation_cost("a", params(**fields)) >= LONG_TEXT_CHARS
+    assert preparation_cost([1] * 200_000, params()) >= LONG_TEXT_CHARS
+    assert preparation_cost("a" * 1000, params(stop_token_ids=[1, 2])) < LONG_TEXT_CHARS
+
+
+def test_a_request_for_many_samples_is_sent_once(run):
+    async def check(engine, client):
+        sent = []
+        send = client.send
+        client.send = lambda message: (sent.append(message), send(message))
+        (output,) = await collect(engine, n=8, temperature=1.0, output_kind=FINAL)
+        assert len(output.outputs) == 8
+        assert [len(message.requests) for message in sent if hasattr(message, "requests")] == [1]
+
+    run(check)
+
+
 def test_what_is_not_available_is_refused(run):
     async def check(engine, client):
         for more in ({"lora_request": "x"}, {"prompt_adapter_request": "x"}):
-            with pytest.raises(RequestError, match="not available"):
+            with pytest.raises(RequestError, match=r"(?i)leave (it|lora_request) out"):
                 await anext(engine.generate("a", params(), "r", **more))
         with pytest.raises(RequestError, match="not enabled"):
             await engine.add_lora("x")
@@ -364,5 +441,111 @@ def test_the_line_of_statistics_is_written_on_request_and_at_its_pace(run, monke
         assert len(logged) == 1 and "generation throughput" in logged[0][0]
         assert not await engine.is_tracing_enabled()
         assert engine._stats_task is not None and not engine._stats_task.done()
+
+    run(check)
+
+
+class Worker:
+    """Methods for the engine to call."""
+
+    def __init__(self) -> None:
+        self.profiles: list[str] = []
+
+    def add(self, a: int, b: int = 0) -> dict[str, int]:
+        return {"sum": a + b}
+
+    def fail(self) -> None:
+        raise KeyError("layer 3")
+
+    def give(self) -> object:
+        return object()
+
+    def start_profile(self) -> None:
+        self.profiles.append("start")
+
+    def stop_profile(self) -> str:
+        self.profiles.append("stop")
+        return "rank0.json"
+
+
+def test_methods_of_the_workers_are_called_by_name(run):
+    async def check(engine, client):
+        client.core.worker = worker = Worker()
+        assert await engine.collective_rpc("add", args=(1,), kwargs={"b": 2}) == [{"sum": 3}]
+        await engine.start_profile()
+        await engine.stop_profile()
+        assert worker.profiles == ["start", "stop"]
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "error", "message"),
+    [
+        ("nothing", (), RequestError, "no method 'nothing'"),
+        ("add", (), RequestError, "'add'.*missing a required argument"),
+        ("add", (object(),), RequestError, "arguments cannot be sent"),
+        ("give", (), RequestError, "the result of collective_rpc cannot be sent"),
+        ("fail", (), WorkerCallError, "KeyError: 'layer 3'"),
+        (len, (), RequestError, "takes the name of a method"),
+    ],
+)
+def test_a_call_that_fails_is_the_callers_and_the_engine_goes_on(run, method, args, error, message):
+    async def check(engine, client):
+        client.core.worker = Worker()
+        with pytest.raises(error, match=message):
+            await engine.collective_rpc(method, args=args)
+        assert (await collect(engine))[-1].finished
+
+    run(check)
+
+
+def test_a_call_that_takes_too_long_is_not_waited_for(run):
+    async def check(engine, client):
+        client.core.worker = Worker()
+        client.is_held = True
+        with pytest.raises(RequestTimeoutError, match=r"'add' took longer than timeout=0.01"):
+            await engine.collective_rpc("add", 0.01, (1,))
+        client.is_held = False
+        assert await engine.collective_rpc("add", 60, (4,)) == [{"sum": 4}]
+
+    run(check)
+
+
+def test_a_sleeping_engine_refuses_requests_and_stays_alive(run):
+    async def check(engine, client):
+        first = engine.generate("a", params(max_tokens=3), "first")
+        await anext(first)
+        with pytest.raises(CapacityError) as refusal:
+            await engine.sleep()
+        assert refusal.value.status == 409
+        await first.aclose()
+        await engine.sleep(2)
+        assert await engine.is_sleeping()
+        with pytest.raises(CapacityError, match="wake_up") as refusal:
+            await collect(engine)
+        assert refusal.value.status == 503
+        await engine.check_health()
+        await engine.wake_up(["weights"])
+        assert await engine.is_sleeping()
+        await engine.wake_up()
+        assert not await engine.is_sleeping()
+        assert (await collect(engine))[-1].finished
+
+    run(check)
+
+
+def test_the_settings_of_the_engine_can_be_asked_for(run):
+    async def check(engine, client):
+        config = engine.vllm_config
+        assert await engine.get_model_config() is config.model
+        assert await engine.get_parallel_config() is config.parallel
+        assert await engine.get_decoding_config() is config.structured_output
+        assert await engine.get_lora_config() is None and await engine.list_loras() == set()
+        assert not await engine.is_tracing_enabled()
+        await engine.reset_mm_cache()
+        for refused in (engine.add_lora(None), engine.remove_lora(1), engine.pin_lora(1)):
+            with pytest.raises(RequestError, match="LoRA is not enabled"):
+                await refused
 
     run(check)

@@ -1,7 +1,7 @@
 """What engine arguments amount to, for a model and this machine."""
 
 import json
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,10 @@ import pytest
 
 from vllm import envs
 from vllm.assets import BUNDLED_MODEL
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
+from vllm.transformers_utils.generation_config import load_generation_defaults
 
 BUNDLED_CONFIG = json.loads((BUNDLED_MODEL / "config.json").read_text())
 
@@ -257,3 +258,62 @@ def test_rope_scaling_makes_the_model_longer():
 def test_a_model_nobody_here_can_run_is_refused(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         resolve(model=write_model(tmp_path, **changes))
+
+
+def test_config_and_defaults_can_come_from_another_folder_than_the_weights(tmp_path):
+    weights, elsewhere = tmp_path / "weights", tmp_path / "config"
+    for folder in (weights, elsewhere):
+        folder.mkdir()
+    (weights / "tokenizer.json").touch()
+    write_model(elsewhere, max_position_embeddings=99)
+    (elsewhere / "generation_config.json").write_text('{"temperature": 0.25}')
+    with pytest.raises(ConfigError, match="has no config"):
+        resolve(model=str(weights))
+    config = resolve(model=str(weights), hf_config_path=str(elsewhere))
+    assert (config.model.path, config.model.tokenizer) == (str(weights), str(weights))
+    assert config.scheduler.max_model_len == 99
+    assert load_generation_defaults(config.model)["temperature"] == 0.25
+    with pytest.raises(ConfigError, match="'/no/such' does not exist"):
+        resolve(model=str(weights), hf_config_path="/no/such")
+
+
+def test_a_token_is_neither_shown_nor_sent_to_another_process():
+    args = EngineArgs(hf_token="hf_secret")
+    assert args.hf_token == "hf_secret"
+    assert "hf_secret" not in repr(args)
+    assert "hf_secret" not in repr(LoadConfig(hf_token="hf_secret"))
+    assert args.create_engine_config().load.hf_token is None
+
+
+def test_code_of_a_revision_without_permission_to_run_it_is_told(capsys):
+    assert resolve(code_revision="abc") == replace_model(resolve(), code_revision="abc")
+    assert "code_revision=abc has no effect: code of the model runs with" in capsys.readouterr().err
+
+
+def replace_model(config: VllmConfig, **changes: Any) -> VllmConfig:
+    return replace(config, model=replace(config.model, **changes))
+
+
+def test_without_its_windows_a_model_is_as_long_as_the_smallest(tmp_path):
+    model = write_model(
+        tmp_path,
+        architectures=["MistralForCausalLM"],
+        model_type="mistral",
+        sliding_window=64,
+    )
+    windowed, full = resolve(model=model), resolve(model=model, disable_sliding_window=True)
+    assert (windowed.scheduler.max_model_len, full.scheduler.max_model_len) == (2048, 64)
+    assert set(windowed.model.arch.layer_windows) == {64}
+    assert set(full.model.arch.layer_windows) == {None}
+    shorter = resolve(model=model, disable_sliding_window=True, max_model_len=32)
+    assert shorter.scheduler.max_model_len == 32
+    with pytest.raises(ConfigError) as failure:
+        resolve(model=model, disable_sliding_window=True, max_model_len=65)
+    assert str(failure.value).startswith("max_model_len (65) is more than the 64 tokens of the")
+    assert str(failure.value).endswith("to 64, or leave disable_sliding_window out")
+
+
+def test_a_model_without_windows_stays_as_it_is():
+    assert resolve(disable_sliding_window=True) == replace_model(
+        resolve(), disable_sliding_window=True
+    )

@@ -10,6 +10,7 @@ from vllm.engine.wire import (
     AbortRequests,
     AddRequests,
     CallCore,
+    CallError,
     CallResult,
     CoreFailed,
     CoreOutput,
@@ -18,11 +19,15 @@ from vllm.engine.wire import (
     Refused,
     StartCore,
     StopCore,
+    decode_arguments,
     decode_from_core,
     decode_to_core,
+    decode_value,
     encode,
+    encode_arguments,
+    encode_value,
 )
-from vllm.errors import RequestError
+from vllm.errors import CapacityError, RequestError, WorkerCallError
 from vllm.messages import (
     EngineOutput,
     EngineRequest,
@@ -59,6 +64,7 @@ def request(**params) -> EngineRequest:
         ),
         AbortRequests(request_ids=["a", "b"]),
         CallCore(call_id=3, name="reset_prefix_cache"),
+        CallCore(call_id=4, name="f", arguments=encode_arguments([1, "x"], {"k": [None]})),
         StopCore(),
     ],
 )
@@ -73,8 +79,8 @@ def test_messages_to_the_core_arrive_as_they_were_sent(message):
         CoreReady(stats=SchedulerStats(num_kv_blocks=7)),
         CoreFailed(message="no memory", is_config_error=True),
         Refused(request_id="a", message="too long", status=400, is_capacity=False),
-        CallResult(call_id=1, value=True),
-        CallResult(call_id=2, error="boom"),
+        CallResult(call_id=1, value=encode_value("it", [1, "a", {"b": None}])),
+        CallResult(call_id=2, error=CallError(message="boom", kind="worker")),
         CoreOutput(
             output=EngineOutput(
                 request_ids=["a"],
@@ -88,6 +94,28 @@ def test_messages_to_the_core_arrive_as_they_were_sent(message):
 )
 def test_messages_of_the_core_arrive_as_they_were_sent(message):
     assert decode_from_core(encode(message)) == message
+
+
+def test_arguments_and_results_arrive_as_plain_values():
+    assert decode_arguments(b"") == ([], {})
+    data = encode_arguments((1, b"x"), {"k": [1.5]})
+    assert decode_arguments(data) == ([1, b"x"], {"k": [1.5]})
+    assert decode_value(CallResult(call_id=1).value) is None
+
+
+@pytest.mark.parametrize("value", [object(), len, {"a": [object()]}, 2**70])
+def test_what_cannot_be_sent_is_refused_and_named(value):
+    with pytest.raises(RequestError, match=r"^arguments cannot be sent between processes"):
+        encode_arguments([value], {})
+
+
+@pytest.mark.parametrize(
+    "error", [RequestError("no"), CapacityError("full", status=503), WorkerCallError("KeyError: 1")]
+)
+def test_the_error_of_a_call_comes_back_as_what_it_was(error):
+    found = CallError.of(error).exception()
+    assert type(found) is type(error) and str(error) in str(found)
+    assert found.status == error.status
 
 
 @pytest.mark.parametrize("args", [{}, {"dtype": "bfloat16", "hf_overrides": {"rope_theta": 5.0}}])

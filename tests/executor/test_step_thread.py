@@ -82,6 +82,20 @@ def test_no_step_runs_after_one_that_failed():
     thread.shutdown()
 
 
+def test_a_call_runs_after_the_steps_before_it_and_fails_alone():
+    worker = SlowWorker()
+    thread = StepThread(worker)
+    step = thread.execute_model(make_step(0))
+    calls = [thread.call(lambda: list(worker.steps)), thread.call(lambda: 1 // 0)]
+    after = thread.execute_model(make_step(2))
+    worker.may_run.set()
+    assert calls[0].result() == [0]
+    with pytest.raises(ZeroDivisionError):
+        calls[1].result()
+    assert (step.result().step_id, after.result().step_id) == (0, 2)
+    thread.shutdown()
+
+
 def test_shutdown_waits_for_the_step_that_runs_and_cancels_the_next():
     worker = SlowWorker()
     thread = StepThread(worker)

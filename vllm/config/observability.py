@@ -12,3 +12,6 @@ class ObservabilityConfig:
 
     profiler_enabled: bool = field(default=False, metadata={"cli": False})
     """Write a trace that Perfetto opens (VLLM_PROFILER_ENABLED)."""
+
+    torch_profiler_dir: str | None = field(default=None, metadata={"cli": False})
+    """Folder for traces of torch's profiler (VLLM_TORCH_PROFILER_DIR); None: there are none."""

@@ -22,6 +22,13 @@ class ParallelConfig:
     distributed_executor_backend: Literal["uni"] | None = None
     """Who runs the workers. Not set: uni, the engine's own process."""
 
+    worker_cls: str = "auto"
+    """Class of the workers, as package.module.Class. auto: the one of the device."""
+
+    worker_extension_cls: str = ""
+    """Class whose methods are added to the workers, as package.module.Class; call them with
+    collective_rpc. Not set: none."""
+
     def __post_init__(self) -> None:
         check_at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):

@@ -37,7 +37,7 @@ def _with_config_fields(cls: _Class) -> _Class:
         if isinstance(default, Mapping):
             setattr(cls, name, field(default_factory=dict))
         else:
-            setattr(cls, name, default)
+            setattr(cls, name, field(default=default, repr=config_field.is_shown))
     return cls
 
 
@@ -69,6 +69,11 @@ class EngineArgs:
         for name in settings:
             if name not in _FIELDS and name not in COMPAT_ARGUMENTS:
                 raise ConfigError(_unknown(name))
+        if settings.get("enable_reasoning") and not settings.get("reasoning_parser"):
+            raise ConfigError(
+                "enable_reasoning=True needs reasoning_parser, the name of a parser of "
+                "vllm.reasoning, such as 'qwen3'; or leave enable_reasoning out"
+            )
         for name, value in settings.items():
             if name in COMPAT_ARGUMENTS:
                 accept(name, value)
@@ -147,6 +152,8 @@ def add_flag(group: argparse._ArgumentGroup, config_field: ConfigField) -> None:
         options["action"] = argparse.BooleanOptionalAction
     elif config_field.choices:
         options["choices"] = config_field.choices
+    elif config_field.kind == "str_or_bool":
+        options.update(nargs="?", const=True, metavar="TEXT")
     elif config_field.kind == "strings":
         options.update(nargs="+", metavar="TEXT")
     else:

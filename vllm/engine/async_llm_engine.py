@@ -9,33 +9,50 @@ model's files go to threads.
 
 import asyncio
 import contextlib
-import copy
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
 from vllm.config import VllmConfig
 from vllm.engine.admission import Admission, AdmissionLimits
+from vllm.engine.async_control import AsyncControl
 from vllm.engine.core_supervisor import CoreSupervisor
-from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor, TokenizedPrompt, fan_out
+from vllm.engine.fan_out import fan_out
+from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor, TokenizedPrompt
 from vllm.engine.metrics import EngineMetrics
 from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.request_stream import RequestStream
+from vllm.engine.slow_lane import (
+    HUGE_TEXT_CHARS,
+    SlowLane,
+    preparation_cost,
+    split_at_spaces,
+    text_of,
+)
 from vllm.engine.startup_state import Startup
 from vllm.engine.stats_log import StatsLog
 from vllm.engine.stats_recorder import StatsRecorder
+from vllm.engine.unavailable import refuse
 from vllm.engine.wire import AbortRequests, AddRequests, CoreOutput, Refused
-from vllm.errors import CapacityError, EngineDeadError, RequestError, RequestTimeoutError
+from vllm.errors import (
+    CapacityError,
+    EngineDeadError,
+    RequestError,
+    RequestTimeoutError,
+    TextTooLongError,
+)
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, SchedulerStats
 from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,13 +64,15 @@ logger = init_logger(__name__)
 _Result = TypeVar("_Result")
 _Processed = tuple[str | None, EngineRequest]
 
-_IDLE_BEFORE_PRELOAD_S = 2.0
+_NO_PARAMS = PoolingParams()
+_PIECE_CHARS = 64 * 1024
+"""Of a text of which it is only asked whether it is too long."""
 
 _GRAMMAR_THREADS = 8
 """Requests whose grammar is being compiled, or that wait for a compiler."""
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncControl):
     """Requests of many users, one engine core.
 
     Nothing is loaded before `start`, or the first request.
@@ -98,11 +117,10 @@ class AsyncLLM:
         self._core_ids = itertools.count()
         self._streams: dict[str, RequestStream[Any]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._slow_lane = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
+        self._slow_lane = SlowLane("tokenise", lambda: self.input_processor)
+        self._huge_lane = SlowLane("tokenise-huge", lambda: self.input_processor)
         self._grammar_lane = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammar")
-        self._slow_processor: InputProcessor | None = None
         self._stats_task: asyncio.Task[None] | None = None
-        self._preload_task: asyncio.Task[None] | None = None
         self._is_shut_down = False
 
     @classmethod
@@ -158,11 +176,11 @@ class AsyncLLM:
         error = EngineDeadError("the engine was shut down")
         self._core.stop(error)
         self._on_lost(error)
-        for task in (self._stats_task, self._preload_task):
-            if task is not None:
-                task.cancel()
-        for lane in (self._slow_lane, self._grammar_lane):
-            lane.shutdown(wait=False, cancel_futures=True)
+        if self._stats_task is not None:
+            self._stats_task.cancel()
+        self._slow_lane.shutdown()
+        self._huge_lane.shutdown()
+        self._grammar_lane.shutdown(wait=False, cancel_futures=True)
         if self.is_loaded:
             self.input_processor.close()
 
@@ -192,21 +210,6 @@ class AsyncLLM:
         if not self.vllm_config.observability.disable_log_stats:
             self._stats_task = asyncio.create_task(self._stats_log.run())
 
-        self._preload_task = asyncio.create_task(self._preload_when_idle())
-
-    async def _preload_when_idle(self) -> None:
-        """What only some requests need: not while the first ones wait for their tokens."""
-        if self.tokenizer is None or self.vllm_config.model.pooler is not None:
-            return
-        idle_since = time.monotonic()
-        while time.monotonic() - idle_since < _IDLE_BEFORE_PRELOAD_S:
-            await asyncio.sleep(_IDLE_BEFORE_PRELOAD_S / 4)
-            if self._streams:
-                idle_since = time.monotonic()
-        self.input_processor.grammar_compiler.start()
-        with contextlib.suppress(EngineDeadError):
-            await self._core.call("preload")
-
     def _resolve(self) -> VllmConfig:
         if self._config is None:
             assert self._engine_args is not None
@@ -227,6 +230,10 @@ class AsyncLLM:
         self.metrics = EngineMetrics(config.model.served_model_name[0], config)
         self._recorder = StatsRecorder(self.metrics)
         self.output_processor = OutputProcessor(tokenizer, self._recorder)
+        if tokenizer is not None and config.model.pooler is None:
+            # While the core loads its weights: no request, the first one least of all, waits for
+            # the imports of the libraries that compile.
+            self.input_processor.grammar_compiler.start()
         self._admission = Admission(self._limits, config.scheduler.max_num_seqs)
 
     # ---- requests -------------------------------------------------------------------------
@@ -264,13 +271,16 @@ class AsyncLLM:
             RequestTimeoutError: it took longer than the limits allow.
             EngineDeadError: the core has died.
         """
-        _refuse("LoRA adapters", "lora_request", lora_request)
-        _refuse("prompt adapters", "prompt_adapter_request", prompt_adapter_request)
-        _refuse("data parallelism", "data_parallel_rank", data_parallel_rank or None)
+        refuse(
+            lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
+            data_parallel_rank=data_parallel_rank or None,
+        )
         arrival_time = time.time()
         await self.wait_ready()
         text, request = await self._process(
             prompt,
+            sampling_params,
             lambda processor: processor.process(
                 request_id, prompt, sampling_params, arrival_time=arrival_time, priority=priority
             ),
@@ -303,11 +313,12 @@ class AsyncLLM:
         Raises:
             As `generate`.
         """
-        _refuse("LoRA adapters", "lora_request", lora_request)
+        refuse(lora_request=lora_request)
         arrival_time = time.time()
         await self.wait_ready()
         text, request = await self._process(
             prompt,
+            pooling_params,
             lambda processor: processor.process_pooling(
                 request_id, prompt, pooling_params, arrival_time=arrival_time, priority=priority
             ),
@@ -325,30 +336,75 @@ class AsyncLLM:
             self._abort([request_id] if isinstance(request_id, str) else request_id)
 
     async def _process(
-        self, prompt: PromptType, process: Callable[[InputProcessor], _Processed]
+        self,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        process: Callable[[InputProcessor], _Processed],
     ) -> _Processed:
-        """Tokenise and check, in the slow lane where it takes long."""
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(text, str) and len(text) >= LONG_TEXT_CHARS:
-            return await self.in_slow_lane(process)
-        return process(self.input_processor)
+        """Tokenise and check, in a slow lane where it takes long."""
+        cost = preparation_cost(prompt, params)
+        if cost < LONG_TEXT_CHARS:
+            return process(self.input_processor)
+        if params.truncate_prompt_tokens is None:
+            is_pooling = isinstance(params, PoolingParams)  # which needs no room for an output
+            max_model_len = self.vllm_config.scheduler.max_model_len
+            await self._refuse_long_text(prompt, max_model_len - (not is_pooling))
+        return await self.in_slow_lane(process, cost)
 
-    async def tokenize(self, prompt: PromptType, *, is_long: bool = False) -> TokenizedPrompt:
+    async def tokenize(
+        self, prompt: PromptType, *, is_long: bool = False, max_tokens: int | None = None
+    ) -> TokenizedPrompt:
         """Token ids of a prompt, as `InputProcessor.tokenize` gives them.
 
         Args:
             prompt: in any form.
             is_long: it is one of many, so that all of them take long.
+            max_tokens: see there.
         """
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(text, str) and (is_long or len(text) >= LONG_TEXT_CHARS):
-            return await self.in_slow_lane(lambda processor: processor.tokenize(prompt))
-        return self.input_processor.tokenize(prompt)
+        cost = preparation_cost(prompt, _NO_PARAMS)
+        if cost < LONG_TEXT_CHARS and not (is_long and text_of(prompt) is not None):
+            return self.input_processor.tokenize(prompt, max_tokens=max_tokens)
+        if max_tokens is not None:
+            await self._refuse_long_text(prompt, max_tokens)
+        return await self.in_slow_lane(
+            lambda processor: processor.tokenize(prompt, max_tokens=max_tokens), cost
+        )
 
-    async def in_slow_lane(self, work: Callable[[InputProcessor], _Result]) -> _Result:
-        """Run what takes long with a tokenizer, in a thread that has one of its own."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._slow_lane, lambda: work(self._slow_input()))
+    async def _refuse_long_text(self, prompt: PromptType, max_tokens: int) -> None:
+        """Refuse a text with far more than `max_tokens` tokens, before all of it is tokenised.
+
+        Only texts of unusually many bytes per token are looked at, piece by piece, so that one
+        whose client leaves is left alone. Pieces have a few tokens more than the whole: refused
+        is what has twice as many as allowed.
+
+        Raises:
+            TextTooLongError: it has.
+        """
+        text = text_of(prompt)
+        if text is None or len(text) <= max_tokens * USUAL_TOKEN_BYTES + LONG_TEXT_CHARS:
+            return
+        if self.tokenizer is None:
+            return
+        await self.in_slow_lane(lambda processor: processor.check_length(text, max_tokens))
+        num_tokens = 0
+        for piece in split_at_spaces(text, _PIECE_CHARS):
+            count = partial(InputProcessor.count_tokens, text=piece)
+            num_tokens += await self.in_slow_lane(count)
+            if num_tokens > 2 * max_tokens:
+                max_model_len = self.vllm_config.scheduler.max_model_len
+                raise TextTooLongError(len(text.encode()), max_tokens, max_model_len)
+
+    async def in_slow_lane(
+        self, work: Callable[[InputProcessor], _Result], num_chars: int = 0
+    ) -> _Result:
+        """Run what takes long with a tokenizer, in a thread that has one of its own.
+
+        Args:
+            work: what to do.
+            num_chars: how long the text is, if there is one: huge ones wait for each other only.
+        """
+        lane = self._huge_lane if num_chars >= HUGE_TEXT_CHARS else self._slow_lane
+        return await lane.run(work)
 
     async def _with_grammar(self, request: EngineRequest) -> EngineRequest:
         """The request with the form of its output compiled, if it must have one."""
@@ -361,15 +417,6 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._grammar_lane, processor.attach_grammar, request)
 
-    def _slow_input(self) -> InputProcessor:
-        """For the thread of the slow lane: a tokenizer serves one thread at a time."""
-        if self._slow_processor is None:
-            tokenizer = copy.deepcopy(self.input_processor.tokenizer)
-            self._slow_processor = InputProcessor(
-                self.vllm_config, tokenizer, self.generation_defaults
-            )
-        return self._slow_processor
-
     def _submit(self, text: str | None, request: EngineRequest) -> RequestStream[Any]:
         """Send a request to the core; its stream."""
         # The user's id is free again while outputs of its last request are still on their way.
@@ -381,7 +428,7 @@ class AsyncLLM:
             request.request_id, text, request.sampling_params, core_requests
         )
         try:
-            self._core.send(AddRequests(requests=core_requests))
+            self._core.send(AddRequests(requests=[own]))
         except BaseException:
             self.output_processor.abort([request.request_id])
             raise
@@ -450,7 +497,7 @@ class AsyncLLM:
         request_id = self.output_processor.request_id_of(message.request_id)
         if request_id is None:
             return  # another sample of it was refused before
-        error: Exception = RequestError(message.message)
+        error: Exception = RequestError(message.message, param=message.param)
         if message.is_capacity:
             error = CapacityError(message.message, status=message.status)
         self._end_with(request_id, error)
@@ -501,48 +548,6 @@ class AsyncLLM:
             raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
         return self.tokenizer
 
-    async def get_vllm_config(self) -> VllmConfig:
-        """What the engine runs with."""
-        await self.wait_ready()
-        return self.vllm_config
-
-    async def get_model_config(self) -> Any:
-        """The model's part of the config."""
-        return (await self.get_vllm_config()).model
-
-    async def get_scheduler_config(self) -> Any:
-        """The scheduler's part of the config."""
-        return (await self.get_vllm_config()).scheduler
-
-    async def get_parallel_config(self) -> Any:
-        """The part of the config about processes."""
-        return (await self.get_vllm_config()).parallel
-
-    async def do_log_stats(self, *_: Any) -> None:
-        """Log the line of statistics now."""
-        await self.wait_ready()
-        self._stats_log.log()
-
-    async def is_tracing_enabled(self) -> bool:
-        """False: traces of requests are the server's."""
-        return False
-
-    async def get_lora_config(self) -> None:
-        """None: adapters are not available."""
-
-    async def add_lora(self, lora_request: Any) -> bool:
-        """Adapters are not available.
-
-        Raises:
-            RequestError: always.
-        """
-        raise RequestError("LoRA is not enabled in this engine", param="lora_request")
-
-    async def reset_prefix_cache(self, device: Any = None) -> bool:
-        """Forget all cached prefixes. False, and no change, while requests run."""
-        await self.wait_ready()
-        return await self._core.call("reset_prefix_cache")
-
     @property
     def core_pid(self) -> int | None:
         """Process id of the core, while there is one."""
@@ -589,8 +594,3 @@ class AsyncLLM:
 
 
 AsyncLLMEngine = AsyncLLM
-
-
-def _refuse(what: str, name: str, value: Any) -> None:
-    if value is not None:
-        raise RequestError(f"not available in this engine yet: {what} ({name})", param=name)

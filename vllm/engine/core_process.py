@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -20,11 +20,13 @@ from pathlib import Path
 import zmq
 
 from vllm.engine.engine_core import EngineCore
+from vllm.engine.fan_out import fan_out
 from vllm.engine.wire import (
     START_LENGTH,
     AbortRequests,
     AddRequests,
     CallCore,
+    CallError,
     CallResult,
     CoreFailed,
     CoreOutput,
@@ -35,8 +37,10 @@ from vllm.engine.wire import (
     StartCore,
     StopCore,
     ToCore,
+    decode_arguments,
     decode_to_core,
     encode,
+    encode_value,
 )
 from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
 from vllm.logger import init_logger
@@ -46,11 +50,8 @@ from vllm.utils.garbage import keep_for_good
 
 logger = init_logger(__name__)
 
-CALLS: Mapping[str, Callable[[EngineCore], bool]] = {
-    "preload": lambda core: core.preload(),
-    "reset_prefix_cache": lambda core: core.reset_prefix_cache(),
-}
-"""What `CallCore` may ask for."""
+CALLS = frozenset({"reset_prefix_cache", "collective_rpc", "sleep", "wake_up", "is_sleeping"})
+"""The methods of `EngineCore` that `CallCore` may ask for."""
 
 _STDIN = 0
 
@@ -111,7 +112,8 @@ class CoreLoop:
     def _handle(self, message: ToCore) -> None:
         if isinstance(message, AddRequests):
             for request in message.requests:
-                self._add(request)
+                for sample in fan_out(request):
+                    self._add(sample)
         elif isinstance(message, AbortRequests):
             self._core.abort_requests(message.request_ids)
             self._has_unsent_stats = True
@@ -130,15 +132,21 @@ class CoreLoop:
                     message=str(error),
                     status=error.status,
                     is_capacity=isinstance(error, CapacityError),
+                    param=error.param if isinstance(error, RequestError) else None,
                 )
             )
 
     def _call(self, message: CallCore) -> CallResult:
         try:
-            return CallResult(call_id=message.call_id, value=CALLS[message.name](self._core))
+            assert message.name in CALLS, f"{message.name} is no call"
+            args, kwargs = decode_arguments(message.arguments)
+            value = getattr(self._core, message.name)(*args, **kwargs)
+            encoded = encode_value(f"the result of {message.name}", value)
+            return CallResult(call_id=message.call_id, value=encoded)
         except Exception as error:  # told to the caller; the loop goes on
-            logger.exception("call %s failed", message.name)
-            return CallResult(call_id=message.call_id, error=repr(error))
+            if not isinstance(error, (RequestError, CapacityError)):
+                logger.exception("call %s failed", message.name)
+            return CallResult(call_id=message.call_id, error=CallError.of(error))
 
 
 def main(address: str) -> int:

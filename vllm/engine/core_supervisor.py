@@ -6,6 +6,7 @@ Everything but the start of a process happens in one event loop.
 import asyncio
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.core_client import CoreClient
@@ -20,6 +21,8 @@ from vllm.engine.wire import (
     FromCore,
     Refused,
     ToCore,
+    decode_value,
+    encode_arguments,
 )
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.logger import init_logger
@@ -66,7 +69,7 @@ class CoreSupervisor:
         self._failure: CoreFailed | None = None
         self._restart_task: asyncio.Task[None] | None = None
         self._spawning: asyncio.Task[asyncio.Future[None]] | None = None
-        self._calls: dict[int, asyncio.Future[bool]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._is_stopped = False
 
@@ -134,17 +137,25 @@ class CoreSupervisor:
             f"the engine is not ready: {self.startup.phase}"
         )
 
-    async def call(self, name: str) -> bool:
+    async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run one of `core_process.CALLS` in the core, between two steps.
 
+        Args:
+            name: of the call.
+            args, kwargs: what msgpack can hold.
+
         Raises:
+            RequestError: the arguments cannot be sent, or the call refuses them.
+            CapacityError: it is not possible now.
+            WorkerCallError: the call has failed.
             EngineDeadError: the core has died.
         """
+        arguments = encode_arguments(args, kwargs)
         call_id = next(self._call_ids)
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            self.send(CallCore(call_id=call_id, name=name))
+            self.send(CallCore(call_id=call_id, name=name, arguments=arguments))
             return await future
         finally:
             self._calls.pop(call_id, None)
@@ -202,9 +213,9 @@ class CoreSupervisor:
         if future is None or future.done():
             return
         if message.error is not None:
-            future.set_exception(EngineDeadError(message.error))
+            future.set_exception(message.error.exception())
         else:
-            future.set_result(bool(message.value))
+            future.set_result(decode_value(message.value))
 
     def _on_end(self, cause: str) -> None:
         error = self._error_of(cause)

@@ -38,11 +38,11 @@ def resolve_early(settings: Mapping[str, Any]) -> VllmConfig | None:
     """
     check_settings(settings)
     asked = ModelConfig(**{name: settings[name] for name in ("model", "max_model_len")})
-    names = [model_name(asked)]
+    names = [settings["hf_config_path"] or model_name(asked), model_name(asked)]
     if settings["tokenizer"] and not settings["skip_tokenizer_init"]:
         names.append(settings["tokenizer"])
     folders = [find_folder(name) for name in names]
-    if None in folders and not is_offline():
+    if (None in folders or settings["code_revision"]) and not is_offline():
         return None
     if folders[0] is not None:
         raw = read_hf_config(folders[0], settings["hf_overrides"])

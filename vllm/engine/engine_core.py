@@ -1,18 +1,21 @@
 """The loop: schedule, execute, update. Knows no text, no HTTP, no device."""
 
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from vllm.config import VllmConfig
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
+from vllm.engine.named_processors import NamedProcessors
 from vllm.engine.run_ahead import RunAhead
-from vllm.errors import EngineDeadError
-from vllm.executor import Executor, StepHandleLike, UniProcExecutor
+from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, RequestError
+from vllm.executor import Executor, StepHandleLike, UniProcExecutor, WorkerMethod
 from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerStats
 from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
@@ -20,6 +23,11 @@ from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
 logger = init_logger(__name__)
 
 _IDLE = EngineOutput()
+
+_PREPARE_WAIT_S = 0.02
+
+_OF_THE_ENGINE = frozenset({"load_model", "initialize_cache", "execute_model", "sleep", "wake_up"})
+"""Methods of the workers that only the engine calls: what it knows would no longer be true."""
 
 
 class EngineCore:
@@ -50,7 +58,11 @@ class EngineCore:
         self._run_ahead = run_ahead or RunAhead(
             config.scheduler.async_scheduling and self.executor.is_asynchronous
         )
+        self._named_processors = NamedProcessors(config.model.logits_processor_pattern)
         self._in_flight: deque[tuple[int, StepHandleLike]] = deque()
+        self._preparing: dict[str, tuple[EngineRequest, Future[None]]] = {}
+        """Requests that are scheduled once what they need is loaded, by id."""
+        self._sleeping_tags: list[str] = []
         # Not the exception: its traceback holds the engine, which then nobody could collect.
         self._failure: str | None = None
 
@@ -58,21 +70,35 @@ class EngineCore:
         """Queue a request.
 
         Raises:
+            RequestError: a logits processor that it names cannot be used.
             CapacityError: it can never fit the KV cache.
+            EngineAsleepError: weights or KV cache are given back.
             EngineDeadError: an earlier step failed.
         """
         self._check_alive()
-        if not self.scheduler.num_unfinished_requests:
-            self._run_ahead.idle()
-        self.scheduler.add_request(request)
+        if self._sleeping_tags:
+            raise EngineAsleepError(self._sleeping_tags)
+        self.scheduler.check_request(request)
+        if request.request_id in self._preparing:
+            raise RequestError(f"request {request.request_id!r} is already being processed")
+        request = self._named_processors.resolve(request)
+        future = self.executor.prepare(request)
+        if future is not None and not future.done():
+            self._preparing[request.request_id] = request, future
+        else:
+            self._queue(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Forget requests; ids that are not there are passed over, and nothing is reported."""
-        self.scheduler.abort_requests(request_ids)
+        ids = list(request_ids)
+        for request_id in ids:
+            self._preparing.pop(request_id, None)
+        self.scheduler.abort_requests(ids)
 
     def has_unfinished_requests(self) -> bool:
         """Something waits or runs, or a step is in flight whose requests have all left."""
-        return self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight)
+        is_busy = self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight)
+        return is_busy or bool(self._preparing)
 
     def step(self) -> EngineOutput:
         """The result of the oldest step, after starting those that can run.
@@ -85,6 +111,8 @@ class EngineCore:
                 known then, so nothing can be served any more.
         """
         self._check_alive()
+        if self._preparing:
+            self._queue_prepared()
         if not self._in_flight:
             self._start_step()
         if self._in_flight and self._run_ahead.pays:
@@ -100,6 +128,22 @@ class EngineCore:
             used = pool.num_usable_blocks - pool.num_free
             trace.counter("cache", **cache_counters(used, pool.num_usable_blocks))
         return result
+
+    def _queue(self, request: EngineRequest) -> None:
+        if not self.scheduler.num_unfinished_requests:
+            self._run_ahead.idle()
+        self.scheduler.add_request(request)
+
+    def _queue_prepared(self) -> None:
+        """Queue the requests that are ready. Only when nothing else can run, wait a moment for
+        one of them: the caller has messages to take in."""
+        if not (self.scheduler.num_unfinished_requests or self._in_flight):
+            futures = [future for _, future in self._preparing.values()]
+            wait(futures, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
+        for request_id, (request, future) in list(self._preparing.items()):
+            if future.done():
+                del self._preparing[request_id]
+                self._queue(request)
 
     def _start_step(self) -> None:
         """Start the next step, if there is something that can run."""
@@ -138,18 +182,102 @@ class EngineCore:
         logger.error("step %d failed; the engine stops", step_id, exc_info=failure)
         raise EngineDeadError(f"step {step_id} failed: {self._failure}") from failure
 
-    def preload(self) -> bool:
-        """Load in the background what only some requests need; always True."""
-        self.executor.preload()
-        return True
-
     def stats(self) -> SchedulerStats:
         """How full it is, and what it has done."""
-        return msgspec.structs.replace(self.scheduler.stats(), runner=self.executor.stats())
+        stats = self.scheduler.stats()
+        num_waiting = stats.num_waiting + len(self._preparing)
+        return msgspec.structs.replace(stats, num_waiting=num_waiting, runner=self.executor.stats())
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and no change, while requests run."""
         return self.scheduler.cache.pool.forget_all()
+
+    def is_sleeping(self) -> bool:
+        """Weights or KV cache are given back."""
+        return bool(self._sleeping_tags)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back to the system, and forget all prefixes.
+
+        Args:
+            level: 1 keeps the content of the weights, 2 keeps nothing.
+
+        Raises:
+            RequestError: sleep mode is off, or there is no such level.
+            CapacityError: requests run or wait (status 409).
+            EngineDeadError: an earlier step failed.
+        """
+        self._check_can_sleep()
+        num_requests = self.scheduler.num_unfinished_requests + len(self._preparing)
+        if num_requests:
+            raise CapacityError(
+                f"the engine cannot sleep while {num_requests} requests run or wait: let them "
+                f"end, or abort them, and call sleep again",
+                status=409,
+            )
+        while self._in_flight:  # steps whose requests have all left
+            self.scheduler.update(self._wait())
+        is_reset = self.reset_prefix_cache()
+        assert is_reset, "no request is left, and blocks are held"
+        started = time.perf_counter()
+        self._call_and_note("sleep", level)
+        logger.info("It took %.6f seconds to fall asleep.", time.perf_counter() - started)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again; requests are taken when all of it is there.
+
+        Args:
+            tags: "weights", "kv_cache" or both; None is both.
+
+        Raises:
+            RequestError: sleep mode is off, or there is no such tag.
+            WeightLoadError: the weights cannot be read again; they still sleep.
+            EngineDeadError: an earlier step failed.
+        """
+        self._check_can_sleep()
+        tags = None if tags is None else list(tags)
+        woken, started = tags or self._sleeping_tags, time.perf_counter()
+        self._call_and_note("wake_up", tags)
+        seconds = time.perf_counter() - started
+        logger.info("It took %.6f seconds to wake up tags %s.", seconds, woken)
+
+    def _check_can_sleep(self) -> None:
+        self._check_alive()
+        if not self.config.model.enable_sleep_mode:
+            raise RequestError(
+                "sleep mode is off: start the engine with enable_sleep_mode=True "
+                "(--enable-sleep-mode)"
+            )
+
+    def _call_and_note(self, method: str, argument: Any) -> None:
+        """Call all workers, and note what sleeps then, also when the call fails."""
+        try:
+            self.executor.collective_rpc(method, args=(argument,))
+        finally:
+            (self._sleeping_tags, *_) = self.executor.collective_rpc("sleeping_tags")
+
+    def collective_rpc(
+        self,
+        method: WorkerMethod,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker between two steps; see `Executor.collective_rpc`.
+
+        Raises:
+            RequestError: the workers have no such method, or only the engine may call it.
+            TimeoutError: the call took longer than `timeout` seconds; it goes on.
+            EngineDeadError: an earlier step failed.
+        """
+        self._check_alive()
+        if method in _OF_THE_ENGINE:
+            raise RequestError(
+                f"collective_rpc {method!r}: only the engine calls this method of the workers; "
+                f"sleep and wake_up are methods of the engine as well",
+                param="method",
+            )
+        return self.executor.collective_rpc(method, timeout, args, kwargs)
 
     def shutdown(self) -> None:
         """Let the workers go and end the trace. Calling it again does nothing."""

@@ -11,12 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.config import VllmConfig
-from vllm.engine.input_processor import InputProcessor, fan_out
+from vllm.engine.engine_control import ControlledCore, EngineControl
+from vllm.engine.fan_out import fan_out
+from vllm.engine.input_processor import InputProcessor
+from vllm.engine.metrics import EngineMetrics
 from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.stats_log import StatsLog
+from vllm.engine.stats_recorder import StatsRecorder
+from vllm.engine.unavailable import refuse
 from vllm.errors import EngineDeadError, RequestError
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
-from vllm.messages import EngineOutput, EngineRequest
+from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
 from vllm.outputs import AnyRequestOutput
 from vllm.platforms import resolve_platform
 from vllm.pooling_params import PoolingParams
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-class Core(Protocol):
+class Core(ControlledCore, Protocol):
     """What the engine needs of its core; see `vllm.engine.engine_core.EngineCore`."""
 
     def add_request(self, request: EngineRequest) -> None:
@@ -50,8 +56,8 @@ class Core(Protocol):
         """Something waits or runs."""
         ...
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False when requests use them."""
+    def stats(self) -> SchedulerStats:
+        """How full it is, and what it has done."""
         ...
 
     def shutdown(self) -> None:
@@ -59,7 +65,7 @@ class Core(Protocol):
         ...
 
 
-class LLMEngine:
+class LLMEngine(EngineControl):
     """Requests, their core and their tokenizer.
 
     Args:
@@ -71,6 +77,7 @@ class LLMEngine:
     Attributes:
         vllm_config, model_config, cache_config, scheduler_config, parallel_config,
         device_config, load_config: what the engine runs with.
+        metrics: what was counted; None with `disable_log_stats`.
     """
 
     def __init__(
@@ -88,9 +95,16 @@ class LLMEngine:
         self.device_config = config.device
         self.load_config = config.load
         self.generation_defaults = dict(generation_defaults)
-        self.engine_core = core
+        self.engine_core: Core = core
         self.input_processor = InputProcessor(config, tokenizer, generation_defaults)
-        self.output_processor = OutputProcessor(tokenizer)
+        self.metrics: EngineMetrics | None = None
+        self._recorder: StatsRecorder | None = None
+        if not config.observability.disable_log_stats:
+            name = (config.model.served_model_name or (config.model.model,))[0]
+            self.metrics = EngineMetrics(name, config)
+            self._recorder = StatsRecorder(self.metrics)
+            self._stats_log = StatsLog(self.metrics)
+        self.output_processor = OutputProcessor(tokenizer, self._recorder)
         # Runs when the engine is collected or the interpreter exits, whichever comes first.
         self._release = weakref.finalize(self, core.shutdown)
 
@@ -150,7 +164,7 @@ class LLMEngine:
             prompt: in any form of `PromptType`.
             params: how to sample, or to pool; may be used again.
             arrival_time: in seconds of `time.time()`; None is now.
-            lora_request: None; adapters are not available yet.
+            lora_request: only None for now.
             priority: a smaller one goes first, where the scheduling policy is "priority".
 
         Raises:
@@ -158,10 +172,7 @@ class LLMEngine:
             CapacityError: it can never fit the KV cache.
             EngineDeadError: the engine was shut down or has failed.
         """
-        if lora_request is not None:
-            raise RequestError(
-                "not available in this engine yet: LoRA (lora_request)", param="lora_request"
-            )
+        refuse(lora_request=lora_request)
         processor = self.input_processor
         if isinstance(params, PoolingParams):
             text, request = processor.process_pooling(
@@ -216,6 +227,8 @@ class LLMEngine:
         outputs, stopped = self.output_processor.process(self.engine_core.step())
         if stopped:
             self.engine_core.abort_requests(stopped)
+        if self._recorder is not None:
+            self._recorder.end_message(self.engine_core.stats())
         if self.has_unfinished_requests() and not self.engine_core.has_unfinished_requests():
             # Better told than waited for, without end.
             lost = ", ".join(self.output_processor.unfinished_request_ids)
@@ -251,14 +264,6 @@ class LLMEngine:
         """Use another tokenizer for requests that come from now on."""
         self.input_processor.tokenizer = tokenizer
         self.output_processor.set_tokenizer(tokenizer)
-
-    def get_vllm_config(self) -> VllmConfig:
-        """What the engine runs with."""
-        return self.vllm_config
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False, and no change, while requests run."""
-        return self.engine_core.reset_prefix_cache()
 
     def check_health(self) -> None:
         """Nothing happens when the engine can serve.

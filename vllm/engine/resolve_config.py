@@ -30,6 +30,7 @@ from vllm.config.model import ModelDType
 from vllm.engine.resolve_hpu import refuse_variables, resolve_hpu_config
 from vllm.engine.resolve_pooling import resolve_pooler
 from vllm.engine.resolve_quantization import check_quantization
+from vllm.engine.resolve_windows import resolve_windows
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
@@ -73,10 +74,15 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         scheduler=scheduler,
         parallel=_section(ParallelConfig, settings),
         device=_resolve_device(platform),
-        load=load,
+        load=replace(load, hf_token=None),  # everything is downloaded: no process needs the secret
         hpu=hpu,
         structured_output=_section(StructuredOutputConfig, settings),
-        observability=ObservabilityConfig(profiler_enabled=envs.get().VLLM_PROFILER_ENABLED),
+        observability=_section(
+            ObservabilityConfig,
+            settings,
+            profiler_enabled=envs.get().VLLM_PROFILER_ENABLED,
+            torch_profiler_dir=_profiler_folder(),
+        ),
     )
 
 
@@ -124,6 +130,11 @@ def _kv_cache_space_bytes() -> int | None:
     return int(space_gib * 2**30) if space_gib else None
 
 
+def _profiler_folder() -> str | None:
+    folder = envs.get().VLLM_TORCH_PROFILER_DIR
+    return str(Path(folder).expanduser().absolute()) if folder else None
+
+
 def _resolve_device(platform: Platform) -> DeviceConfig:
     settings = envs.get()
     cores = None
@@ -139,16 +150,19 @@ def _resolve_device(platform: Platform) -> DeviceConfig:
 
 def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
     folder = _model_folder(asked, load, "dummy")  # without weights: they may take an hour
-    raw = read_hf_config(folder, asked.hf_overrides)
-    check_architecture(raw, folder)
-    arch = ModelArch.from_hf(
-        complete_hf_config(raw, folder, trust_remote_code=asked.trust_remote_code)
-    )
+    config_folder = folder
+    if asked.hf_config_path is not None:
+        config_folder = _metadata_folder(asked.hf_config_path, asked.revision, load)
+    raw = read_hf_config(config_folder, asked.hf_overrides)
+    check_architecture(raw, config_folder)
+    arch = _read_arch(asked, load, raw, config_folder)
+    arch, window = resolve_windows(asked, arch)
     arch = _allow_long_positions(asked.max_model_len, arch)
     pooler, recommended_len = resolve_pooler(asked, arch, folder)
     max_model_len = resolve_max_model_len(asked, arch)
-    if recommended_len is not None and asked.max_model_len is None:
-        max_model_len = min(max_model_len, recommended_len)
+    if asked.max_model_len is None:
+        limits = (max_model_len, window, recommended_len)
+        max_model_len = min(limit for limit in limits if limit is not None)
     return replace(
         asked,
         model=model_name(asked),
@@ -158,6 +172,37 @@ def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
         max_model_len=max_model_len,
         arch=arch,
         pooler=pooler,
+        hf_config_path=None if asked.hf_config_path is None else str(config_folder),
+    )
+
+
+def _metadata_folder(name: str, revision: str | None, load: LoadConfig) -> Path:
+    """The folder of a model, with everything but weights."""
+    return resolve_model_folder(name, revision, load.download_dir, (), "dummy", load.hf_token)
+
+
+def _read_arch(
+    asked: ModelConfig, load: LoadConfig, raw: Mapping[str, Any], folder: Path
+) -> ModelArch:
+    code_folder = None
+    if asked.code_revision is not None:
+        if not asked.trust_remote_code:
+            logger.warning(
+                "code_revision=%s has no effect: code of the model runs with trust_remote_code",
+                asked.code_revision,
+            )
+        elif "AutoConfig" in (raw.get("auto_map") or {}):
+            source = asked.hf_config_path or model_name(asked)
+            code_folder = _metadata_folder(source, asked.code_revision, load)
+    return ModelArch.from_hf(
+        complete_hf_config(
+            raw,
+            folder,
+            trust_remote_code=asked.trust_remote_code,
+            code_folder=code_folder,
+            code_revision=asked.code_revision,
+            token=load.hf_token,
+        )
     )
 
 
@@ -168,7 +213,12 @@ def model_name(asked: ModelConfig) -> str:
 
 def _model_folder(asked: ModelConfig, load: LoadConfig, load_format: LoadFormat) -> Path:
     return resolve_model_folder(
-        model_name(asked), asked.revision, load.download_dir, load.ignore_patterns, load_format
+        model_name(asked),
+        asked.revision,
+        load.download_dir,
+        load.ignore_patterns,
+        load_format,
+        load.hf_token,
     )
 
 
@@ -192,8 +242,7 @@ def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> st
     if asked.tokenizer is None and asked.tokenizer_revision in (None, asked.revision):
         return str(folder)
     name = asked.tokenizer or model_name(asked)
-    # "dummy": everything but weights.
-    return str(resolve_model_folder(name, asked.tokenizer_revision, load.download_dir, (), "dummy"))
+    return str(_metadata_folder(name, asked.tokenizer_revision, load))
 
 
 def _resolve_dtype(asked: ModelConfig, arch: ModelArch) -> ModelDType:

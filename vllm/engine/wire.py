@@ -7,13 +7,14 @@ Arrays travel as (dtype, shape, bytes).
 """
 
 import struct
-from typing import Any, get_args, get_origin
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 import numpy as np
 
 from vllm.config import VllmConfig
-from vllm.errors import RequestError
+from vllm.errors import CapacityError, RequestError, WorkerCallError
 from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
 START_LENGTH = struct.Struct("<Q")
@@ -33,7 +34,8 @@ class StartCore(_Message, frozen=True, kw_only=True):
 
 
 class AddRequests(_Message, frozen=True, kw_only=True):
-    """Queue requests; those that are refused are told by `Refused`."""
+    """Queue requests, each of which is sent once however many samples it wants: the core makes
+    them (`fan_out`). Those that are refused are told by `Refused`."""
 
     requests: list[EngineRequest]
 
@@ -49,6 +51,8 @@ class CallCore(_Message, frozen=True, kw_only=True):
 
     call_id: int
     name: str
+    arguments: bytes = b""
+    """`encode_arguments` of them; empty: none."""
 
 
 class StopCore(_Message, frozen=True, kw_only=True):
@@ -94,14 +98,79 @@ class Refused(_Message, frozen=True, kw_only=True):
     """HTTP status."""
     is_capacity: bool
     """A CapacityError, else a RequestError."""
+    param: str | None = None
+    """Field of the request that is at fault."""
+
+
+class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Why a call has failed; the engine goes on."""
+
+    message: str
+    kind: Literal["request", "capacity", "worker"]
+    """RequestError, CapacityError or WorkerCallError."""
+    status: int = 500
+    """HTTP status."""
+
+    @classmethod
+    def of(cls, error: Exception) -> "CallError":
+        """For an exception that the call has raised."""
+        if isinstance(error, RequestError):
+            return cls(message=str(error), kind="request", status=error.status)
+        if isinstance(error, CapacityError):
+            return cls(message=str(error), kind="capacity", status=error.status)
+        return cls(message=f"{type(error).__name__}: {error}", kind="worker")
+
+    def exception(self) -> Exception:
+        """The exception for whoever has called."""
+        if self.kind == "request":
+            return RequestError(self.message)
+        if self.kind == "capacity":
+            return CapacityError(self.message, status=self.status)
+        return WorkerCallError(self.message)
 
 
 class CallResult(_Message, frozen=True, kw_only=True):
     """What came of a `CallCore`."""
 
     call_id: int
-    value: bool | None = None
-    error: str | None = None
+    value: bytes = b"\xc0"
+    """`encode_value` of the result."""
+    error: CallError | None = None
+
+
+def encode_value(what: str, value: Any) -> bytes:
+    """A value of a user as msgpack.
+
+    Args:
+        what: the value is, for the message.
+        value: None, numbers, text, bytes, and lists and dicts of these.
+
+    Raises:
+        RequestError: it holds something else.
+    """
+    try:
+        return msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(
+            f"{what} cannot be sent between processes ({error}); use None, numbers, text, bytes, "
+            f"and lists and dicts of these"
+        ) from None
+
+
+def encode_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """Arguments of a call; raises as `encode_value`."""
+    return encode_value("arguments", [list(args), dict(kwargs)])
+
+
+def decode_arguments(data: bytes) -> tuple[list[Any], dict[str, Any]]:
+    """What `encode_arguments` has made; no bytes are no arguments."""
+    return msgspec.msgpack.decode(data, type=_Arguments) if data else ([], {})
+
+
+_Arguments = tuple[list[Any], dict[str, Any]]
+
+decode_value = msgspec.msgpack.decode
+"""What `encode_value` has made."""
 
 
 ToCore = StartCore | AddRequests | AbortRequests | CallCore | StopCore
@@ -113,8 +182,8 @@ def _encode_extra(value: Any) -> Any:
         return value.dtype.str, value.shape, value.tobytes()
     if callable(value):
         raise RequestError(
-            "logits_processors are code and cannot be sent to the engine's own process; use the "
-            "offline engine (LLM)",
+            "logits_processors are code and cannot be sent to the engine's own process; send their "
+            "qualified names, or use the offline engine (LLM)",
             param="logits_processors",
         )
     raise TypeError(f"{type(value).__name__} cannot be sent")

@@ -2,6 +2,7 @@
 
 from vllm.executor.base import Executor
 from vllm.executor.uniproc import UniProcExecutor
+from vllm.executor.worker_call import WorkerMethod
 from vllm.worker.interface import StepHandleLike
 
-__all__ = ["Executor", "StepHandleLike", "UniProcExecutor"]
+__all__ = ["Executor", "StepHandleLike", "UniProcExecutor", "WorkerMethod"]

@@ -2,8 +2,10 @@
 
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
 
@@ -22,12 +24,17 @@ def has_core_to_spare() -> bool:
 
 
 class _Job:
-    """A step that waits or runs, and its result."""
+    """Work that waits or runs, and its result.
 
-    def __init__(self, worker: Worker, step: SchedulerOutput) -> None:
-        self.future: Future[ModelRunnerOutput] = Future()
-        self._worker = worker
-        self._step = step
+    Args:
+        work: runs in the thread.
+        is_step: the state of the worker is not known when it fails.
+    """
+
+    def __init__(self, work: Callable[[], Any], *, is_step: bool) -> None:
+        self.future: Future[Any] = Future()
+        self._work = work
+        self._is_step = is_step
 
     def run(self, failure: str | None) -> str | None:
         """Run it, unless a step before it has failed; the failure, if there is one now."""
@@ -37,10 +44,10 @@ class _Job:
             self.future.set_exception(RuntimeError(f"a step before it failed: {failure}"))
             return failure
         try:
-            self.future.set_result(self._worker.execute_model(self._step).result())
+            self.future.set_result(self._work())
         except BaseException as error:
             self.future.set_exception(error)
-            return repr(error)
+            return repr(error) if self._is_step else None
         return None
 
 
@@ -70,7 +77,14 @@ class StepThread:
 
     def execute_model(self, step: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         """Queue a step; its tokens are known before the next begins."""
-        job = _Job(self._worker, step)
+        worker = self._worker
+        return self._put(_Job(lambda: worker.execute_model(step).result(), is_step=True))
+
+    def call(self, work: Callable[[], Any]) -> "Future[Any]":
+        """Queue a call that runs after the steps before it. Its failure is the call's alone."""
+        return self._put(_Job(work, is_step=False))
+
+    def _put(self, job: _Job) -> "Future[Any]":
         self._jobs.put(job)
         return job.future
 

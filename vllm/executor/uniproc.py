@@ -1,11 +1,15 @@
 """One worker in the engine's own process."""
 
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
 from vllm.config import VllmConfig
 from vllm.executor.base import Executor
 from vllm.executor.step_thread import StepThread, has_core_to_spare
-from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.executor.worker_call import WorkerMethod, call_worker, resolve_worker_class
+from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
 from vllm.platforms import resolve_platform
-from vllm.utils.imports import load_class
 from vllm.worker.interface import StepHandleLike, Worker
 
 
@@ -14,11 +18,14 @@ class UniProcExecutor(Executor):
 
     Args:
         config: of the engine.
+
+    Raises:
+        ConfigError: a class that `config.parallel` names cannot be used.
     """
 
     def __init__(self, config: VllmConfig) -> None:
         platform = resolve_platform(config.device.device)
-        worker: Worker = load_class(platform.worker_class)(config)
+        worker: Worker = resolve_worker_class(config.parallel, platform.worker_class)(config)
         worker.load_model()
         self._worker: Worker | None = worker
         wants_thread = config.scheduler.async_scheduling and not platform.is_asynchronous
@@ -34,9 +41,24 @@ class UniProcExecutor(Executor):
         worker = self._running_worker
         return (worker if self._thread is None else self._thread).execute_model(step)
 
-    def preload(self) -> None:
-        """Load in the background what only some requests need."""
-        self._running_worker.preload()
+    def prepare(self, request: EngineRequest) -> Future[None] | None:
+        """See `Executor.prepare`."""
+        return self._running_worker.prepare(request)
+
+    def collective_rpc(
+        self,
+        method: WorkerMethod,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of the worker; `timeout` only counts where steps have their own thread."""
+        worker = self._running_worker
+        if self._thread is None:
+            return [call_worker(worker, method, args, kwargs or {})]
+        # In the thread of the steps: a profiler, for example, only sees the thread it starts in.
+        call = self._thread.call(lambda: call_worker(worker, method, args, kwargs or {}))
+        return [call.result(timeout)]
 
     def stats(self) -> RunnerStats:
         """What the worker has done."""

@@ -18,11 +18,13 @@ def resolve_model_folder(
     download_dir: str | None = None,
     ignore_patterns: Sequence[str] = (),
     load_format: LoadFormat = "auto",
+    token: str | bool | None = None,
 ) -> Path:
     """The folder of a model: `name` itself when it is one, else a download from the hub.
 
     Weights are downloaded in one form only, safetensors before pickles; none for "dummy".
-    `HF_HUB_OFFLINE`, `HF_TOKEN` and the other variables of huggingface_hub apply.
+    `HF_HUB_OFFLINE`, `HF_TOKEN` and the other variables of huggingface_hub apply; `token` comes
+    before `HF_TOKEN`, and True is that of `hf auth login`.
 
     Raises:
         ConfigError: no such folder or repository, or the download failed.
@@ -32,7 +34,7 @@ def resolve_model_folder(
         return path
 
     def download(*patterns: str) -> Path:
-        return _download(name, revision, download_dir, patterns, ignore_patterns)
+        return _download(name, revision, download_dir, patterns, ignore_patterns, token)
 
     if load_format == "dummy":
         return download(*_METADATA)
@@ -78,6 +80,7 @@ def _download(
     download_dir: str | None,
     allow_patterns: Sequence[str],
     ignore_patterns: Sequence[str],
+    token: str | bool | None,
 ) -> Path:
     from huggingface_hub import snapshot_download
 
@@ -89,6 +92,7 @@ def _download(
             cache_dir=download_dir,
             allow_patterns=list(allow_patterns),
             ignore_patterns=list(ignore_patterns),
+            token=token,
         )
     # The network, the proxy, the disk and the hub's answers all fail with types of their own.
     except Exception as error:
@@ -100,10 +104,13 @@ def _explain(error: Exception, revision: str | None) -> str:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
-        return "it is gated; accept its terms on huggingface.co and set HF_TOKEN"
+        return (
+            "it is gated; accept its terms on huggingface.co and set HF_TOKEN, or give --hf-token"
+        )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            "there is no such folder here and no such repository on the hub, or it needs HF_TOKEN"
+            "there is no such folder here and no such repository on the hub, or it needs HF_TOKEN "
+            "or --hf-token"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"it has no revision {revision!r}"

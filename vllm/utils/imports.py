@@ -3,8 +3,34 @@
 from importlib import import_module
 from typing import Any
 
+from vllm.errors import ConfigError
+
 
 def load_class(name: str) -> Any:
     """The class that "module:Class" names."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
+
+
+def load_user_class(setting: str, name: str) -> type:
+    """The class that a user names as "package.module.Class" or "package.module:Class".
+
+    Args:
+        setting: the flag that gives the name, for the message.
+        name: of the class.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no class.
+    """
+    module, _, attribute = name.replace(":", ".").rpartition(".")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{setting} {name!r} cannot be imported ({error}); give the name of a class as "
+            f"package.module.Class, of a package that is installed or lies in the folder in which "
+            f"the program was started"
+        ) from None
+    if not isinstance(found, type):
+        raise ConfigError(f"{setting} {name!r} is not a class but a {type(found).__name__}")
+    return found

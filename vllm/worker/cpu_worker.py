@@ -9,10 +9,10 @@ from vllm.config import VllmConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.messages import SchedulerOutput
 from vllm.model_executor.layers.cpu_linear_method import StoredAs, pack_layer, pack_weights
-from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader import load_model
+from vllm.model_executor.model_memory import model_storages
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.ops import set_ops
 from vllm.ops.cpu import CPUOps
@@ -21,14 +21,16 @@ from vllm.platforms import resolve_platform
 from vllm.platforms.cpu_threads import count_cores, count_threads, format_cores, usable_cores
 from vllm.utils.imports import load_class
 from vllm.worker.cpu_model_runner import CPUModelRunner
+from vllm.worker.cpu_sleep import HostCache, HostWeights, check_can_sleep
 from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block, cache_dtype, count_blocks
 from vllm.worker.model_runner import ModelRunner, StepHandle
 from vllm.worker.pooling_runner import PoolingRunner
+from vllm.worker.worker_base import WorkerBase
 
 logger = init_logger(__name__)
 
 
-class CPUWorker:
+class CPUWorker(WorkerBase):
     """Runs the model in this process, on torch's threads.
 
     Args:
@@ -36,8 +38,7 @@ class CPUWorker:
     """
 
     def __init__(self, config: VllmConfig) -> None:
-        self.config = config
-        self.device = torch.device("cpu")
+        super().__init__(config, torch.device("cpu"))
         self.platform = resolve_platform("cpu")
         self._ops = load_class(self.platform.ops_class)()
         set_ops(self._ops)
@@ -54,19 +55,21 @@ class CPUWorker:
         Raises:
             ConfigError: the weights are to be quantized and there are no kernels for that.
         """
-        stored_as, packed_bytes = self._stored_as(), 0
+        if self.config.model.enable_sleep_mode:
+            check_can_sleep()
+        self.grammars.preload_beside_weights()
+        self.model = self._read_model(self.config)
+        self._count_threads(sum(len(storage) for storage in model_storages(self.model)))
+        self.runner = self._make_runner(self.model)
 
-        def pack(layer: ParallelLinear) -> None:
-            nonlocal packed_bytes
-            if stored_as is not None:
-                packed_bytes += pack_layer(layer, stored_as)
-
-        model = load_model(self.config, TPGroup(), self.device, pack)
-        if stored_as is not None:
-            packed_bytes += pack_weights(model, stored_as)
-        dense_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        self._count_threads(packed_bytes + dense_bytes)
-        self.runner = self._make_runner(model)
+    def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
+        stored_as = self._stored_as()
+        if stored_as is None:
+            return load_model(config, TPGroup(), self.device)
+        format_ = stored_as
+        model = load_model(config, TPGroup(), self.device, lambda layer: pack_layer(layer, format_))
+        pack_weights(model, stored_as)
+        return model
 
     def _count_threads(self, weight_bytes: int) -> None:
         device = self.config.device
@@ -101,7 +104,7 @@ class CPUWorker:
     def _make_runner(self, model: CausalLM | PoolingModel) -> ModelRunner | PoolingRunner:
         if isinstance(model, PoolingModel):
             return PoolingRunner(self.config, model, self.device)
-        return CPUModelRunner(self.config, model, self.device)
+        return CPUModelRunner(self.config, model, self.device, self.grammars)
 
     def initialize_cache(self) -> int:
         """Size and allocate the KV cache; the number of blocks, the null block included."""
@@ -114,16 +117,15 @@ class CPUWorker:
             self.platform.free_memory_bytes(),
         )
         bind_kv_caches(layers, self.platform, num_blocks, block_size, dtype)
+        can_sleep = self.config.model.enable_sleep_mode
+        folder = self.config.model.path or ""
+        self._set_memory(
+            HostWeights(self.model, folder, self._build_model, can_sleep=can_sleep),
+            HostCache(layers),
+        )
         return num_blocks
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
         """Start a step; at most one other is in flight."""
-        return self.runner.execute(step)
-
-    def preload(self) -> None:
-        """Load in the background what only some requests need."""
-        self.runner.preload()
-
-    def stats(self) -> RunnerStats:
-        """What the runner has done."""
-        return self.runner.stats()
+        with self.profile.step(step):
+            return self.runner.execute(step)

@@ -98,6 +98,11 @@ class GraphExecution(LazyExecution):
         graph(packed)
         self._graphs[shape] = graph
 
+    @property
+    def shapes(self) -> list[LaunchShape]:
+        """Those that have a graph, in the order of their capture."""
+        return list(self._graphs)
+
     def release(self, shape: LaunchShape) -> None:
         """Throw the graph of a shape away, if it has one, and the memory it holds."""
         graph: Any = self._graphs.pop(shape, None)

@@ -27,7 +27,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.ops import set_ops
@@ -39,6 +39,7 @@ from vllm.utils import startup
 from vllm.worker.hpu_model_runner import HPUModelRunner
 from vllm.worker.hpu_pooling_runner import HPUPoolingRunner, WholePromptRunner
 from vllm.worker.hpu_profile import profile_launches
+from vllm.worker.hpu_sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu_warmup import WarmUp
 from vllm.worker.kv_cache import (
     bind_kv_caches,
@@ -48,27 +49,40 @@ from vllm.worker.kv_cache import (
 )
 from vllm.worker.memory_profile import MemoryProfile, is_out_of_memory
 from vllm.worker.model_runner import StepHandle
+from vllm.worker.sleep import KV_CACHE, TAGS, WEIGHTS
 from vllm.worker.step_report import StepShape
+from vllm.worker.worker_base import WorkerBase
 
 logger = init_logger(__name__)
+
+_SLEEPS_WITH = {
+    MemoryClass.WEIGHTS: frozenset({WEIGHTS}),
+    MemoryClass.KV_CACHE: frozenset({KV_CACHE}),
+    MemoryClass.PREFILL_GRAPHS: frozenset(TAGS),
+    MemoryClass.DECODE_GRAPHS: frozenset(TAGS),
+}
+"""What is given back while one of these parts sleeps."""
 
 _PROFILE_BLOCKS = 2
 """KV blocks while the memory of a launch is measured: all its references are to one of them."""
 
 
-class HPUWorker:
+class HPUWorker(WorkerBase):
     """Runs the model on the card of this process.
 
     Args:
         config: of the engine.
     """
 
+    model: CausalLM | PoolingModel
+    runner: HPUModelRunner
+
     def __init__(self, config: VllmConfig) -> None:
-        self.config = config
         platform = resolve_platform("hpu")
         assert isinstance(platform, HPUPlatform)
         self.platform = platform
         self.bridge = platform.bridge
+        super().__init__(config, self.bridge.device)
         gc.set_threshold(*config.hpu.gc_thresholds)
         set_ops(HPUOps(self.bridge))
 
@@ -79,13 +93,14 @@ class HPUWorker:
             ConfigError: they do not fit the memory of the card, or cannot be loaded.
         """
         bridge = self.bridge
+        self.grammars.preload_beside_weights()
         with self._within_memory("the weights"), MemoryProfile(bridge) as total:
             with MemoryProfile(bridge) as loading:
-                model = load_model(self.config, TPGroup(), bridge.device)
+                self.model = load_model(self.config, TPGroup(), bridge.device)
             logger.info("Pre-loading model weights on %s took %s", bridge.device, loading)
             with MemoryProfile(bridge) as wrapping:
                 kernel = _prompt_kernel(self.config, bridge.kernels, bridge.device)
-                self.runner = self._make_runner(model, kernel)
+                self.runner = self._make_runner(self.model, kernel)
             logger.info("Wrapping in HPU Graph took %s", wrapping)
         logger.info("Loading model weights took in total %s", total)
 
@@ -95,7 +110,7 @@ class HPUWorker:
             assert pooler is not None
             kind = WholePromptRunner if pooler.needs_whole_prompts else HPUPoolingRunner
             return kind(self.config, model, self.bridge, kernel)
-        return HPUModelRunner(self.config, model, self.bridge, kernel)
+        return HPUModelRunner(self.config, model, self.bridge, kernel, self.grammars)
 
     def initialize_cache(self) -> int:
         """Divide the memory, allocate the KV cache and warm up.
@@ -116,26 +131,52 @@ class HPUWorker:
             logger.info("Initializing cache engine took %s", allocation)
             self._prepare_launches(plan_buckets(self.config, num_blocks))
         logger.info("init_cache_engine took %s", total)
+        self._graphs = SleepingGraphs(self.runner)
+        self._given_back: dict[MemoryClass, int] = {}
+        self._set_memory(
+            CardWeights(self.model, self.config.model.path or "", self._build_model, self.bridge),
+            CardCache(self.bridge, self._release_caches, lambda: self._bind_caches(num_blocks)),
+        )
         return num_blocks
+
+    def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
+        return load_model(config, TPGroup(), torch.device("cpu"))
+
+    def sleep(self, level: int = 1) -> None:
+        """Throw the graphs away, which hold addresses, then give back what they point to."""
+        self._graphs.release()
+        super().sleep(level)
+        self._book_what_is_awake()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory again; when all of it is there, capture the graphs again."""
+        super().wake_up(tags)
+        if not self.sleeping_tags():
+            self._graphs.capture()
+        self._book_what_is_awake()
+
+    def _book_what_is_awake(self) -> None:
+        """Let the ledger say what is on the card now; what sleeps keeps its budget."""
+        sleeping = self.sleeping_tags()
+        for cls, tags in _SLEEPS_WITH.items():
+            if not tags.isdisjoint(sleeping):
+                booked = self.ledger.booked(cls)
+                self.ledger.release(cls, booked)
+                self._given_back[cls] = self._given_back.get(cls, 0) + booked
+            else:
+                self.ledger.book(cls, self._given_back.pop(cls, 0))
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
         """Start a step; at most one other is in flight. With a step report on, it has ended
         then."""
         report = self.runner.report
         if not report.is_on:
-            return self.runner.execute(step)
-        with report.step(lambda: self._shape_of(step)):
+            with self.profile.step(step):
+                return self.runner.execute(step)
+        with self.profile.step(step), report.step(lambda: self._shape_of(step)):
             handle = self.runner.execute(step)
             handle.result()
         return handle
-
-    def preload(self) -> None:
-        """Load in the background what only some requests need."""
-        self.runner.preload()
-
-    def stats(self) -> RunnerStats:
-        """What the runner has done; compilations may be a second behind."""
-        return self.runner.stats()
 
     def _shape_of(self, step: SchedulerOutput) -> StepShape:
         """What a report says of a step that has not begun."""

@@ -31,6 +31,7 @@ from vllm.entrypoints.openai.operations import (
     docs_page,
     health,
     metrics_route,
+    profile_routes,
     status_page,
 )
 from vllm.entrypoints.openai.pooling import classify as serving_classify
@@ -91,6 +92,8 @@ def _routers(args: ServerArgs) -> list[APIRouter]:
         modules.append(status_page)
     if args.dev_mode:
         modules.append(dev_routes)
+    if args.can_profile:
+        modules.append(profile_routes)
     return [module.router for module in modules]
 
 

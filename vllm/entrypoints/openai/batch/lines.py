@@ -15,19 +15,8 @@ from starlette.types import ASGIApp
 from vllm.entrypoints.openai.batch.in_process import call_app
 from vllm.entrypoints.openai.errors import describe_error
 from vllm.entrypoints.openai.protocol.base import random_id
+from vllm.entrypoints.openai.protocol.batch import URLS
 from vllm.errors import RequestError
-
-URLS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/v1/score",
-    "/v1/rerank",
-    "/score",
-    "/rerank",
-    "/v2/rerank",
-)
-"""Routes that a line may name."""
 
 
 class _Line(msgspec.Struct):

@@ -1,0 +1,193 @@
+"""What `AsyncLLM` offers besides requests: its settings, its statistics, and calls to the workers.
+
+The settings are coroutines, as programs await them.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config.structured_output import StructuredOutputConfig
+from vllm.engine.core_supervisor import CoreSupervisor
+from vllm.engine.no_lora import refuse_lora
+from vllm.errors import RequestError, RequestTimeoutError
+
+if TYPE_CHECKING:
+    from vllm.engine.stats_log import StatsLog
+
+
+class AsyncControl:
+    """Mixed into `AsyncLLM`, which has the engine core."""
+
+    _core: CoreSupervisor
+    _stats_log: "StatsLog"
+
+    if TYPE_CHECKING:
+
+        @property
+        def vllm_config(self) -> VllmConfig: ...
+
+        async def wait_ready(self) -> None: ...
+
+    # ---- settings -------------------------------------------------------------------------
+
+    async def get_vllm_config(self) -> VllmConfig:
+        """What the engine runs with."""
+        await self.wait_ready()
+        return self.vllm_config
+
+    async def get_model_config(self) -> ModelConfig:
+        """The model's part of the config."""
+        return (await self.get_vllm_config()).model
+
+    async def get_scheduler_config(self) -> SchedulerConfig:
+        """The scheduler's part of the config."""
+        return (await self.get_vllm_config()).scheduler
+
+    async def get_parallel_config(self) -> ParallelConfig:
+        """The part of the config about devices that work together."""
+        return (await self.get_vllm_config()).parallel
+
+    async def get_decoding_config(self) -> StructuredOutputConfig:
+        """The part of the config about structured output."""
+        return (await self.get_vllm_config()).structured_output
+
+    async def get_lora_config(self) -> None:
+        """None: LoRA adapters are not available yet."""
+
+    async def is_tracing_enabled(self) -> bool:
+        """False: traces of requests are the server's."""
+        return False
+
+    async def do_log_stats(self, *_: Any) -> None:
+        """Log the line of statistics now."""
+        await self.wait_ready()
+        self._stats_log.log()
+
+    # ---- LoRA -----------------------------------------------------------------------------
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        """Adapters are not available yet.
+
+        Raises:
+            RequestError: always.
+        """
+        refuse_lora("lora_request")
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Adapters are not available yet; raises as `add_lora`."""
+        refuse_lora("lora_id")
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Adapters are not available yet; raises as `add_lora`."""
+        refuse_lora("lora_id")
+
+    async def list_loras(self) -> set[int]:
+        """No adapter is loaded: they are not available yet."""
+        return set()
+
+    # ---- the core and its workers ---------------------------------------------------------
+
+    async def reset_prefix_cache(self, device: Any = None) -> bool:
+        """Forget all cached prefixes. False, and no change, while requests run."""
+        await self.wait_ready()
+        return bool(await self._core.call("reset_prefix_cache"))
+
+    async def reset_mm_cache(self) -> None:
+        """Nothing: no multimodal input is cached, as there is none yet."""
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker, between two steps.
+
+        Args:
+            method: name of a method of the worker or of its `worker_extension_cls`. A function
+                cannot be sent to the engine's process.
+            timeout: seconds to wait; None waits without limit. The call itself is not ended.
+            args, kwargs: of the call: None, numbers, text, bytes, and lists and dicts of these.
+
+        Returns:
+            One result per worker, made of the same types.
+
+        Raises:
+            RequestError: there is no such method, or an argument or the result cannot be sent.
+            WorkerCallError: the method has raised.
+            RequestTimeoutError: (a TimeoutError) the call took longer than `timeout`.
+            EngineDeadError: the core has died.
+        """
+        if not isinstance(method, str):
+            raise RequestError(
+                "collective_rpc takes the name of a method: a function cannot be sent to the "
+                "engine's own process. Make it a method of a class, start the engine with "
+                "worker_extension_cls='package.module.Class', and call it by its name; the "
+                "offline engine (LLM) takes functions",
+                param="method",
+            )
+        await self.wait_ready()
+        call = self._core.call("collective_rpc", method, None, list(args), dict(kwargs or {}))
+        try:
+            results: list[Any] = await asyncio.wait_for(call, timeout)
+        except asyncio.TimeoutError:
+            raise RequestTimeoutError(
+                f"collective_rpc {method!r} took longer than timeout={timeout} s; the call goes on"
+            ) from None
+        return results
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back to the system until `wake_up`.
+
+        Cached prefixes are forgotten, and requests are refused meanwhile (status 503). Needs
+        `enable_sleep_mode`.
+
+        Args:
+            level: 1 keeps the content of the weights; 2 keeps nothing, and `wake_up` reads the
+                checkpoint again. See docs/engine_control.md.
+
+        Raises:
+            RequestError: sleep mode is off, or there is no such level.
+            CapacityError: requests have not ended (status 409).
+            EngineDeadError: the core has died.
+        """
+        await self.wait_ready()
+        await self._core.call("sleep", level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again. Requests are taken when all of it is there.
+
+        Args:
+            tags: "weights", "kv_cache" or both; None is both.
+
+        Raises:
+            RequestError: sleep mode is off, or there is no such tag.
+            WorkerCallError: the weights cannot be read again; they still sleep.
+            EngineDeadError: the core has died.
+        """
+        await self.wait_ready()
+        await self._core.call("wake_up", tags if tags is None else list(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are given back."""
+        await self.wait_ready()
+        return bool(await self._core.call("is_sleeping"))
+
+    async def start_profile(self) -> None:
+        """Begin a trace of what the workers compute, in the folder VLLM_TORCH_PROFILER_DIR.
+
+        Raises:
+            RequestError: that is not set, or a trace has begun already.
+        """
+        await self.collective_rpc("start_profile")
+
+    async def stop_profile(self) -> None:
+        """End the trace and write it; returns when the file is complete.
+
+        Raises:
+            RequestError: no trace has begun.
+        """
+        await self.collective_rpc("stop_profile")

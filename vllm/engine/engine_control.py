@@ -1,0 +1,230 @@
+"""What `LLMEngine` offers besides requests: its settings, and calls to the workers."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config.structured_output import StructuredOutputConfig
+from vllm.engine.metrics import EngineMetrics
+from vllm.engine.metrics_reader import Metric, read_metrics
+from vllm.engine.no_lora import refuse_lora
+from vllm.engine.stats_log import StatsLog
+from vllm.errors import RequestError
+from vllm.executor import WorkerMethod
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ControlledCore(Protocol):
+    """What the control of an engine needs of its core; see `EngineCore`."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False when requests use them."""
+        ...
+
+    def collective_rpc(
+        self,
+        method: WorkerMethod,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker."""
+        ...
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back."""
+        ...
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again."""
+        ...
+
+    def is_sleeping(self) -> bool:
+        """Some memory is given back."""
+        ...
+
+
+class EngineControl:
+    """Mixed into `LLMEngine`, which has the engine core."""
+
+    vllm_config: VllmConfig
+    engine_core: ControlledCore
+    metrics: EngineMetrics | None
+    _stats_log: StatsLog
+
+    if TYPE_CHECKING:
+
+        def check_health(self) -> None: ...
+
+        def get_tokenizer(self) -> "PreTrainedTokenizerBase": ...
+
+    # ---- settings -------------------------------------------------------------------------
+
+    def get_vllm_config(self) -> VllmConfig:
+        """What the engine runs with."""
+        return self.vllm_config
+
+    def get_model_config(self) -> ModelConfig:
+        """The model's part of the config."""
+        return self.vllm_config.model
+
+    def get_scheduler_config(self) -> SchedulerConfig:
+        """The scheduler's part of the config."""
+        return self.vllm_config.scheduler
+
+    def get_parallel_config(self) -> ParallelConfig:
+        """The part of the config about devices that work together."""
+        return self.vllm_config.parallel
+
+    def get_decoding_config(self) -> StructuredOutputConfig:
+        """The part of the config about structured output."""
+        return self.vllm_config.structured_output
+
+    def get_lora_config(self) -> None:
+        """None: LoRA adapters are not available yet."""
+
+    def get_tokenizer_group(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer. There is one for all requests, as there are no adapters.
+
+        Raises:
+            RequestError: the engine runs without a tokenizer.
+        """
+        return self.get_tokenizer()
+
+    def is_tracing_enabled(self) -> bool:
+        """False: traces of requests are the server's."""
+        return False
+
+    # ---- statistics -----------------------------------------------------------------------
+
+    def get_metrics(self) -> list[Metric]:
+        """What was counted since the engine started: the numbers of a server's /metrics.
+
+        Raises:
+            RequestError: nothing is counted, as `disable_log_stats` is on.
+        """
+        if self.metrics is None:
+            raise RequestError(
+                "get_metrics: nothing is counted, as disable_log_stats is on, which LLM has for "
+                "its default; pass disable_log_stats=False"
+            )
+        return read_metrics(self.metrics)
+
+    def do_log_stats(self) -> None:
+        """Log the line of statistics of the time since the last call, if there was something to
+        do; nothing with `disable_log_stats`."""
+        if self.metrics is not None:
+            self._stats_log.log()
+
+    # ---- LoRA -----------------------------------------------------------------------------
+
+    def add_lora(self, lora_request: Any) -> bool:
+        """Adapters are not available yet.
+
+        Raises:
+            RequestError: always.
+        """
+        refuse_lora("lora_request")
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Adapters are not available yet; raises as `add_lora`."""
+        refuse_lora("lora_id")
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Adapters are not available yet; raises as `add_lora`."""
+        refuse_lora("lora_id")
+
+    def list_loras(self) -> set[int]:
+        """No adapter is loaded: they are not available yet."""
+        return set()
+
+    # ---- the core and its workers ---------------------------------------------------------
+
+    def reset_prefix_cache(self, device: Any = None) -> bool:
+        """Forget all cached prefixes. False, and no change, while requests run."""
+        return self.engine_core.reset_prefix_cache()
+
+    def reset_mm_cache(self) -> bool:
+        """True; nothing is cached, as there is no multimodal input yet."""
+        return True
+
+    def collective_rpc(
+        self,
+        method: WorkerMethod,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker, between two steps.
+
+        Args:
+            method: name of a method of the worker or of its `worker_extension_cls`; or a
+                function, which gets the worker as its first argument.
+            timeout: seconds to wait; None waits without limit. It counts where steps run in a
+                thread of their own, and the call itself is not ended.
+            args, kwargs: of the call.
+
+        Returns:
+            One result per worker.
+
+        Raises:
+            RequestError: the workers have no such method.
+            TimeoutError: the call took longer than `timeout`.
+            EngineDeadError: the engine was shut down or has failed.
+        """
+        self.check_health()
+        return self.engine_core.collective_rpc(method, timeout, args, kwargs)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back to the system until `wake_up`.
+
+        Cached prefixes are forgotten, and requests are refused meanwhile. Needs
+        `enable_sleep_mode`.
+
+        Args:
+            level: 1 keeps the content of the weights; 2 keeps nothing, and `wake_up` reads the
+                checkpoint again. See docs/engine_control.md.
+
+        Raises:
+            RequestError: sleep mode is off, or there is no such level.
+            CapacityError: requests have not ended.
+            EngineDeadError: the engine was shut down or has failed.
+        """
+        self.check_health()
+        self.engine_core.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again. Requests are taken when all of it is there.
+
+        Args:
+            tags: "weights", "kv_cache" or both; None is both.
+
+        Raises:
+            RequestError: sleep mode is off, or there is no such tag.
+            WeightLoadError: the weights cannot be read again; they still sleep.
+            EngineDeadError: the engine was shut down or has failed.
+        """
+        self.check_health()
+        self.engine_core.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are given back."""
+        return self.engine_core.is_sleeping()
+
+    def start_profile(self) -> None:
+        """Begin a trace of what the workers compute, in the folder VLLM_TORCH_PROFILER_DIR.
+
+        Raises:
+            RequestError: that is not set, or a trace has begun already.
+        """
+        self.collective_rpc("start_profile")
+
+    def stop_profile(self) -> None:
+        """End the trace and write it; returns when the file is complete.
+
+        Raises:
+            RequestError: no trace has begun.
+        """
+        self.collective_rpc("stop_profile")

@@ -1,0 +1,69 @@
+"""Calls to a worker by the name of a method, and the class that has these methods."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vllm.config import ParallelConfig
+from vllm.errors import ConfigError, RequestError
+from vllm.utils.imports import load_class, load_user_class
+
+WorkerMethod = str | Callable[..., Any]
+"""Name of a method of the worker, or a function whose first argument is the worker."""
+
+
+def resolve_worker_class(parallel: ParallelConfig, platform_class: str) -> type:
+    """The class of the workers, with the methods of the user's extension if there is one.
+
+    Args:
+        parallel: names the classes.
+        platform_class: the class of the device, as "module:Class".
+
+    Raises:
+        ConfigError: a class cannot be imported, or the extension has a method that the worker has
+            already.
+    """
+    worker_class: type = (
+        load_class(platform_class)
+        if parallel.worker_cls == "auto"
+        else load_user_class("--worker-cls", parallel.worker_cls)
+    )
+    if not parallel.worker_extension_cls:
+        return worker_class
+    extension = load_user_class("--worker-extension-cls", parallel.worker_extension_cls)
+    both = sorted(n for n in dir(extension) if not n.startswith("__") and hasattr(worker_class, n))
+    if both:
+        raise ConfigError(
+            f"--worker-extension-cls {parallel.worker_extension_cls!r} defines "
+            f"{', '.join(both)}, which the worker has already; choose other names"
+        )
+    return type(worker_class.__name__, (worker_class, extension), {})
+
+
+def call_worker(
+    worker: Any, method: WorkerMethod, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a method of a worker.
+
+    Args:
+        worker: loaded.
+        method: its name, or a function to call with the worker.
+        args, kwargs: of the call.
+
+    Raises:
+        RequestError: the worker has no such method, or it does not take these arguments.
+    """
+    if callable(method):
+        return method(worker, *args, **kwargs)
+    found = None if method.startswith("_") else getattr(worker, method, None)
+    if not inspect.isroutine(found):
+        raise RequestError(
+            f"the workers have no method {method!r}; a class with methods of your own can be "
+            f"given by --worker-extension-cls package.module.Class",
+            param="method",
+        )
+    try:
+        inspect.signature(found).bind(*args, **kwargs)
+    except TypeError as error:
+        raise RequestError(f"the method {method!r} of the workers: {error}", param="args") from None
+    return found(*args, **kwargs)

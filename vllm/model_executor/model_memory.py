@@ -1,0 +1,113 @@
+"""The memory that a loaded model reads: finding all of it, and putting tensors into other memory.
+
+Knows no files, no launches and no sleep mode.
+"""
+
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.attention import Attention
+
+_CACHES = frozenset({"key_cache", "value_cache"})
+_FINGERPRINT_COLUMNS = 1024
+
+
+def model_storages(model: nn.Module) -> list[Tensor]:
+    """Everything that a model reads but its KV caches: each storage once, as its bytes.
+
+    Besides parameters and buffers there are tensors in objects that modules hold, such as packed
+    weights. The order depends on how the model was built alone, so that two models of one config
+    have the same list.
+
+    Returns:
+        [num_bytes] uint8 each, sharing the memory.
+    """
+    found: dict[int, Tensor] = {}
+    for tensor in _tensors(model, set()):
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in found:
+            found[storage.data_ptr()] = tensor.new_empty(0, dtype=torch.uint8).set_(storage)
+    return list(found.values())
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors below a value: through modules, containers, and objects of this package."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, dict):
+        below = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        below = list(value)
+    elif isinstance(value, nn.Module) or type(value).__module__.startswith("vllm."):
+        names: dict[str, Any] = getattr(value, "__dict__", {})
+        is_attention = isinstance(value, Attention)
+        below = [v for name, v in names.items() if not (is_attention and name in _CACHES)]
+    else:
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for each in below:
+        yield from _tensors(each, seen)
+
+
+def fingerprint(data: Tensor) -> bytes:
+    """A short value that differs when the bytes do, but for a chance that does not matter.
+
+    Sums over rows and over columns, which read memory as fast as it goes; no protection against
+    somebody who wants two contents to look alike.
+
+    Args:
+        data: [num_bytes] uint8 on the CPU, at an address that is a multiple of 8.
+    """
+    num_words = len(data) // 8
+    num_rows = num_words // _FINGERPRINT_COLUMNS
+    words = data[: 8 * num_words].view(torch.int64)
+    table = words[: num_rows * _FINGERPRINT_COLUMNS].view(num_rows, _FINGERPRINT_COLUMNS)
+    digest = blake2b(digest_size=16)
+    for part in (
+        table.sum(0),
+        table.sum(1),
+        words[num_rows * _FINGERPRINT_COLUMNS :],
+        data[8 * num_words :],
+    ):
+        digest.update(part.contiguous().numpy().tobytes())
+    return digest.digest()
+
+
+def replace_tensors(model: nn.Module, replacement: Callable[[str, Tensor], Tensor]) -> None:
+    """Put other tensors in the place of all parameters and buffers.
+
+    Args:
+        model: any. What two modules share is replaced once and stays shared.
+        replacement: called with a name, that of its first place, and the tensor.
+    """
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        owned = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in owned:
+            full_name = f"{path}.{name}" if path else name
+            places.setdefault(id(tensor), []).append((full_name, module, name))
+    del owned, tensor  # each tensor goes when the last of its places is filled anew
+    for shared in places.values():
+        full_name, module, name = shared[0]
+        is_parameter = name in module._parameters
+        new = replacement(full_name, getattr(module, name).detach())
+        if is_parameter:
+            new = nn.Parameter(new, requires_grad=False)
+        for _, module, name in shared:
+            setattr(module, name, new)
+
+
+def copy_cache_scales(source: nn.Module, target: nn.Module) -> None:
+    """Give the attention layers of `target` the scales of fp8 caches of those of `source`."""
+    layers = [
+        [m for m in model.modules() if isinstance(m, Attention)] for model in (source, target)
+    ]
+    for theirs, ours in zip(*layers, strict=True):
+        ours.key_scale, ours.value_scale = theirs.key_scale, theirs.value_scale

@@ -1,0 +1,149 @@
+"""Sleep mode on the CPU, where weights are host memory already.
+
+All memory keeps its address while it is given back (see `vllm.platforms.cpu_memory`), so kernels
+that hold addresses of weights and caches need not know of it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vllm.attention import Attention
+from vllm.errors import ConfigError, WeightLoadError
+from vllm.logger import init_logger
+from vllm.model_executor.model_memory import copy_cache_scales, fingerprint, model_storages
+from vllm.platforms.cpu_memory import can_discard, discard, trim_heap
+from vllm.worker.sleep import BuildModel
+
+logger = init_logger(__name__)
+
+
+def check_can_sleep() -> None:
+    """Refuse sleep mode on a system that cannot do it.
+
+    Raises:
+        ConfigError: this is one.
+    """
+    if not can_discard():
+        raise ConfigError("--enable-sleep-mode: on the CPU, sleep mode needs Linux; leave it out")
+
+
+class HostWeights:
+    """The weights of a model in host memory. They come back from the checkpoint.
+
+    There is no second memory to keep them in, so weights that differ from the checkpoint stay
+    where they are when their content must be kept.
+
+    Args:
+        model: loaded, its weights packed.
+        folder: of the checkpoint.
+        build: reads a checkpoint again.
+        can_sleep: `release` will be called, so note now what the weights are.
+    """
+
+    def __init__(
+        self, model: nn.Module, folder: str, build: BuildModel, *, can_sleep: bool
+    ) -> None:
+        self._model = model
+        self._folder = folder
+        self._build = build
+        self._can_sleep = can_sleep
+        self._storages = model_storages(model)
+        self._loaded = self._fingerprints() if can_sleep else []
+        self._is_released = False
+        self._must_be_as_loaded = False
+
+    def release(self, *, keep: bool) -> None:
+        """Give the weights back, unless their content is to be kept and only they have it."""
+        self._must_be_as_loaded = keep
+        if self._is_released:
+            return
+        if keep and self._fingerprints() != self._loaded:
+            logger.warning(
+                "The weights were changed after they were loaded, so they stay in memory: level 1 "
+                "keeps their content, and the checkpoint does not have it. Level 2 gives them back."
+            )
+            return
+        for storage in self._storages:
+            _discard(storage)
+        trim_heap()
+        self._is_released = True
+
+    def restore(self) -> None:
+        """Read the checkpoint again, into the same memory.
+
+        Raises:
+            WeightLoadError: it cannot be read, or no longer has the weights that were to be kept.
+        """
+        if not self._is_released:
+            return
+        self._read(self._folder)
+        if self._must_be_as_loaded and self._fingerprints() != self._loaded:
+            for storage in self._storages:
+                _discard(storage)
+            raise WeightLoadError(
+                f"the weights in {self._folder} are not those that were loaded before sleep level "
+                f"1. Put the old files back, or call sleep with level 2, which keeps nothing, and "
+                f"wake up again"
+            )
+        self._is_released = False
+        self._note()
+
+    def reload(self, folder: str | None) -> None:
+        """See `SleepingWeights.reload`."""
+        if self._is_released:
+            self._folder = folder or self._folder
+            self._must_be_as_loaded = False
+            return
+        self._read(folder or self._folder)
+        self._folder = folder or self._folder
+        self._note()
+
+    @torch.no_grad()
+    def _read(self, folder: str) -> None:
+        """Copy the weights of a folder into the memory of the model."""
+        fresh_model = self._build(folder)
+        fresh = model_storages(fresh_model)
+        sizes = [[len(storage) for storage in storages] for storages in (self._storages, fresh)]
+        assert sizes[0] == sizes[1], "two models of one config have other memory"
+        for ours, new in zip(self._storages, fresh, strict=True):
+            assert ours.data_ptr() != new.data_ptr(), "two models share a tensor"
+            ours.copy_(new)
+            _discard(new)  # so that the model is not in memory twice
+        copy_cache_scales(fresh_model, self._model)
+        del fresh_model, fresh, new
+        trim_heap()
+
+    def _note(self) -> None:
+        if self._can_sleep:
+            self._loaded = self._fingerprints()
+
+    def _fingerprints(self) -> list[bytes]:
+        return [fingerprint(storage) for storage in self._storages]
+
+
+class HostCache:
+    """The KV cache of some layers in host memory. It comes back empty.
+
+    Args:
+        layers: with their caches bound.
+    """
+
+    def __init__(self, layers: Sequence[Attention]) -> None:
+        self._layers = layers
+
+    def release(self, *, keep: bool) -> None:
+        """Give the caches back."""
+        for layer in self._layers:
+            for cache in (layer.key_cache, layer.value_cache):
+                if cache is not None:
+                    _discard(cache)
+
+    def restore(self) -> None:
+        """Nothing: the system gives memory to what is written."""
+
+
+def _discard(tensor: Tensor) -> None:
+    storage = tensor.untyped_storage()
+    discard(storage.data_ptr(), storage.nbytes())

@@ -1,0 +1,122 @@
+"""Sleep mode: the memory of weights and KV cache is given back, and comes back on demand.
+
+What giving back means depends on the device; see `cpu_sleep` and `hpu_sleep`. Knows no requests:
+the engine has made sure that none runs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from torch import nn
+
+from vllm.errors import RequestError
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+TAGS = (WEIGHTS, KV_CACHE)
+"""What can sleep, in the order in which it wakes up."""
+
+LEVELS = (1, 2)
+
+
+BuildModel = Callable[[str], nn.Module]
+"""A new model with the weights of a folder, built as the one that runs, in host memory."""
+
+
+class SleepPart(Protocol):
+    """Memory that can be given back."""
+
+    def release(self, *, keep: bool) -> None:
+        """Give the memory back; called again for what is released already when less is to be
+        kept of it.
+
+        Args:
+            keep: the content must be the same after `restore`.
+        """
+        ...
+
+    def restore(self) -> None:
+        """Take the memory again. When this raises, the memory is still given back."""
+        ...
+
+
+class SleepingWeights(SleepPart, Protocol):
+    """The weights of a model, which can also be read again."""
+
+    def reload(self, folder: str | None) -> None:
+        """Read the weights again, from another folder if there is one. While they are given back,
+        `restore` will read them from there.
+
+        Raises:
+            WeightLoadError: the folder cannot be read, or does not fit the model; nothing has
+                changed.
+        """
+        ...
+
+
+class Sleep:
+    """Which parts of a worker sleep.
+
+    Args:
+        parts: by tag.
+    """
+
+    def __init__(self, parts: Mapping[str, SleepPart]) -> None:
+        self._parts = parts
+        self._levels: dict[str, int] = {}
+        """Of the parts that sleep."""
+
+    @property
+    def tags(self) -> list[str]:
+        """The parts that sleep, in the order of `TAGS`."""
+        return [tag for tag in TAGS if tag in self._levels]
+
+    def sleep(self, level: int) -> None:
+        """Give the memory of all parts back.
+
+        Args:
+            level: 1 keeps the content of weights, 2 keeps nothing. The KV cache is always lost.
+
+        Raises:
+            RequestError: there is no such level.
+        """
+        if level not in LEVELS or isinstance(level, bool):
+            raise RequestError(
+                f"sleep level {level!r}: it must be 1 (keep the weights' content) or 2 (keep "
+                f"nothing)",
+                param="level",
+            )
+        todo = [tag for tag in reversed(TAGS) if self._levels.get(tag, 0) < level]
+        if not todo:
+            logger.warning("Executor is already sleeping.")
+        for tag in todo:
+            self._parts[tag].release(keep=tag == WEIGHTS and level == 1)
+            self._levels[tag] = level
+
+    def wake_up(self, tags: Sequence[str] | None) -> list[str]:
+        """Take the memory of parts again.
+
+        Args:
+            tags: of the parts; None is all of them.
+
+        Returns:
+            The tags of those that slept.
+
+        Raises:
+            RequestError: there is no such part.
+        """
+        wanted = TAGS if tags is None else [tags] if isinstance(tags, str) else list(tags)
+        unknown = [tag for tag in wanted if tag not in TAGS]
+        if unknown:
+            raise RequestError(
+                f"wake_up tag {unknown[0]!r}: it must be one of {', '.join(TAGS)}", param="tags"
+            )
+        todo = [tag for tag in self.tags if tag in wanted]
+        if not todo:
+            logger.warning("Executor is not sleeping.")
+        for tag in todo:
+            self._parts[tag].restore()
+            del self._levels[tag]
+        return todo

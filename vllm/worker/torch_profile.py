@@ -1,0 +1,86 @@
+"""Traces of torch's profiler, begun and ended while the engine runs."""
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm.errors import RequestError
+from vllm.logger import init_logger
+from vllm.messages import SchedulerOutput
+
+logger = init_logger(__name__)
+
+_NO_SPAN = nullcontext()
+
+
+class TorchProfile:
+    """One trace at a time, each in a file of its own that Perfetto and chrome://tracing open.
+
+    A trace has the operators of the thread in which it begins, so begin it where steps run.
+
+    Args:
+        folder: for the files; it is made when it does not exist. None: there are no traces.
+        worker_name: beginning of the names of the files.
+    """
+
+    def __init__(self, folder: str | None, worker_name: str) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._worker_name = worker_name
+        self._profile: Any = None
+        if folder is not None:
+            # The first trace of a process takes seconds of imports, for which requests would wait;
+            # and the profiler wants to be set up by the thread that has imported torch.
+            with _new_profile():
+                pass
+
+    def start(self) -> None:
+        """Begin a trace.
+
+        Raises:
+            RequestError: there is no folder, or a trace has begun already.
+        """
+        if self._folder is None:
+            raise RequestError(
+                "start_profile needs a folder for the trace: set VLLM_TORCH_PROFILER_DIR=FOLDER "
+                "before the engine starts"
+            )
+        if self._profile is not None:
+            raise RequestError("start_profile: a trace has begun already; end it by stop_profile")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        profile = _new_profile()
+        profile.start()
+        self._profile = profile
+        logger.info("Profiling enabled. Traces will be saved to: %s", self._folder)
+
+    def stop(self) -> str:
+        """End the trace and write its file; the path of it.
+
+        Raises:
+            RequestError: no trace has begun.
+        """
+        if self._profile is None:
+            raise RequestError("stop_profile: no trace has begun; begin one by start_profile")
+        profile, self._profile = self._profile, None
+        profile.stop()
+        assert self._folder is not None
+        path = self._folder / f"{self._worker_name}.{time.time_ns()}.pt.trace.json.gz"
+        profile.export_chrome_trace(str(path))
+        logger.info("Trace written to %s", path)
+        return str(path)
+
+    def step(self, step: SchedulerOutput) -> AbstractContextManager[Any]:
+        """The part of the trace in which a step runs; nothing while there is no trace."""
+        if self._profile is None:
+            return _NO_SPAN
+        return torch.profiler.record_function(
+            f"step {step.step_id}: {len(step.rows)} requests, {step.num_tokens} tokens"
+        )
+
+
+def _new_profile() -> Any:
+    """Of all devices that this torch can profile."""
+    activities = torch.profiler.supported_activities()
+    return torch.profiler.profile(activities=activities, record_shapes=True)

@@ -1,0 +1,129 @@
+"""What workers of all devices can do besides loading a model and running steps.
+
+Callers reach these methods by name; see `vllm.executor.Executor.collective_rpc`.
+"""
+
+from abc import abstractmethod
+from concurrent.futures import Future
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from vllm.config import VllmConfig
+from vllm.messages import EngineRequest, RunnerStats
+from vllm.structured_output.matchers import GrammarMatchers
+from vllm.worker.model_runner import ModelRunner
+from vllm.worker.pooling_runner import PoolingRunner
+from vllm.worker.sleep import KV_CACHE, WEIGHTS, Sleep, SleepingWeights, SleepPart
+from vllm.worker.torch_profile import TorchProfile
+
+
+class WorkerBase:
+    """A worker: one device, its model and its KV cache.
+
+    Args:
+        config: of the engine.
+        device: that it computes on.
+
+    Attributes:
+        model, runner: there once the model is loaded; the runner runs the steps.
+        grammars: of requests whose output has a form; they begin to load before the model.
+        profile: traces of what it computes.
+        rank, local_rank: of this worker among those that share the model, and on this machine.
+    """
+
+    model: nn.Module
+    runner: ModelRunner | PoolingRunner
+    rank = 0
+    local_rank = 0
+
+    def __init__(self, config: VllmConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.grammars = GrammarMatchers(config)
+        self._sleep: Sleep | None = None
+        self.profile = TorchProfile(config.observability.torch_profiler_dir, f"rank{self.rank}")
+
+    @abstractmethod
+    def load_model(self) -> None:
+        """Build the model and read its weights."""
+
+    @abstractmethod
+    def initialize_cache(self) -> int:
+        """Size and allocate the KV cache; the number of blocks, the null block included."""
+
+    # ---- the model ------------------------------------------------------------------------
+
+    @property
+    def model_runner(self) -> ModelRunner | PoolingRunner:
+        """What runs the steps, under the name that extensions of workers know."""
+        return self.runner
+
+    def get_model(self) -> nn.Module:
+        """The model."""
+        return self.model
+
+    def reload_weights(self, weights_path: str | None = None) -> None:
+        """Read the weights again. While they sleep, they are read when they wake up.
+
+        Args:
+            weights_path: folder of a checkpoint for the same model; None: the one that was read
+                last.
+
+        Raises:
+            WeightLoadError: it cannot be read, or does not fit the model; nothing has changed.
+        """
+        self._weights.reload(weights_path)
+
+    def _build_model(self, folder: str) -> nn.Module:
+        """A new model with the weights of a folder, in host memory."""
+        load = replace(self.config.load, use_tqdm_on_load=False)
+        model = replace(self.config.model, path=folder)
+        return self._read_model(replace(self.config, model=model, load=load))
+
+    @abstractmethod
+    def _read_model(self, config: VllmConfig) -> nn.Module:
+        """A new model of this config in host memory, with its weights as they run."""
+
+    # ---- sleep mode -----------------------------------------------------------------------
+
+    def _set_memory(self, weights: SleepingWeights, cache: SleepPart) -> None:
+        """Say what can be read again and, with sleep mode, be given back."""
+        self._weights = weights
+        if self.config.model.enable_sleep_mode:
+            self._sleep = Sleep({WEIGHTS: weights, KV_CACHE: cache})
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back; no step may be in flight. See `Sleep`."""
+        assert self._sleep is not None, "sleep mode is off"
+        self._sleep.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory again; see `Sleep`."""
+        assert self._sleep is not None, "sleep mode is off"
+        self._sleep.wake_up(tags)
+
+    def sleeping_tags(self) -> list[str]:
+        """What sleeps: none, or some of weights and kv_cache."""
+        return self._sleep.tags if self._sleep is not None else []
+
+    # ---- profiling ------------------------------------------------------------------------
+
+    def start_profile(self) -> None:
+        """Begin a trace; see `TorchProfile.start`."""
+        self.profile.start()
+
+    def stop_profile(self) -> str:
+        """End the trace; the path of its file."""
+        return self.profile.stop()
+
+    # ---- for the engine -------------------------------------------------------------------
+
+    def prepare(self, request: EngineRequest) -> Future[None] | None:
+        """Load in the background what the steps of a request need; see `Executor.prepare`."""
+        return self.grammars.prepare(request)
+
+    def stats(self) -> RunnerStats:
+        """What the runner has done."""
+        return self.runner.stats()
