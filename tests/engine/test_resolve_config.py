@@ -40,6 +40,12 @@ def test_the_default_config_is_complete():
     assert config.cache.kv_cache_space_bytes is None
 
 
+def test_what_is_said_about_observability_arrives():
+    config = resolve(disable_log_stats=True, kv_events_config={"topic": "x"})
+    assert config.observability.disable_log_stats
+    assert config.observability.kv_events.topic == "x"
+
+
 def test_making_a_config_changes_nothing():
     args = EngineArgs(max_model_len=100)
     before = asdict(args)
@@ -317,3 +323,14 @@ def test_a_model_without_windows_stays_as_it_is():
     assert resolve(disable_sliding_window=True) == replace_model(
         resolve(), disable_sliding_window=True
     )
+
+
+def test_weights_on_the_host_are_what_the_cpu_has_anyway(capsys):
+    assert resolve(cpu_offload_gb=4) == resolve()
+    assert "cpu_offload_gb=4 has no effect: on the device 'cpu' all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [-1, float("inf"), float("nan")])
+def test_less_than_nothing_on_the_host_is_refused(number):
+    with pytest.raises(ConfigError, match="cpu_offload_gb must be at least 0, got"):
+        resolve(cpu_offload_gb=number)

@@ -102,6 +102,11 @@ class ModelArch:
         )
 
     @property
+    def embedding_size(self) -> int:
+        """Numbers of a token's embedding; OPT may project them to `hidden_size`."""
+        return int(self.hf_config.get("word_embed_proj_dim") or self.hidden_size)
+
+    @property
     def derived_max_model_len(self) -> int:
         """Longest sequence the position embedding was made for."""
         if self.rope is None:
@@ -242,6 +247,9 @@ class ModelConfig:
 
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for per token."""
+
+    enable_prompt_embeds: bool = False
+    """Take prompts that are embeddings in place of tokens (`prompt_embeds`); on cpu only."""
 
     logits_processor_pattern: str | None = None
     """Regular expression that the whole qualified name of a logits processor must match for

@@ -28,6 +28,7 @@ from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType
 from vllm.engine.resolve_hpu import refuse_variables, resolve_hpu_config
+from vllm.engine.resolve_offload import resolve_offload
 from vllm.engine.resolve_pooling import resolve_pooler
 from vllm.engine.resolve_quantization import check_quantization
 from vllm.engine.resolve_windows import resolve_windows
@@ -61,11 +62,24 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     load = _section(LoadConfig, settings)
     model = _resolve_model(_section(ModelConfig, settings), load)
     check_quantization(model, platform)
+    _check_prompt_embeds(model, platform)
+    load = resolve_offload(load, model, platform)
     if model.pooler is not None:
         settings = _for_pooling(settings, model.pooler)
     assert model.max_model_len is not None
     scheduler = _resolve_scheduler(settings, platform, model.max_model_len)
     cache = _resolve_cache(settings, platform)
+    observability = _section(
+        ObservabilityConfig,
+        settings,
+        profiler_enabled=envs.get().VLLM_PROFILER_ENABLED,
+        torch_profiler_dir=_profiler_folder(),
+    )
+    if observability.kv_events.enable_kv_cache_events and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "kv_events_config: enable_kv_cache_events tells of the prefix cache, which is off for "
+            "this model or by --no-enable-prefix-caching; leave one of them out"
+        )
     hpu = resolve_hpu_config(enable_prefix_caching=cache.enable_prefix_caching)
     # Last: nothing of what is downloaded could be used if one of the above were wrong.
     return VllmConfig(
@@ -77,12 +91,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         load=replace(load, hf_token=None),  # everything is downloaded: no process needs the secret
         hpu=hpu,
         structured_output=_section(StructuredOutputConfig, settings),
-        observability=_section(
-            ObservabilityConfig,
-            settings,
-            profiler_enabled=envs.get().VLLM_PROFILER_ENABLED,
-            torch_profiler_dir=_profiler_folder(),
-        ),
+        observability=observability,
     )
 
 
@@ -106,6 +115,21 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     refuse_variables()
     if settings["max_model_len"] is not None:
         _resolve_scheduler(settings, platform, settings["max_model_len"])
+
+
+def _check_prompt_embeds(model: ModelConfig, platform: Platform) -> None:
+    if not model.enable_prompt_embeds:
+        return
+    if not platform.can_replace_embeddings:
+        raise ConfigError(
+            f"--enable-prompt-embeds is not available on the device {platform.name!r}: it has no "
+            "launches that take embeddings. Leave the flag out, or use --device cpu"
+        )
+    if model.pooler is not None:
+        raise ConfigError(
+            f"--enable-prompt-embeds needs a model that generates; '{model.model}' runs with "
+            "pooling. Leave the flag out"
+        )
 
 
 def _section(config_class: type[_Config], settings: Mapping[str, Any], **resolved: Any) -> _Config:

@@ -25,6 +25,7 @@ class Startup:
         done: units of work of this phase that are done.
         total: units of work of this phase; 0 is not known.
         error: why it failed, or None.
+        finished_phases: name and seconds of each phase of the latest start that has ended.
     """
 
     def __init__(self) -> None:
@@ -32,6 +33,7 @@ class Startup:
         self.done = 0
         self.total = 0
         self.error: BaseException | None = None
+        self.finished_phases: list[tuple[str, float]] = []
         self._phase_began = self._logged = time.monotonic()
         self._changed = asyncio.Event()
 
@@ -51,6 +53,10 @@ class Startup:
         """The start has come this far."""
         if phase != self.phase:
             self._log_change(phase)
+            if self.is_ready:
+                self.finished_phases = []  # another start begins
+            else:
+                self.finished_phases.append((self.phase, self._elapsed_s()))
             self._phase_began = self._logged = time.monotonic()
         self.phase, self.done, self.total = phase, done, total
         if total and time.monotonic() - self._logged >= _LOG_INTERVAL_S:

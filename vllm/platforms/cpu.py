@@ -28,6 +28,7 @@ class CPUPlatform(Platform):
     is_asynchronous = False
     needs_static_shapes = False
     kv_cache_dtypes = get_args(CacheDType)
+    has_own_memory = False
 
     @property
     def ops_class(self) -> str:
@@ -38,6 +39,11 @@ class CPUPlatform(Platform):
     def quantizations(self) -> tuple[str, ...]:
         """What the compiled kernels can multiply with."""
         return ("int8", "int4") if envs.get().VLLM_CPU_KERNELS else ()
+
+    @property
+    def can_replace_embeddings(self) -> bool:
+        """Launches may have any shape."""
+        return True
 
     def free_memory_bytes(self) -> int:
         """What the machine has available, or the container if that is less."""

@@ -30,6 +30,7 @@ class HPUPlatform(Platform):
     is_asynchronous = True
     needs_static_shapes = True
     kv_cache_dtypes = ("auto",)
+    has_own_memory = True
 
     def __init__(self, open_bridge: "Callable[[], HabanaBridge]") -> None:
         """

@@ -30,6 +30,9 @@ class Platform(ABC):
     kv_cache_dtypes: ClassVar[tuple[str, ...]]
     """Values of `--kv-cache-dtype` that run here."""
 
+    has_own_memory: ClassVar[bool]
+    """Weights are in a memory of the device, apart from that of the host."""
+
     @property
     @abstractmethod
     def ops_class(self) -> str:
@@ -39,6 +42,11 @@ class Platform(ABC):
     def quantizations(self) -> tuple[str, ...]:
         """Formats that dense weights can be rounded to while they are loaded."""
         return ()
+
+    @property
+    def can_replace_embeddings(self) -> bool:
+        """Its runner puts embeddings of requests in the place of those of tokens."""
+        return False
 
     @abstractmethod
     def free_memory_bytes(self) -> int:

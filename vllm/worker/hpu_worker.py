@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from vllm.attention.backends.sdpa import (
     SDPAKernel,
@@ -37,6 +38,7 @@ from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
 from vllm.utils import startup
 from vllm.worker.hpu_model_runner import HPUModelRunner
+from vllm.worker.hpu_offload import choose_layers, stream_layers
 from vllm.worker.hpu_pooling_runner import HPUPoolingRunner, WholePromptRunner
 from vllm.worker.hpu_profile import profile_launches
 from vllm.worker.hpu_sleep import CardCache, CardWeights, SleepingGraphs
@@ -96,13 +98,28 @@ class HPUWorker(WorkerBase):
         self.grammars.preload_beside_weights()
         with self._within_memory("the weights"), MemoryProfile(bridge) as total:
             with MemoryProfile(bridge) as loading:
-                self.model = load_model(self.config, TPGroup(), bridge.device)
+                self.model = self._load()
             logger.info("Pre-loading model weights on %s took %s", bridge.device, loading)
             with MemoryProfile(bridge) as wrapping:
                 kernel = _prompt_kernel(self.config, bridge.kernels, bridge.device)
                 self.runner = self._make_runner(self.model, kernel)
             logger.info("Wrapping in HPU Graph took %s", wrapping)
         logger.info("Loading model weights took in total %s", total)
+
+    def _load(self) -> CausalLM | PoolingModel:
+        """The model on the card; some of its layers on the host, if that was asked for."""
+        asked_bytes = self.config.load.cpu_offload_bytes
+        if not asked_bytes:
+            return load_model(self.config, TPGroup(), self.bridge.device)
+        layers: list[nn.Module] = []
+
+        def choose(model: nn.Module) -> list[nn.Module]:
+            layers.extend(choose_layers(model, asked_bytes))
+            return layers
+
+        model = load_model(self.config, TPGroup(), self.bridge.device, choose_host_layers=choose)
+        stream_layers(self.bridge, model, layers, asked_bytes)
+        return model
 
     def _make_runner(self, model: CausalLM | PoolingModel, kernel: SDPAKernel) -> HPUModelRunner:
         if isinstance(model, PoolingModel):
@@ -298,7 +315,8 @@ class HPUWorker(WorkerBase):
         scheduler = self.config.scheduler
         return ConfigError(
             f"no memory for {what}: the card has {total}, of which weights in "
-            f"{self.config.model.dtype_name} come first. Use a smaller model or dtype, or lower "
+            f"{self.config.model.dtype_name} come first. Use a smaller model or dtype, keep some "
+            f"of the weights on the host (--cpu-offload-gb, with --enforce-eager), or lower "
             f"--max-num-batched-tokens ({scheduler.max_num_batched_tokens}), --max-num-seqs "
             f"({scheduler.max_num_seqs}) or --max-model-len ({scheduler.max_model_len})"
         )

@@ -306,3 +306,23 @@ def test_a_certificate_that_is_missing_is_an_error():
     args = ServerArgs(**LOCAL, ssl_certfile="/no/cert")
     with bind(args) as listener, pytest.raises(ConfigError, match="TLS"):
         serve(lambda: None, args, listener)
+
+
+@pytest.mark.parametrize(
+    ("settings", "address"),
+    [
+        ({}, "http://localhost:"),
+        ({"host": "127.0.0.1"}, "http://127.0.0.1:"),
+        ({"ssl_certfile": "c", "host": "localhost"}, "https://127.0.0.1:"),
+        ({"disable_web_ui": True}, None),
+    ],
+)
+def test_the_log_says_where_to_chat(settings, address, monkeypatch):
+    lines = []
+    monkeypatch.setattr(uvicorn_server.logger, "info", lambda text, *a: lines.append(text % a))
+    args = ServerArgs(port=0, **settings)
+    with bind(args) as listener:
+        port = listener.getsockname()[1]
+        uvicorn_server._log_address(listener, args)
+    expected = [] if address is None else [f"chat page: {address}{port}/"]
+    assert [line for line in lines if line.startswith("chat page")] == expected

@@ -26,14 +26,8 @@ from vllm.entrypoints.openai.middleware.load import CountRequests
 from vllm.entrypoints.openai.middleware.request_id import RequestIds
 from vllm.entrypoints.openai.middleware.request_log import RequestLog
 from vllm.entrypoints.openai.middleware.user_middleware import add_user_middleware
-from vllm.entrypoints.openai.operations import (
-    dev_routes,
-    docs_page,
-    health,
-    metrics_route,
-    profile_routes,
-    status_page,
-)
+from vllm.entrypoints.openai.operations import dev_routes, health, metrics_route, profile_routes
+from vllm.entrypoints.openai.pages.routes import page_routers
 from vllm.entrypoints.openai.pooling import classify as serving_classify
 from vllm.entrypoints.openai.pooling import embedding as serving_embedding
 from vllm.entrypoints.openai.pooling import score as serving_score
@@ -86,15 +80,11 @@ def build_app(context: ServerContext) -> FastAPI:
 
 def _routers(args: ServerArgs) -> list[APIRouter]:
     modules = [*_MODEL_ROUTES, health, metrics_route]
-    if not args.disable_fastapi_docs:
-        modules.append(docs_page)
-    if args.status_page:
-        modules.append(status_page)
     if args.dev_mode:
         modules.append(dev_routes)
     if args.can_profile:
         modules.append(profile_routes)
-    return [module.router for module in modules]
+    return [*(module.router for module in modules), *page_routers(args)]
 
 
 def _add_middleware(app: FastAPI, context: ServerContext) -> None:

@@ -8,7 +8,7 @@ from fastapi import Request
 
 from vllm.config import VllmConfig
 from vllm.errors import RequestError
-from vllm.inputs import PromptType, TokensPrompt
+from vllm.inputs import EmbedsPrompt, PromptType, TokensPrompt
 
 if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLM
@@ -65,6 +65,27 @@ async def tokenize(
     made: TokensPrompt = {"prompt_token_ids": token_ids}
     if known_text is not None:
         made["prompt"] = known_text
+    if cache_salt is not None:
+        made["cache_salt"] = cache_salt
+    return made
+
+
+async def read_embeds(
+    engine: "AsyncLLM", text: str, *, truncate: int | None, cache_salt: str | None
+) -> EmbedsPrompt:
+    """The prompt that a request sends as base64 of a tensor, read and checked.
+
+    Raises:
+        RequestError: it is none for this model, or it would have to be truncated.
+    """
+    if truncate is not None:
+        raise RequestError(
+            "truncate_prompt_tokens needs the tokens of the prompt, and prompt_embeds has none; "
+            "leave it out",
+            param="truncate_prompt_tokens",
+        )
+    read = await engine.in_slow_lane(lambda processor: processor.prompt_embeds.read(text))
+    made: EmbedsPrompt = {"prompt_embeds": read}
     if cache_salt is not None:
         made["cache_salt"] = cache_salt
     return made

@@ -93,7 +93,10 @@ LIMITS: dict[type, dict[str, tuple[Limit, ...]]] = {
         "tools": _TOOLS,
         "documents": (Limit("max_batch_prompts", "documents", _entries),),
     },
-    CompletionRequest: {"prompt": _PROMPTS},
+    CompletionRequest: {
+        "prompt": _PROMPTS,
+        "prompt_embeds": (Limit("max_batch_prompts", "prompts", _entries),),
+    },
     EmbeddingRequest: {"input": _PROMPTS, "messages": _MESSAGES},
     ClassificationRequest: {"input": _PROMPTS},
     ScoreRequest: {"text_1": _TEXTS, "text_2": _TEXTS},
@@ -161,7 +164,7 @@ def check_limits(kind: type, body: Mapping[str, Any], args: ServerArgs) -> None:
 
 def _check_products(body: Mapping[str, Any], args: ServerArgs) -> None:
     """What a few bytes multiply: prompts with outputs, and prompts with what holds for each."""
-    num_prompts = _prompts(body.get("prompt"))
+    num_prompts = _prompts(body.get("prompt")) + _entries(body.get("prompt_embeds") or [])
     num_outputs = max(1, _number(body.get("n")), _number(body.get("best_of")))
     if num_prompts * num_outputs > args.max_batch_sequences:
         raise RequestError(

@@ -29,7 +29,8 @@ class ServerArgs:
 
     api_key: tuple[str, ...] = ()
     """Keys of which a client must send one as `Authorization: Bearer KEY`, or `x-api-key`. Guards
-    every route but the health ones. Not set: VLLM_API_KEY, or everyone is served."""
+    every route but the health ones and the pages at /, /status and /docs, which hold nothing and
+    ask for a key themselves. Not set: VLLM_API_KEY, or everyone is served."""
 
     root_path: str = ""
     """Path under which a proxy serves this server."""
@@ -177,8 +178,11 @@ class ServerArgs:
     disable_fastapi_docs: bool = False
     """No /docs and no /openapi.json."""
 
+    disable_web_ui: bool = False
+    """No chat page at /: the status page is there."""
+
     status_page: bool = True
-    """Show a status page at /."""
+    """Show a status page at /status."""
 
     log_requests: bool = False
     """Log the body of each request, prompts included."""

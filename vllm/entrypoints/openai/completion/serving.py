@@ -22,6 +22,7 @@ from vllm.entrypoints.openai.logprob_forms import prompt_logprobs
 from vllm.entrypoints.openai.merge import merge
 from vllm.entrypoints.openai.prompts import (
     output_budget,
+    read_embeds,
     request_id_of,
     tokenize,
     trace_headers_of,
@@ -95,11 +96,23 @@ class _Completion:
         """
         check_model(context, body.model)
         check_sampling_fields(body)
-        given = body.prompts()
-        if not given:
+        given, embeds = body.prompts(), body.embeds()
+        if not given and not embeds:
             raise RequestError("prompt: the list is empty", param="prompt")
         is_long = sum(len(prompt) for prompt in given) > LONG_TEXT_CHARS
-        prompts = []
+        prompts = [
+            CompletionPrompt(
+                context,
+                body,
+                await read_embeds(
+                    context.engine,
+                    each,
+                    truncate=body.truncate_prompt_tokens,
+                    cache_salt=body.cache_salt,
+                ),
+            )
+            for each in embeds
+        ]
         for prompt in given:
             await asyncio.sleep(0)  # others get their turn between two prompts
             tokenized = await tokenize(

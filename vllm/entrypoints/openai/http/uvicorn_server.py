@@ -21,6 +21,7 @@ from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.http.early_app import EarlyApp
 from vllm.entrypoints.openai.http.http_protocol import BoundedHttpProtocol
 from vllm.entrypoints.openai.http.tls import refresh_certificate
+from vllm.entrypoints.openai.pages.page_paths import page_paths
 from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.logger import init_logger
@@ -108,7 +109,7 @@ def serve(
         ConfigError: the engine, the application or TLS cannot start with its arguments.
         EngineDeadError: the engine has died, or could not be started.
     """
-    early = EarlyApp(args.root_path)
+    early = EarlyApp(args.root_path, page_paths(args))
     config = uvicorn.Config(
         early,
         http=BoundedHttpProtocol,
@@ -282,5 +283,14 @@ def _log_address(listener: socket.socket, args: ServerArgs) -> None:
     host, port = listener.getsockname()[:2]
     scheme = "https" if args.ssl_certfile else "http"
     logger.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
+    if not args.disable_web_ui:
+        logger.info("chat page: %s://%s:%d/", scheme, _name_for_browsers(host), port)
     if host in ("0.0.0.0", "::") and not args.api_key:
         logger.warning("everyone who reaches this machine is served: there is no --api-key")
+
+
+def _name_for_browsers(host: str) -> str:
+    """The host in an address that can be opened on this machine."""
+    if host in ("0.0.0.0", "::"):
+        return "localhost"
+    return f"[{host}]" if ":" in host else host
