@@ -1,6 +1,7 @@
 """How a live server starts, tells of it, and ends."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -64,6 +65,13 @@ def test_the_socket_answers_before_the_engine_does_and_early_requests_wait(engin
         engine_hold.release()
         assert early.result()[0] == 200
         assert server.get_json("/startupz")["status"] == "ready"
+        messages = [line.partition("] ")[2] for line in server.log_text().splitlines()]
+        steps = [text for text in messages if text.startswith(("start: ", "ready in ", "Started"))]
+        assert steps[0].startswith("Started server process")
+        assert steps[1] == "start: importing PyTorch and the engine"
+        assert re.fullmatch(
+            r"ready in [\d.]+ s: stdlib-llama-5m, max_model_len 2048, .*", steps[-1]
+        )
 
 
 def test_early_requests_may_be_rejected(engine_hold):

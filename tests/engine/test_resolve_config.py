@@ -101,7 +101,7 @@ def test_a_length_beyond_the_model_names_both_numbers_and_the_way_out():
 def test_weights_are_not_downloaded_for_settings_that_are_wrong(monkeypatch):
     asked = []
 
-    def find(name, revision, download_dir, ignore_patterns, load_format):
+    def find(name, revision, download_dir, ignore_patterns, load_format, token):
         asked.append((name, load_format))
         return BUNDLED_MODEL
 
