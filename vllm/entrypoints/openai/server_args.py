@@ -79,6 +79,9 @@ class ServerArgs:
     max_request_bytes: int = 16 * 2**20
     """Largest request body; larger ones get 413."""
 
+    body_timeout: float = 60.0
+    """Seconds for the body of a request to arrive, however slowly; then it gets 408."""
+
     max_n: int = 128
     """Most outputs that a request may ask for (n, best_of)."""
 
@@ -218,6 +221,8 @@ class ServerArgs:
             raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout must be at least 0, got {self.shutdown_timeout}")
+        if self.body_timeout <= 0:
+            raise ConfigError(f"body_timeout must be above 0, got {self.body_timeout}")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout must be above 0, got {self.request_timeout}")
         for name in ("max_queued_requests", "max_queued_tokens", "max_log_len"):

@@ -18,7 +18,7 @@ import uvloop
 
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.http.early_app import EarlyApp
-from vllm.entrypoints.openai.http.http_protocol import BoundedHttpProtocol
+from vllm.entrypoints.openai.http.http_protocol import with_body_timeout
 from vllm.entrypoints.openai.http.tls import refresh_certificate
 from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.errors import ConfigError, EngineDeadError
@@ -104,7 +104,7 @@ def serve(load: Load, args: ServerArgs, listener: socket.socket) -> int:
     early = EarlyApp(args.root_path)
     config = uvicorn.Config(
         early,
-        http=BoundedHttpProtocol,
+        http=with_body_timeout(args.body_timeout),
         ws="none",
         lifespan="off",
         interface="asgi3",

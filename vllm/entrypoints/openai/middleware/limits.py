@@ -11,9 +11,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.entrypoints.openai.middleware.asgi import get_header, refuse, replay, route_path
 
-BODY_TIMEOUT_S = 60.0
-"""For a body to arrive as a whole."""
-
 _ANY_TYPE_PREFIX = "/v1/audio/"
 """These take files, not JSON."""
 
@@ -27,7 +24,7 @@ class BodyLimits:
         timeout_s: for it to arrive.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self.app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
@@ -46,13 +43,14 @@ class BodyLimits:
             await refuse(scope, receive, send, self._too_large())
             return
         except asyncio.TimeoutError:
-            message = f"the body did not arrive within {self._timeout_s:g} s"
+            message = f"the body did not arrive within {self._timeout_s:g} s (--body-timeout)"
             info = ErrorInfo(408, "Request Timeout", message, headers=_CLOSE)
             await refuse(scope, receive, send, info)
             return
         if body is not None:
-            whole = {"type": "http.request", "body": body, "more_body": False}
-            await self.app(scope, replay(whole, receive), send)
+            receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
+            del body  # whoever takes it holds it no longer than needed
+            await self.app(scope, receive, send)
 
     def _check_headers(self, scope: Scope) -> ErrorInfo | None:
         length = get_header(scope, b"content-length")
@@ -89,8 +87,8 @@ class BodyLimits:
 
     def _too_large(self) -> ErrorInfo:
         message = (
-            f"the body is larger than {self._max_bytes} bytes (max_request_bytes): send fewer or "
-            f"shorter inputs"
+            f"the body is larger than {self._max_bytes} bytes (--max-request-bytes): send fewer "
+            f"or shorter inputs"
         )
         return ErrorInfo(413, "Payload Too Large", message, headers=_CLOSE)
 
