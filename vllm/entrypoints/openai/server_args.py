@@ -115,11 +115,17 @@ class ServerArgs:
     max_allowed_token_ids: int = 2**18
     """Most entries of allowed_token_ids."""
 
+    max_detokenize_tokens: int = 2**17
+    """Most tokens of a request to /detokenize."""
+
     max_choices: int = 4096
     """Most entries of guided_choice."""
 
     max_request_values: int = 2**20
     """Most JSON values (numbers, texts, lists, objects) in one request body, wherever they are."""
+
+    max_request_names: int = 2**17
+    """Most names of JSON objects' members in one request body, wherever they are."""
 
     shutdown_timeout: float = 30.0
     """Seconds for running requests to end after SIGTERM or Ctrl-C; a second signal ends at once."""
@@ -206,9 +212,10 @@ class ServerArgs:
             check_one_of(self, "log_format", ("text", "json"))
         check_at_least(self, 1, "max_request_bytes", "max_n", "max_batch_prompts")
         check_at_least(self, 1, "max_batch_sequences", "max_messages", "max_request_values")
+        check_at_least(self, 1, "max_request_names")
         check_at_least(self, 0, "restart_engine", "max_stop_strings", "max_stop_token_ids")
         check_at_least(self, 0, "max_bad_words", "max_word_chars", "max_logit_bias", "max_tools")
-        check_at_least(self, 0, "max_allowed_token_ids", "max_choices")
+        check_at_least(self, 0, "max_allowed_token_ids", "max_choices", "max_detokenize_tokens")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")
         if self.enable_auto_tool_choice and not self.tool_call_parser:

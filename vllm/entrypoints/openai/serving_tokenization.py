@@ -64,8 +64,8 @@ async def tokenize_prompt(request: Request, body: TokenizeRequest) -> Response:
     return await off_loop.run(partial(json_response, answer), is_large=is_large)
 
 
-@router.post("/detokenize", responses=_ERRORS)
-async def detokenize_tokens(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
+@router.post("/detokenize", response_model=DetokenizeResponse, responses=_ERRORS)
+async def detokenize_tokens(request: Request, body: DetokenizeRequest) -> Response:
     """The text of some tokens, special ones too."""
     context = get_context(request)
     check_model(context, body.model)
@@ -82,6 +82,9 @@ async def detokenize_tokens(request: Request, body: DetokenizeRequest) -> Detoke
         assert processor.tokenizer is not None
         return str(processor.tokenizer.decode(body.tokens))
 
-    if len(body.tokens) < _MANY_TOKENS:
-        return DetokenizeResponse(prompt=decode(engine.input_processor))
-    return DetokenizeResponse(prompt=await engine.in_slow_lane(decode))
+    is_large = len(body.tokens) >= _MANY_TOKENS
+    if is_large:
+        text = await engine.in_slow_lane(decode)
+    else:
+        text = decode(engine.input_processor)
+    return await off_loop.run(partial(json_response, {"prompt": text}), is_large=is_large)

@@ -10,7 +10,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.entrypoints.openai.middleware.asgi import get_header, refuse, replay, route_path
+from vllm.utils.memory_trim import MemoryTrim
 
+_HUGE_BODY_BYTES = 2**20
+"""After requests from here on, memory is given back to the system."""
 _ANY_TYPE_PREFIX = "/v1/audio/"
 """These take files, not JSON."""
 
@@ -28,6 +31,7 @@ class BodyLimits:
         self.app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._memory = MemoryTrim()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,9 +52,14 @@ class BodyLimits:
             await refuse(scope, receive, send, info)
             return
         if body is not None:
+            num_bytes = len(body)
             receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
             del body  # whoever takes it holds it no longer than needed
-            await self.app(scope, receive, send)
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                if num_bytes >= _HUGE_BODY_BYTES:
+                    self._memory.soon()
 
     def _check_headers(self, scope: Scope) -> ErrorInfo | None:
         length = get_header(scope, b"content-length")
