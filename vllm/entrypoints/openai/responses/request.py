@@ -126,7 +126,8 @@ def _allowed_tools(
             "tool_choice of type allowed_tools needs mode (auto or required) and tools",
             param="tool_choice",
         )
-    names = [tool.get("name") if isinstance(tool, Mapping) else None for tool in wanted]
+    given = [tool.get("name") for tool in wanted if isinstance(tool, Mapping)]
+    names = {name for name in given if isinstance(name, str)}
     allowed = [tool for tool in tools if tool["function"]["name"] in names]
     if not allowed:
         raise RequestError("tool_choice allows none of the tools", param="tool_choice")
