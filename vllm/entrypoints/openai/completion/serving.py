@@ -21,6 +21,7 @@ from vllm.entrypoints.openai.http.sse import DONE, EventStream, run_until_discon
 from vllm.entrypoints.openai.logprob_forms import prompt_logprobs
 from vllm.entrypoints.openai.merge import merge
 from vllm.entrypoints.openai.prompts import (
+    max_running,
     output_budget,
     read_embeds,
     request_id_of,
@@ -241,7 +242,10 @@ class _Completion:
         for params in self._all_params:
             params.output_kind = kind
         return self._checked(
-            merge([self._generate(index, each) for index, each in enumerate(self._all_params)])
+            merge(
+                [self._generate(index, each) for index, each in enumerate(self._all_params)],
+                max_running(self._context, self._all_params[0].n),
+            )
         )
 
     async def _checked(

@@ -19,7 +19,7 @@ import uvloop
 
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.http.early_app import EarlyApp
-from vllm.entrypoints.openai.http.http_protocol import BoundedHttpProtocol
+from vllm.entrypoints.openai.http.http_protocol import with_body_timeout
 from vllm.entrypoints.openai.http.tls import refresh_certificate
 from vllm.entrypoints.openai.pages.page_paths import page_paths
 from vllm.entrypoints.openai.server_args import ServerArgs
@@ -112,7 +112,7 @@ def serve(
     early = EarlyApp(args.root_path, page_paths(args))
     config = uvicorn.Config(
         early,
-        http=BoundedHttpProtocol,
+        http=with_body_timeout(args.body_timeout),
         ws="none",
         lifespan="off",
         interface="asgi3",
