@@ -184,10 +184,10 @@ class EngineCore:
             EngineDeadError: an earlier step failed.
         """
         self._check_can_sleep()
-        if self.scheduler.num_unfinished_requests:
+        if num_requests := self.scheduler.num_unfinished_requests:
             raise CapacityError(
-                f"the engine cannot sleep while {self.scheduler.num_unfinished_requests} requests "
-                f"run or wait: let them end, or abort them, and call sleep again",
+                f"the engine cannot sleep while requests run or wait (now {num_requests}): let "
+                f"them end, or abort them, and call sleep again",
                 status=409,
             )
         while self._in_flight:  # steps whose requests have all left
