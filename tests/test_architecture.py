@@ -25,6 +25,7 @@ LEAVES = {
     "pooling_params",
     "request",
     "sampling_params",
+    "sequence",
     "utils",
     "version",
 }
@@ -45,6 +46,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "hpu_check": {"attention", "distributed", "ops", "platforms"},
     "engine": {
+        "bucketing",
         "core",
         "executor",
         "model_executor",

@@ -133,10 +133,30 @@ def test_a_tiny_temperature_is_raised_with_a_warning(temperature):
     assert params.sampling_type is SamplingType.RANDOM
 
 
-def test_best_of_is_accepted_only_where_it_changes_nothing():
-    SamplingParams(n=2, best_of=2)
-    for n, best_of in ((2, 3), (2, 1), (1, 0)):
-        assert "best_of" in refused(n=n, best_of=best_of)
+def test_best_of_says_how_many_outputs_are_sampled():
+    assert [SamplingParams(n=2, best_of=b).num_sampled for b in (None, 2, 5)] == [2, 2, 5]
+    assert [SamplingParams(n=2, best_of=b).is_ranked for b in (None, 2, 5)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"n": 2, "best_of": 1}, "best_of must be at least n (2), got 1"),
+        ({"best_of": 0}, "best_of must be at least 1, got 0"),
+        ({"best_of": "2"}, "best_of must be an integer, got '2'"),
+        ({"best_of": 2, "temperature": 0}, "best_of must be 1 when using greedy sampling"),
+        ({"best_of": 2, "output_kind": RequestOutputKind.DELTA}, "best_of (2) must be n (1) with"),
+    ],
+)
+def test_a_best_of_that_cannot_be_ranked_is_refused(params, message):
+    assert message in refused(**params)
+
+
+def test_the_kind_of_output_is_checked_again_after_a_change():
+    params = SamplingParams(best_of=2)
+    params.output_kind = RequestOutputKind.DELTA
+    with pytest.raises(RequestError, match="only whole outputs can be ranked"):
+        params.check_ranking()
 
 
 def test_seed_minus_one_is_no_seed():

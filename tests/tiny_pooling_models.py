@@ -133,8 +133,23 @@ def rewards(folder: Path, architecture: str, token_ids: Sequence[int]) -> Tensor
     return nn.functional.linear(x, tensors["score.2.weight"], tensors["score.2.bias"])
 
 
-def add_tokenizer(folder: Path) -> Path:
-    """A tokenizer of the words w5, w6, ...; [CLS] and [SEP] around texts, types for pairs."""
+@torch.inference_mode()
+def pair_logits(folder: Path, architecture: str, text: str, other: str) -> Tensor:
+    """[labels] by transformers, of two texts as the model's tokenizer joins them."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    logits: Tensor = _reference(folder, architecture)(
+        **tokenizer(text, other, return_tensors="pt")
+    ).logits[0]
+    return logits
+
+
+def add_tokenizer(folder: Path, *, has_types: bool = True) -> Path:
+    """A tokenizer of the words w5, w6, ...; [CLS] and [SEP] around texts, types for pairs.
+
+    Args:
+        folder: of the model.
+        has_types: its `model_input_names` have the types, as those of BERT do.
+    """
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     words = [*names, *(f"w{i}" for i in range(len(names), VOCAB_SIZE))]
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
@@ -150,5 +165,6 @@ def add_tokenizer(folder: Path) -> Path:
         unk_token="[UNK]",
         cls_token="[CLS]",
         sep_token="[SEP]",
+        model_input_names=["input_ids", *["token_type_ids"] * has_types, "attention_mask"],
     ).save_pretrained(folder)
     return folder

@@ -175,6 +175,7 @@ def _value(field: ConfigField) -> str:
         "size": "integer; also with k (1000), K (1024), m, M",
         "float": "number",
         "str": "text",
+        "str_or_bool": "text, or a switch",
         "strings": "one or more texts",
         "mapping": "JSON object, or a dict",
     }

@@ -38,17 +38,17 @@ _IN_PROCESS = (
     "socket file of its own"
 )
 _QUANTIZATION = "weights and cache are not quantized on a card yet"
-_MULTIMODAL = "multimodal input is not available yet"
-_EXPERTS = "mixture-of-experts models are not available yet"
-_RECURRENT = "models with recurrent state are not available yet"
-_LATENT = "models with latent attention are not available yet"
-_LORA = "LoRA is not available yet"
+_MULTIMODAL = "prompts are text alone"
+_EXPERTS = "this version runs no mixture-of-experts models"
+_RECURRENT = "this version runs no models with recurrent state"
+_LATENT = "this version runs no models with latent attention"
+_LORA = "this version runs no LoRA adapters"
 _STRUCTURED = "compiled grammars are kept within grammar_cache_bytes"
-_DISAGGREGATED = "disaggregated prefill is not available yet"
-_TENSOR_PARALLEL = "tensor parallelism is not available yet"
-_DATA_PARALLEL = "data parallelism is not available yet"
-_PIPELINE_PARALLEL = "pipeline parallelism is not available yet"
-_RAY = "Ray workers are not available yet"
+_DISAGGREGATED = "an engine computes its prompts itself"
+_TENSOR_PARALLEL = "this version runs on one device"
+_DATA_PARALLEL = "this version runs on one device"
+_PIPELINE_PARALLEL = "this version runs on one device"
+_RAY = "the engine's own process runs the worker"
 _OTHER_DEVICE = "it is for another device"
 _OTHER_OPERATOR = "the operator it switches does not exist here"
 _OTHER_BUILD = "it belongs to the build and the images of the fork"
@@ -198,8 +198,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         _MULTIMODAL,
         """
         VLLM_MULTIMODAL_BUCKETS VLLM_MULTIMODAL_RESOLUTIONS VLLM_MM_WARMUP_OUTSIDE_COMPILE_ONLY
-        VLLM_IMAGE_FETCH_TIMEOUT VLLM_VIDEO_FETCH_TIMEOUT VLLM_AUDIO_FETCH_TIMEOUT
-        VLLM_VIDEO_LOADER_BACKEND VLLM_MM_INPUT_CACHE_GIB VLLM_ASSETS_CACHE
+        VLLM_VIDEO_FETCH_TIMEOUT VLLM_VIDEO_LOADER_BACKEND VLLM_MM_INPUT_CACHE_GIB
         VLLM_FP32_SOFTMAX_VISION
         """,
     ),

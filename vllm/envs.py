@@ -86,6 +86,15 @@ class Envs:
         "Accept a max_model_len above what config.json of the model allows, if it has rotary "
         "positions; what it then writes may be of poor quality.",
     )
+    VLLM_ASSETS_CACHE: str | None = _general(
+        None, "Folder with pictures and sounds for the examples (`vllm.assets`)."
+    )
+    VLLM_IMAGE_FETCH_TIMEOUT: int = _general(
+        5, "Seconds that `vllm.multimodal.utils.fetch_image` waits for an answer.", at_least=1
+    )
+    VLLM_AUDIO_FETCH_TIMEOUT: int = _general(
+        10, "Seconds that `vllm.multimodal.utils.fetch_audio` waits for an answer.", at_least=1
+    )
     VLLM_API_KEY: str | None = _server(
         None, "Key that clients must send, where the flag --api-key names none."
     )
@@ -316,6 +325,15 @@ def _parse(name: str, raw: str, annotation: Any, metadata: Mapping[str, Any]) ->
 def get() -> Envs:
     """The environment of this process, read at the first call."""
     return Envs.load()
+
+
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """A variable under its own name, as programs read it: `vllm.envs.VLLM_LOGGING_LEVEL`."""
+        if name not in _declared():
+            raise AttributeError(f"module 'vllm.envs' has no attribute {name!r}")
+        return getattr(get(), name)
 
 
 def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,7 @@
     |  `- WeightLoadError     checkpoint and model do not match
     |- RequestError           one request is wrong; the engine keeps serving (HTTP 400)
     |  |- PromptTooLongError  the prompt does not fit max_model_len
+    |  |  `- TextTooLongError its text alone shows it, before it is tokenised
     |  `- NotFoundError        what it names is not there (HTTP 404)
     |- RequestTimeoutError    a request took longer than the server allows (504)
     |- CapacityError          can never fit (400), cannot fit now (503), or requests run (409)
@@ -52,6 +53,19 @@ class PromptTooLongError(RequestError):
         super().__init__(
             f"prompt has {num_prompt_tokens} tokens; this model takes at most "
             f"{max_model_len - 1} (max_model_len={max_model_len}, one is kept for the output)",
+            param="prompt",
+        )
+
+
+class TextTooLongError(PromptTooLongError):
+    """The text of a prompt is too long, which is known without its exact number of tokens."""
+
+    def __init__(self, num_bytes: int, max_tokens: int, max_model_len: int) -> None:
+        RequestError.__init__(
+            self,
+            f"This model's maximum context length is {max_model_len} tokens. However, the prompt "
+            f"is a text of {num_bytes} bytes, which are more tokens than the prompt may have (at "
+            f"most {max_tokens}). Please reduce the length of the prompt.",
             param="prompt",
         )
 

@@ -1,8 +1,11 @@
 """The forms a prompt may have."""
 
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from typing_extensions import NotRequired
+
+if TYPE_CHECKING:
+    import torch
 
 
 class TextPrompt(TypedDict):
@@ -25,6 +28,22 @@ class TokensPrompt(TypedDict):
     """One per token, for pooling models that tell the parts of a pair apart."""
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[dict[str, Any]]
+
+
+class EmbedsPrompt(TypedDict):
+    """A prompt as embeddings of its tokens, in place of the tokens."""
+
+    prompt_embeds: "torch.Tensor"
+    """[tokens, hidden_size]."""
+    cache_salt: NotRequired[str]
+
+
+class ExplicitEncoderDecoderPrompt(TypedDict):
+    """Both prompts of a model with an encoder and a decoder. No such model runs here yet."""
+
+    encoder_prompt: "PromptType"
+    decoder_prompt: "PromptType | None"
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -11,7 +13,7 @@ class Logprob:
     Attributes:
         logprob: natural logarithm, of the raw distribution of the model.
         rank: 1 for the likeliest token of the vocabulary.
-        decoded_token: its text, or None without a tokenizer.
+        decoded_token: its text; None without a tokenizer, or with `detokenize=False`.
     """
 
     logprob: float
@@ -72,6 +74,7 @@ class RequestOutput:
         outputs: one per sample, ordered by index.
         finished: every sample has ended.
         num_cached_tokens: prompt tokens found in the prefix cache.
+        num_dropped_tokens: output tokens of the samples that `best_of` has left out.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class RequestOutput:
         self.encoder_prompt = encoder_prompt
         self.encoder_prompt_token_ids = encoder_prompt_token_ids
         self.num_cached_tokens = num_cached_tokens
+        self.num_dropped_tokens = 0
         self.multi_modal_placeholders = multi_modal_placeholders or {}
         self.kv_transfer_params = kv_transfer_params
 
@@ -152,6 +156,12 @@ class PoolingOutput:
     """
 
     data: Any
+
+    def __eq__(self, other: object) -> bool:
+        """Whether shape and numbers are the same."""
+        if not isinstance(other, PoolingOutput):
+            return NotImplemented
+        return np.array_equal(self.data, other.data)
 
 
 @dataclass

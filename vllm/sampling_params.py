@@ -4,7 +4,7 @@ import copy
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from numbers import Integral, Real
 from typing import Any
@@ -16,6 +16,8 @@ from vllm.errors import RequestError
 _SAMPLING_EPS = 1e-5
 _MIN_TEMPERATURE = 0.01
 _MAX_BIAS = 100.0
+_MAX_QUALNAME_CHARS = 256
+_MAX_SHOWN_CHARS = 100
 _END_TOKENS = "_end_token_ids"
 """Attribute for the end tokens of the model: no field, so that they are not shown as the user's."""
 _INTEGER_FIELDS = (
@@ -62,6 +64,7 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
         disable_any_whitespace: no whitespace that JSON does not need.
         disable_additional_properties: objects have only the properties that their schema names.
         disable_fallback: refuse what the backend does not enforce.
+        field: where the user wrote this, for errors; None is here.
 
     Raises:
         RequestError: (a ValueError) more than one kind is set. What it holds is checked when the
@@ -79,6 +82,7 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     disable_fallback: bool = False
+    field: str | None = None
 
     def __post_init__(self) -> None:
         kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -90,12 +94,44 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
             )
 
 
+class LogitsProcessorConstructor(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A logits processor that the engine core imports and makes by calling what it imported.
+
+    Args:
+        qualname: "module.name" of a function or class.
+        args, kwargs: JSON values to call it with; what it returns is the processor.
+
+    Raises:
+        RequestError: (a ValueError) one of them has another form.
+    """
+
+    qualname: str
+    args: list[Any] | None = None
+    kwargs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        _check_qualname(self.qualname)
+        for name, kind, word in (("args", list, "list"), ("kwargs", dict, "JSON object")):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise _processor_error(f"{name} of {self.qualname!r} must be a {word}", value)
+        try:
+            msgspec.msgpack.encode([self.args, self.kwargs])
+        except (TypeError, OverflowError, RecursionError, ValueError) as error:
+            raise RequestError(
+                f"logits_processors: args and kwargs of {self.qualname!r} must be JSON values with "
+                f"integers of at most 64 bits: {error}",
+                param="logits_processors",
+            ) from None
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     """How to sample one request.
 
     Args:
         n: outputs per prompt.
-        best_of: accepted when equal to `n`.
+        best_of: outputs that are sampled, of which the `n` with the highest cumulative
+            log-probability are returned, the likeliest first; None is `n`.
         presence_penalty: subtracted from logits of tokens in the output so far; [-2, 2].
         frequency_penalty: the same, times the number of occurrences; [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens in the
@@ -119,7 +155,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: put spaces between special tokens in the text.
         logits_processors: callables `f(output_ids, logits)` or
-            `f(prompt_ids, output_ids, logits)`, logits [vocab_size] float32 -> the same.
+            `f(prompt_ids, output_ids, logits)`, logits [vocab_size] float32 -> the same. An engine
+            with `logits_processor_pattern` also takes "module.name" of such a callable, and
+            `LogitsProcessorConstructor` or the same as a dict.
         truncate_prompt_tokens: keep the last k prompt tokens.
         output_kind: what intermediate outputs hold.
         logit_bias: token id -> value added to its logit.
@@ -153,7 +191,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    logits_processors: list[Callable[..., Any]] | None = None
+    # Any: callables stay in their process; names are strings or `LogitsProcessorConstructor`.
+    logits_processors: list[Any] | None = None
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     guided_decoding: GuidedDecodingParams | None = None
@@ -164,12 +203,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     def __post_init__(self) -> None:
         self._normalize()
         self._check_numbers()
+        self.check_ranking()
         self._check_lists()
         if self.temperature < _SAMPLING_EPS:
-            if self.n > 1:
+            if self.num_sampled > 1:
+                name = "n" if self.n > 1 else "best_of"
                 raise RequestError(
-                    f"n must be 1 when using greedy sampling (temperature 0), got {self.n}",
-                    param="n",
+                    f"{name} must be 1 when using greedy sampling (temperature 0), "
+                    f"got {getattr(self, name)}",
+                    param=name,
                 )
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
         elif self.temperature < _MIN_TEMPERATURE:
@@ -191,6 +233,29 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             values["logit_bias"] = _read_logit_bias(bias)
         keep_none = {"max_tokens"}
         return cls(**{k: v for k, v in values.items() if v is not None or k in keep_none})
+
+    @property
+    def num_sampled(self) -> int:
+        """Outputs that are sampled per prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """More outputs are sampled than returned."""
+        return self.num_sampled > self.n
+
+    def check_ranking(self) -> None:
+        """Refuse an output kind that cannot be ranked; an engine calls it again.
+
+        Raises:
+            RequestError: (a ValueError) deltas of outputs are wanted that may not be returned.
+        """
+        if self.is_ranked and self.output_kind is RequestOutputKind.DELTA:
+            raise RequestError(
+                f"best_of ({self.best_of}) must be n ({self.n}) with output_kind DELTA: only "
+                f"whole outputs can be ranked",
+                param="best_of",
+            )
 
     @property
     def sampling_type(self) -> SamplingType:
@@ -246,6 +311,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self.bad_words = _as_list("bad_words", self.bad_words) or []
         self.allowed_token_ids = _as_list("allowed_token_ids", self.allowed_token_ids)
         self.logits_processors = _as_list("logits_processors", self.logits_processors)
+        if self.logits_processors is not None:
+            self.logits_processors = [_read_processor(p) for p in self.logits_processors]
         if self.logprobs is True:
             self.logprobs = 1
         if self.prompt_logprobs is True:
@@ -281,6 +348,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), at_least=0)
+        if self.best_of is not None:
+            _check_integer("best_of", self.best_of, at_least=1)
         if self.seed is not None:
             _check_integer("seed", self.seed, at_least=-(2**63), at_most=2**63 - 1)
         # Numbers of numpy pass the checks, but only Python's own can be sent to another process.
@@ -289,11 +358,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 setattr(self, name, int(value))
         for name in _FLOAT_FIELDS:
             setattr(self, name, float(getattr(self, name)))
-        if self.best_of is not None and self.best_of != self.n:
+        if self.best_of is not None and self.best_of < self.n:
             raise RequestError(
-                f"best_of ({self.best_of}) other than n ({self.n}) is not supported: "
-                "ask for n outputs and rank them by cumulative_logprob",
-                param="best_of",
+                f"best_of must be at least n ({self.n}), got {self.best_of}", param="best_of"
             )
 
     def _check_lists(self) -> None:
@@ -302,12 +369,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True", param="stop")
         _check_token_ids("stop_token_ids", self.stop_token_ids)
-        self.stop_token_ids = [int(token_id) for token_id in self.stop_token_ids or ()]
+        self.stop_token_ids = list(map(int, self.stop_token_ids or ()))
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
             _check_token_ids("allowed_token_ids", self.allowed_token_ids)
-            self.allowed_token_ids = [int(token_id) for token_id in self.allowed_token_ids]
+            self.allowed_token_ids = list(map(int, self.allowed_token_ids))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 raise RequestError(
@@ -317,12 +384,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             _check_token_ids("logit_bias", list(self.logit_bias))
             for token_id, bias in self.logit_bias.items():
                 _check_range(f"logit_bias[{token_id}]", bias, at_least=-math.inf, at_most=math.inf)
-        for processor in self.logits_processors or ():
-            if not callable(processor):
-                raise RequestError(
-                    f"logits_processors must be callables, got {processor!r}",
-                    param="logits_processors",
-                )
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -339,6 +400,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         _check_integer("beam_width", self.beam_width, at_least=1)
         _check_integer("max_tokens", self.max_tokens, at_least=1)
         _check_range("temperature", self.temperature, at_least=0)
+        _check_range("length_penalty", self.length_penalty)
 
 
 def _check_range(
@@ -352,7 +414,10 @@ def _check_range(
     """Refuse what is not a number in the range; NaN is in no range."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise RequestError(f"{name} must be a number, got {value!r}", param=name)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        raise RequestError(f"{name} must be a number that a float can hold", param=name) from None
     tests = [
         (above is None or number > above, f"above {above}"),
         (at_least is None or number >= at_least, f"at least {at_least}"),
@@ -361,7 +426,9 @@ def _check_range(
     is_endless = math.isinf(number) and at_most is None
     if math.isnan(number) or is_endless or not all(good for good, _ in tests):
         bounds = " and ".join(text for _, text in tests if not text.endswith("None"))
-        raise RequestError(f"{name} must be a finite number {bounds}, got {value}", param=name)
+        raise RequestError(
+            f"{name} must be a finite number{bounds and ' '}{bounds}, got {value}", param=name
+        )
 
 
 def _check_integer(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> None:
@@ -379,6 +446,38 @@ def _as_list(name: str, values: Any) -> list[Any] | None:
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise RequestError(f"{name} must be a list, got {values!r}", param=name)
     return list(values)
+
+
+def _read_processor(value: Any) -> Any:
+    """A callable, a qualified name, or a `LogitsProcessorConstructor`."""
+    if isinstance(value, str):
+        _check_qualname(value)
+        return value
+    if isinstance(value, Mapping):
+        try:
+            return LogitsProcessorConstructor(**value)
+        except TypeError:
+            raise _processor_error(
+                "an object must have qualname, and may have args and kwargs", value
+            ) from None
+    if not callable(value) and not isinstance(value, LogitsProcessorConstructor):
+        raise _processor_error("each must be a callable or a qualified name", value)
+    return value
+
+
+def _check_qualname(name: Any) -> None:
+    is_name = isinstance(name, str) and len(name) <= _MAX_QUALNAME_CHARS
+    if not is_name or "." not in name or not all(map(str.isidentifier, name.split("."))):
+        raise _processor_error(
+            "each must be a callable or a qualified name such as 'module.function'", name
+        )
+
+
+def _processor_error(expected: str, value: Any) -> RequestError:
+    shown = repr(value)
+    if len(shown) > _MAX_SHOWN_CHARS:
+        shown = shown[:_MAX_SHOWN_CHARS] + "..."
+    return RequestError(f"logits_processors: {expected}, got {shown}", param="logits_processors")
 
 
 def _read_logit_bias(bias: Any) -> dict[int, float]:
@@ -400,13 +499,17 @@ def _read_logit_bias(bias: Any) -> dict[int, float]:
 
 
 def _check_strings(name: str, values: Sequence[Any] | None) -> None:
+    if set(map(type, values or ())) <= {str} and all(values or ()):
+        return
     for value in values or ():
         if not isinstance(value, str) or not value:
             raise RequestError(f"{name} must hold non-empty strings, got {value!r}", param=name)
 
 
 def _check_token_ids(name: str, values: Sequence[Any] | None) -> None:
-    for value in values or ():
+    if not values or (set(map(type, values)) == {int} and min(values) >= 0):
+        return  # the usual case: lists of a million ids are checked in milliseconds
+    for value in values:
         if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < 0:
             raise RequestError(
                 f"{name} must hold token ids (integers >= 0), got {value!r}", param=name

@@ -69,6 +69,11 @@ REFUSED = [
     ),
     (
         CacheConfig,
+        {"gpu_memory_utilization": 90},
+        "gpu_memory_utilization must be above 0 and at most 1, got 90. It is a share: 90 % is 0.9",
+    ),
+    (
+        CacheConfig,
         {"gpu_memory_utilization": float("nan")},
         "gpu_memory_utilization must be above 0 and at most 1, got nan",
     ),
@@ -190,7 +195,7 @@ def test_limits_that_contradict_each_other_are_refused_with_both_numbers(bad, me
 
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_more_than_one_device_is_refused_while_only_one_can_run(name):
-    with pytest.raises(ConfigError, match=f"{name}=2: only the uni executor"):
+    with pytest.raises(ConfigError, match=f"^{name}=2: this version runs on one device"):
         ParallelConfig(**{name: 2})
 
 

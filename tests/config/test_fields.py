@@ -29,6 +29,7 @@ class Example:
     flag: bool = True
     words: tuple[str, ...] = ("a",)
     table: Mapping[str, object] = field(default_factory=dict)
+    secret: str | bool | None = field(default=None, repr=False)
     decided: int = field(metadata={"auto": True})
     internal: int = field(default=0, metadata={"cli": False})
     """Not for users."""
@@ -39,7 +40,8 @@ FIELDS = {f.name: f for f in config_fields(Example)}
 
 def test_fields_for_users_come_in_source_order():
     assert list(FIELDS) == [
-        "size", "max_model_len", "share", "name", "mode", "flag", "words", "table", "decided",
+        "size", "max_model_len", "share", "name", "mode", "flag", "words", "table", "secret",
+        "decided",
     ]  # fmt: skip
 
 
@@ -58,11 +60,13 @@ def test_types_become_kinds_choices_flags_and_aliases():
         "flag": "bool",
         "words": "strings",
         "table": "mapping",
+        "secret": "str_or_bool",
         "decided": "int",
     }
     assert FIELDS["mode"].choices == ("fast", "slow")
     assert FIELDS["max_model_len"].flag == "--max-model-len"
     assert FIELDS["size"].aliases == ("-s",)
+    assert [name for name, f in FIELDS.items() if not f.is_shown] == ["secret"]
 
 
 def test_defaults_are_those_of_the_class_and_none_where_the_platform_decides():
@@ -96,6 +100,8 @@ def test_none_is_the_default(name):
         ("flag", False, False),
         ("words", "one", ("one",)),
         ("words", ["one", "two"], ("one", "two")),
+        ("secret", True, True),
+        ("secret", "hf_x", "hf_x"),
         ("table", {"a": 1}, {"a": 1}),
         ("table", '{"a": [1, null]}', {"a": [1, None]}),
     ],

@@ -71,6 +71,20 @@ def test_samples_of_one_prompt_differ_and_reproduce(llm):
     assert tokens_of(llm.generate(PROMPTS[0], params, use_tqdm=False)) == first
 
 
+def test_the_best_of_several_samples_are_those_with_the_highest_probability(llm):
+    wanted = {"temperature": 1.3, "seed": 5, "max_tokens": 8}
+    (every,) = llm.generate(PROMPTS[1], SamplingParams(n=5, logprobs=0, **wanted), use_tqdm=False)
+    ranked = sorted(every.outputs, key=lambda sample: sample.cumulative_logprob, reverse=True)
+    (best,) = llm.generate(PROMPTS[1], SamplingParams(n=2, best_of=5, **wanted), use_tqdm=False)
+    assert [s.token_ids for s in best.outputs] == [s.token_ids for s in ranked[:2]]
+    assert [s.index for s in best.outputs] == [0, 1]
+    assert [s.cumulative_logprob for s in best.outputs] == pytest.approx(
+        [s.cumulative_logprob for s in ranked[:2]]
+    )
+    assert best.outputs[0].logprobs is None
+    assert_still_serves(llm)
+
+
 def test_a_stop_string_ends_the_text_before_it(llm):
     free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     text = llm.generate(PROMPTS[2], free, use_tqdm=False)[0].outputs[0].text

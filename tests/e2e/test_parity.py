@@ -114,3 +114,23 @@ def test_logprobs_equal_transformers(family, setting, models, references):
             torch.testing.assert_close(got, row[list(entry)], atol=1e-4, rtol=0)
             rank = 1 + int((row > row[token_id] + 1e-5).sum())
             assert abs((entry[token_id].rank or 0) - rank) <= 1
+
+
+def test_up_to_its_window_a_model_computes_the_same_without_it(models):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
+    prompts = [list(range(5, 5 + length)) for length in (1, 7, 10)]
+    found = []
+    for without in (False, True):
+        llm = LLM(
+            model=str(models("mistral")),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            max_model_len=16,
+            num_gpu_blocks_override=40,
+            disable_sliding_window=without,
+        )
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
+        )
+        found.append([(o.outputs[0].token_ids, o.outputs[0].cumulative_logprob) for o in outputs])
+    assert found[0] == found[1]

@@ -12,9 +12,11 @@ from tests.e2e.reference import random_prompts
 from tests.tiny_models import VOCAB_SIZE
 from tests.tiny_pooling_models import (
     add_sentence_transformers_files,
+    add_tokenizer,
     class_logits,
     hidden_states,
     make_pooling_model,
+    pair_logits,
     rewards,
 )
 from vllm import LLM
@@ -165,6 +167,18 @@ def test_types_of_tokens_reach_the_model(made):
     want = [class_logits(folder, architecture, p, t).softmax(-1) for p, t in typed]
     want += [class_logits(folder, architecture, p).softmax(-1) for p in PROMPTS]
     assert_same([np.array(output.outputs.probs) for output in outputs], want)
+
+
+@pytest.mark.parametrize("has_types", [True, False])
+def test_a_pair_has_types_where_its_tokenizer_gives_them(has_types, tmp_path):
+    architecture = "BertForSequenceClassification"
+    folder = make_pooling_model(architecture, tmp_path, num_labels=1)
+    add_tokenizer(folder, has_types=has_types)
+    pairs = [("w7 w8", "w9"), ("w20", "w21 w22 w23 w24"), ("w5", "w5")]
+    want = [float(pair_logits(folder, architecture, *pair).sigmoid()) for pair in pairs]
+    llm = LLM(str(folder), **{**ENGINE, "skip_tokenizer_init": False})
+    found = llm.score(*map(list, zip(*pairs, strict=True)), use_tqdm=False)
+    assert [output.outputs.score for output in found] == pytest.approx(want, abs=2e-5)
 
 
 def test_a_prefix_is_computed_once(made):

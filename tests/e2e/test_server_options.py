@@ -17,6 +17,7 @@ KEY = "sesame"
 EXTENSION = "tests.e2e.worker_extension.WorkerExtension"
 AUTHORISED = {"Authorization": f"Bearer {KEY}"}
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+PROCESSORS = "tests.engine.processors_for_tests"
 BODY = {"prompt": "import os", "max_tokens": 4, "ignore_eos": True}
 
 
@@ -59,6 +60,7 @@ def server(collector, traces):
     flags = ("--enable-request-id-headers", "--log-requests", "--max-log-len", "6")
     flags += ("--otlp-traces-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces")
     flags += ("--max-request-bytes", "1000", "--max-n", "2", "--num-gpu-blocks-override", "2000")
+    flags += ("--logits-processor-pattern", PROCESSORS.replace(".", r"\.") + r"\..*")
     flags += ("--enable-sleep-mode", "--worker-extension-cls", EXTENSION)
     variables["VLLM_TORCH_PROFILER_DIR"] = str(traces)
     with start_server(*flags, variables=variables) as server:
@@ -92,7 +94,43 @@ def test_limits_are_kept(server):
     assert server.request("POST", "/v1/completions", long, **AUTHORISED)[0] == 413
     many = {**BODY, "n": 3}
     status, _, body = server.request("POST", "/v1/completions", many, **AUTHORISED)
-    assert status == 400 and b"max_n" in body
+    assert status == 400 and b"--max-n" in body
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_requests_name_their_logits_processors(server, path):
+    def ask(*processors, **fields):
+        body = {**BODY, **fields, "logits_processors": processors, "logprobs": 1}
+        if "chat" in path:
+            body |= {"messages": [{"role": "user", "content": "a"}], "logprobs": True}
+        body["return_tokens_as_token_ids"] = True
+        status, _, data = server.request("POST", path, body, **AUTHORISED)
+        return status, json.loads(data)
+
+    def tokens(answer):
+        found = answer[1]["choices"][0]["logprobs"]
+        return found.get("tokens") or [entry["token"] for entry in found["content"]]
+
+    assert tokens(ask(f"{PROCESSORS}.only_five")) == ["token_id:5"] * 4
+    made = {"qualname": f"{PROCESSORS}.Only", "args": [7], "kwargs": {"after": 2}}
+    assert tokens(ask(made))[2:] == ["token_id:7"] * 2 and tokens(ask(made))[0] != "token_id:7"
+    assert tokens(ask(f"{PROCESSORS}.only_five", made)) == ["token_id:5"] * 2 + ["token_id:7"] * 2
+
+    for name, told in (("failing", "my own bug"), ("leaving", "SystemExit")):
+        status, answer = ask(f"{PROCESSORS}.{name}")
+        assert status == 500 and told in answer["message"], answer
+    refused = (
+        (["os.system"], "--logits-processor-pattern"),
+        ([f"{PROCESSORS}.missing"], "cannot be imported"),
+        ([{"qualname": f"{PROCESSORS}.Only"}], "TypeError"),
+        (["a.b"] * 17, "--max-logits-processors"),
+    )
+    for processors, told in refused:
+        status, answer = ask(*processors)
+        assert status == 400 and told in answer["message"], answer
+        assert answer["param"] == "logits_processors"
+    status, answer = ask(made, use_beam_search=True)
+    assert status == 400 and answer["param"] in ("logprobs", "logits_processors")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +209,7 @@ def test_every_line_of_the_log_is_json_and_holds_no_key_and_no_whole_prompt(serv
         lines = whole_lines(server)
     assert {200, 401} <= completion_statuses(lines)
     messages = [line["message"] for line in lines]
-    assert any(message.startswith("ready in") for message in messages)  # the engine's own
+    assert any(message.startswith("KV cache: ") for message in messages)  # the engine's own
     assert any('"prompt": "import..."' in message for message in messages)
     assert not any(KEY in message or "import os" in message for message in messages)
 

@@ -132,12 +132,12 @@ def test_short_flags():
         (["stray"], "unrecognized argument: stray"),
         (["--max-model", "5"], "unrecognized argument: --max-model (did you mean --max-model-len"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
-        (["--max-num-seqs", "8k"], "--max-num-seqs: max_num_seqs must be an integer, got '8k'"),
+        (["--max-num-seqs", "8k"], "argument --max-num-seqs: must be an integer, got '8k'"),
         (
             ["--hf-overrides", '{"a" 1}'],
-            "hf_overrides must be a JSON object: Expecting ':' delimiter at character 6 of",
+            "--hf-overrides: must be a JSON object: Expecting ':' delimiter at character 6 of",
         ),
-        (["--hf-overrides", "[]"], "hf_overrides must be a JSON object (a dict), got []"),
+        (["--hf-overrides", "[]"], "--hf-overrides: must be a JSON object (a dict), got []"),
         (["--rope-scaling", "linear"], "must be a JSON object: Expecting value at character 1"),
     ],
 )
@@ -157,3 +157,9 @@ def test_flags_of_other_owners_are_left_alone():
     parser.add_argument("--prompt")
     args = EngineArgs.from_cli_args(parser.parse_args(["--prompt", "x", "--seed", "3"]))
     assert args == EngineArgs(seed=3)
+
+
+def test_a_flag_may_have_a_text_or_nothing():
+    assert parse("--hf-token", "hf_x").hf_token == "hf_x"
+    assert parse("--hf-token").hf_token is True
+    assert parse().hf_token is None

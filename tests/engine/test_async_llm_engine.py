@@ -1,6 +1,7 @@
 """The asynchronous engine over a fake core: streams, refusals, limits, death and restart."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -9,6 +10,8 @@ from tests.engine.fakes import make_config
 from vllm.engine import core_supervisor
 from vllm.engine.admission import AdmissionLimits
 from vllm.engine.async_llm_engine import AsyncLLM
+from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor
+from vllm.engine.slow_lane import preparation_cost
 from vllm.engine.wire import CoreFailed, CoreOutput
 from vllm.errors import (
     CapacityError,
@@ -16,13 +19,15 @@ from vllm.errors import (
     EngineDeadError,
     RequestError,
     RequestTimeoutError,
+    TextTooLongError,
     WorkerCallError,
 )
 from vllm.messages import EngineOutput, Finished, FinishReason
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
+from vllm.transformers_utils.token_bytes import TextLengthBound
 
 STOPPED = Finished(FinishReason.STOP)
-DELTA = RequestOutputKind.DELTA
+DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 
 def params(**fields) -> SamplingParams:
@@ -332,10 +337,81 @@ def test_a_long_text_is_tokenised_as_a_short_one_is(run):
     run(check)
 
 
+def test_a_text_far_too_long_is_refused_before_it_is_tokenised(run, monkeypatch):
+    counted = []
+
+    def count(self, text):
+        counted.append(len(text))
+        return len(text)
+
+    async def check(engine, client):
+        monkeypatch.setattr(InputProcessor, "count_tokens", count)
+        with pytest.raises(TextTooLongError, match=r"20000000 bytes.*at most 63"):
+            await collect(engine, prompt="import os\n" * 2_000_000)
+        assert not counted  # no token has 300 KB
+        monkeypatch.setattr(TextLengthBound, "min_tokens", lambda self, text, num_bytes: 0)
+        with pytest.raises(TextTooLongError):
+            await collect(engine, prompt="import os\n" * 2_000_000)
+        assert len(counted) == 1  # the first piece tells
+        assert engine.num_unfinished_requests == 0
+
+    run(check)
+
+
+def test_who_leaves_the_slow_lane_gives_its_turn_up(run):
+    started, release, done = threading.Event(), threading.Event(), []
+
+    def first(processor):
+        started.set()
+        release.wait()
+
+    async def check(engine, client):
+        busy = asyncio.ensure_future(engine.in_slow_lane(first))
+        await asyncio.to_thread(started.wait)
+        waiting = [
+            asyncio.ensure_future(engine.in_slow_lane(lambda processor: done.append(1)))
+            for _ in range(3)
+        ]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        release.set()
+        await asyncio.gather(busy, *waiting, return_exceptions=True)
+        assert len(done) == 2
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bad_words": ["word"] * 1000},
+        {"allowed_token_ids": [1] * 200_000},
+        {"logit_bias": dict.fromkeys(range(200_000), 1.0)},
+        {"guided_decoding": GuidedDecodingParams(json={"enum": ["x"] * 20_000})},
+    ],
+)
+def test_every_long_list_makes_a_request_expensive(fields):
+    assert preparation_cost("a", params(**fields)) >= LONG_TEXT_CHARS
+    assert preparation_cost([1] * 200_000, params()) >= LONG_TEXT_CHARS
+    assert preparation_cost("a" * 1000, params(stop_token_ids=[1, 2])) < LONG_TEXT_CHARS
+
+
+def test_a_request_for_many_samples_is_sent_once(run):
+    async def check(engine, client):
+        sent = []
+        send = client.send
+        client.send = lambda message: (sent.append(message), send(message))
+        (output,) = await collect(engine, n=8, temperature=1.0, output_kind=FINAL)
+        assert len(output.outputs) == 8
+        assert [len(message.requests) for message in sent if hasattr(message, "requests")] == [1]
+
+    run(check)
+
+
 def test_what_is_not_available_is_refused(run):
     async def check(engine, client):
         for more in ({"lora_request": "x"}, {"prompt_adapter_request": "x"}):
-            with pytest.raises(RequestError, match="not available"):
+            with pytest.raises(RequestError, match=r"(?i)leave (it|lora_request) out"):
                 await anext(engine.generate("a", params(), "r", **more))
         with pytest.raises(RequestError, match="not enabled"):
             await engine.add_lora("x")

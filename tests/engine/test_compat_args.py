@@ -1,6 +1,7 @@
 """Arguments of the Gaudi fork that are not fields of our configs."""
 
 import json
+from collections import namedtuple
 
 import pytest
 
@@ -18,16 +19,31 @@ def parse(*flags: str) -> EngineArgs:
 
 
 IGNORED = [name for name, argument in COMPAT_ARGUMENTS.items() if argument.available]
+Level = namedtuple("Level", "level")
+"""As the fork's CompilationConfig."""
 MISSING = [name for name, argument in COMPAT_ARGUMENTS.items() if not argument.available]
 
 
-@pytest.mark.parametrize("name", IGNORED)
+VALUES = {
+    "compilation_config": {"level": 3, "use_cudagraph": True},
+    "limit_mm_per_prompt": {"image": 1},
+}
+"""What an argument is set to that does not take just anything."""
+
+
+@pytest.mark.parametrize("name", [name for name in IGNORED if name != "enable_reasoning"])
 def test_an_argument_without_effect_is_accepted_with_one_line(name, capsys):
-    assert EngineArgs(**{name: True}) == EngineArgs()
+    value, reason = VALUES.get(name, True), COMPAT_ARGUMENTS[name].reason
+    assert EngineArgs(**{name: value}) == EngineArgs()
     (line,) = capsys.readouterr().err.splitlines()
-    reason = COMPAT_ARGUMENTS[name].reason
     assert line.startswith("WARNING ")
-    assert line.endswith(f"] {name}=True has no effect: {reason}")
+    assert line.endswith(f"] {name}={value} has no effect: {reason}")
+
+
+def test_reasoning_is_enabled_with_a_parser_only():
+    assert EngineArgs(enable_reasoning=True, reasoning_parser="qwen3") == EngineArgs()
+    with pytest.raises(ConfigError, match=r"^enable_reasoning=True needs reasoning_parser"):
+        EngineArgs(enable_reasoning=True)
 
 
 @pytest.mark.parametrize("name", COMPAT_ARGUMENTS)
@@ -38,8 +54,27 @@ def test_an_argument_of_the_fork_that_is_none_says_nothing(name, capsys):
 
 @pytest.mark.parametrize("name", MISSING)
 def test_a_missing_feature_is_refused_when_asked_for(name):
-    with pytest.raises(ConfigError, match=f"^{name}='something'.*not available in this version"):
+    with pytest.raises(ConfigError, match=f"^{name}='something': .*this version.*Leave it out"):
         EngineArgs(**{name: "something"})
+
+
+@pytest.mark.parametrize("name", COMPAT_ARGUMENTS)
+def test_a_reason_is_no_promise_and_no_sentence_of_its_own(name):
+    reason = COMPAT_ARGUMENTS[name].reason
+    assert reason.strip() == reason
+    assert not reason.endswith(".")
+    assert " yet" not in reason
+
+
+@pytest.mark.parametrize("level", [0, 3, "3", '{"level": 2}', {"level": 1}, {}, Level(3)])
+def test_every_level_of_compilation_is_taken(level):
+    assert EngineArgs(compilation_config=level) == EngineArgs()
+
+
+@pytest.mark.parametrize("level", [4, -1, "fast", '{"level": "3"}', [3]])
+def test_another_level_of_compilation_is_refused(level):
+    with pytest.raises(ConfigError, match="compilation_config must be a level from 0 to 3 or"):
+        EngineArgs(compilation_config=level)
 
 
 @pytest.mark.parametrize("name", MISSING)
@@ -73,15 +108,26 @@ def test_flags_of_the_fork_are_accepted(capsys):
     "flags",
     [
         ["--enable-lora"],
-        ["--hf-token", "x"],
         ["--cpu-offload-gb", "1.5"],
         ["--speculative-config", '{"model": "x"}'],
-        ["-dp", "2"],
     ],
 )
 def test_flags_of_missing_features_are_refused(flags):
     with pytest.raises(ConfigError, match="not available in this version"):
         parse(*flags)
+
+
+@pytest.mark.parametrize("text", ["image=1", "image=1,video=0", '{"image": 1}'])
+def test_limits_of_inputs_may_be_written_in_two_ways(text, capsys):
+    assert parse("--limit-mm-per-prompt", text) == EngineArgs()
+    assert "limit_mm_per_prompt={'image': 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["image", "image=", "image=one", '{"image": "1"}', "[1]", "{"])
+def test_other_ways_are_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        parse("--limit-mm-per-prompt", text)
+    assert "must be like image=1,video=0 or" in capsys.readouterr().err
 
 
 def test_rope_arguments_go_into_the_overrides():

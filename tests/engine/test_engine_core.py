@@ -1,6 +1,7 @@
 """The loop, over an executor without a model."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class FakeExecutor(Executor):
         self.row_errors: dict[int, str] = {}
         self.log: list[str] = []
         self.is_shut_down = False
-        self.is_preloaded = False
+        self.preparing: dict[str, Future[None]] = {}
         self.num_tokens: dict[int, int] = {}
         self.worker_calls: dict[str, Callable[..., Any]] = {}
 
@@ -84,12 +85,12 @@ class FakeExecutor(Executor):
             self.failure if step.step_id == self.fails_late else None,
         )
 
+    def prepare(self, request: EngineRequest) -> "Future[None] | None":
+        return self.preparing.get(request.request_id)
+
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None) -> list[Any]:
         self.log.append(f"call {method}")
         return [self.worker_calls[method](*args, **(kwargs or {}))]
-
-    def preload(self) -> None:
-        self.is_preloaded = True
 
     def shutdown(self) -> None:
         self.is_shut_down = True
@@ -298,10 +299,33 @@ def test_shutdown_lets_the_workers_go():
     assert core.executor.is_shut_down
 
 
-def test_preloading_is_left_to_the_workers():
+def test_the_batch_goes_on_while_something_is_loaded_for_another_request():
     core = make_core()
-    assert core.preload()
-    assert core.executor.is_preloaded
+    loading = core.executor.preparing["slow"] = Future()
+    core.add_request(make_request("slow", max_tokens=2))
+    core.add_request(make_request("a", max_tokens=5))
+    assert core.stats().num_waiting == 2
+    assert [core.step().request_ids for _ in range(3)] == [["a"]] * 3
+    loading.set_result(None)
+    assert core.step().request_ids == ["a", "slow"]
+    assert core.step().finished.keys() == {"a", "slow"}
+    assert not core.has_unfinished_requests()
+
+
+def test_a_request_that_waits_for_loading_can_be_aborted_and_refused():
+    core = make_core()
+    core.executor.preparing["slow"] = Future()
+    core.add_request(make_request("slow"))
+    assert core.has_unfinished_requests()
+    assert core.step().request_ids == [], "and the caller can take in messages"
+    with pytest.raises(RequestError, match="already being processed"):
+        core.add_request(make_request("slow"))
+    core.abort_requests(["slow"])
+    assert not core.has_unfinished_requests()
+    core.executor.preparing["long"] = Future()
+    with pytest.raises(RequestError, match="max_model_len"):
+        core.add_request(make_request("long", max_tokens=1000))
+    assert not core.has_unfinished_requests()
 
 
 def test_workers_are_called_by_name_but_not_for_what_the_engine_does_itself():

@@ -5,7 +5,8 @@ import pytest
 
 from tests.engine.fakes import make_config
 from tests.engine.tokenizers_for_tests import byte_level
-from vllm.engine.input_processor import InputProcessor, fan_out
+from vllm.engine.fan_out import fan_out
+from vllm.engine.input_processor import InputProcessor
 from vllm.errors import PromptTooLongError, RequestError
 from vllm.sampling_params import GuidedDecodingParams, SamplingParams
 
@@ -67,7 +68,11 @@ def test_the_cache_salt_goes_along():
         ({"promt": "a"}, "a prompt has no 'promt'"),
         ({"prompt_token_ids": "abc"}, "a prompt cannot be of type str"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt must be a non-empty string"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "not available in this engine yet"),
+        (
+            {"prompt": "a", "multi_modal_data": {"image": 1}},
+            "multi_modal_data: this version reads text",
+        ),
+        ({"encoder_prompt": "a", "decoder_prompt": None}, "no models with an encoder"),
         ([1, "b"], "token ids must be integers, got str 'b' at position 1"),
         ([1, 2.0], "token ids must be integers, got float 2.0 at position 1"),
         ([True], "token ids must be integers, got bool True at position 0"),

@@ -106,7 +106,7 @@ def test_when_the_core_refuses_one_sample_the_others_are_taken_back():
 
 
 def test_an_adapter_is_refused_by_name():
-    with pytest.raises(RequestError, match="not available in this engine yet: LoRA"):
+    with pytest.raises(RequestError, match="lora_request: this version runs no LoRA"):
         make_engine().add_request("a", "x", SamplingParams(), lora_request=object())
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.fakes import logprob_rows
 from tests.engine.tokenizers_for_tests import byte_level
-from vllm.engine.input_processor import fan_out
+from vllm.engine.fan_out import fan_out
 from vllm.engine.output_processor import OutputProcessor
 from vllm.errors import RequestError
 from vllm.messages import EngineOutput, EngineRequest, Finished, FinishReason
@@ -278,6 +278,49 @@ def test_a_step_gives_one_output_per_request_with_all_samples_when_cumulative():
     assert [sample.token_ids for sample in output.outputs] == [[10], [11, 12]]
 
 
+def rank(processor, logprobs, finished):
+    """A step of four samples; each is as likely as the number says."""
+    rows = {}
+    for core_id, logprob in logprobs.items():
+        rows[core_id] = logprob_rows([10])
+        rows[core_id].logprobs[:] = logprob
+    output = tokens(dict.fromkeys(logprobs, 10), finished, logprobs=rows)
+    return processor.process(output)[0]
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_the_best_samples_are_returned_likeliest_first_without_those_that_failed(logprobs):
+    processor = make(n=2, best_of=4, output_kind=FINAL_ONLY, logprobs=logprobs)
+    first = {"0_r": -1.0, "1_r": -3.0, "2_r": -0.5, "3_r": -0.1}
+    failed = {"3_r": Finished(FinishReason.ERROR, error="no probabilities")}
+    assert rank(processor, first, failed) == []
+    ends = dict.fromkeys(("0_r", "1_r", "2_r"), LENGTH)
+    (output,) = rank(processor, {"0_r": -1.0, "1_r": -0.25, "2_r": -2.0}, ends)
+    assert [(s.index, s.cumulative_logprob) for s in output.outputs] == [(0, -2.0), (1, -2.5)]
+    assert [s.logprobs is None for s in output.outputs] == [logprobs is None] * 2
+    assert output.num_dropped_tokens == 7 - 4
+    assert output.finished and processor.num_unfinished_requests == 0
+
+
+def test_the_best_samples_so_far_are_seen_when_cumulative():
+    processor = make(n=1, best_of=2, output_kind=CUMULATIVE)
+    (output,) = rank(processor, {"0_r": -2.0, "1_r": -1.0}, {})
+    assert [(s.index, s.cumulative_logprob) for s in output.outputs] == [(0, -1.0)]
+    (output,) = rank(processor, {"1_r": -5.0}, {"1_r": LENGTH})
+    assert [s.cumulative_logprob for s in output.outputs] == [-2.0]
+    assert not output.finished
+    (output,) = rank(processor, {"0_r": -1.0}, {"0_r": LENGTH})
+    assert [s.cumulative_logprob for s in output.outputs] == [-3.0]
+    assert output.finished
+
+
+def test_when_every_sample_fails_the_request_tells_why():
+    processor = make(best_of=2, output_kind=FINAL_ONLY)
+    error = Finished(FinishReason.ERROR, error="no probabilities")
+    (output,) = processor.process(tokens({}, {"0_r": error, "1_r": error}))[0]
+    assert [s.stop_reason for s in output.outputs] == ["no probabilities"]
+
+
 def test_a_delta_holds_only_samples_with_news_and_an_end_is_told_once():
     processor = make(n=2, output_kind=DELTA)
     (output,), _ = processor.process(tokens({"1_r": 12}, {"1_r": LENGTH}))
@@ -401,6 +444,16 @@ def test_without_detokenising_there_are_tokens_and_no_text():
     outputs, _ = run(make(detokenize=False), encode("a b"))
     assert outputs[-1].outputs[0].text == ""
     assert outputs[-1].outputs[0].token_ids == encode("a b")
+
+
+def test_without_detokenising_log_probabilities_have_no_text():
+    processor = make(detokenize=False, logprobs=1, prompt_logprobs=1)
+    rows = {"logprobs": {"r": logprob_rows([10], 1)}}
+    rows["prompt_logprobs"] = {"r": logprob_rows(PROMPT[1:], 1)}
+    (output,), _ = processor.process(tokens({"r": 10}, {"r": LENGTH}, **rows))
+    positions = [*output.outputs[0].logprobs, *output.prompt_logprobs[1:]]
+    assert len(positions) == len(PROMPT)
+    assert {entry.decoded_token for entries in positions for entry in entries.values()} == {None}
 
 
 def test_without_a_tokenizer_log_probabilities_have_no_text():

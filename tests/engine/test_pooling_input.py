@@ -56,7 +56,7 @@ def test_a_text_is_cut_as_its_tokenizer_would(most, side, tokenizer, monkeypatch
 @pytest.mark.parametrize("most", [10, 11, 64])
 def test_a_pair_is_cut_as_its_tokenizer_would(first, second, most, tokenizer):
     texts = [" ".join(WORDS.split()[:count]) for count in (first, second)]
-    want = tokenizer(*texts, truncation=True, max_length=most, return_token_type_ids=True)
+    want = tokenizer(*texts, truncation=True, max_length=most)
     prompt = make(tokenizer).pooling.tokenize_pair(*texts, most)
     assert prompt["prompt_token_ids"] == want["input_ids"]
     assert prompt["token_type_ids"] == want["token_type_ids"]

@@ -1,7 +1,7 @@
 """What engine arguments amount to, for a model and this machine."""
 
 import json
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,11 @@ import pytest
 
 from vllm import envs
 from vllm.assets import BUNDLED_MODEL
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, VllmConfig
 from vllm.config.fields import config_fields, config_sections
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
+from vllm.transformers_utils.generation_config import load_generation_defaults
 
 BUNDLED_CONFIG = json.loads((BUNDLED_MODEL / "config.json").read_text())
 
@@ -86,10 +87,26 @@ def test_a_length_beyond_the_model_names_both_numbers_and_the_way_out():
     with pytest.raises(ConfigError) as failure:
         resolve(max_model_len=4096)
     message = str(failure.value)
-    assert message.startswith("max_model_len (4096) is more than the 2048 tokens")
+    assert message.startswith("max_model_len=4096: the model takes at most 2048 tokens")
     assert """hf_overrides='{"max_position_embeddings": 4096}'""" in message
     overridden = resolve(max_model_len=4096, hf_overrides={"max_position_embeddings": 4096})
     assert overridden.scheduler.max_model_len == 4096
+
+
+def test_weights_are_not_downloaded_for_settings_that_are_wrong(monkeypatch):
+    asked = []
+
+    def find(name, revision, download_dir, ignore_patterns, load_format):
+        asked.append((name, load_format))
+        return BUNDLED_MODEL
+
+    monkeypatch.setattr("vllm.engine.resolve_config.resolve_model_folder", find)
+    for wrong in ({"max_model_len": 4096}, {"quantization": "x"}, {"max_num_batched_tokens": 0}):
+        with pytest.raises(ConfigError):
+            resolve(model="some/model", **wrong)
+    assert ("some/model", "auto") not in asked
+    assert resolve(model="some/model").model.path == str(BUNDLED_MODEL)
+    assert asked[-1] == ("some/model", "auto")
 
 
 @pytest.fixture
@@ -137,9 +154,9 @@ def test_a_length_within_the_model_stays_as_it_is(allow_long, capsys):
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0,
                               "original_max_position_embeddings": 2048}},
-            "scales positions by a factor",
+            "scales positions by the factor of its rope_scaling",
         ),
-        ({"rope_parameters": None, "rope_theta": None}, "has learned positions"),
+        ({"rope_parameters": None, "rope_theta": None}, "Its positions are learned"),
     ],
 )  # fmt: skip
 def test_a_length_the_model_has_no_positions_for_is_never_allowed(
@@ -234,7 +251,7 @@ def test_rope_scaling_makes_the_model_longer():
         ({"architectures": "Llama"}, "names no architecture"),
         (
             {"architectures": ["LlamaForCausalML"], "model_type": "unheard_of"},
-            "'LlamaForCausalML' is not supported; supported architectures: LlamaForCausalLM",
+            r"'LlamaForCausalML' is not supported \(the nearest: LlamaForCausalLM, ",
         ),
         ({"model_type": "unheard_of"}, "model_type 'unheard_of' of .* does not know it"),
     ],
@@ -257,3 +274,62 @@ def test_every_switch_reaches_the_config(name):
     section, default = SWITCHES[name]
     config = EngineArgs(**{name: not default}).create_engine_config()
     assert getattr(getattr(config, section), name) is (not default)
+
+
+def test_config_and_defaults_can_come_from_another_folder_than_the_weights(tmp_path):
+    weights, elsewhere = tmp_path / "weights", tmp_path / "config"
+    for folder in (weights, elsewhere):
+        folder.mkdir()
+    (weights / "tokenizer.json").touch()
+    write_model(elsewhere, max_position_embeddings=99)
+    (elsewhere / "generation_config.json").write_text('{"temperature": 0.25}')
+    with pytest.raises(ConfigError, match="has no config"):
+        resolve(model=str(weights))
+    config = resolve(model=str(weights), hf_config_path=str(elsewhere))
+    assert (config.model.path, config.model.tokenizer) == (str(weights), str(weights))
+    assert config.scheduler.max_model_len == 99
+    assert load_generation_defaults(config.model)["temperature"] == 0.25
+    with pytest.raises(ConfigError, match="'/no/such' does not exist"):
+        resolve(model=str(weights), hf_config_path="/no/such")
+
+
+def test_a_token_is_neither_shown_nor_sent_to_another_process():
+    args = EngineArgs(hf_token="hf_secret")
+    assert args.hf_token == "hf_secret"
+    assert "hf_secret" not in repr(args)
+    assert "hf_secret" not in repr(LoadConfig(hf_token="hf_secret"))
+    assert args.create_engine_config().load.hf_token is None
+
+
+def test_code_of_a_revision_without_permission_to_run_it_is_told(capsys):
+    assert resolve(code_revision="abc") == replace_model(resolve(), code_revision="abc")
+    assert "code_revision=abc has no effect: code of the model runs with" in capsys.readouterr().err
+
+
+def replace_model(config: VllmConfig, **changes: Any) -> VllmConfig:
+    return replace(config, model=replace(config.model, **changes))
+
+
+def test_without_its_windows_a_model_is_as_long_as_the_smallest(tmp_path):
+    model = write_model(
+        tmp_path,
+        architectures=["MistralForCausalLM"],
+        model_type="mistral",
+        sliding_window=64,
+    )
+    windowed, full = resolve(model=model), resolve(model=model, disable_sliding_window=True)
+    assert (windowed.scheduler.max_model_len, full.scheduler.max_model_len) == (2048, 64)
+    assert set(windowed.model.arch.layer_windows) == {64}
+    assert set(full.model.arch.layer_windows) == {None}
+    shorter = resolve(model=model, disable_sliding_window=True, max_model_len=32)
+    assert shorter.scheduler.max_model_len == 32
+    with pytest.raises(ConfigError) as failure:
+        resolve(model=model, disable_sliding_window=True, max_model_len=65)
+    assert str(failure.value).startswith("max_model_len (65) is more than the 64 tokens of the")
+    assert str(failure.value).endswith("to 64, or leave disable_sliding_window out")
+
+
+def test_a_model_without_windows_stays_as_it_is():
+    assert resolve(disable_sliding_window=True) == replace_model(
+        resolve(), disable_sliding_window=True
+    )

@@ -6,8 +6,11 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vllm.entrypoints.beam_search import search_beams
+from vllm.entrypoints.beam_search import check_beam_width, search_beams
+from vllm.errors import RequestError
 from vllm.outputs import Logprob
 from vllm.sampling_params import BeamSearchParams
 
@@ -136,3 +139,92 @@ def test_sequences_end_at_max_model_len():
     params = BeamSearchParams(beam_width=2, max_tokens=50)
     beams = search(BigramModel(3), params, end_tokens=frozenset(), max_model_len=6)
     assert [len(beam.tokens) for beam in beams] == [6, 6]
+
+
+@pytest.mark.parametrize("length_penalty", [1e4, -1e4, 1e308, -1e308, 5e-324, -0.0])
+def test_every_finite_length_penalty_orders_sequences_by_their_score(length_penalty):
+    params = BeamSearchParams(
+        beam_width=81, max_tokens=4, length_penalty=length_penalty, include_stop_str_in_output=True
+    )
+    found = search(BigramModel(1), params)
+    lengths = [len(beam.logprobs) for beam in found]
+    sums = [beam.cum_logprob for beam in found]
+    if abs(length_penalty) < 1:
+        assert sums == sorted(sums, reverse=True)
+    else:  # the length decides alone, and among equal lengths the sum
+        is_long_better = length_penalty > 0
+        assert lengths == sorted(lengths, reverse=is_long_better)
+        for length in set(lengths):
+            own = [beam.cum_logprob for beam in found if len(beam.logprobs) == length]
+            assert own == sorted(own, reverse=True)
+
+
+class LadderModel:
+    """Every continuation ends after so many tokens as its first token says, with a given sum."""
+
+    def __init__(self, sums):
+        self.sums = sums
+
+    def run(self, prompts, params):
+        outputs = []
+        for prompt in prompts:
+            output = prompt["prompt_token_ids"][1:]
+            if not output:  # token 1 + n: a beam that ends after n more tokens
+                row = {2 + n: Logprob(0.0) for n in range(len(self.sums))}
+            elif len(output) <= output[0] - 2:
+                row = {1: Logprob(0.0)}
+            else:
+                row = {0: Logprob(self.sums[output[0] - 2])}
+            outputs.append(
+                SimpleNamespace(outputs=[SimpleNamespace(logprobs=[row], stop_reason=None)])
+            )
+        return outputs
+
+
+@given(
+    sums=st.lists(st.floats(-1e4, 0) | st.just(-math.inf), min_size=2, max_size=6),
+    length_penalty=st.floats(allow_nan=False, allow_infinity=False) | st.floats(-3, 3),
+)
+def test_beams_come_in_the_order_of_their_scores(sums, length_penalty):
+    params = BeamSearchParams(
+        beam_width=len(sums),
+        max_tokens=20,
+        length_penalty=length_penalty,
+        include_stop_str_in_output=True,
+    )
+    (result,) = search_beams(
+        [PROMPT],
+        params,
+        LadderModel(sums).run,
+        end_tokens=frozenset({0}),
+        max_model_len=100,
+        tokenizer=None,
+    )
+    beams = result.sequences
+    assert sorted(beam.tokens[1] - 2 for beam in beams) == list(range(len(sums)))
+    for better, worse in itertools.pairwise(beams):
+        try:
+            high, low = (
+                b.cum_logprob / float(len(b.logprobs)) ** length_penalty for b in (better, worse)
+            )
+        except (OverflowError, ZeroDivisionError):
+            continue  # the search knows the order of what this formula cannot express
+        assert high >= low or math.isclose(high, low, rel_tol=1e-12)
+
+
+def test_a_search_that_needs_too_many_log_probabilities_is_refused_in_its_own_words():
+    check_beam_width(10, 20, name="n", limit="--max-logprobs")
+    with pytest.raises(RequestError) as found:
+        check_beam_width(128, 20, name="n", limit="--max-logprobs")
+    assert str(found.value) == (
+        "beam search with n = 128 needs 256 log-probabilities per token, and --max-logprobs is "
+        "20: use n up to 10, or raise --max-logprobs to 256"
+    )
+    with pytest.raises(RequestError, match=r"max_logprobs is 1: raise max_logprobs to 2$"):
+        check_beam_width(1, 1, name="beam_width", limit="max_logprobs")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, "1", None, True])
+def test_a_length_penalty_that_is_no_finite_number_is_refused(value):
+    with pytest.raises(RequestError, match=r"^length_penalty must be a"):
+        BeamSearchParams(beam_width=1, max_tokens=1, length_penalty=value)

@@ -112,7 +112,7 @@ def test_arguments_of_tool_calls_reach_the_template_as_objects(arguments, parsed
         ([{"role": "user", "content": [5]}], "messages[0].content[0] must be a dict with a type"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "not available in this engine yet: content of type 'image_url'",
+            "has the type 'image_url': this version reads text only",
         ),
         (
             [{"role": "user", "content": [{"type": "text"}]}],

@@ -75,8 +75,8 @@ def test_a_stream_that_fails_ends_with_the_error(client):
         ('{"prompt": "a", "logits_processors": []}', "there is no field 'logits_processors'"),
         ('{"prompt": "a", "top_k": "x"}', "top_k"),
         ('{"prompt": "a", "temperature": -1}', "temperature"),
-        ('{"prompt": "a", "n": 3}', "n must be at most 2"),
-        ('{"prompt": "a", "stop": ["x", "y"]}', "stop may have at most 1"),
+        ('{"prompt": "a", "n": 3}', "n: 3 outputs are more than the 2"),
+        ('{"prompt": "a", "stop": ["x", "y"]}', "--max-stop-strings"),
     ],
 )
 def test_a_body_that_is_wrong_is_refused_by_name(client, body, message):

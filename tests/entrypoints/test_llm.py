@@ -1,6 +1,8 @@
 """Offline generation over a fake core: order, bad input, early exits, chat and beam search."""
 
+import dataclasses
 import io
+import warnings
 
 import pytest
 from tqdm import tqdm
@@ -10,7 +12,13 @@ from tests.engine.tokenizers_for_tests import byte_level, sentencepiece
 from vllm.engine.llm_engine import LLMEngine
 from vllm.entrypoints.llm import LLM
 from vllm.errors import CapacityError, EngineDeadError, PromptTooLongError, RequestError
-from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import (
+    BeamSearchParams,
+    GuidedDecodingParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 
 BOS = 0
 
@@ -107,8 +115,9 @@ def test_a_prompt_that_never_fits_takes_those_before_it_back():
         ({"priority": [1]}, "priority has 1 entries for 2"),
         ({"sampling_params": {"n": 1}}, "must be SamplingParams, got dict"),
         ({"sampling_params": [1, 2]}, "must be SamplingParams, got int"),
-        ({"lora_request": object()}, "not available in this engine yet: lora_request"),
-        ({"guided_options_request": {}}, "not available in this engine yet"),
+        ({"lora_request": LoRARequest("sql", 1, "/sql")}, "lora_request 'sql': this version runs"),
+        ({"lora_request": [None, LoRARequest("sql", 1, "/sql")]}, "lora_request 'sql': this"),
+        ({"prompt_adapter_request": 1}, "prompt_adapter_request: this version runs no prompt"),
         ({"prompts": 5}, "prompts must be a prompt or a list of prompts, got int"),
         ({"prompts": None}, "prompts is missing"),
     ],
@@ -135,6 +144,60 @@ def test_the_old_argument_for_token_ids_works_and_warns(prompts, token_ids, text
         outputs = make_llm().generate(prompts, prompt_token_ids=token_ids, use_tqdm=False)
     assert [output.prompt for output in outputs] == texts
     assert outputs[0].prompt_token_ids == [5, 6]
+
+
+OPTIONS = {"guided_regex": "[0-9]{3}", "guided_json": None}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        OPTIONS,
+        dataclasses.make_dataclass("Options", OPTIONS)(**OPTIONS),
+        GuidedDecodingParams(regex="[0-9]{3}"),
+    ],
+)
+@pytest.mark.parametrize("params", [None, SamplingParams(), [SamplingParams(), SamplingParams()]])
+def test_the_old_argument_for_the_form_of_the_output_works_and_warns(options, params):
+    core = FakeEngineCore()
+    with pytest.warns(DeprecationWarning, match="'guided_options_request'") as warned:
+        make_llm(core).generate(["a", "b"], params, guided_options_request=options, use_tqdm=False)
+    assert warned[0].filename == __file__
+    forms = [request.sampling_params.guided_decoding for request in core.added.values()]
+    assert [form.regex for form in forms] == ["[0-9]{3}"] * 2
+    assert all(request.grammar is not None for request in core.added.values())
+    given = params if isinstance(params, list) else [params]
+    assert not any(each is not None and each.guided_decoding for each in given)
+
+
+@pytest.mark.parametrize(
+    ("options", "params", "message"),
+    [
+        ({"guided_jsn": {}}, None, "has no option 'guided_jsn'; accepted: guided_json, "),
+        ({"guided_json": {}, "guided_regex": "a"}, None, "one kind of constraint"),
+        ("[0-9]", None, "guided_options_request must be a dict, got str"),
+        (OPTIONS, SamplingParams(guided_decoding=GuidedDecodingParams(regex="a")), "both given"),
+    ],
+)
+def test_wrong_options_of_the_old_argument_are_refused(options, params, message):
+    with (
+        pytest.warns(DeprecationWarning, match="'guided_options_request'"),
+        pytest.raises(RequestError, match=message),
+    ):
+        make_llm().generate("a", params, guided_options_request=options, use_tqdm=False)
+
+
+def test_deprecated_arguments_are_shown_where_they_are_asked_for_though_python_hides_them():
+    llm = make_llm()
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("ignore")
+        llm.generate(prompt_token_ids=[5], use_tqdm=False)
+        assert not shown
+        with LLM.deprecate_legacy_api():
+            llm.generate(prompt_token_ids=[5], use_tqdm=False)
+        assert len(shown) == 1 and shown[0].category is DeprecationWarning
+        llm.generate(prompt_token_ids=[5], use_tqdm=False)
+        assert len(shown) == 1
 
 
 def test_as_many_texts_as_token_lists_are_needed():
@@ -214,6 +277,17 @@ def test_several_conversations_give_several_answers_in_order():
     assert ["hello" in output.prompt for output in outputs] == [True, False]
 
 
+def test_prompts_of_conversations_can_be_made_without_running_them():
+    core = FakeEngineCore()
+    llm = make_llm(core)
+    conversations = [[{"role": "user", "content": text}] for text in ("a", "b")]
+    prompts = llm.preprocess_chat(conversations)
+    assert not core.added
+    llm.chat(conversations, use_tqdm=False)
+    ran = [request.prompt_token_ids for request in core.added.values()]
+    assert [prompt["prompt_token_ids"] for prompt in prompts] == ran
+
+
 def test_the_last_message_can_be_continued():
     messages = [*HELLO, {"role": "assistant", "content": "Hi, I"}]
     (output,) = make_llm().chat(
@@ -248,6 +322,8 @@ def test_beams_come_best_first_with_prompt_output_and_text():
     params = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
     first, second = llm.beam_search(["import", {"prompt_token_ids": [5]}], params)
     assert [len(beam.tokens) - 1 for beam in second.sequences] == [3, 3]
+    entries = [e for position in second.sequences[0].logprobs for e in position.values()]
+    assert entries and all(isinstance(entry.decoded_token, str) for entry in entries)
     best, other = first.sequences
     assert best.tokens == [BOS, *encode("import"), 10, 10, 10]
     assert best.cum_logprob == pytest.approx(-1.5)

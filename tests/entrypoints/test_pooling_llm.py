@@ -39,6 +39,20 @@ def generator(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return load("Qwen2ForCausalLM", tmp_path_factory.mktemp("qwen"))
 
 
+@pytest.fixture(scope="module")
+def rewarder(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return load("Qwen2ForRewardModel", tmp_path_factory.mktemp("reward"))
+
+
+def test_rewards_are_encodings_of_a_reward_model(rewarder, embedder):
+    (reward,) = rewarder.reward("w7 w8 w9", use_tqdm=False)
+    (encoded,) = rewarder.encode("w7 w8 w9", use_tqdm=False)
+    assert torch.equal(reward.outputs.data, encoded.outputs.data)
+    assert len(reward.outputs.data) == len(reward.prompt_token_ids)
+    with pytest.raises(ValueError, match="run with task 'reward'; this one is run with"):
+        embedder.reward("w7", use_tqdm=False)
+
+
 def test_embeddings_are_lists_and_encodings_tensors(embedder):
     (output,) = embedder.embed("w7 w8", use_tqdm=False)
     assert output.finished and output.prompt_token_ids == [2, 7, 8, 3]

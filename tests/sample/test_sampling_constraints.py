@@ -1,5 +1,7 @@
 """logit_bias, allowed_token_ids, bad_words and min_tokens."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,10 @@ from tests.sample.helpers import (
     rows,
     sample,
 )
+from vllm.engine.fan_out import fan_out
+from vllm.sample.constraints import BiasTable, RowConstraints
 from vllm.sample.sampler import Sampler
+from vllm.sample.state import SamplingState
 
 VOCAB_SIZE = 40
 
@@ -184,3 +189,32 @@ def test_many_biases_in_one_row_and_few_in_another():
         make_request(temperature=0.0, logit_bias={999: 1.0}),
     ]
     assert sample(requests, logits).token_ids.tolist() == [6, 999]
+
+
+def test_thousands_of_bad_words_ban_what_a_search_through_all_of_them_finds():
+    dice = random.Random(1)
+    words = [dice.choices(range(6), k=dice.randrange(1, 7)) for _ in range(3000)]
+    known = {tuple(word) for word in words}
+    table = BiasTable(make_request(bad_words=words), vocab_size=6)
+    row, output = RowConstraints(table, []), []
+    for position in range(200):
+        expected = {
+            word[-1] for word in known if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]
+        }
+        token_ids, values = row.pairs(position)
+        assert set(token_ids.tolist()) == expected and np.isneginf(values).all()
+        output.append(dice.randrange(6))
+        row.record(output[-1])
+
+
+def test_samples_of_a_request_share_their_table_and_their_mask():
+    state = SamplingState(4, 64, torch.device("cpu"))
+    params = {"n": 3, "logit_bias": {1: 2.0}, "allowed_token_ids": [1, 2, 3]}
+    samples = fan_out(make_request(bad_words=[[5]], **params))
+    for row, request in enumerate(samples):
+        state.add(row, request, [])
+    first, *others = (state._constraints[row]._table for row in range(3))
+    assert all(other is first for other in others)
+    assert all(state._masks[row] is state._masks[0] for row in range(3))
+    state.add(3, make_request(bad_words=[[6]], **params), [])
+    assert state._constraints[3]._table is not first

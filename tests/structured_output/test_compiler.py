@@ -14,7 +14,12 @@ from vllm.errors import CapacityError, RequestError
 from vllm.sampling_params import GuidedDecodingParams
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.transformers_utils.tokenizer import get_tokenizer
-from vllm.utils.deadline_worker import DeadlineExceeded, DeadlineWorker, WorkerDied
+from vllm.utils.deadline_worker import (
+    DeadlineExceeded,
+    DeadlineWorker,
+    WorkerDied,
+    make_server,
+)
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
 LEGACY_TAG = {
@@ -57,7 +62,7 @@ class FakeWorker(DeadlineWorker):
     """Answers what a test wants, without a process."""
 
     def __init__(self, answer) -> None:
-        super().__init__("no:where")
+        super().__init__(make_server("no:where"))
         self.answer = answer
         self.num_calls = 0
 
@@ -73,9 +78,7 @@ def with_worker(answer, monkeypatch, **config) -> tuple[GrammarCompiler, FakeWor
     """A compiler that has one worker."""
     worker = FakeWorker(answer)
     monkeypatch.setattr("vllm.structured_output.compiler.NUM_WORKERS", 1)
-    monkeypatch.setattr(
-        "vllm.structured_output.compiler.DeadlineWorker", lambda target, setup: worker
-    )
+    monkeypatch.setattr("vllm.structured_output.compiler.DeadlineWorker", lambda server: worker)
     return make_compiler(**config), worker
 
 
@@ -114,41 +117,53 @@ def test_the_backend_is_chosen_by_what_is_asked(compiler, asked, backend):
     ("asked", "param", "message"),
     [
         ({}, "guided_decoding", "asks for nothing"),
-        ({"json": 3}, "guided_json", "must be JSON text or an object, got int"),
-        ({"json": "{"}, "guided_json", "not JSON"),
-        ({"json": '{"const": NaN}'}, "guided_json", "NaN is no number"),
-        ({"json": {"a": {1}}}, "guided_json", "not JSON"),
-        ({"json": {"uniqueItems": True}}, "guided_json", "'uniqueItems' of the schema"),
-        ({"json": {"a": "x" * 300_000}}, "guided_json", "300008 bytes; at most 262144"),
-        ({"json": '{"a":' * 90_000}, "guided_json", "450000 bytes; at most 262144"),
-        ({"json": '{"a":' * 20_000 + "1" + "}" * 20_000}, "guided_json", "nested too deeply"),
+        ({"json": 3}, "guided_decoding.json", "must be JSON text or an object, got int"),
+        ({"json": "{"}, "guided_decoding.json", "not JSON"),
+        ({"json": '{"const": NaN}'}, "guided_decoding.json", "NaN is no number"),
+        ({"json": {"a": {1}}}, "guided_decoding.json", "not JSON"),
+        ({"json": {"uniqueItems": True}}, "guided_decoding.json", "'uniqueItems' of the schema"),
+        ({"json": {"a": "x" * 300_000}}, "guided_decoding.json", "300008 bytes; at most 262144"),
+        ({"json": '{"a":' * 90_000}, "guided_decoding.json", "450000 bytes; at most 262144"),
+        (
+            {"json": '{"a":' * 20_000 + "1" + "}" * 20_000},
+            "guided_decoding.json",
+            "nested too deeply",
+        ),
         (
             {
                 "json": {"type": "string", "minLength": 2},
                 "backend": "xgrammar",
                 "disable_fallback": True,
             },
-            "guided_json",
+            "guided_decoding.json",
             "xgrammar does not enforce 'minLength'",
         ),
-        ({"json": OBJECT, "whitespace_pattern": "x*"}, "guided_whitespace_pattern", "whitespace"),
-        ({"json": OBJECT, "backend": "best"}, "guided_decoding_backend", "one of auto"),
-        ({"json": OBJECT, "backend": "auto:x"}, "guided_decoding_backend", "options no-fallback"),
+        (
+            {"json": OBJECT, "whitespace_pattern": "x*"},
+            "guided_decoding.whitespace_pattern",
+            "whitespace",
+        ),
+        ({"json": OBJECT, "backend": "best"}, "guided_decoding.backend", "one of auto"),
+        ({"json": OBJECT, "backend": "auto:x"}, "guided_decoding.backend", "options no-fallback"),
         (
             {"json": {"type": "string", "minLength": 2}, "backend": "xgrammar:no-fallback"},
-            "guided_json",
+            "guided_decoding.json",
             "the fallback is disabled",
         ),
-        ({"regex": 3}, "guided_regex", "must be a string, got int"),
-        ({"regex": "(a"}, "guided_regex", "not a regular expression"),
-        ({"regex": "a" * 40_000}, "guided_regex", "40000 bytes; at most 32768"),
-        ({"regex": "\ud800"}, "guided_regex", "not valid text"),
-        ({"choice": []}, "guided_choice", "must not be empty"),
-        ({"choice": ["a", 1]}, "guided_choice", "must be a list of strings"),
-        ({"grammar": "rubbish"}, "guided_grammar", "guided_grammar: "),
-        ({"grammar": 'root ::= root "a"'}, "guided_grammar", "no output can satisfy it"),
-        ({"structural_tag": "{}"}, "structural_tag", "has 'structures' and 'triggers'"),
-        ({"json_object": 1}, "guided_json_object", "must be true"),
+        ({"regex": 3}, "guided_decoding.regex", "must be a string, got int"),
+        ({"regex": "(a"}, "guided_decoding.regex", "not a regular expression"),
+        ({"regex": "a" * 40_000}, "guided_decoding.regex", "40000 bytes; at most 32768"),
+        ({"regex": "\ud800"}, "guided_decoding.regex", "not valid text"),
+        ({"choice": []}, "guided_decoding.choice", "must not be empty"),
+        ({"choice": ["a", 1]}, "guided_decoding.choice", "must be a list of strings"),
+        ({"grammar": "rubbish"}, "guided_decoding.grammar", "guided_decoding.grammar: "),
+        ({"grammar": 'root ::= root "a"'}, "guided_decoding.grammar", "no output can satisfy it"),
+        (
+            {"structural_tag": "{}"},
+            "guided_decoding.structural_tag",
+            "has 'structures' and 'triggers'",
+        ),
+        ({"json_object": 1}, "guided_decoding.json_object", "must be true"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -187,7 +202,7 @@ def test_hostile_grammars_end_in_time_and_do_not_hold_up_others():
         try:
             compiler.compile(GuidedDecodingParams(**asked))
         except RequestError as error:
-            assert error.param in ("guided_json", "guided_regex", "guided_grammar")
+            assert error.param.removeprefix("guided_decoding.") in ("json", "regex", "grammar")
         except CapacityError as error:
             assert error.status == 503
         return time.monotonic() - started
@@ -215,7 +230,7 @@ def test_equal_requests_are_compiled_once(monkeypatch):
     failures = []
 
     def ask() -> None:
-        with pytest.raises(RequestError, match="guided_regex: no") as failure:
+        with pytest.raises(RequestError, match=r"guided_decoding\.regex: no") as failure:
             compiler.compile(GuidedDecodingParams(regex="a"))
         failures.append(failure.value)
 
@@ -245,6 +260,22 @@ def test_a_grammar_that_kills_its_process_is_not_tried_again(error, message, mon
         with pytest.raises(RequestError, match=message):
             compiler.compile(GuidedDecodingParams(regex="a"))
     assert worker.num_calls == 1
+
+
+def test_after_a_timeout_the_next_grammar_is_compiled_by_a_process_that_is_already_started():
+    compiler = make_compiler(grammar_compile_timeout=120.0)
+    compiler.compile(GuidedDecodingParams(regex="first"))
+    patient, compiler._config = (
+        compiler._config,
+        StructuredOutputConfig(grammar_compile_timeout=1e-6),
+    )
+    for pattern in "abc":
+        with pytest.raises(RequestError, match="takes more than 1e-06 s"):
+            compiler.compile(GuidedDecodingParams(regex=pattern))
+    compiler._config = patient
+    assert compiler.compile(GuidedDecodingParams(regex="d")).backend == "llguidance"
+    assert compiler._server.num_starts == 1, "the imports were not done again"
+    compiler.close()
 
 
 def test_a_request_does_not_wait_without_end_for_its_turn(monkeypatch):
@@ -301,5 +332,23 @@ def test_what_is_asked_with_other_options_is_another_grammar(compiler):
 
 def test_without_a_tokenizer_everything_is_refused():
     compiler = GrammarCompiler(StructuredOutputConfig(), None, 100)
-    with pytest.raises(RequestError, match="needs a tokenizer"):
-        compiler.compile(GuidedDecodingParams(regex="a"))
+    with pytest.raises(RequestError, match=r"^text\.format: .* needs a tokenizer") as failure:
+        compiler.compile(GuidedDecodingParams(regex="a", field="text.format"))
+    assert failure.value.param == "text.format"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"json": {"uniqueItems": True}, "field": "response_format"}, "response_format"),
+        ({"json": OBJECT, "backend": "x", "field": "tools"}, "guided_decoding_backend"),
+        (
+            {"json": OBJECT, "whitespace_pattern": "x", "field": "guided_json"},
+            "guided_whitespace_pattern",
+        ),
+    ],
+)
+def test_errors_name_what_the_user_of_a_server_sent(compiler, asked, param):
+    with pytest.raises(RequestError, match=f"^{param}") as failure:
+        compiler.compile(GuidedDecodingParams(**asked))
+    assert failure.value.param == param

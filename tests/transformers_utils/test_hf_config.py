@@ -95,3 +95,28 @@ def test_code_of_the_model_runs_only_when_trusted(tmp_path, monkeypatch):
     config = load(folder, trust=True, hidden_act="gelu")
     assert (config["model_type"], config["hidden_act"]) == ("own", "gelu")
     assert config["max_position_embeddings"] == 512
+
+
+def test_own_code_can_come_from_another_folder_than_the_values(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    values, code = tmp_path / "values", tmp_path / "code"
+    for folder, default in ((values, 1), (code, 2)):
+        folder.mkdir()
+        (folder / "configuration_own.py").write_text(
+            "from transformers import PreTrainedConfig\n"
+            "class OwnConfig(PreTrainedConfig):\n"
+            "    model_type = 'own'\n"
+            f"    default = {default}\n"
+            "    def __init__(self, **values):\n"
+            "        super().__init__(**values)\n"
+            "        self.added = self.default\n"
+        )
+    raw = read_hf_config(write(values, {**CONFIG, **OWN_CODE, "hidden_act": "relu"}), {})
+    found = [
+        complete_hf_config(raw, values, trust_remote_code=True, code_folder=folder)
+        for folder in (None, code)
+    ]
+    assert [(config["added"], config["hidden_act"]) for config in found] == [
+        (1, "relu"),
+        (2, "relu"),
+    ]

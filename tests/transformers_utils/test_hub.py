@@ -19,7 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 BOTH_FORMS = ["config.json", "tokenizer.model", "model.safetensors", "pytorch_model.bin", "a.png"]
 PICKLES_ONLY = ["config.json", "pytorch_model.bin", "a.png"]
-REPOSITORIES = {"org/both": BOTH_FORMS, "org/pickles": PICKLES_ONLY, "short": ["config.json"]}
+REPOSITORIES = {
+    "org/both": BOTH_FORMS,
+    "org/pickles": PICKLES_ONLY,
+    "short": ["config.json"],
+    "org/gated": ["config.json"],
+}
+TOKEN = "hf_right"
+"""Which "org/gated" wants."""
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -30,6 +37,8 @@ class FakeHub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
+        if "org/gated" in path and self.headers["Authorization"] != f"Bearer {TOKEN}":
+            return self.answer({"error": "gated"}, 403, **{"X-Error-Code": "GatedRepo"})
         for name, files in REPOSITORIES.items():
             if path == f"/api/models/{name}/revision/main":
                 return self.answer({"id": name, "sha": COMMIT, "siblings": []})
@@ -65,13 +74,15 @@ def endpoint() -> Iterator[str]:
     server.server_close()
 
 
-def resolve_in_new_process(name: str, cache: Path, load_format: str = "auto", **env: str) -> str:
+def resolve_in_new_process(
+    name: str, cache: Path, load_format: str = "auto", token: str | bool | None = None, **env: str
+) -> str:
     """The sorted files of the folder, or the error; huggingface_hub reads its settings once."""
     code = f"""
 from vllm.errors import ConfigError
 from vllm.transformers_utils.hub import resolve_model_folder
 try:
-    folder = resolve_model_folder({name!r}, None, {str(cache)!r}, (), {load_format!r})
+    folder = resolve_model_folder({name!r}, None, {str(cache)!r}, (), {load_format!r}, {token!r})
     print(*sorted(path.name for path in folder.iterdir()))
 except ConfigError as error:
     print(error)
@@ -152,3 +163,14 @@ def test_an_unreachable_hub_says_so_on_one_line(tmp_path):
     assert message.startswith("cannot get model 'org/both': ")
     assert "the hub is not reached" in message
     assert "\n" not in message
+
+
+def test_a_token_is_sent_and_comes_before_that_of_the_environment(endpoint, tmp_path):
+    variables = {"HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_wrong", "HOME": str(tmp_path)}
+    given = resolve_in_new_process("org/gated", tmp_path, token=TOKEN, **variables)
+    assert given == "config.json"
+    refused = resolve_in_new_process("org/gated", tmp_path / "other", **variables)
+    assert refused == (
+        "cannot get model 'org/gated': it is gated; accept its terms on huggingface.co and set "
+        "HF_TOKEN, or give --hf-token"
+    )

@@ -9,12 +9,18 @@ import time
 
 import pytest
 
-from vllm.utils.deadline_worker import CallFailed, DeadlineExceeded, DeadlineWorker, WorkerDied
+from vllm.utils.deadline_worker import (
+    CallFailed,
+    DeadlineExceeded,
+    DeadlineWorker,
+    WorkerDied,
+    make_server,
+)
 
 
 @pytest.fixture
 def worker():
-    worker = DeadlineWorker("tests.utils.workers:echo", b"<", max_memory_bytes=2**28)
+    worker = DeadlineWorker(make_server("tests.utils.workers:echo", b"<"), max_memory_bytes=2**28)
     yield worker
     worker.close()
 
@@ -59,8 +65,8 @@ def test_a_call_that_does_not_answer_ends_its_process_and_not_the_next_call(
     with pytest.raises(error):
         worker.call(command, deadline_s)
     assert time.monotonic() - started < 50, "it sleeps for 60 s"
-    assert not is_alive(pid)
     assert worker.call(b"x", 120) == b"<x"
+    assert ends_within(pid, 50)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +81,7 @@ def test_what_the_function_raises_reaches_the_caller_and_the_process_goes_on(wor
 
 def test_a_setup_that_fails_is_told():
     with pytest.raises(CallFailed, match="cannot start with b'x'"):
-        DeadlineWorker("tests.utils.workers:broken", b"x").start()
+        DeadlineWorker(make_server("tests.utils.workers:broken", b"x")).start()
 
 
 def test_threads_get_the_answers_to_their_own_calls(worker):
@@ -94,7 +100,7 @@ def test_threads_get_the_answers_to_their_own_calls(worker):
 
 def test_closing_kills_the_process_and_so_does_forgetting_the_worker():
     for end in (DeadlineWorker.close, lambda worker: None):
-        worker = DeadlineWorker("tests.utils.workers:echo")
+        worker = DeadlineWorker(make_server("tests.utils.workers:echo"))
         pid = int(worker.call(b"pid", 120))
         end(worker)
         del worker
@@ -105,8 +111,8 @@ def test_closing_kills_the_process_and_so_does_forgetting_the_worker():
 def test_the_process_ends_when_its_parent_is_killed(command):
     """Also in the middle of a call, by its own alarm."""
     code = (
-        "from vllm.utils.deadline_worker import DeadlineWorker\n"
-        "worker = DeadlineWorker('tests.utils.workers:echo')\n"
+        "from vllm.utils.deadline_worker import DeadlineWorker, make_server\n"
+        "worker = DeadlineWorker(make_server('tests.utils.workers:echo'))\n"
         "print(worker.call(b'pid', 120).decode(), flush=True)\n"
         f"worker.call(b'{command}', 1.0)\n"
         "input()\n"
@@ -119,3 +125,37 @@ def test_the_process_ends_when_its_parent_is_killed(command):
         time.sleep(0.2)
         parent.send_signal(signal.SIGKILL)
     assert ends_within(pid, 50)
+
+
+def test_the_next_process_is_forked_by_one_that_has_imported_everything():
+    server = make_server("tests.utils.workers:echo")
+    workers = [DeadlineWorker(server) for _ in range(2)]
+    try:
+        pids = {int(worker.call(b"pid", 120)) for worker in workers}
+        for _ in range(3):
+            with pytest.raises(DeadlineExceeded):
+                workers[0].call(b"sleep", 0.1)
+            pids.add(int(workers[0].call(b"pid", 120)))
+        assert len(pids) == 5
+        assert server.num_starts == 1
+    finally:
+        for worker in workers:
+            worker.close()
+        server.close()
+    for pid in pids:
+        assert ends_within(pid, 50)
+
+
+def test_a_fork_server_that_died_is_replaced():
+    server = make_server("tests.utils.workers:echo")
+    worker = DeadlineWorker(server)
+    first = int(worker.call(b"pid", 120))
+    os.kill(server.pid, signal.SIGKILL)
+    assert ends_within(server.pid, 50)
+    assert int(worker.call(b"pid", 120)) == first, "a child does not need its server"
+    with pytest.raises(WorkerDied):
+        worker.call(b"exit", 120)
+    assert worker.call(b"x", 120) == b"x"
+    assert server.num_starts == 2
+    worker.close()
+    server.close()

@@ -42,9 +42,10 @@ class CacheConfig:
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if not 0 < self.gpu_memory_utilization <= 1:
+            given = self.gpu_memory_utilization
+            hint = f". It is a share: {given:g} % is {given / 100:g}" if 2 <= given <= 100 else ""
             raise ConfigError(
-                f"gpu_memory_utilization must be above 0 and at most 1, "
-                f"got {self.gpu_memory_utilization}"
+                f"gpu_memory_utilization must be above 0 and at most 1, got {given}{hint}"
             )
         if self.num_gpu_blocks_override is not None:
             # Block 0 is the null block; one more is the least a request can run in.

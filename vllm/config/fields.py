@@ -21,7 +21,7 @@ from typing import Literal
 
 from vllm.errors import ConfigError
 
-FieldKind = Literal["bool", "int", "size", "float", "str", "strings", "mapping"]
+FieldKind = Literal["bool", "int", "size", "float", "str", "str_or_bool", "strings", "mapping"]
 
 _KINDS: dict[object, FieldKind] = {bool: "bool", int: "int", float: "float", str: "str"}
 _SIZES = frozenset({"max_model_len"})
@@ -34,7 +34,8 @@ class ConfigField:
 
     name: str
     kind: FieldKind
-    """Form of the value. size: an integer that may be written as 8k; strings: a tuple of them."""
+    """Form of the value. size: an integer that may be written as 8k; strings: a tuple of them;
+    str_or_bool: true where the flag has no value."""
     default: object
     """None also when the platform decides."""
     help: str
@@ -44,6 +45,8 @@ class ConfigField:
     """The platform decides when the value is not given."""
     aliases: tuple[str, ...] = ()
     """Further flags."""
+    is_shown: bool = True
+    """False: a secret, which is left out where settings are printed."""
 
     @property
     def flag(self) -> str:
@@ -102,14 +105,15 @@ def _read_field(field: "Field[object]", annotation: object, help: str) -> Config
         choices=choices,
         auto=auto,
         aliases=field.metadata.get("aliases", ()),
+        is_shown=field.repr,
     )
 
 
 def _read_type(annotation: object) -> tuple[FieldKind, tuple[str, ...]]:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        (inner,) = (a for a in args if a is not type(None))
-        return _read_type(inner)
+        inner = {a for a in args if a is not type(None)}
+        return ("str_or_bool", ()) if inner == {str, bool} else _read_type(*inner)
     if origin is Literal:
         return "str", args
     if origin is tuple:
@@ -181,6 +185,10 @@ def _to_str(value: object) -> str:
     raise ValueError(f"must be a string, got {value!r}")
 
 
+def _to_str_or_bool(value: object) -> str | bool:
+    return value if isinstance(value, bool) else _to_str(value)
+
+
 def _to_strings(value: object) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if isinstance(values, (list, tuple)) and all(isinstance(v, str) for v in values):
@@ -208,6 +216,7 @@ _CONVERTERS: dict[FieldKind, Callable[[object], object]] = {
     "size": _to_size,
     "float": _to_float,
     "str": _to_str,
+    "str_or_bool": _to_str_or_bool,
     "strings": _to_strings,
     "mapping": _to_mapping,
 }

@@ -1,6 +1,6 @@
 """How weights get from disk into the model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from vllm.config.checks import check_one_of
@@ -18,6 +18,10 @@ class LoadConfig:
 
     download_dir: str | None = None
     """Folder for downloaded models. Not set: the Hugging Face cache."""
+
+    hf_token: str | bool | None = field(default=None, repr=False)
+    """Token for models of the Hugging Face hub that need one; given without a token, or true:
+    that of `hf auth login`. Not set: HF_TOKEN, or that of `hf auth login`."""
 
     ignore_patterns: tuple[str, ...] = ("original/**/*",)
     """Files of a repository that are not downloaded."""

@@ -4,6 +4,7 @@ The one place that knows how config attributes are spelled: `rope_parameters` an
 transformers 5, `rope_theta`, `rope_scaling` and `torch_dtype` of transformers 4.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -196,6 +197,10 @@ class ModelConfig:
     """Names that requests may give for the model; the first is that of answers. Not set: as
     `model`."""
 
+    hf_config_path: str | None = None
+    """Folder or Hugging Face name whose config.json and generation_config.json are read in place
+    of the model's. Not set: those of `model`."""
+
     tokenizer: str | None = None
     """Folder or name of the tokenizer. Not set: as `model`."""
 
@@ -210,6 +215,10 @@ class ModelConfig:
 
     revision: str | None = None
     """Branch, tag or commit of the model."""
+
+    code_revision: str | None = None
+    """Branch, tag or commit of the code that comes with the model, for `trust_remote_code`. Not
+    set: as `revision`."""
 
     tokenizer_revision: str | None = None
     """Branch, tag or commit of the tokenizer."""
@@ -227,8 +236,18 @@ class ModelConfig:
     max_model_len: int | None = None
     """Longest request in tokens, prompt and output together. Not set: what the model allows."""
 
+    disable_sliding_window: bool = False
+    """Give every layer of a model with sliding windows full attention; the longest request then
+    has the length of the window."""
+
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for per token."""
+
+    logits_processor_pattern: str | None = None
+    """Regular expression that the whole qualified name of a logits processor must match for
+    requests to use it by name. Whoever may send requests can then call what it matches, with
+    arguments of their own: let it match nothing but logits processors. Not set: requests can name
+    none."""
 
     generation_config: str = "auto"
     """Where default sampling parameters come from. auto: generation_config.json of the model;
@@ -266,6 +285,19 @@ class ModelConfig:
         if self.max_model_len is not None:
             check_at_least(self, 1, "max_model_len")
         check_at_least(self, 0, "max_logprobs")
+        if self.logits_processor_pattern is not None:
+            try:
+                re.compile(self.logits_processor_pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"logits_processor_pattern {self.logits_processor_pattern!r} is not a regular "
+                    f"expression: {error}"
+                ) from None
+        if any(not name.strip() for name in self.served_model_name):
+            raise ConfigError(
+                "served_model_name must not be empty: give names that requests may use, or leave "
+                "it out"
+            )
 
     @property
     def resolved_arch(self) -> ModelArch:

@@ -6,6 +6,8 @@ from typing import Literal
 from vllm.config.checks import check_at_least
 from vllm.errors import ConfigError
 
+ONE_DEVICE = "this version runs on one device"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -31,9 +33,7 @@ class ParallelConfig:
         check_at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)}: only the uni executor (size 1) exists so far"
-                )
+                raise ConfigError(f"{name}={getattr(self, name)}: {ONE_DEVICE}. Leave it out.")
 
     @property
     def world_size(self) -> int:

@@ -79,8 +79,8 @@ class Scheduler:
 
     # ---- requests come and go -------------------------------------------------------------
 
-    def add_request(self, spec: EngineRequest) -> None:
-        """Queue a request.
+    def check_request(self, spec: EngineRequest) -> None:
+        """Refuse a request that could never run.
 
         Raises:
             RequestError: its id is taken, or its length is none that could run.
@@ -103,6 +103,10 @@ class Scheduler:
                 f"the request may grow to {limit} tokens ({need} blocks); the KV cache has "
                 f"{self.cache.pool.num_usable_blocks} blocks of {self.cache.block_size} tokens"
             )
+
+    def add_request(self, spec: EngineRequest) -> None:
+        """Queue a request. Raises as `check_request`."""
+        self.check_request(spec)
         arrival = next(self._arrivals)
         key = (spec.priority, spec.arrival_time, arrival) if self._by_priority else (arrival,)
         request = Request(spec, key)

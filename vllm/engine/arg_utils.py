@@ -37,7 +37,7 @@ def _with_config_fields(cls: _Class) -> _Class:
         if isinstance(default, Mapping):
             setattr(cls, name, field(default_factory=dict))
         else:
-            setattr(cls, name, default)
+            setattr(cls, name, field(default=default, repr=config_field.is_shown))
     return cls
 
 
@@ -69,6 +69,11 @@ class EngineArgs:
         for name in settings:
             if name not in _FIELDS and name not in COMPAT_ARGUMENTS:
                 raise ConfigError(_unknown(name))
+        if settings.get("enable_reasoning") and not settings.get("reasoning_parser"):
+            raise ConfigError(
+                "enable_reasoning=True needs reasoning_parser, the name of a parser of "
+                "vllm.reasoning, such as 'qwen3'; or leave enable_reasoning out"
+            )
         for name, value in settings.items():
             if name in COMPAT_ARGUMENTS:
                 accept(name, value)
@@ -79,12 +84,16 @@ class EngineArgs:
     def add_cli_args(parser: _Parser) -> _Parser:
         """Add a flag for every argument, grouped by config class, and return the parser."""
         for section in config_sections(VllmConfig).values():
+            settings = config_fields(section)
+            if not settings:  # of environment variables alone
+                continue
             group = parser.add_argument_group(section.__name__, (section.__doc__ or "").strip())
-            for config_field in config_fields(section):
+            for config_field in settings:
                 add_flag(group, config_field)
         for name, read in _HF_OVERRIDES.items():
             flag, help = f"--{name.replace('_', '-')}", argparse.SUPPRESS
-            parser.add_argument(flag, type=_checked(read), help=help, default=help)
+            convert = _checked(read, "hf_overrides")
+            parser.add_argument(flag, type=convert, help=help, default=help)
         for argument in COMPAT_ARGUMENTS.values():
             add_compat_flag(parser, argument)
         return parser
@@ -105,7 +114,21 @@ class EngineArgs:
         """
         from vllm.engine.resolve_config import resolve_config
 
-        return resolve_config({f.name: getattr(self, f.name) for f in fields(self)})
+        return resolve_config(self._settings())
+
+    def create_early_config(self) -> VllmConfig | None:
+        """The config, where it takes neither transformers nor a download; else None.
+
+        Raises:
+            ConfigError: the engine cannot start with these arguments, as far as that shows
+                without them.
+        """
+        from vllm.engine.early_config import resolve_early
+
+        return resolve_early(self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 class AsyncEngineArgs(EngineArgs):
@@ -129,11 +152,13 @@ def add_flag(group: argparse._ArgumentGroup, config_field: ConfigField) -> None:
         options["action"] = argparse.BooleanOptionalAction
     elif config_field.choices:
         options["choices"] = config_field.choices
+    elif config_field.kind == "str_or_bool":
+        options.update(nargs="?", const=True, metavar="TEXT")
     elif config_field.kind == "strings":
         options.update(nargs="+", metavar="TEXT")
     else:
         metavar = _METAVARS[config_field.kind]
-        options.update(type=_checked(config_field.convert), metavar=metavar)
+        options.update(type=_checked(config_field.convert, config_field.name), metavar=metavar)
     action = group.add_argument(config_field.flag, *config_field.aliases, **options)
     # Set afterwards: BooleanOptionalAction adds the default by itself in some versions.
     action.help = f"{config_field.help} {describe_default(config_field)}".replace("%", "%%")
@@ -155,22 +180,27 @@ def add_compat_flag(parser: argparse.ArgumentParser, argument: CompatArgument) -
     off = argument.off
     if isinstance(off, bool):
         options["action"] = argparse.BooleanOptionalAction
+    elif argument.read is not None:
+        options["type"] = _checked(argument.read)
     elif isinstance(off, tuple):
         options["nargs"] = "+"
     elif isinstance(off, dict):
-        options["type"] = _checked(_FIELDS["hf_overrides"].convert)
+        options["type"] = _checked(_FIELDS["hf_overrides"].convert, "hf_overrides")
     elif off is not None:
         options["type"] = type(off)
     parser.add_argument(argument.flag, *argument.aliases, **options).help = argparse.SUPPRESS
 
 
-def _checked(convert: Callable[[str], object]) -> Callable[[str], object]:
-    """`convert` for argparse, which shows the message of one kind of exception only."""
+def _checked(convert: Callable[[str], object], name: str = "") -> Callable[[str], object]:
+    """`convert` for argparse, which shows the message of one kind of exception only.
+
+    It also names the flag, so that `name` is left out at the beginning of the message.
+    """
 
     def parse(text: str) -> object:
         try:
             return convert(text)
         except (ConfigError, ValueError) as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name} ")) from None
 
     return parse

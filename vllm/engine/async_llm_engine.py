@@ -9,11 +9,11 @@ model's files go to threads.
 
 import asyncio
 import contextlib
-import copy
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
@@ -22,30 +22,51 @@ from vllm.config import VllmConfig
 from vllm.engine.admission import Admission, AdmissionLimits
 from vllm.engine.async_control import AsyncControl
 from vllm.engine.core_supervisor import CoreSupervisor
-from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor, TokenizedPrompt, fan_out
+from vllm.engine.fan_out import fan_out
+from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor, TokenizedPrompt
 from vllm.engine.metrics import EngineMetrics
 from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.request_stream import RequestStream
+from vllm.engine.slow_lane import (
+    HUGE_TEXT_CHARS,
+    SlowLane,
+    preparation_cost,
+    split_at_spaces,
+    text_of,
+)
 from vllm.engine.startup_state import Startup
 from vllm.engine.stats_log import StatsLog
 from vllm.engine.stats_recorder import StatsRecorder
+from vllm.engine.unavailable import refuse
 from vllm.engine.wire import AbortRequests, AddRequests, CoreOutput, Refused
-from vllm.errors import CapacityError, EngineDeadError, RequestError, RequestTimeoutError
+from vllm.errors import (
+    CapacityError,
+    EngineDeadError,
+    RequestError,
+    RequestTimeoutError,
+    TextTooLongError,
+)
 from vllm.inputs import PromptType
+from vllm.logger import init_logger
 from vllm.messages import EngineRequest, SchedulerStats
 from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from vllm.engine.arg_utils import EngineArgs
 
+logger = init_logger(__name__)
+
 _Result = TypeVar("_Result")
 _Processed = tuple[str | None, EngineRequest]
 
-_IDLE_BEFORE_PRELOAD_S = 2.0
+_NO_PARAMS = PoolingParams()
+_PIECE_CHARS = 64 * 1024
+"""Of a text of which it is only asked whether it is too long."""
 
 _GRAMMAR_THREADS = 8
 """Requests whose grammar is being compiled, or that wait for a compiler."""
@@ -61,6 +82,8 @@ class AsyncLLM(AsyncControl):
         limits: of what may wait, and how long.
         num_restarts: times that a core which died is started again.
         config: complete, in place of `engine_args`.
+        began: when whoever waits for the engine began to, in seconds of `time.monotonic()`; for
+            the log. None is when it starts.
 
     Attributes:
         stats: the latest that the core has told.
@@ -75,12 +98,14 @@ class AsyncLLM(AsyncControl):
         limits: AdmissionLimits | None = None,
         num_restarts: int = 0,
         config: VllmConfig | None = None,
+        began: float | None = None,
     ) -> None:
         assert (engine_args is None) != (config is None), "give one of engine_args and config"
         self.stats = SchedulerStats()
         self.metrics: EngineMetrics | None = None
         self._engine_args = engine_args
         self._config = config
+        self._began = began
         self._limits = limits or AdmissionLimits()
         self._core = CoreSupervisor(
             num_restarts,
@@ -92,11 +117,10 @@ class AsyncLLM(AsyncControl):
         self._core_ids = itertools.count()
         self._streams: dict[str, RequestStream[Any]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._slow_lane = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
+        self._slow_lane = SlowLane("tokenise", lambda: self.input_processor)
+        self._huge_lane = SlowLane("tokenise-huge", lambda: self.input_processor)
         self._grammar_lane = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammar")
-        self._slow_processor: InputProcessor | None = None
         self._stats_task: asyncio.Task[None] | None = None
-        self._preload_task: asyncio.Task[None] | None = None
         self._is_shut_down = False
 
     @classmethod
@@ -125,6 +149,10 @@ class AsyncLLM(AsyncControl):
         """How far the start has come."""
         return self._core.startup
 
+    def prepare(self) -> None:
+        """Begin to start the process of the core, beside what its owner does before `start`."""
+        self._core.prepare()
+
     async def start(self) -> None:
         """Load model and tokenizer, and wait until requests are computed.
 
@@ -148,11 +176,11 @@ class AsyncLLM(AsyncControl):
         error = EngineDeadError("the engine was shut down")
         self._core.stop(error)
         self._on_lost(error)
-        for task in (self._stats_task, self._preload_task):
-            if task is not None:
-                task.cancel()
-        for lane in (self._slow_lane, self._grammar_lane):
-            lane.shutdown(wait=False, cancel_futures=True)
+        if self._stats_task is not None:
+            self._stats_task.cancel()
+        self._slow_lane.shutdown()
+        self._huge_lane.shutdown()
+        self._grammar_lane.shutdown(wait=False, cancel_futures=True)
         if self.is_loaded:
             self.input_processor.close()
 
@@ -174,26 +202,13 @@ class AsyncLLM(AsyncControl):
         return self._start_task
 
     async def _start(self) -> None:
+        began = time.monotonic() if self._began is None else self._began
         await self._core.start(self._resolve, self._load_frontend)
         assert self.metrics is not None
+        logger.info("ready in %.1f s: %s", time.monotonic() - began, self.vllm_config.summary)
         self._stats_log = StatsLog(self.metrics)
         if not self.vllm_config.observability.disable_log_stats:
             self._stats_task = asyncio.create_task(self._stats_log.run())
-
-        self._preload_task = asyncio.create_task(self._preload_when_idle())
-
-    async def _preload_when_idle(self) -> None:
-        """What only some requests need: not while the first ones wait for their tokens."""
-        if self.tokenizer is None or self.vllm_config.model.pooler is not None:
-            return
-        idle_since = time.monotonic()
-        while time.monotonic() - idle_since < _IDLE_BEFORE_PRELOAD_S:
-            await asyncio.sleep(_IDLE_BEFORE_PRELOAD_S / 4)
-            if self._streams:
-                idle_since = time.monotonic()
-        self.input_processor.grammar_compiler.start()
-        with contextlib.suppress(EngineDeadError):
-            await self._core.call("preload")
 
     def _resolve(self) -> VllmConfig:
         if self._config is None:
@@ -206,12 +221,19 @@ class AsyncLLM(AsyncControl):
         from vllm.transformers_utils.generation_config import load_generation_defaults
         from vllm.transformers_utils.tokenizer import load_tokenizer
 
+        began = time.monotonic()
         tokenizer = load_tokenizer(config.model)
+        if tokenizer is not None:
+            logger.info("start: loading the tokenizer took %.1f s", time.monotonic() - began)
         self.generation_defaults = dict(load_generation_defaults(config.model))
         self.input_processor = InputProcessor(config, tokenizer, self.generation_defaults)
         self.metrics = EngineMetrics(config.model.served_model_name[0], config)
         self._recorder = StatsRecorder(self.metrics)
         self.output_processor = OutputProcessor(tokenizer, self._recorder)
+        if tokenizer is not None and config.model.pooler is None:
+            # While the core loads its weights: no request, the first one least of all, waits for
+            # the imports of the libraries that compile.
+            self.input_processor.grammar_compiler.start()
         self._admission = Admission(self._limits, config.scheduler.max_num_seqs)
 
     # ---- requests -------------------------------------------------------------------------
@@ -249,13 +271,16 @@ class AsyncLLM(AsyncControl):
             RequestTimeoutError: it took longer than the limits allow.
             EngineDeadError: the core has died.
         """
-        _refuse("LoRA adapters", "lora_request", lora_request)
-        _refuse("prompt adapters", "prompt_adapter_request", prompt_adapter_request)
-        _refuse("data parallelism", "data_parallel_rank", data_parallel_rank or None)
+        refuse(
+            lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
+            data_parallel_rank=data_parallel_rank or None,
+        )
         arrival_time = time.time()
         await self.wait_ready()
         text, request = await self._process(
             prompt,
+            sampling_params,
             lambda processor: processor.process(
                 request_id, prompt, sampling_params, arrival_time=arrival_time, priority=priority
             ),
@@ -288,11 +313,12 @@ class AsyncLLM(AsyncControl):
         Raises:
             As `generate`.
         """
-        _refuse("LoRA adapters", "lora_request", lora_request)
+        refuse(lora_request=lora_request)
         arrival_time = time.time()
         await self.wait_ready()
         text, request = await self._process(
             prompt,
+            pooling_params,
             lambda processor: processor.process_pooling(
                 request_id, prompt, pooling_params, arrival_time=arrival_time, priority=priority
             ),
@@ -310,30 +336,75 @@ class AsyncLLM(AsyncControl):
             self._abort([request_id] if isinstance(request_id, str) else request_id)
 
     async def _process(
-        self, prompt: PromptType, process: Callable[[InputProcessor], _Processed]
+        self,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        process: Callable[[InputProcessor], _Processed],
     ) -> _Processed:
-        """Tokenise and check, in the slow lane where it takes long."""
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(text, str) and len(text) >= LONG_TEXT_CHARS:
-            return await self.in_slow_lane(process)
-        return process(self.input_processor)
+        """Tokenise and check, in a slow lane where it takes long."""
+        cost = preparation_cost(prompt, params)
+        if cost < LONG_TEXT_CHARS:
+            return process(self.input_processor)
+        if params.truncate_prompt_tokens is None:
+            is_pooling = isinstance(params, PoolingParams)  # which needs no room for an output
+            max_model_len = self.vllm_config.scheduler.max_model_len
+            await self._refuse_long_text(prompt, max_model_len - (not is_pooling))
+        return await self.in_slow_lane(process, cost)
 
-    async def tokenize(self, prompt: PromptType, *, is_long: bool = False) -> TokenizedPrompt:
+    async def tokenize(
+        self, prompt: PromptType, *, is_long: bool = False, max_tokens: int | None = None
+    ) -> TokenizedPrompt:
         """Token ids of a prompt, as `InputProcessor.tokenize` gives them.
 
         Args:
             prompt: in any form.
             is_long: it is one of many, so that all of them take long.
+            max_tokens: see there.
         """
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(text, str) and (is_long or len(text) >= LONG_TEXT_CHARS):
-            return await self.in_slow_lane(lambda processor: processor.tokenize(prompt))
-        return self.input_processor.tokenize(prompt)
+        cost = preparation_cost(prompt, _NO_PARAMS)
+        if cost < LONG_TEXT_CHARS and not (is_long and text_of(prompt) is not None):
+            return self.input_processor.tokenize(prompt, max_tokens=max_tokens)
+        if max_tokens is not None:
+            await self._refuse_long_text(prompt, max_tokens)
+        return await self.in_slow_lane(
+            lambda processor: processor.tokenize(prompt, max_tokens=max_tokens), cost
+        )
 
-    async def in_slow_lane(self, work: Callable[[InputProcessor], _Result]) -> _Result:
-        """Run what takes long with a tokenizer, in a thread that has one of its own."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._slow_lane, lambda: work(self._slow_input()))
+    async def _refuse_long_text(self, prompt: PromptType, max_tokens: int) -> None:
+        """Refuse a text with far more than `max_tokens` tokens, before all of it is tokenised.
+
+        Only texts of unusually many bytes per token are looked at, piece by piece, so that one
+        whose client leaves is left alone. Pieces have a few tokens more than the whole: refused
+        is what has twice as many as allowed.
+
+        Raises:
+            TextTooLongError: it has.
+        """
+        text = text_of(prompt)
+        if text is None or len(text) <= max_tokens * USUAL_TOKEN_BYTES + LONG_TEXT_CHARS:
+            return
+        if self.tokenizer is None:
+            return
+        await self.in_slow_lane(lambda processor: processor.check_length(text, max_tokens))
+        num_tokens = 0
+        for piece in split_at_spaces(text, _PIECE_CHARS):
+            count = partial(InputProcessor.count_tokens, text=piece)
+            num_tokens += await self.in_slow_lane(count)
+            if num_tokens > 2 * max_tokens:
+                max_model_len = self.vllm_config.scheduler.max_model_len
+                raise TextTooLongError(len(text.encode()), max_tokens, max_model_len)
+
+    async def in_slow_lane(
+        self, work: Callable[[InputProcessor], _Result], num_chars: int = 0
+    ) -> _Result:
+        """Run what takes long with a tokenizer, in a thread that has one of its own.
+
+        Args:
+            work: what to do.
+            num_chars: how long the text is, if there is one: huge ones wait for each other only.
+        """
+        lane = self._huge_lane if num_chars >= HUGE_TEXT_CHARS else self._slow_lane
+        return await lane.run(work)
 
     async def _with_grammar(self, request: EngineRequest) -> EngineRequest:
         """The request with the form of its output compiled, if it must have one."""
@@ -346,15 +417,6 @@ class AsyncLLM(AsyncControl):
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._grammar_lane, processor.attach_grammar, request)
 
-    def _slow_input(self) -> InputProcessor:
-        """For the thread of the slow lane: a tokenizer serves one thread at a time."""
-        if self._slow_processor is None:
-            tokenizer = copy.deepcopy(self.input_processor.tokenizer)
-            self._slow_processor = InputProcessor(
-                self.vllm_config, tokenizer, self.generation_defaults
-            )
-        return self._slow_processor
-
     def _submit(self, text: str | None, request: EngineRequest) -> RequestStream[Any]:
         """Send a request to the core; its stream."""
         # The user's id is free again while outputs of its last request are still on their way.
@@ -366,7 +428,7 @@ class AsyncLLM(AsyncControl):
             request.request_id, text, request.sampling_params, core_requests
         )
         try:
-            self._core.send(AddRequests(requests=core_requests))
+            self._core.send(AddRequests(requests=[own]))
         except BaseException:
             self.output_processor.abort([request.request_id])
             raise
@@ -435,7 +497,7 @@ class AsyncLLM(AsyncControl):
         request_id = self.output_processor.request_id_of(message.request_id)
         if request_id is None:
             return  # another sample of it was refused before
-        error: Exception = RequestError(message.message)
+        error: Exception = RequestError(message.message, param=message.param)
         if message.is_capacity:
             error = CapacityError(message.message, status=message.status)
         self._end_with(request_id, error)
@@ -532,8 +594,3 @@ class AsyncLLM(AsyncControl):
 
 
 AsyncLLMEngine = AsyncLLM
-
-
-def _refuse(what: str, name: str, value: Any) -> None:
-    if value is not None:
-        raise RequestError(f"not available in this engine yet: {what} ({name})", param=name)

@@ -6,10 +6,12 @@ so. An argument that asks for a feature not built yet is an error: running witho
 give other results, or none, without saying why.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.config.parallel import ONE_DEVICE
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 
@@ -24,12 +26,17 @@ class CompatArgument:
     off: Any
     """Its default there. The type decides the form of the flag."""
     reason: str
-    """Why it has no effect, or what is missing."""
+    """Why it has no effect, or what this version does instead; a clause without a full stop."""
     available: bool
     """True: accepted without effect. False: refused unless set to `off`."""
     also_off: tuple[Any, ...] = ()
     """Further values that ask for nothing."""
     aliases: tuple[str, ...] = ()
+    read: Callable[[Any], Any] | None = None
+    """Checks what was given and makes its value. Raises ConfigError with what comes after the
+    argument's name in the message."""
+    refusal: str | None = None
+    """Why it is refused, in place of `reason`."""
 
     @property
     def flag(self) -> str:
@@ -44,21 +51,61 @@ def _missing(name: str, off: Any, reason: str, **more: Any) -> CompatArgument:
     return CompatArgument(name, off, reason, available=False, **more)
 
 
+def _read_limits(given: Any) -> dict[str, Any]:
+    """Limits per kind of input: a dict, its JSON, or `image=1,video=0`."""
+    try:
+        if isinstance(given, str) and not given.lstrip().startswith("{"):
+            pairs = (pair.partition("=") for pair in given.split(","))
+            return {name.strip(): int(number) for name, _, number in pairs}
+        limits = json.loads(given) if isinstance(given, str) else given
+        if isinstance(limits, Mapping) and all(type(n) is int for n in limits.values()):
+            return dict(limits)
+    except ValueError:
+        pass
+    raise ConfigError(
+        f'must be like image=1,video=0 or {{"image": 1}}, with a whole number each; got {given!r}'
+    )
+
+
 _V0_ONLY = "it belongs to the V0 scheduler, which does not exist here"
 _NO_CUDA_GRAPHS = "there are no CUDA graphs here"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
-_LORA_OFF = "it only matters with LoRA, which is not available yet"
-_DP_OFF = "it only matters with data parallelism, which is not available yet"
-_LORA = "LoRA adapters"
+_TEXT_ALONE = "prompts are text alone"
+_LORA_OFF = "it only matters with LoRA adapters, which this version does not run"
+_PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which this version does not run"
+_DP_OFF = "it only matters with data parallelism, and this version runs on one device"
 _MULTIMODAL = "multimodal input"
-_OBSERVABILITY = "tracing"
+_MERGE = (
+    "the engine runs no adapters; merge_and_unload of peft merges one into the weights of its "
+    "model, and the merged model can be loaded"
+)
 _PLUGGABLE = "replacing engine classes by name"
+
+
+def _read_compilation(given: Any) -> Any:
+    """What `-O3`, `-O 3`, a dict, its JSON, or an object of the fork says; its level is checked."""
+    try:
+        content = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        content = given
+    if isinstance(content, Mapping):
+        level = content.get("level", 0)
+    else:
+        level = getattr(content, "level", content)
+    if level is not None and (type(level) is not int or not 0 <= level <= 3):
+        raise ConfigError(f'must be a level from 0 to 3 or {{"level": 3, ...}}, got {given!r}')
+    return given
+
 
 _ARGUMENTS = (
     _ignored("swap_space", 4.0, "a preempted request is recomputed, never swapped to the host"),
     _ignored("preemption_mode", None, "a preempted request is always recomputed"),
     _ignored("use_v2_block_manager", True, "there is only one block manager"),
-    _ignored("use_padding_aware_scheduling", False, "the scheduler needs no such switch"),
+    _ignored(
+        "use_padding_aware_scheduling",
+        False,
+        "the scheduler knows no padding: a step is cut into launches that have a bucket",
+    ),
     _ignored("max_num_prefill_seqs", None, "prefills are limited by max_num_batched_tokens"),
     _ignored("num_scheduler_steps", 1, "every step is scheduled; the outputs are the same"),
     _ignored("scheduler_delay_factor", 0.0, _V0_ONLY),
@@ -66,8 +113,11 @@ _ARGUMENTS = (
     _ignored("multi_step_stream_outputs", True, _V0_ONLY),
     _ignored("disable_async_output_proc", False, _V0_ONLY),
     _ignored("disable_hybrid_kv_cache_manager", False, "there is only one KV cache manager"),
-    _ignored("disable_chunked_mm_input", False, "multimodal input is not available yet"),
-    _ignored("disable_mm_preprocessor_cache", False, "multimodal input is not available yet"),
+    _ignored("disable_chunked_mm_input", False, _TEXT_ALONE),
+    _ignored("disable_mm_preprocessor_cache", False, _TEXT_ALONE),
+    _ignored("allowed_local_media_path", "", _TEXT_ALONE),
+    _ignored("mm_processor_kwargs", None, _TEXT_ALONE),
+    _ignored("enable_multimodal_encoder_data_parallel", False, _TEXT_ALONE),
     _ignored("disable_cascade_attn", False, "there is no cascade attention here"),
     _ignored("calculate_kv_scales", False, "scales of the KV cache are those of the checkpoint"),
     _ignored("max_seq_len_to_capture", 8192, _NO_CUDA_GRAPHS),
@@ -75,21 +125,40 @@ _ARGUMENTS = (
     _ignored("cuda_graph_sizes", (512,), _NO_CUDA_GRAPHS),
     _ignored("disable_custom_all_reduce", False, "there is no custom all-reduce here"),
     _ignored(
-        "compilation_config", None, "models are not compiled by this version", aliases=("-O",)
+        "compilation_config",
+        None,
+        "the device decides what is compiled and recorded; enforce_eager switches it off",
+        aliases=("-O",),
+        read=_read_compilation,
     ),
     _ignored("additional_config", {}, "no platform reads it"),
     _ignored("override_neuron_config", {}, "there is no Neuron platform here"),
     _ignored("worker_use_ray", False, "the engine's own process runs the worker"),
+    _ignored("ray_workers_use_nsight", False, "there are no Ray workers"),
+    _ignored("enable_expert_parallel", False, "the one device has all experts"),
     _ignored("tokenizer_pool_size", 0, _TOKENIZER_POOL),
     _ignored("tokenizer_pool_type", "ray", _TOKENIZER_POOL),
     _ignored("tokenizer_pool_extra_config", {}, _TOKENIZER_POOL),
-    _ignored("disable_log_requests", False, "requests are not logged"),
+    _ignored("disable_log_requests", False, "requests are logged with --log-requests only"),
     _ignored("show_hidden_metrics_for_version", None, "no metrics are hidden"),
     _ignored("weights_load_device", None, "weights are read on the host, one tensor at a time"),
     _ignored("pt_load_map_location", "cpu", "weights are read on the host, one tensor at a time"),
     _ignored("max_parallel_loading_workers", None, "weights are read one tensor at a time"),
     _ignored("split_qkv", False, "the model classes decide how projections are laid out"),
     _ignored("enable_reasoning", None, "a reasoning parser is chosen by its name alone"),
+    _ignored(
+        "reasoning_parser",
+        "",
+        "an engine gives whole texts; `vllm serve --reasoning-parser` takes the reasoning out of "
+        "them, and offline the parsers of vllm.reasoning do",
+    ),
+    _ignored(
+        "limit_mm_per_prompt",
+        None,
+        "prompts are text alone, so there is nothing to limit",
+        read=_read_limits,
+    ),
+    _ignored("weights_padding", False, "weights are laid out as the kernels of the device need"),
     _ignored("enable_lora_bias", False, _LORA_OFF),
     _ignored("max_loras", 1, _LORA_OFF),
     _ignored("max_lora_rank", 16, _LORA_OFF),
@@ -98,39 +167,69 @@ _ARGUMENTS = (
     _ignored("lora_dtype", "auto", _LORA_OFF),
     _ignored("lora_extra_vocab_size", 256, _LORA_OFF),
     _ignored("long_lora_scaling_factors", (), _LORA_OFF),
-    _ignored("max_prompt_adapters", 1, "prompt adapters are not available"),
-    _ignored("max_prompt_adapter_token", 0, "prompt adapters are not available"),
+    _ignored("max_prompt_adapters", 1, _PROMPT_ADAPTERS_OFF),
+    _ignored("max_prompt_adapter_token", 0, _PROMPT_ADAPTERS_OFF),
     _ignored("data_parallel_size_local", None, _DP_OFF),
     _ignored("data_parallel_address", None, _DP_OFF),
     _ignored("data_parallel_rpc_port", None, _DP_OFF),
     _ignored("data_parallel_backend", "mp", _DP_OFF),
-    _missing("model_impl", "auto", "another model implementation", also_off=("vllm",)),
-    _missing("config_format", "auto", "another config format", also_off=("hf",)),
-    _missing("hf_config_path", None, "a config.json outside the model folder"),
-    _missing("code_revision", None, "another revision for the model's code"),
-    _missing("hf_token", None, "a token argument (set HF_TOKEN instead)"),
-    _missing("model_loader_extra_config", {}, "further loaders"),
-    _missing("qlora_adapter_name_or_path", None, "QLoRA"),
-    _missing("disable_sliding_window", False, "running a sliding-window model without its window"),
+    _missing(
+        "model_impl",
+        "auto",
+        "models run with the classes of this package, which README.md lists",
+        also_off=("vllm",),
+    ),
+    _missing(
+        "config_format",
+        "auto",
+        "a model is described by a config.json as transformers writes it; hf_config_path names one "
+        "outside the model's folder",
+        also_off=("hf",),
+    ),
+    _missing(
+        "model_loader_extra_config",
+        {},
+        "the loaders that load_format names have no settings",
+    ),
+    _missing("qlora_adapter_name_or_path", None, _MERGE),
     _missing("enable_prompt_embeds", False, "embeddings as prompts"),
-    _missing("logits_processor_pattern", None, "logits processors by name"),
     _missing("cpu_offload_gb", 0.0, "offloading weights to the host"),
-    _missing("speculative_config", None, "speculative decoding"),
-    _missing("enable_lora", False, _LORA),
-    _missing("enable_prompt_adapter", False, "prompt adapters"),
-    _missing("allowed_local_media_path", "", _MULTIMODAL),
-    _missing("limit_mm_per_prompt", {}, _MULTIMODAL),
-    _missing("mm_processor_kwargs", None, _MULTIMODAL),
-    _missing("enable_multimodal_encoder_data_parallel", False, _MULTIMODAL),
-    _missing("data_parallel_size", 1, "data parallelism", aliases=("-dp",)),
-    _missing("enable_expert_parallel", False, "expert parallelism"),
-    _missing("ray_workers_use_nsight", False, "Ray workers"),
-    _missing("kv_transfer_config", None, "disaggregated prefill"),
+    _missing(
+        "speculative_config",
+        None,
+        "the model computes every token itself, without a draft; the outputs are the same",
+    ),
+    _missing("enable_lora", False, _MERGE),
+    _missing(
+        "enable_prompt_adapter",
+        False,
+        "the engine runs no prompt adapters; a system prompt can hold instructions",
+    ),
+    _missing("data_parallel_size", 1, "data parallelism", aliases=("-dp",), refusal=ONE_DEVICE),
     _missing("kv_events_config", None, "KV cache events"),
-    _missing("reasoning_parser", "", "reasoning parsers"),
-    _missing("otlp_traces_endpoint", None, _OBSERVABILITY),
-    _missing("collect_detailed_traces", None, _OBSERVABILITY),
-    _missing("scheduler_cls", "vllm.core.scheduler.Scheduler", _PLUGGABLE),
+    _missing(
+        "kv_transfer_config",
+        None,
+        "an engine computes prompts and outputs of its requests itself, and exchanges no KV cache; "
+        "several servers can share the load behind a load balancer",
+    ),
+    _missing(
+        "otlp_traces_endpoint",
+        None,
+        "traces are those of requests to a server (`vllm serve --otlp-traces-endpoint`)",
+    ),
+    _missing(
+        "collect_detailed_traces",
+        None,
+        "a trace has one span for a request; what a step spends its time on is in the file that "
+        "VLLM_PROFILER_ENABLED=1 writes",
+    ),
+    _missing(
+        "scheduler_cls",
+        "vllm.core.scheduler.Scheduler",
+        "there is one scheduler; scheduling_policy chooses the order of requests",
+        also_off=("vllm.v1.core.sched.scheduler.Scheduler",),
+    ),
 )
 
 COMPAT_ARGUMENTS: Mapping[str, CompatArgument] = {a.name: a for a in _ARGUMENTS}
@@ -146,7 +245,18 @@ def accept(name: str, value: Any) -> None:
     argument = COMPAT_ARGUMENTS[name]
     if value is None:
         return
+    if argument.read is not None:
+        try:
+            value = argument.read(value)
+        except ConfigError as error:
+            raise ConfigError(f"{name} {error}") from None
     if argument.available:
         logger.warning("%s=%s has no effect: %s", name, value, argument.reason)
     elif value != argument.off and value not in argument.also_off:
-        raise ConfigError(f"{name}={value!r}: {argument.reason}: not available in this version")
+        raise ConfigError(describe_refusal(argument, value))
+
+
+def describe_refusal(argument: CompatArgument, value: Any) -> str:
+    """Why an argument that is not available is refused, and what to do."""
+    reason = argument.refusal or f"not available in this version: {argument.reason}"
+    return f"{argument.name}={value!r}: {reason}. Leave it out."

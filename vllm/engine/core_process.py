@@ -20,6 +20,7 @@ from pathlib import Path
 import zmq
 
 from vllm.engine.engine_core import EngineCore
+from vllm.engine.fan_out import fan_out
 from vllm.engine.wire import (
     START_LENGTH,
     AbortRequests,
@@ -49,9 +50,7 @@ from vllm.utils.garbage import keep_for_good
 
 logger = init_logger(__name__)
 
-CALLS = frozenset(
-    {"preload", "reset_prefix_cache", "collective_rpc", "sleep", "wake_up", "is_sleeping"}
-)
+CALLS = frozenset({"reset_prefix_cache", "collective_rpc", "sleep", "wake_up", "is_sleeping"})
 """The methods of `EngineCore` that `CallCore` may ask for."""
 
 _STDIN = 0
@@ -113,7 +112,8 @@ class CoreLoop:
     def _handle(self, message: ToCore) -> None:
         if isinstance(message, AddRequests):
             for request in message.requests:
-                self._add(request)
+                for sample in fan_out(request):
+                    self._add(sample)
         elif isinstance(message, AbortRequests):
             self._core.abort_requests(message.request_ids)
             self._has_unsent_stats = True
@@ -132,6 +132,7 @@ class CoreLoop:
                     message=str(error),
                     status=error.status,
                     is_capacity=isinstance(error, CapacityError),
+                    param=error.param if isinstance(error, RequestError) else None,
                 )
             )
 
@@ -212,7 +213,7 @@ def _start_core(start: StartCore) -> EngineCore:
 
     for name, place in start.models.items():
         ModelRegistry.register_model(name, place)
-    startup.report("starting workers")
+    startup.report("starting the worker")
     config = start.config
     # In the log of a server, a progress bar is noise.
     load = replace(

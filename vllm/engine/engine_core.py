@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
+from vllm.engine.named_processors import NamedProcessors
 from vllm.engine.run_ahead import RunAhead
 from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, RequestError
 from vllm.executor import Executor, StepHandleLike, UniProcExecutor, WorkerMethod
@@ -21,6 +23,8 @@ from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
 logger = init_logger(__name__)
 
 _IDLE = EngineOutput()
+
+_PREPARE_WAIT_S = 0.02
 
 _OF_THE_ENGINE = frozenset({"load_model", "initialize_cache", "execute_model", "sleep", "wake_up"})
 """Methods of the workers that only the engine calls: what it knows would no longer be true."""
@@ -42,7 +46,6 @@ class EngineCore:
         executor: Executor | None = None,
         run_ahead: RunAhead | None = None,
     ) -> None:
-        started = time.perf_counter()
         self.config = config
         if config.observability.profiler_enabled:
             set_trace(open_trace(Path.cwd()))
@@ -55,23 +58,19 @@ class EngineCore:
         self._run_ahead = run_ahead or RunAhead(
             config.scheduler.async_scheduling and self.executor.is_asynchronous
         )
+        self._named_processors = NamedProcessors(config.model.logits_processor_pattern)
         self._in_flight: deque[tuple[int, StepHandleLike]] = deque()
+        self._preparing: dict[str, tuple[EngineRequest, Future[None]]] = {}
+        """Requests that are scheduled once what they need is loaded, by id."""
         self._sleeping_tags: list[str] = []
         # Not the exception: its traceback holds the engine, which then nobody could collect.
         self._failure: str | None = None
-        logger.info(
-            "ready in %.1f s: %s, max_model_len %d, at most %d requests and %d tokens per step",
-            time.perf_counter() - started,
-            (config.model.served_model_name or (config.model.model,))[0],
-            config.scheduler.max_model_len,
-            config.scheduler.max_num_seqs,
-            config.scheduler.max_num_batched_tokens,
-        )
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
 
         Raises:
+            RequestError: a logits processor that it names cannot be used.
             CapacityError: it can never fit the KV cache.
             EngineAsleepError: weights or KV cache are given back.
             EngineDeadError: an earlier step failed.
@@ -79,17 +78,27 @@ class EngineCore:
         self._check_alive()
         if self._sleeping_tags:
             raise EngineAsleepError(self._sleeping_tags)
-        if not self.scheduler.num_unfinished_requests:
-            self._run_ahead.idle()
-        self.scheduler.add_request(request)
+        self.scheduler.check_request(request)
+        if request.request_id in self._preparing:
+            raise RequestError(f"request {request.request_id!r} is already being processed")
+        request = self._named_processors.resolve(request)
+        future = self.executor.prepare(request)
+        if future is not None and not future.done():
+            self._preparing[request.request_id] = request, future
+        else:
+            self._queue(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Forget requests; ids that are not there are passed over, and nothing is reported."""
-        self.scheduler.abort_requests(request_ids)
+        ids = list(request_ids)
+        for request_id in ids:
+            self._preparing.pop(request_id, None)
+        self.scheduler.abort_requests(ids)
 
     def has_unfinished_requests(self) -> bool:
         """Something waits or runs, or a step is in flight whose requests have all left."""
-        return self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight)
+        is_busy = self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight)
+        return is_busy or bool(self._preparing)
 
     def step(self) -> EngineOutput:
         """The result of the oldest step, after starting those that can run.
@@ -102,6 +111,8 @@ class EngineCore:
                 known then, so nothing can be served any more.
         """
         self._check_alive()
+        if self._preparing:
+            self._queue_prepared()
         if not self._in_flight:
             self._start_step()
         if self._in_flight and self._run_ahead.pays:
@@ -117,6 +128,22 @@ class EngineCore:
             used = pool.num_usable_blocks - pool.num_free
             trace.counter("cache", **cache_counters(used, pool.num_usable_blocks))
         return result
+
+    def _queue(self, request: EngineRequest) -> None:
+        if not self.scheduler.num_unfinished_requests:
+            self._run_ahead.idle()
+        self.scheduler.add_request(request)
+
+    def _queue_prepared(self) -> None:
+        """Queue the requests that are ready. Only when nothing else can run, wait a moment for
+        one of them: the caller has messages to take in."""
+        if not (self.scheduler.num_unfinished_requests or self._in_flight):
+            futures = [future for _, future in self._preparing.values()]
+            wait(futures, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
+        for request_id, (request, future) in list(self._preparing.items()):
+            if future.done():
+                del self._preparing[request_id]
+                self._queue(request)
 
     def _start_step(self) -> None:
         """Start the next step, if there is something that can run."""
@@ -155,14 +182,11 @@ class EngineCore:
         logger.error("step %d failed; the engine stops", step_id, exc_info=failure)
         raise EngineDeadError(f"step {step_id} failed: {self._failure}") from failure
 
-    def preload(self) -> bool:
-        """Load in the background what only some requests need; always True."""
-        self.executor.preload()
-        return True
-
     def stats(self) -> SchedulerStats:
         """How full it is, and what it has done."""
-        return msgspec.structs.replace(self.scheduler.stats(), runner=self.executor.stats())
+        stats = self.scheduler.stats()
+        num_waiting = stats.num_waiting + len(self._preparing)
+        return msgspec.structs.replace(stats, num_waiting=num_waiting, runner=self.executor.stats())
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and no change, while requests run."""
@@ -184,7 +208,8 @@ class EngineCore:
             EngineDeadError: an earlier step failed.
         """
         self._check_can_sleep()
-        if num_requests := self.scheduler.num_unfinished_requests:
+        num_requests = self.scheduler.num_unfinished_requests + len(self._preparing)
+        if num_requests:
             raise CapacityError(
                 f"the engine cannot sleep while requests run or wait (now {num_requests}): let "
                 f"them end, or abort them, and call sleep again",

@@ -9,27 +9,30 @@ import operator
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm.config import VllmConfig
+from vllm.engine.named_processors import NamedProcessors
 from vllm.engine.pooling_input import PoolingInput, refuse_generation
-from vllm.errors import PromptTooLongError, RequestError
+from vllm.errors import PromptTooLongError, RequestError, TextTooLongError
 from vllm.inputs import PromptType
-from vllm.messages import EngineRequest
+from vllm.messages import EngineRequest, Grammar
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import GuidedDecodingParams, SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
-from vllm.structured_output.spec import make_spec
+from vllm.structured_output.spec import field_of, make_spec
+from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES, TextLengthBound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONG_TEXT_CHARS = 16 * 1024
-"""From here on a text takes so long to tokenise that a server does it in a thread."""
+"""From here on a text takes so long to tokenise that a server does it in a thread, and so does
+whatever else takes as long to prepare."""
 
 _FORMS = "a string, a list of token ids, {'prompt': str} or {'prompt_token_ids': list of int}"
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "token_type_ids"}
@@ -62,18 +65,28 @@ class InputProcessor:
         generation_defaults: Mapping[str, Any],
     ) -> None:
         self.tokenizer = tokenizer
+        self._config = config
+        self._generation_defaults = generation_defaults
         self._vocab_size = config.model.resolved_arch.vocab_size
         self._max_model_len = config.scheduler.max_model_len
         self._max_logprobs = config.model.max_logprobs
+        self._named_processors = NamedProcessors(config.model.logits_processor_pattern)
         self._structured_output = config.structured_output
         self._compiler: GrammarCompiler | None = None
         self._compiler_lock = threading.Lock()
         self._pooler = config.model.pooler
+        self._length_bound: TextLengthBound | None = None
+        self._bad_words: tuple[list[str], list[list[int]]] | None = None
+        """The newest bad words and their tokens: the prompts of one request share them."""
         self.pooling = PoolingInput(config, self)
         self._config_end_tokens = _as_ids(config.model.resolved_arch.hf_config.get("eos_token_id"))
         self._default_end_tokens = _as_ids(generation_defaults.get("eos_token_ids"))
         # Requests without a seed draw theirs from here, so that an offline run can be repeated.
         self._seeds = random.Random(config.model.seed)
+
+    def with_tokenizer(self, tokenizer: "PreTrainedTokenizerBase | None") -> "InputProcessor":
+        """One for the same engine with a tokenizer of its own, for another thread."""
+        return InputProcessor(self._config, tokenizer, self._generation_defaults)
 
     @property
     def end_tokens(self) -> tuple[int | None, frozenset[int]]:
@@ -103,7 +116,7 @@ class InputProcessor:
         Args:
             request_id: the user's.
             prompt: in any form of `PromptType`.
-            params: how to sample; for several samples see `fan_out`.
+            params: how to sample; for several samples see `fan_out.fan_out`.
             arrival_time: in seconds of `time.time()`; None is now.
             priority: a smaller one goes first.
 
@@ -115,7 +128,10 @@ class InputProcessor:
         """
         refuse_generation(self._pooler)
         self._check_params(params)
-        tokenized = self.tokenize(prompt)
+        is_truncated = params.truncate_prompt_tokens is not None
+        tokenized = self.tokenize(
+            prompt, max_tokens=None if is_truncated else self._max_model_len - 1
+        )
         token_ids = tokenized.token_ids
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
@@ -175,7 +191,7 @@ class InputProcessor:
         guided = request.sampling_params.guided_decoding
         if guided is None or request.grammar is not None:
             return request
-        return msgspec.structs.replace(request, grammar=self.grammar_compiler.compile(guided))
+        return _with_grammar(request, self.grammar_compiler.compile(guided))
 
     def attach_cached_grammar(self, request: EngineRequest) -> EngineRequest | None:
         """As `attach_grammar` if nothing has to be compiled, else None; does not block."""
@@ -183,7 +199,7 @@ class InputProcessor:
         if guided is None or request.grammar is not None:
             return request
         grammar = self.grammar_compiler.cached(guided)
-        return None if grammar is None else msgspec.structs.replace(request, grammar=grammar)
+        return None if grammar is None else _with_grammar(request, grammar)
 
     def close(self) -> None:
         """End the processes that compile grammars; what they compile fails."""
@@ -201,24 +217,44 @@ class InputProcessor:
                 )
             return self._compiler
 
-    def tokenize(self, prompt: PromptType) -> TokenizedPrompt:
+    def tokenize(self, prompt: PromptType, *, max_tokens: int | None = None) -> TokenizedPrompt:
         """Token ids of a prompt in any form, checked to be there and in the vocabulary.
+
+        Args:
+            prompt: in any form.
+            max_tokens: a text that certainly has more tokens is refused before it is tokenised;
+                None refuses none.
 
         Raises:
             RequestError: it has no known form, no tokens, or a token the model does not have.
+            PromptTooLongError: it certainly has more than `max_tokens`.
         """
         if isinstance(prompt, str):
-            return TokenizedPrompt(self._encode(prompt), prompt)
+            return TokenizedPrompt(self._encode(prompt, max_tokens=max_tokens), prompt)
         if isinstance(prompt, Mapping):
-            return self._tokenize_mapping(prompt)
+            return self._tokenize_mapping(prompt, max_tokens)
         return TokenizedPrompt(self._check_prompt_ids(prompt), None)
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a part of a text, without those that begin or end a prompt."""
+        assert self.tokenizer is not None
+        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        return len(encoded["input_ids"])
 
     # ---- prompts --------------------------------------------------------------------------
 
-    def _tokenize_mapping(self, prompt: Mapping[str, Any]) -> TokenizedPrompt:
+    def _tokenize_mapping(
+        self, prompt: Mapping[str, Any], max_tokens: int | None
+    ) -> TokenizedPrompt:
         if media := [key for key in prompt if key in _MEDIA_KEYS and prompt[key]]:
             raise RequestError(
-                f"not available in this engine yet: multimodal input ({', '.join(media)})",
+                f"{', '.join(media)}: this version reads text only. Leave it out of the prompt",
+                param="prompt",
+            )
+        if "encoder_prompt" in prompt:
+            raise RequestError(
+                "this version runs no models with an encoder and a decoder: send a prompt without "
+                f"'encoder_prompt', as {_FORMS}",
                 param="prompt",
             )
         if unknown := [key for key in prompt if key not in _KEYS | _MEDIA_KEYS]:
@@ -239,10 +275,13 @@ class InputProcessor:
             return TokenizedPrompt(self._check_prompt_ids(prompt["prompt_token_ids"]), text, salt)
         if text is None:
             raise RequestError(f"the prompt is empty: expected {_FORMS}", param="prompt")
-        add_special_tokens = prompt.get("add_special_tokens", True)
-        return TokenizedPrompt(self._encode(text, bool(add_special_tokens)), text, salt)
+        add_special_tokens = bool(prompt.get("add_special_tokens", True))
+        token_ids = self._encode(text, add_special_tokens, max_tokens=max_tokens)
+        return TokenizedPrompt(token_ids, text, salt)
 
-    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def _encode(
+        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
+    ) -> list[int]:
         if self.tokenizer is None:
             raise RequestError(
                 "a text prompt needs a tokenizer, and this engine runs without one "
@@ -253,16 +292,32 @@ class InputProcessor:
             bos = self.tokenizer.bos_token_id
             hint = "" if bos is None else f"; to begin with nothing, send the token ids [{bos}]"
             raise RequestError(f"the prompt is empty{hint}", param="prompt")
+        self.check_length(text, max_tokens)
+        # verbose: the tokenizer would log of prompts longer than *it* thinks the model takes.
+        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return self._check_prompt_ids(encoded["input_ids"])
+
+    def check_length(self, text: str, max_tokens: int | None) -> None:
+        """Refuse what is no text, or has more than `max_tokens` tokens however it is tokenised.
+
+        Raises:
+            RequestError: it is not valid Unicode.
+            TextTooLongError: it is too long.
+        """
         try:
-            text.encode()
+            num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
             raise RequestError(
                 f"the prompt is not valid text: {error.reason} at character {error.start}",
                 param="prompt",
             ) from error
-        # verbose: the tokenizer would log of prompts longer than *it* thinks the model takes.
-        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
-        return self._check_prompt_ids(encoded["input_ids"])
+        if max_tokens is None or num_bytes <= max_tokens * USUAL_TOKEN_BYTES:
+            return
+        if self._length_bound is None or self._length_bound.tokenizer is not self.tokenizer:
+            assert self.tokenizer is not None
+            self._length_bound = TextLengthBound(self.tokenizer)
+        if self._length_bound.min_tokens(text, num_bytes) > max_tokens:
+            raise TextTooLongError(num_bytes, max_tokens, self._max_model_len)
 
     def _check_prompt_ids(self, token_ids: Any) -> list[int]:
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
@@ -291,6 +346,7 @@ class InputProcessor:
             raise RequestError(
                 f"expected SamplingParams, got {type(params).__name__}", param="sampling_params"
             )
+        params.check_ranking()
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             if value is not None and value > self._max_logprobs:
@@ -299,6 +355,7 @@ class InputProcessor:
                     f"the limit is max_logprobs of the engine",
                     param=name,
                 )
+        self._named_processors.check(params)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("stop_token_ids", params.all_stop_token_ids)
@@ -308,7 +365,7 @@ class InputProcessor:
                 raise RequestError(
                     "structured output needs a tokenizer with an end token, and this engine has "
                     "none",
-                    param="guided_decoding",
+                    param=field_of(params.guided_decoding),
                 )
         for name in ("stop", "bad_words"):
             if getattr(params, name) and self.tokenizer is None:
@@ -318,62 +375,50 @@ class InputProcessor:
                     param=name,
                 )
 
-    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        for token_id in token_ids:
-            if not 0 <= token_id < self._vocab_size:
-                raise RequestError(
-                    f"{name} has token id {token_id}, which is not in the vocabulary of "
-                    f"{self._vocab_size} tokens (0 to {self._vocab_size - 1})",
-                    param=name,
-                )
+    def _check_ids(self, name: str, token_ids: Collection[int]) -> None:
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            return
+        wrong = next(t for t in token_ids if not 0 <= t < self._vocab_size)
+        raise RequestError(
+            f"{name} has token id {wrong}, which is not in the vocabulary of "
+            f"{self._vocab_size} tokens (0 to {self._vocab_size - 1})",
+            param=name,
+        )
 
     def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it begins a text and as it follows another word."""
-        sequences: list[list[int]] = []
+        if not words:
+            return []
+        if self._bad_words is None or self._bad_words[0] != words:
+            self._bad_words = list(words), self._encode_bad_words(words)
+        return self._bad_words[1]
+
+    def _encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        assert self.tokenizer is not None
+        word_of: dict[str, str] = {}  # text -> the word it comes of, each text once
         for word in words:
-            assert self.tokenizer is not None
             stem = word.lstrip()
             for text in (stem, " " + stem) if stem else (word,):
-                token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-                if not token_ids or max(token_ids) >= self._vocab_size:
-                    raise RequestError(
-                        f"bad_words has {word!r}, which the model cannot write", param="bad_words"
-                    )
-                if token_ids not in sequences:
-                    sequences.append(token_ids)
-        return sequences
+                word_of.setdefault(text, word)
+        encoded = self.tokenizer(list(word_of), add_special_tokens=False, verbose=False)
+        sequences: list[list[int]] = encoded["input_ids"]
+        for word, token_ids in zip(word_of.values(), sequences, strict=True):
+            if not token_ids or max(token_ids) >= self._vocab_size:
+                raise RequestError(
+                    f"bad_words has {word!r}, which the model cannot write", param="bad_words"
+                )
+        return list({tuple(token_ids): token_ids for token_ids in sequences}.values())
 
 
-def fan_out(request: EngineRequest) -> list[EngineRequest]:
-    """One request per sample, ordered by index; the request itself when there is one sample.
+def _with_grammar(request: EngineRequest, grammar: Grammar) -> EngineRequest:
+    """The request with its grammar, and without the schema that it was compiled from.
 
-    Sample i of request r has the id "i_r" and the seed of r plus i.
+    The core needs to know only that there is one; and a schema may hold integers beyond 64 bits,
+    which no message to the core can.
     """
-    params = request.sampling_params
-    if params.n == 1:
-        return [request]
-    requests = []
-    for index in range(params.n):
-        own = copy.copy(params)
-        own.n, own.best_of = 1, None
-        seed = _wrap_int64(request.seed + index)
-        if own.seed is not None:
-            own.seed = seed
-        if index:
-            own.prompt_logprobs = None  # the same for every sample, and they need a full prefill
-        requests.append(
-            msgspec.structs.replace(
-                request,
-                request_id=f"{index}_{request.request_id}",
-                sampling_params=own,
-                seed=seed,
-            )
-        )
-    return requests
-
-
-def _wrap_int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
+    params = copy.copy(request.sampling_params)
+    params.guided_decoding = GuidedDecodingParams()
+    return msgspec.structs.replace(request, sampling_params=params, grammar=grammar)
 
 
 def _as_ids(value: int | Sequence[int] | None) -> list[int]:

@@ -4,6 +4,7 @@ Joins the three parts and decides nothing itself: `InputProcessor` checks and to
 engine core computes, `OutputProcessor` makes text. Not thread-safe.
 """
 
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +12,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.config import VllmConfig
 from vllm.engine.engine_control import ControlledCore, EngineControl
-from vllm.engine.input_processor import InputProcessor, fan_out
+from vllm.engine.fan_out import fan_out
+from vllm.engine.input_processor import InputProcessor
 from vllm.engine.metrics import EngineMetrics
 from vllm.engine.output_processor import OutputProcessor
 from vllm.engine.stats_log import StatsLog
 from vllm.engine.stats_recorder import StatsRecorder
+from vllm.engine.unavailable import refuse
 from vllm.errors import EngineDeadError, RequestError
 from vllm.inputs import PromptType
+from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
 from vllm.outputs import AnyRequestOutput
 from vllm.platforms import resolve_platform
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger(__name__)
 
 
 class Core(ControlledCore, Protocol):
@@ -115,7 +121,10 @@ class LLMEngine(EngineControl):
         Raises:
             ConfigError: the engine cannot start with them.
         """
-        return cls.from_vllm_config(engine_args.create_engine_config())
+        began = time.monotonic()
+        engine = cls.from_vllm_config(engine_args.create_engine_config())
+        logger.info("ready in %.1f s: %s", time.monotonic() - began, engine.vllm_config.summary)
+        return engine
 
     @classmethod
     def from_vllm_config(cls, config: VllmConfig) -> "LLMEngine":
@@ -161,7 +170,7 @@ class LLMEngine(EngineControl):
             prompt: in any form of `PromptType`.
             params: how to sample, or to pool; may be used again.
             arrival_time: in seconds of `time.time()`; None is now.
-            lora_request: None; adapters are not available yet.
+            lora_request: only None for now.
             priority: a smaller one goes first, where the scheduling policy is "priority".
 
         Raises:
@@ -169,10 +178,7 @@ class LLMEngine(EngineControl):
             CapacityError: it can never fit the KV cache.
             EngineDeadError: the engine was shut down or has failed.
         """
-        if lora_request is not None:
-            raise RequestError(
-                "not available in this engine yet: LoRA (lora_request)", param="lora_request"
-            )
+        refuse(lora_request=lora_request)
         processor = self.input_processor
         if isinstance(params, PoolingParams):
             text, request = processor.process_pooling(

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.engine.detokenizer import DetokenizerFactory
+from vllm.engine.logprobs import TextOf
 from vllm.engine.output_state import RequestState, SampleState
 from vllm.engine.output_text import OutputText
 from vllm.engine.pooling_state import PoolingState
@@ -94,7 +95,7 @@ class OutputProcessor:
         first = core_requests[0]
         kind = RequestState if first.pooling_params is None else PoolingState
         request = kind(request_id, prompt, first.prompt_token_ids, params, first.arrival_time)
-        text_of = None if self._detokenizers is None else self._detokenizers.text_of
+        text_of = self._text_of(params)
         for index, core_request in enumerate(core_requests):
             text = self._make_text(params, first.prompt_token_ids)
             sample = SampleState(request, index, core_request.request_id, text, text_of)
@@ -166,10 +167,10 @@ class OutputProcessor:
             sample = samples.get(core_id)
             if sample is not None and sample.request.metrics.first_scheduled_time is None:
                 sample.request.metrics.first_scheduled_time = scheduled_time
-        text_of = None if self._detokenizers is None else self._detokenizers.text_of
         for core_id, rows in output.prompt_logprobs.items():
             if (sample := samples.get(core_id)) is not None:
-                sample.request.add_prompt_logprobs(rows, text_of)
+                request = sample.request
+                request.add_prompt_logprobs(rows, self._text_of(request.params))
         for core_id, rows in output.logprobs.items():
             if (sample := samples.get(core_id)) is not None:
                 sample.add_logprobs(rows)
@@ -196,6 +197,12 @@ class OutputProcessor:
             if is_finished or request.is_streamed:
                 outputs.append(request.output())
         return outputs
+
+    def _text_of(self, params: SamplingParams) -> TextOf | None:
+        """What tells the text of a token in log-probabilities; None where none is wanted."""
+        if self._detokenizers is None or not params.detokenize:
+            return None
+        return self._detokenizers.text_of
 
     def _make_text(
         self, params: SamplingParams, prompt_token_ids: Sequence[int]

@@ -116,6 +116,13 @@ class SampleState:
         """`read` has found a stop string."""
         self._set_end(FinishReason.STOP, string)
 
+    @property
+    def cumulative_logprob(self) -> float:
+        """Sum over the tokens whose log-probabilities have come."""
+        if self._new_logprobs:
+            self._convert_logprobs()
+        return self._cumulative_logprob
+
     def output(self, is_delta: bool) -> CompletionOutput:
         """The whole sample, or what is new since the last output."""
         if self._new_logprobs:
@@ -131,7 +138,13 @@ class SampleState:
         token_ids = self.token_ids[first_token:]
         if self.request.params.logprobs is None:
             return CompletionOutput(
-                self.index, text, token_ids, None, None, self.finish_reason, self.stop_reason
+                self.index,
+                text,
+                token_ids,
+                self._cumulative_logprob if self.request.is_ranked else None,
+                None,
+                self.finish_reason,
+                self.stop_reason,
             )
         return CompletionOutput(
             index=self.index,
@@ -150,9 +163,10 @@ class SampleState:
 
     def _convert_logprobs(self) -> None:
         num_top = self.request.params.logprobs
-        if num_top is None:
-            return
         for rows in self._new_logprobs:
+            if num_top is None:  # the user wants none: the sum alone, to rank the samples
+                self._cumulative_logprob += float(rows.logprobs[:, 0].sum())
+                continue
             for entries in to_dicts(rows, num_top, self._text_of):
                 self._logprobs.append(entries)
                 self._cumulative_logprob += next(iter(entries.values())).logprob
@@ -171,6 +185,7 @@ class RequestState:
 
     Attributes:
         is_streamed: its user sees every step.
+        is_ranked: only the likeliest of its samples are returned.
         samples: ordered by index.
         num_running: samples that have not ended.
         num_cached_tokens: None until it is known.
@@ -187,6 +202,7 @@ class RequestState:
         self.request_id = request_id
         self.params = params
         self.is_streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
+        self.is_ranked = params.is_ranked
         self.samples: list[SampleState] = []
         self.num_running = 0
         self.metrics = RequestMetrics(arrival_time)
@@ -219,6 +235,8 @@ class RequestState:
         is_delta, is_finished = self._is_delta, self.num_running == 0
         if is_delta and (len(samples) > 1 or not samples[0].has_news):
             samples = [sample for sample in samples if sample.has_news]
+        if self.is_ranked:
+            samples = self._best()
         if is_delta and prompt_logprobs is not None:
             prompt_logprobs = self._whole_prompt_logprobs_once(is_finished)
         output = RequestOutput(
@@ -231,7 +249,27 @@ class RequestState:
             self.metrics,
         )
         output.num_cached_tokens = self.num_cached_tokens
+        if self.is_ranked:
+            for index, best in enumerate(output.outputs):
+                best.index = index
+            output.num_dropped_tokens = self._num_tokens() - sum(
+                len(best.token_ids) for best in output.outputs
+            )
         return output
+
+    def _best(self) -> list[SampleState]:
+        """The `n` likeliest samples, the likeliest first; those that failed come last."""
+        ranked = sorted(
+            self.samples,
+            key=lambda sample: (
+                sample.finish_reason == str(FinishReason.ERROR),
+                -sample.cumulative_logprob,
+            ),
+        )
+        return ranked[: self.params.n]
+
+    def _num_tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.samples)
 
     def _whole_prompt_logprobs_once(
         self, is_finished: bool

@@ -21,7 +21,7 @@ _CALLS = {
     "embed": "LLM.embed or LLM.score, POST /v1/embeddings or /score",
     "classify": "LLM.classify, POST /classify",
     "score": "LLM.score, POST /score or /rerank",
-    "reward": "LLM.encode, POST /pooling",
+    "reward": "LLM.reward or LLM.encode, POST /pooling",
 }
 """Task -> how it is asked for."""
 
@@ -108,11 +108,14 @@ class PoolingInput:
             )
         pooler = require_task(self._pooler)
         self._check_dimensions(pooler, params.dimensions)
-        tokenized = self._processor.tokenize(prompt)
+        most = self._max_tokens(params)
+        tokenized = self._processor.tokenize(
+            prompt, max_tokens=self._max_model_len if most is None else None
+        )
         token_ids, types = tokenized.token_ids, _types_of(prompt)
         if types is not None:
             self._check_types(types, len(token_ids))
-        if (most := self._max_tokens(params)) is not None and len(token_ids) > most:
+        if most is not None and len(token_ids) > most:
             token_ids = self._truncate(prompt, tokenized, most)
             types = None if types is None else types[-most:]
         if len(token_ids) > self._max_model_len:
@@ -148,9 +151,10 @@ class PoolingInput:
         tokenizer = self._processor.tokenizer
         if tokenizer is None:
             raise RequestError("scoring texts needs a tokenizer (skip_tokenizer_init is set)")
+        most = self._max_tokens(PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens))
         for part in (text, other):
             _check_text(part)
-        most = self._max_tokens(PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens))
+            self._processor.check_length(part, self._max_model_len if most is None else None)
         token_ids, types = encode(tokenizer, text, other, most)
         prompt: TokensPrompt = {"prompt_token_ids": token_ids}
         if types is not None and self._num_types > 1:

@@ -28,18 +28,13 @@ def encode(
         add_special_tokens: False takes the text as it is.
 
     Returns:
-        Token ids, and types of those of a pair.
+        Token ids, and types of those of a pair; None where the `model_input_names` of the
+        tokenizer have no types: the model was trained without them.
 
     Raises:
         RequestError: the special tokens leave no room for the text.
     """
-    encoded = tokenizer(
-        text,
-        other,
-        add_special_tokens=add_special_tokens,
-        return_token_type_ids=other is not None,
-        verbose=False,
-    )
+    encoded = tokenizer(text, other, add_special_tokens=add_special_tokens, verbose=False)
     token_ids: list[int] = encoded["input_ids"]
     types: list[int] | None = None if other is None else encoded.get("token_type_ids")
     if most is None or len(token_ids) <= most:

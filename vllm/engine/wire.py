@@ -34,7 +34,8 @@ class StartCore(_Message, frozen=True, kw_only=True):
 
 
 class AddRequests(_Message, frozen=True, kw_only=True):
-    """Queue requests; those that are refused are told by `Refused`."""
+    """Queue requests, each of which is sent once however many samples it wants: the core makes
+    them (`fan_out`). Those that are refused are told by `Refused`."""
 
     requests: list[EngineRequest]
 
@@ -97,6 +98,8 @@ class Refused(_Message, frozen=True, kw_only=True):
     """HTTP status."""
     is_capacity: bool
     """A CapacityError, else a RequestError."""
+    param: str | None = None
+    """Field of the request that is at fault."""
 
 
 class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -179,8 +182,8 @@ def _encode_extra(value: Any) -> Any:
         return value.dtype.str, value.shape, value.tobytes()
     if callable(value):
         raise RequestError(
-            "logits_processors are code and cannot be sent to the engine's own process; use the "
-            "offline engine (LLM)",
+            "logits_processors are code and cannot be sent to the engine's own process; send their "
+            "qualified names, or use the offline engine (LLM)",
             param="logits_processors",
         )
     raise TypeError(f"{type(value).__name__} cannot be sent")

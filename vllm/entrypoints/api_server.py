@@ -1,7 +1,8 @@
 """`python -m vllm.entrypoints.api_server`: POST /generate, as old clients of vLLM speak it.
 
 The body has `prompt`, `stream` and the fields of `SamplingParams`. The answer is
-`{"text": [prompt + output, ...]}`; a stream has one such object per line. All routes of
+`{"text": [prompt + output, ...]}`; a stream has one such object per line, and ends with the body
+of an error if it fails midway. All routes of
 `vllm.entrypoints.openai.api_server`, which new clients should use, are there too.
 """
 
@@ -10,18 +11,23 @@ import sys
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
 from vllm.entrypoints.openai.context import ServerContext, get_context
-from vllm.entrypoints.openai.errors import describe_error
+from vllm.entrypoints.openai.errors import describe_error, refuse_failed
+from vllm.entrypoints.openai.http import off_loop
 from vllm.entrypoints.openai.http.sse import EventStream, run_until_disconnect
+from vllm.entrypoints.openai.protocol.sampling import SamplingFields
+from vllm.entrypoints.openai.request_limits import check_limits, check_num_values
 from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.entrypoints.openai.validation_text import NO_BODY
 from vllm.errors import RequestError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -37,7 +43,9 @@ _FIELDS = frozenset(SamplingParams.__struct_fields__) - _NOT_FROM_CLIENTS
 async def generate(request: Request) -> Response:
     """Continue one prompt."""
     context = get_context(request)
-    prompt, is_streamed, params = read_body(await request.body(), context.args)
+    data = await request.body()
+    off_loop.mark_request(len(data))
+    prompt, is_streamed, params = await off_loop.run(partial(read_body, data, context.args))
     outputs = context.engine.generate(prompt, params, f"generate-{uuid.uuid4().hex}")
     if is_streamed:
         headers = {"content-type": "application/x-ndjson"}
@@ -51,6 +59,9 @@ def read_body(data: bytes, args: ServerArgs) -> tuple[str, bool, SamplingParams]
     Raises:
         RequestError: the body is not as the module describes.
     """
+    if not data:
+        raise RequestError(NO_BODY)
+    check_num_values(data, args)
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -65,18 +76,12 @@ def read_body(data: bytes, args: ServerArgs) -> tuple[str, bool, SamplingParams]
     for name in body:
         if name not in _FIELDS:
             raise RequestError(f"there is no field {name[:100]!r}", param=name[:100])
+    check_limits(SamplingFields, body, args)
     kind = RequestOutputKind.CUMULATIVE if is_streamed else RequestOutputKind.FINAL_ONLY
     try:
         params = SamplingParams(**body, output_kind=kind)
     except TypeError as error:
         raise RequestError(str(error)) from None
-    if params.n > args.max_n:
-        raise RequestError(f"n must be at most {args.max_n} (max_n), got {params.n}", param="n")
-    if len(params.stop or ()) > args.max_stop_strings:
-        raise RequestError(
-            f"stop may have at most {args.max_stop_strings} strings (max_stop_strings)",
-            param="stop",
-        )
     return prompt, is_streamed, params
 
 
@@ -84,6 +89,7 @@ async def _last(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
     async with aclosing(outputs):
         async for output in outputs:
             if output.finished:
+                _refuse_failed(output)
                 return output
     raise RuntimeError("a request ended without a last output")
 
@@ -95,6 +101,7 @@ async def _lines(
     async with aclosing(outputs):
         try:
             async for output in outputs:
+                _refuse_failed(output)
                 yield msgspec.json.encode(_body(prompt, output)) + b"\n"
                 has_begun = True
         except Exception as error:
@@ -103,15 +110,20 @@ async def _lines(
             yield msgspec.json.encode(describe_error(error).body()) + b"\n"
 
 
+def _refuse_failed(output: RequestOutput) -> None:
+    for sample in output.outputs:
+        refuse_failed(sample)
+
+
 def _body(prompt: str, output: RequestOutput) -> Mapping[str, Any]:
     return {"text": [prompt + sample.text for sample in output.outputs]}
 
 
-def load_server(engine_args: EngineArgs, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
+def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
     """The application of the OpenAI server, with /generate besides. Raises as that one's does."""
     from vllm.entrypoints.openai import app as openai_app
 
-    context, app = openai_app.load_server(engine_args, args)
+    context, app = openai_app.load_server(engine, args)
     app.include_router(router)
     return context, app
 
@@ -122,7 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from vllm.entrypoints.openai.api_server import run_server
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="api_server"))
-    return run_command(lambda: run_server(*read_args(parser.parse_args(argv)), load_server))
+    return run_command(
+        lambda: run_server(*read_args(parser.parse_args(argv)), load_server), parser.flag_names
+    )
 
 
 if __name__ == "__main__":

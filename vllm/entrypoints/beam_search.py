@@ -1,9 +1,11 @@
 """Beam search as a loop of one-token requests; the prefix cache keeps it from recomputing."""
 
+import math
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
+from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from vllm.sampling_params import BeamSearchParams, SamplingParams
@@ -17,6 +19,8 @@ _Rounds = Generator[
     tuple[list[TokensPrompt], SamplingParams], list[RequestOutput], list[BeamSearchOutput]
 ]
 """Gives what to run next and takes what came of it."""
+_Rank = tuple[int, float, float]
+"""Orders beams by score, see `_rank`."""
 
 
 @dataclass
@@ -28,6 +32,27 @@ class _Search:
     live: list[BeamSearchSequence]
     """All of the same length, the likeliest first."""
     done: list[BeamSearchSequence] = field(default_factory=list)
+
+
+def check_beam_width(width: int, max_logprobs: int, *, name: str, limit: str) -> None:
+    """Refuse a search that needs more log-probabilities per token than the engine gives.
+
+    Args:
+        width: beams to keep.
+        max_logprobs: of the engine.
+        name, limit: names of both, as the user writes them.
+
+    Raises:
+        RequestError: (a ValueError) the width is too large; names the largest.
+    """
+    needed, widest = _num_logprobs(width), max_logprobs // 2
+    if needed > max_logprobs:
+        fewer = f"use {name} up to {widest}, or " if widest else ""
+        raise RequestError(
+            f"beam search with {name} = {width} needs {needed} log-probabilities per token, and "
+            f"{limit} is {max_logprobs}: {fewer}raise {limit} to {needed}",
+            param=name,
+        )
 
 
 def search_beams(
@@ -42,8 +67,8 @@ def search_beams(
     """Search for every prompt at once.
 
     A sequence scores its summed log-probability divided by `(output tokens) ** length_penalty`,
-    an end token included, as in transformers. It ends with a token of `end_tokens` (finish
-    reason "stop") or after `max_tokens` or at `max_model_len` ("length").
+    an end token included, as in transformers; any finite penalty will do. It ends with a token of
+    `end_tokens` (finish reason "stop") or after `max_tokens` or at `max_model_len` ("length").
 
     Args:
         prompts: token ids, at least one each.
@@ -92,10 +117,10 @@ def _search(
 ) -> _Rounds:
     step = SamplingParams(
         max_tokens=1,
-        logprobs=2 * params.beam_width,  # so that end tokens cannot use up all candidates
+        logprobs=_num_logprobs(params.beam_width),
         temperature=params.temperature,
         ignore_eos=params.ignore_eos,
-        detokenize=False,
+        detokenize=tokenizer is not None,  # for the texts of the log-probabilities
     )
     searches = [
         _Search(len(ids), min(params.max_tokens, max_model_len - len(ids)), [_start(ids)])
@@ -109,6 +134,11 @@ def _search(
             _advance(search, [next(outputs) for _ in search.live], params, end_tokens)
         active = [search for search in active if search.live]
     return [_result(search, params, tokenizer) for search in searches]
+
+
+def _num_logprobs(width: int) -> int:
+    """Candidates per beam: so many that end tokens cannot use up all of them."""
+    return 2 * width
 
 
 def _start(token_ids: list[int]) -> BeamSearchSequence:
@@ -154,19 +184,34 @@ def _is_decided(search: _Search, params: BeamSearchParams, num_tokens: int) -> b
     if len(search.done) < params.beam_width:
         return False
     best_length = search.max_tokens if params.length_penalty > 0 else num_tokens + 1
-    bound = search.live[0].cum_logprob / best_length**params.length_penalty
-    scores = sorted((_score(beam, params) for beam in search.done), reverse=True)
-    return scores[params.beam_width - 1] >= bound
+    bound = _rank(search.live[0].cum_logprob, best_length, params.length_penalty)
+    ranks = sorted((_rank_of(beam, params) for beam in search.done), reverse=True)
+    return ranks[params.beam_width - 1] >= bound
 
 
-def _score(beam: BeamSearchSequence, params: BeamSearchParams) -> float:
-    return beam.cum_logprob / float(len(beam.logprobs)) ** params.length_penalty
+def _rank_of(beam: BeamSearchSequence, params: BeamSearchParams) -> _Rank:
+    return _rank(beam.cum_logprob, len(beam.logprobs), params.length_penalty)
+
+
+def _rank(cum_logprob: float, num_tokens: int, length_penalty: float) -> _Rank:
+    """A key that orders as the score `cum_logprob / num_tokens ** length_penalty` does.
+
+    The power can be too large or too small for a float, so logarithms are compared: those of the
+    magnitudes, divided by the size of the penalty where it is above 1, which keeps the order.
+    Equal magnitudes are ordered by the sums.
+    """
+    if cum_logprob == 0:
+        return 0, 0.0, 0.0
+    size = max(1.0, abs(length_penalty))
+    magnitude = math.log(abs(cum_logprob)) / size - length_penalty / size * math.log(num_tokens)
+    sign = 1 if cum_logprob > 0 else -1
+    return sign, sign * magnitude, cum_logprob
 
 
 def _result(
     search: _Search, params: BeamSearchParams, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> BeamSearchOutput:
-    best = sorted(search.done, key=lambda beam: _score(beam, params), reverse=True)
+    best = sorted(search.done, key=lambda beam: _rank_of(beam, params), reverse=True)
     for beam in best[: params.beam_width]:
         if beam.finish_reason == "stop" and not params.include_stop_str_in_output:
             beam.tokens.pop()

@@ -66,6 +66,11 @@ class ChatOptions:
                 f"got {self.content_format!r}",
                 param="chat_template_content_format",
             )
+        if self.chat_template is not None and not self.chat_template.strip():
+            raise RequestError(
+                "chat_template is empty: leave it out to use the template of the model",
+                param="chat_template",
+            )
         if self.add_generation_prompt and self.continue_final_message:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other: "
@@ -189,7 +194,8 @@ def _read_part(where: str, part: Any) -> str:
         )
     if kind not in _TEXT_PARTS:
         raise RequestError(
-            f"not available in this engine yet: content of type {kind!r} ({where})",
+            f"{where} has the type {kind!r}: this version reads text only. Send parts of the "
+            f"type 'text'",
             param="messages",
         )
     text = part.get(_TEXT_PARTS[kind])

@@ -1,21 +1,22 @@
 """Offline generation: prompts in, outputs back, all at once."""
 
-import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.engine.llm_engine import LLMEngine
 from vllm.engine.pooling_input import refuse_generation
-from vllm.entrypoints.beam_search import search_beams
+from vllm.engine.unavailable import refuse
+from vllm.entrypoints.beam_search import check_beam_width, search_beams
 from vllm.entrypoints.chat_utils import ChatOptions, ContentFormat, Message, render_chat
 from vllm.entrypoints.control_llm import ControlMethods
+from vllm.entrypoints.legacy_arguments import with_guided_options, with_token_ids
 from vllm.entrypoints.offline_run import (
     Prompts,
     as_list,
     naming_prompt,
     per_prompt,
-    refuse,
     run_requests,
 )
 from vllm.entrypoints.pooling_llm import PoolingMethods
@@ -25,6 +26,7 @@ from vllm.inputs import PromptType, TextPrompt, TokensPrompt
 from vllm.messages import EngineRequest
 from vllm.outputs import BeamSearchOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from vllm.utils import Counter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +68,7 @@ class LLM(PoolingMethods, ControlMethods):
 
     def _start(self, engine: LLMEngine) -> None:
         self.llm_engine = engine
-        self.request_counter = itertools.count()
+        self.request_counter = Counter()
 
     # ---- generation -----------------------------------------------------------------------
 
@@ -93,7 +95,9 @@ class LLM(PoolingMethods, ControlMethods):
             sampling_params: one for all or one per prompt; None is what the model recommends.
             prompt_token_ids: deprecated.
             use_tqdm: show a progress bar; or what makes one.
-            lora_request, prompt_adapter_request, guided_options_request: only None for now.
+            lora_request, prompt_adapter_request: only None for now.
+            guided_options_request: deprecated; the form of the outputs, as a dict with one of
+                guided_json, guided_regex, guided_choice, guided_grammar and guided_json_object.
             priority: one per prompt; a smaller one goes first, where the engine's scheduling
                 policy is "priority".
 
@@ -104,15 +108,15 @@ class LLM(PoolingMethods, ControlMethods):
             RequestError: (a ValueError) a prompt or its parameters are wrong; names the prompt.
             CapacityError: (a ValueError) a prompt can never fit the KV cache.
         """
-        refuse(
-            lora_request=lora_request,
-            prompt_adapter_request=prompt_adapter_request,
-            guided_options_request=guided_options_request,
-        )
+        refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
         if prompt_token_ids is not None:
-            prompts = _with_token_ids(prompts, prompt_token_ids)
+            prompts = with_token_ids(prompts, prompt_token_ids)
         if prompts is None:
             raise RequestError("prompts is missing", param="prompts")
+        if guided_options_request is not None:
+            sampling_params = with_guided_options(
+                sampling_params or self.get_default_sampling_params(), guided_options_request
+            )
         return self._run(as_list(prompts), sampling_params, priority, use_tqdm)
 
     def chat(
@@ -143,8 +147,38 @@ class LLM(PoolingMethods, ControlMethods):
         Raises:
             RequestError: (a ValueError) a conversation is wrong, or there is no chat template.
         """
-        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         refuse_generation(self.llm_engine.model_config.pooler)
+        prompts = self.preprocess_chat(
+            messages,
+            lora_request,
+            chat_template,
+            chat_template_content_format,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            chat_template_kwargs,
+            mm_processor_kwargs,
+        )
+        return self._run(prompts, sampling_params, None, use_tqdm)
+
+    def preprocess_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        lora_request: Any = None,
+        chat_template: str | None = None,
+        chat_template_content_format: ContentFormat = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[TokensPrompt]:
+        """Make the prompts that `chat` would run, one per conversation; arguments as there.
+
+        Raises:
+            RequestError: (a ValueError) a conversation is wrong, or there is no chat template.
+        """
+        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         options = ChatOptions(
             chat_template=chat_template,
             content_format=chat_template_content_format,
@@ -153,8 +187,7 @@ class LLM(PoolingMethods, ControlMethods):
             tools=tools,
             template_kwargs=chat_template_kwargs or {},
         )
-        prompts = [self._chat_prompt(c, options) for c in _as_conversations(messages)]
-        return self._run(prompts, sampling_params, None, use_tqdm)
+        return [self._chat_prompt(c, options) for c in _as_conversations(messages)]
 
     def beam_search(
         self,
@@ -170,6 +203,12 @@ class LLM(PoolingMethods, ControlMethods):
             RequestError: (a ValueError) a prompt or the parameters are wrong.
         """
         refuse(lora_request=lora_request)
+        check_beam_width(
+            params.beam_width,
+            self.llm_engine.model_config.max_logprobs,
+            name="beam_width",
+            limit="max_logprobs",
+        )
         processor = self.llm_engine.input_processor
         tokenized = [processor.tokenize(cast(PromptType, prompt)) for prompt in prompts]
         eos, others = processor.end_tokens
@@ -186,6 +225,14 @@ class LLM(PoolingMethods, ControlMethods):
             max_model_len=self.llm_engine.scheduler_config.max_model_len,
             tokenizer=self.llm_engine.tokenizer,
         )
+
+    @classmethod
+    @contextmanager
+    def deprecate_legacy_api(cls) -> Iterator[None]:
+        """Show every use of a deprecated argument within the block, where Python would hide it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", DeprecationWarning)
+            yield
 
     # ---- the engine -----------------------------------------------------------------------
 
@@ -251,31 +298,6 @@ def _final_only(params: SamplingParams) -> SamplingParams:
     own = params.clone()
     own.output_kind = RequestOutputKind.FINAL_ONLY
     return own
-
-
-def _with_token_ids(
-    prompts: Prompts | None, token_ids: list[int] | list[list[int]]
-) -> list[PromptType]:
-    """The deprecated argument as prompts; texts given besides it are only shown."""
-    warnings.warn(
-        "The argument 'prompt_token_ids' is deprecated: pass "
-        "prompts=[{'prompt_token_ids': [...]}, ...]",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    lists = cast(list[list[int]], as_list(cast(Prompts, token_ids)))
-    texts = [None] * len(lists) if prompts is None else as_list(prompts)
-    if len(texts) != len(lists):
-        raise RequestError(
-            f"prompt_token_ids has {len(lists)} entries for {len(texts)} prompts",
-            param="prompt_token_ids",
-        )
-    return [
-        {"prompt_token_ids": ids, "prompt": text}
-        if isinstance(text, str)
-        else {"prompt_token_ids": ids}
-        for text, ids in zip(texts, lists, strict=True)
-    ]
 
 
 def _as_conversations(

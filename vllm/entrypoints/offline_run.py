@@ -84,17 +84,6 @@ def per_prompt(name: str, values: Iterable[Any] | None, count: int) -> list[Any]
     return found
 
 
-def refuse(**given: Any) -> None:
-    """Nothing, when every argument is None.
-
-    Raises:
-        RequestError: one is given, and is not available.
-    """
-    for name, value in given.items():
-        if value is not None:
-            raise RequestError(f"not available in this engine yet: {name}", param=name)
-
-
 def as_list(prompts: Prompts) -> list[PromptType]:
     """One prompt, or several, as a list.
 

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm.engine.llm_engine import LLMEngine
 from vllm.engine.pooling_input import require_scores, require_task
+from vllm.engine.unavailable import refuse
 from vllm.entrypoints.offline_run import (
     Prompts,
     as_list,
     naming_prompt,
     per_prompt,
-    refuse,
     run_requests,
 )
 from vllm.entrypoints.progress import MakeBar
@@ -107,6 +107,33 @@ class PoolingMethods:
             )
             for each in found
         ]
+
+    def reward(
+        self,
+        prompts: Prompts,
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | MakeBar = True,
+        pooling_params: PoolingParameters | None = None,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+    ) -> list[Pooled]:
+        """What a reward model makes of every prompt; arguments and outputs as for `encode`.
+
+        Raises:
+            RequestError: as for `encode`, and when the model is not run for rewards.
+        """
+        require_task(self._pooler, "reward")
+        return self.encode(
+            prompts,
+            pooling_params,
+            None,
+            truncate_prompt_tokens,
+            use_tqdm,
+            lora_request,
+            prompt_adapter_request,
+        )
 
     def classify(
         self,

@@ -2,10 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from vllm.executor.worker_call import WorkerMethod
-from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
 from vllm.worker.interface import StepHandleLike
 
 
@@ -26,6 +27,15 @@ class Executor(ABC):
     @abstractmethod
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         """Start a step on all workers; at most one other is in flight."""
+
+    def prepare(self, request: EngineRequest) -> "Future[None] | None":
+        """Load in the background what the steps of a request need, so that none waits for it.
+
+        Returns:
+            Done when it is loaded, also when that failed: then the request fails in its first
+            step. None: nothing has to be loaded.
+        """
+        return None
 
     @abstractmethod
     def collective_rpc(
@@ -49,10 +59,6 @@ class Executor(ABC):
             RequestError: the workers have no such method.
             TimeoutError: the call took longer than `timeout`.
         """
-
-    @abstractmethod
-    def preload(self) -> None:
-        """Load in the background what only some requests need."""
 
     def stats(self) -> RunnerStats:
         """What the workers have done since they started; nothing where they do not count.

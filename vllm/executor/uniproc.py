@@ -1,13 +1,14 @@
 """One worker in the engine's own process."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.executor.base import Executor
 from vllm.executor.step_thread import StepThread, has_core_to_spare
 from vllm.executor.worker_call import WorkerMethod, call_worker, resolve_worker_class
-from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
 from vllm.platforms import resolve_platform
 from vllm.worker.interface import StepHandleLike, Worker
 
@@ -40,6 +41,10 @@ class UniProcExecutor(Executor):
         worker = self._running_worker
         return (worker if self._thread is None else self._thread).execute_model(step)
 
+    def prepare(self, request: EngineRequest) -> Future[None] | None:
+        """See `Executor.prepare`."""
+        return self._running_worker.prepare(request)
+
     def collective_rpc(
         self,
         method: WorkerMethod,
@@ -54,10 +59,6 @@ class UniProcExecutor(Executor):
         # In the thread of the steps: a profiler, for example, only sees the thread it starts in.
         call = self._thread.call(lambda: call_worker(worker, method, args, kwargs or {}))
         return [call.result(timeout)]
-
-    def preload(self) -> None:
-        """Load in the background what only some requests need."""
-        self._running_worker.preload()
 
     def stats(self) -> RunnerStats:
         """What the worker has done."""

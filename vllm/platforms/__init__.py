@@ -1,12 +1,21 @@
 """Which device there is, and what differs between devices. Nothing above asks which it is."""
 
+from typing import TYPE_CHECKING
+
 from vllm.platforms.interface import Platform
 from vllm.platforms.registry import resolve_platform
+
+if TYPE_CHECKING:
+    from vllm.platforms.current import CurrentPlatform
+
+    current_platform: CurrentPlatform
 
 __all__ = ["Platform", "current_platform", "resolve_platform"]
 
 
-def __getattr__(name: str) -> Platform:
+def __getattr__(name: str) -> "CurrentPlatform":
     if name == "current_platform":
-        return resolve_platform("auto")
+        from vllm.platforms.current import CurrentPlatform
+
+        return CurrentPlatform(resolve_platform("auto"))
     raise AttributeError(f"module 'vllm.platforms' has no attribute {name!r}")

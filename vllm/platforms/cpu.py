@@ -1,12 +1,13 @@
 """The CPU: the embedded default, with ragged launches and the kernels of `csrc/`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import psutil
 
 from vllm import envs
+from vllm.config.cache import CacheDType
 from vllm.platforms.interface import Platform
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ class CPUPlatform(Platform):
     default_max_num_batched_tokens = 2048
     worker_class = "vllm.worker.cpu_worker:CPUWorker"
     is_asynchronous = False
+    needs_static_shapes = False
+    kv_cache_dtypes = get_args(CacheDType)
 
     @property
     def ops_class(self) -> str:

@@ -25,6 +25,10 @@ class Platform(ABC):
     """module:Class of the worker that drives this device."""
     is_asynchronous: ClassVar[bool]
     """A worker starts a step and returns; False: it returns when the step is computed."""
+    needs_static_shapes: ClassVar[bool]
+    """Each launch has the shape of a bucket; False: any shape."""
+    kv_cache_dtypes: ClassVar[tuple[str, ...]]
+    """Values of `--kv-cache-dtype` that run here."""
 
     @property
     @abstractmethod

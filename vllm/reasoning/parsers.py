@@ -1,7 +1,8 @@
 """Takes thoughts and answer apart while the text grows. Knows no server and no device."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.utils.text_stream import Markers, TextStream, Wait
 
@@ -30,15 +31,29 @@ class ReasoningParser:
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase | None" = None, *, is_thinking: bool = True
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer = self.model_tokenizer = tokenizer
         self._is_thinking = is_thinking
         self._stream = TextStream()
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._steps = self._parse()
 
-    def feed(self, delta_text: str) -> tuple[str | None, str | None]:
-        """Read on. Returns what there is now of (thoughts, answer), each None for nothing."""
+    @cached_property
+    def vocab(self) -> dict[str, int]:
+        """Token -> id."""
+        assert self.model_tokenizer is not None
+        vocabulary: dict[str, int] = self.model_tokenizer.get_vocab()
+        return vocabulary
+
+    def feed(
+        self, delta_text: str, delta_token_ids: Sequence[int] = ()
+    ) -> tuple[str | None, str | None]:
+        """Read on. Returns what there is now of (thoughts, answer), each None for nothing.
+
+        Args:
+            delta_text: what the text grows by.
+            delta_token_ids: the tokens of it; no format here needs them.
+        """
         self._stream.add(delta_text)
         next(self._steps, None)
         return self._take()
@@ -54,6 +69,26 @@ class ReasoningParser:
         parser = type(self)(self.tokenizer, is_thinking=self._is_thinking)
         first, last = parser.feed(text), parser.finish()
         return _join(first[0], last[0]), _join(first[1], last[1])
+
+    def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str | None, str | None]:
+        """(thoughts, answer) of a whole text, with nothing to come."""
+        return self.split(text)
+
+    def extract_reasoning_content(
+        self, model_output: str, request: Any = None
+    ) -> tuple[str | None, str | None]:
+        """`split`, under the name that programs written for vLLM call."""
+        return self.split(model_output)
+
+    def extract_content_ids(self, input_ids: Sequence[int]) -> list[int]:
+        """The output tokens after the end of the thoughts; none before it has come."""
+        ids = list(input_ids)
+        if self.tokenizer is None:
+            return []
+        end = self.reasoning_end_token_ids(self.tokenizer)
+        starts = (i for i in range(len(ids) - len(end) + 1) if ids[i : i + len(end)] == end)
+        first = next(starts, None)
+        return [] if first is None else ids[first + len(end) :]
 
     @classmethod
     def reasoning_end_token_ids(cls, tokenizer: "PreTrainedTokenizerBase") -> list[int]:

@@ -18,61 +18,117 @@ _MAX_BIAS = 1e30
 """Larger ones force the token as well, but would be infinite as float32."""
 
 
-class RowConstraints:
-    """Bias and bans of one request, and as much of its output as bad words need.
+class BiasTable:
+    """Bias and bans of a request, in the form that every step reads. Never changes.
 
     Args:
         request: whose `logit_bias` token ids are inside the vocabulary.
         vocab_size: stop tokens and bad words outside of it can never come and are left out.
-        output_token_ids: generated so far.
+
+    Attributes:
+        always: token ids, and what to add to their logits.
+        early: the same before `min_tokens` output tokens.
+        min_tokens: 0 where ends are not banned.
+        last_tokens: tokens of a bad word but the last -> the banned last tokens.
+        prefix_lengths: last token of such a prefix -> the lengths of the prefixes that end so.
     """
 
-    def __init__(
-        self, request: EngineRequest, vocab_size: int, output_token_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, request: EngineRequest, vocab_size: int) -> None:
         params = request.sampling_params
         bias = params.logit_bias or {}
         words = [w for w in request.bad_words_token_ids if w and max(w) < vocab_size]
         single = {w[0] for w in words if len(w) == 1}
         ends = request.stop_token_ids | {request.eos_token_id}
         # Where the output has a form, its end is the matcher's business: it may be the only token.
-        self._min_tokens = params.min_tokens if params.guided_decoding is None else 0
-        self._always = _pairs(bias, single)
-        self._early = _pairs(bias, single | {t for t in ends if t is not None and t < vocab_size})
-        self._words: dict[int, list[tuple[list[int], int]]] = {}
-        """Last token before the banned one -> (all tokens before it, the banned one)."""
+        self.min_tokens = params.min_tokens if params.guided_decoding is None else 0
+        self.always = _pairs(bias, single)
+        self.early = self.always
+        if self.min_tokens:
+            known_ends = {t for t in ends if t is not None and t < vocab_size}
+            self.early = _pairs(bias, single | known_ends)
+        self.last_tokens: dict[tuple[int, ...], set[int]] = {}
+        lengths: dict[int, set[int]] = {}
         for *prefix, last in words:
             if prefix:
-                self._words.setdefault(prefix[-1], []).append((prefix, last))
-        self._tail_len = max((len(w) - 1 for w in words), default=0)
-        self._tail = list(output_token_ids[-self._tail_len :]) if self._tail_len else []
+                self.last_tokens.setdefault(tuple(prefix), set()).add(last)
+                lengths.setdefault(prefix[-1], set()).add(len(prefix))
+        self.prefix_lengths = {token_id: sorted(found) for token_id, found in lengths.items()}
+        self.max_prefix = max(map(len, self.last_tokens), default=0)
+
+    def banned_after(self, tail: list[int]) -> set[int]:
+        """The last tokens of the bad words of which an output that ends so has all the others.
+
+        One look-up per length of a prefix, however many bad words there are.
+        """
+        found = [
+            self.last_tokens.get(tuple(tail[-length:]))
+            for length in self.prefix_lengths.get(tail[-1], ())
+        ]
+        return set().union(*filter(None, found))
+
+
+class BiasTables:
+    """Makes tables, and keeps the last one: the samples of one request share theirs."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._last: tuple[EngineRequest, BiasTable] | None = None
+
+    def get(self, request: EngineRequest) -> BiasTable:
+        """The table of a request."""
+        if self._last is None or not _have_same_bias(self._last[0], request):
+            self._last = request, BiasTable(request, self._vocab_size)
+        return self._last[1]
+
+
+def _have_same_bias(one: EngineRequest, other: EngineRequest) -> bool:
+    """Whether two requests share the very objects that their tables are made of."""
+    a, b = one.sampling_params, other.sampling_params
+    return (
+        one.bad_words_token_ids is other.bad_words_token_ids
+        and one.stop_token_ids is other.stop_token_ids
+        and one.eos_token_id == other.eos_token_id
+        and a.logit_bias is b.logit_bias
+        and a.min_tokens == b.min_tokens
+        and (a.guided_decoding is None) == (b.guided_decoding is None)
+    )
+
+
+class RowConstraints:
+    """Bias and bans of one request, and as much of its output as bad words need.
+
+    Args:
+        table: of the request.
+        output_token_ids: generated so far.
+    """
+
+    def __init__(self, table: BiasTable, output_token_ids: Sequence[int]) -> None:
+        self._table = table
+        length = table.max_prefix
+        self._tail = list(output_token_ids[-length:]) if length else []
 
     @property
     def is_empty(self) -> bool:
         """It never changes a logit."""
-        early = len(self._early[0]) if self._min_tokens else 0
-        return not (len(self._always[0]) or early or self._words)
+        table = self._table
+        early = len(table.early[0]) if table.min_tokens else 0
+        return not (len(table.always[0]) or early or table.last_tokens)
 
     @property
     def needs_output(self) -> bool:
         """`record` must be called."""
-        return bool(self._words)
+        return bool(self._table.last_tokens)
 
     def record(self, token_id: int) -> None:
         """A token was generated."""
         self._tail.append(token_id)
-        del self._tail[: -self._tail_len]
+        del self._tail[: -self._table.max_prefix]
 
     def pairs(self, num_output_tokens: int) -> tuple[IntArray, FloatArray]:
         """Token ids [m], each of them once, and what to add to their logits [m]."""
-        pairs = self._early if num_output_tokens < self._min_tokens else self._always
-        if not self._tail:
-            return pairs
-        banned = {
-            last
-            for prefix, last in self._words.get(self._tail[-1], ())
-            if self._tail[-len(prefix) :] == prefix
-        }
+        table = self._table
+        pairs = table.early if num_output_tokens < table.min_tokens else table.always
+        banned = table.banned_after(self._tail) if self._tail else None
         if not banned:
             return pairs
         more = _pairs({}, banned)

@@ -57,7 +57,7 @@ class RowProcessors:
         prompt = (self._prompt_token_ids,) if num_arguments == 3 else ()
         try:
             return processor(*prompt, self._output_token_ids, logits)
-        except Exception as error:  # anything a user's code may raise ends that request only
+        except (Exception, SystemExit) as error:  # whatever it is ends that request only
             raise LogitsProcessorError(
                 f"logits processor {_name(processor)} raised {type(error).__name__}: {error}"
             ) from error

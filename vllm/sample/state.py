@@ -10,7 +10,7 @@ import torch
 
 from vllm.messages import EngineRequest, FloatArray, IntArray, LogprobRows
 from vllm.sample.blocks import num_draws
-from vllm.sample.constraints import LogitEdits, RowConstraints
+from vllm.sample.constraints import BiasTables, LogitEdits, RowConstraints
 from vllm.sample.features import NEUTRAL, SMALL_TOP_K, Feature, Param
 from vllm.sample.logprobs import split_rows
 from vllm.sample.masks import MaskFiller, TokenMasks, TokenMatcher, bit_values, pack_allowed
@@ -83,7 +83,10 @@ class SamplingState:
         self._num_logprobs: IntArray = np.zeros(max_num_seqs + 1, np.int32)
         self._counts = TokenCounts(max_num_seqs + 1, vocab_size)
         self._constraints: dict[int, RowConstraints] = {}
+        self._bias_tables = BiasTables(vocab_size)
         self._masks: dict[int, IntArray] = {}
+        self._last_mask: tuple[list[int], IntArray] | None = None
+        """The newest allowed_token_ids, and their mask: samples of one request share it."""
         self._filler = MaskFiller(max_num_seqs, vocab_size)
         self._bit_values = bit_values(device)
         self._processors: dict[int, RowProcessors] = {}
@@ -132,7 +135,7 @@ class SamplingState:
             prompt = request.prompt_token_ids if params.repetition_penalty != 1 else []
             self._counts.add(row, prompt, output_token_ids)
             self._recorded.add(row)
-        constraints = RowConstraints(request, self._vocab_size, output_token_ids)
+        constraints = RowConstraints(self._bias_tables.get(request), output_token_ids)
         if not constraints.is_empty:
             features |= Feature.EDITS
             self._constraints[row] = constraints
@@ -144,7 +147,7 @@ class SamplingState:
             self._recorded.add(row)
         elif params.allowed_token_ids is not None:
             features |= Feature.MASK
-            self._masks[row] = pack_allowed(params.allowed_token_ids, self._vocab_size)
+            self._masks[row] = self._allowed_mask(params.allowed_token_ids)
         if params.logits_processors:
             features |= Feature.PROCESSORS
             self._processors[row] = RowProcessors(request, output_token_ids)
@@ -153,6 +156,12 @@ class SamplingState:
             features |= Feature.LOGPROBS
             self._num_logprobs[row] = params.logprobs
         self._features[row] = features
+
+    def _allowed_mask(self, token_ids: list[int]) -> IntArray:
+        """[W] the mask of allowed_token_ids; only read."""
+        if self._last_mask is None or self._last_mask[0] is not token_ids:
+            self._last_mask = token_ids, pack_allowed(token_ids, self._vocab_size)
+        return self._last_mask[1]
 
     def _add_distribution(self, row: int, params: SamplingParams) -> int:
         """Write what becomes tensors; returns the features of a random row, 0 for a greedy one."""

@@ -20,7 +20,8 @@ from vllm.structured_output.regex import translate
 from vllm.structured_output.spec import GrammarSpec
 from vllm.structured_output.vocabulary import Vocabulary
 
-MAX_CONTENT_BYTES = 32 * 2**20
+MAX_CONTENT_BYTES = 8 * 2**20
+"""The engine loads it in a tenth of a second; a larger one is left to the other library."""
 _TRIAL_TOKENS = 24
 _MAX_STEP_S = 0.5
 """Time for one mask. The engine waits for it at every token of the output."""
@@ -123,7 +124,7 @@ def _read(spec: GrammarSpec) -> tuple[Any, str | None]:
         prepared = PreparedSchema(_parse(spec.text), close_objects=close)
         return prepared.schema, prepared.only_llguidance
     if spec.kind == "regex":
-        return translate(spec.text), None
+        return translate(spec.text)
     if spec.kind == "choice":
         return json.loads(spec.text), None
     if spec.kind == "structural_tag":

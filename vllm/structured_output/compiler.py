@@ -15,7 +15,14 @@ from vllm.messages import Grammar
 from vllm.sampling_params import GuidedDecodingParams
 from vllm.structured_output.spec import GrammarSpec, field_of, make_spec
 from vllm.structured_output.vocabulary import Vocabulary
-from vllm.utils.deadline_worker import CallFailed, DeadlineExceeded, DeadlineWorker, WorkerError
+from vllm.utils.deadline_worker import (
+    CallFailed,
+    DeadlineExceeded,
+    DeadlineWorker,
+    WorkerError,
+    make_server,
+)
+from vllm.utils.fork_server import ForkServer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +46,10 @@ _Result = Grammar | _Refusal
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer, in processes that are started when they are needed.
+    """Compiles for one tokenizer, in processes that are killed when a grammar takes too long.
+
+    They are forked by a process that has the libraries and the vocabulary ready, so that the
+    request after one that cost its process does not wait for imports.
 
     Thread-safe. A call blocks for as long as compiling may take, twice: once until it is its turn.
 
@@ -66,6 +76,7 @@ class GrammarCompiler:
         self._results_bytes = 0
         self._under_way: dict[bytes, Future[_Result]] = {}
         self._start_lock = threading.Lock()
+        self._server: ForkServer | None = None
         self._workers: list[DeadlineWorker] = []
         self._is_closed = False
         self._idle: queue.LifoQueue[DeadlineWorker] = queue.LifoQueue()
@@ -83,7 +94,10 @@ class GrammarCompiler:
         spec, field = make_spec(params, self._config), field_of(params)
         result = self._known(spec.key)
         if result is None:
-            result = self._compile_once(spec)
+            try:
+                result = self._compile_once(spec)
+            except RequestError as error:  # whatever the form is, none can be enforced here
+                raise RequestError(f"{field}: {error}", param=field) from error
         return _grammar_of(result, field)
 
     def cached(self, params: GuidedDecodingParams) -> Grammar | None:
@@ -93,7 +107,8 @@ class GrammarCompiler:
         return None if result is None else _grammar_of(result, field)
 
     def start(self) -> None:
-        """Start one process in the background, so that the first request need not wait for it."""
+        """Start the processes in the background, so that the first request need not wait for
+        them."""
         threading.Thread(target=self._start_first, name="grammar-start", daemon=True).start()
 
     def close(self) -> None:
@@ -101,6 +116,8 @@ class GrammarCompiler:
         self._is_closed = True
         for worker in self._workers:
             worker.close()
+        if self._server is not None:
+            self._server.close()
 
     def _compile_once(self, spec: GrammarSpec) -> _Result:
         """Compile, or wait for a request that asked for the same a moment ago."""
@@ -157,19 +174,18 @@ class GrammarCompiler:
         with self._start_lock:
             if not self._workers:
                 vocabulary = Vocabulary.of(self.tokenizer, self._vocab_size)
-                self._workers = [
-                    DeadlineWorker(
-                        "vllm.structured_output.compile_worker:serve", vocabulary.encoded
-                    )
-                    for _ in range(NUM_WORKERS)
-                ]
+                self._server = make_server(
+                    "vllm.structured_output.compile_worker:serve", vocabulary.encoded
+                )
+                self._workers = [DeadlineWorker(self._server) for _ in range(NUM_WORKERS)]
                 for worker in self._workers:
                     self._idle.put(worker)
 
     def _start_first(self) -> None:
         try:
             self._make_workers()
-            self._workers[-1].start()  # the one that is taken first
+            for worker in self._workers:
+                worker.start()
         except (RequestError, WorkerError) as error:
             if not self._is_closed:
                 logger.info("requests for structured output will be refused: %s", error)
@@ -199,9 +215,7 @@ def _start(worker: DeadlineWorker) -> None:
     try:
         worker.start()
     except WorkerError as error:
-        raise RequestError(
-            f"structured output is not available: {error}", param="guided_decoding"
-        ) from error
+        raise RequestError(f"structured output is not available: {error}") from error
 
 
 def _grammar_of(result: _Result, field: str) -> Grammar:

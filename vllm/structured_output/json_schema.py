@@ -281,7 +281,7 @@ _REWRITES: tuple[Callable[[Schema], None], ...] = (
 
 def _pattern(pattern: str, where: str) -> str:
     try:
-        return translate(pattern, search=True)
+        return translate(pattern, search=True).text
     except RegexError as error:
         raise SchemaError(f"{where}: {error}") from None
 

@@ -3,6 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 
 from vllm.config import VllmConfig
@@ -34,7 +35,8 @@ _LOADED_BYTES = 2**18
 class GrammarMatchers:
     """Makes the matchers of one engine core.
 
-    Nothing is imported or loaded before the first grammar is used, or `preload` is called.
+    A library takes up to a second to import, and a grammar up to a tenth to load. Both happen in
+    threads of their own, before the request of a grammar is scheduled: `prepare`. Thread-safe.
 
     Args:
         config: of the engine; has the tokenizer, and how much is kept.
@@ -42,16 +44,47 @@ class GrammarMatchers:
 
     def __init__(self, config: VllmConfig) -> None:
         self._model = config.model
+        self._has_requests_early = config.device.is_beside_server
         self._cache_bytes = config.structured_output.grammar_cache_bytes
-        self._lock = threading.Lock()
+        self._load_lock = threading.Lock()
+        """Held while something is imported or loaded."""
         self._vocabulary: Vocabulary | None = None
         self._backends: dict[str, Backend] = {}
+        self._lock = threading.Lock()
+        """Of what follows; never held for long."""
+        self._loading: dict[bytes, Future[None]] = {}
         self._loaded: OrderedDict[bytes, tuple[LoadedGrammar, int]] = OrderedDict()
         self._loaded_bytes = 0
 
-    def preload(self) -> None:
-        """Import the libraries and load the tokenizer in the background."""
-        threading.Thread(target=self._preload, name="grammar-preload", daemon=True).start()
+    def preload_beside_weights(self) -> None:
+        """In a server, import the libraries and load the tokenizer in the background.
+
+        Called when the weights begin to load: the model's files are waited for then, and there is
+        no step yet that an import could hold up.
+        """
+        if self._has_requests_early and self._model.pooler is None:
+            threading.Thread(target=self._preload, name="grammar-preload", daemon=True).start()
+
+    def prepare(self, request: EngineRequest) -> Future[None] | None:
+        """Load the grammar of a request in the background.
+
+        Returns:
+            Done when it is loaded, or cannot be: then its matcher says why. None: there is nothing
+            to load.
+        """
+        grammar = request.grammar
+        if grammar is None:
+            return None
+        with self._lock:
+            if self._find(grammar) is not None:
+                return None
+            future = self._loading.get(grammar.key)
+            if future is not None:
+                return future
+            future = self._loading[grammar.key] = Future()
+        args = (grammar, future)
+        threading.Thread(target=self._load_early, args=args, name="grammar", daemon=True).start()
+        return future
 
     def matcher(self, request: EngineRequest, output_token_ids: Sequence[int]) -> RowMatcher:
         """The matcher of a request; costs nothing yet.
@@ -67,22 +100,46 @@ class GrammarMatchers:
         if grammar is None:
             raise BackendError("its grammar was not compiled before it came to the engine core")
         with self._lock:
+            loaded = self._find(grammar)
+        if loaded is None:  # dropped since it was prepared, or it cannot be loaded
+            loaded = self._load(grammar)
+        assert self._vocabulary is not None
+        return self._vocabulary, loaded.matcher()
+
+    def _find(self, grammar: Grammar) -> LoadedGrammar | None:
+        if grammar.key not in self._loaded:
+            return None
+        self._loaded.move_to_end(grammar.key)
+        return self._loaded[grammar.key][0]
+
+    def _load_early(self, grammar: Grammar, future: Future[None]) -> None:
+        try:
+            self._load(grammar)
+        except Exception as error:  # of a library: the request's failure, which its matcher tells
+            logger.debug("a grammar could not be loaded: %r", error)
+        finally:
+            with self._lock:
+                del self._loading[grammar.key]
+            future.set_result(None)
+
+    def _load(self, grammar: Grammar) -> LoadedGrammar:
+        with self._load_lock:
             vocabulary = self._ready_vocabulary()
             check_vocabulary(grammar, vocabulary)
-            return vocabulary, self._load(grammar, vocabulary).matcher()
-
-    def _load(self, grammar: Grammar, vocabulary: Vocabulary) -> LoadedGrammar:
-        if grammar.key in self._loaded:
-            self._loaded.move_to_end(grammar.key)
-            return self._loaded[grammar.key][0]
-        loaded = self._backend(grammar.backend, vocabulary).load(grammar.content)
-        cost = _LOADED_BYTES + _LOADED_PER_BYTE * len(grammar.content)
-        self._loaded[grammar.key] = loaded, cost
-        self._loaded_bytes += cost
-        while self._loaded_bytes > self._cache_bytes and len(self._loaded) > 1:
-            _, (_, oldest_cost) = self._loaded.popitem(last=False)
-            self._loaded_bytes -= oldest_cost
+            loaded = self._backend(grammar.backend, vocabulary).load(grammar.content)
+        self._keep(grammar, loaded)
         return loaded
+
+    def _keep(self, grammar: Grammar, loaded: LoadedGrammar) -> None:
+        cost = _LOADED_BYTES + _LOADED_PER_BYTE * len(grammar.content)
+        with self._lock:
+            if grammar.key in self._loaded:
+                return
+            self._loaded[grammar.key] = loaded, cost
+            self._loaded_bytes += cost
+            while self._loaded_bytes > self._cache_bytes and len(self._loaded) > 1:
+                _, (_, oldest_cost) = self._loaded.popitem(last=False)
+                self._loaded_bytes -= oldest_cost
 
     def _ready_vocabulary(self) -> Vocabulary:
         if self._vocabulary is None:
@@ -97,7 +154,7 @@ class GrammarMatchers:
 
     def _preload(self) -> None:
         try:
-            with self._lock:
+            with self._load_lock:
                 vocabulary = self._ready_vocabulary()
                 for name in BACKENDS:
                     self._backend(name, vocabulary)

@@ -1,5 +1,7 @@
 """A regular expression of Python in the dialect of the grammar libraries.
 
+`regex_dialects` lets Python's parser read what JavaScript, Rust and others write differently.
+
 They read patterns in the manner of Rust's regex crate, which takes some of Python's for something
 else (nested classes, `\\d` of a newer Unicode) and refuses others. So the pattern is read by
 Python's own parser and written anew, from the few things that are left: characters, classes,
@@ -12,7 +14,9 @@ not hold everywhere: `\\d`, `\\w` and `\\s` are ASCII, and `$` is the very end.
 import re
 import sys
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
+
+from vllm.structured_output.regex_dialects import PythonPattern, RegexError, to_python
 
 if sys.version_info >= (3, 11):
     from re import _constants as codes
@@ -50,11 +54,15 @@ _STARTS = {codes.AT_BEGINNING, codes.AT_BEGINNING_STRING}
 _ENDS = {codes.AT_END, codes.AT_END_STRING}
 
 
-class RegexError(ValueError):
-    """A pattern that is none, or has something that cannot be enforced; the message says what."""
+class Translation(NamedTuple):
+    """A pattern for the libraries."""
+
+    text: str
+    only_llguidance: str | None
+    """What of it xgrammar would take for something else; None: nothing."""
 
 
-def translate(pattern: str, *, search: bool = False) -> str:
+def translate(pattern: str, *, search: bool = False) -> Translation:
     """Write a pattern anew.
 
     Args:
@@ -66,27 +74,30 @@ def translate(pattern: str, *, search: bool = False) -> str:
         RegexError: it does not parse, or a look-around, a back-reference or a condition inside
             the text (an anchor, a word boundary) would have to be enforced.
     """
+    read = to_python(pattern)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what later versions will read differently
-            parsed: Any = parser.parse(pattern, 0)
-    except (re.error, OverflowError) as error:
+            parsed: Any = parser.parse(read.text, 0)
+        writer = _Writer(parsed.state.flags, read, keep_anchors=search)
+        text = writer.sequence(list(parsed), at_start=True, at_end=True)
+    except re.error as error:
+        raise RegexError(read.describe(error)) from None
+    except OverflowError as error:
         raise RegexError(f"not a regular expression: {error}") from None
     except RecursionError:
         raise RegexError("the regular expression is nested too deeply") from None
-    writer = _Writer(parsed.state.flags, keep_anchors=search)
-    try:
-        return writer.sequence(list(parsed), at_start=True, at_end=True)
-    except RecursionError:
-        raise RegexError("the regular expression is nested too deeply") from None
+    return Translation(text, writer.only_llguidance)
 
 
 class _Writer:
-    def __init__(self, flags: int, *, keep_anchors: bool) -> None:
+    def __init__(self, flags: int, read: PythonPattern, *, keep_anchors: bool) -> None:
+        self.only_llguidance: str | None = None
         self._flags = flags
+        self._properties = read.properties
         self._keep_anchors = keep_anchors
         if flags & re.MULTILINE:
-            raise RegexError("the flag m is not supported")
+            raise RegexError("the flag m (^ and $ at every line) is not supported")
 
     def sequence(self, items: list[tuple[Any, Any]], *, at_start: bool, at_end: bool) -> str:
         parts = []
@@ -124,7 +135,7 @@ class _Writer:
     def _group(self, value: Any, *, at_start: bool, at_end: bool) -> str:
         _, more_flags, fewer_flags, items = value
         if more_flags & re.MULTILINE:
-            raise RegexError("the flag m is not supported")
+            raise RegexError("the flag m (^ and $ at every line) is not supported")
         before = self._flags
         self._flags = (before | more_flags) & ~fewer_flags
         inside = self.sequence(list(items), at_start=at_start, at_end=at_end)
@@ -147,33 +158,43 @@ class _Writer:
         if code is codes.ANY:
             return r"[\s\S]" if self._flags & re.DOTALL else r"[^\n]"
         if code is codes.LITERAL and not self._flags & re.IGNORECASE:
-            return _character(value)
+            return self._character(value, may_be_property=True)
         members = [(code, value)] if code is not codes.IN else list(value)
         is_negated = code is codes.NOT_LITERAL or members[0][0] is codes.NEGATE
         members = [m for m in members if m[0] is not codes.NEGATE]
         inside = "".join(self._member(c, v, wider=is_negated) for c, v in members)
         if is_negated:
             negated = f"[^{inside}]"
-            return f"(?i:{negated})" if self._flags & re.IGNORECASE else negated
+            if not self._flags & re.IGNORECASE:
+                return negated
+            self.only_llguidance = "negated classes without regard to case"
+            return f"(?i:{negated})"
         return f"[{inside}]"
 
     def _member(self, code: Any, value: Any, *, wider: bool) -> str:
         if code is codes.CATEGORY:
-            return (_MORE if wider else _FEWER)[value]
+            text = (_MORE if wider else _FEWER)[value]
+            if "\\p" in text or "\\P" in text or "[" in text:
+                self.only_llguidance = r"classes of Unicode characters, such as \S, \D and \W"
+            return text
         if code is codes.RANGE:
-            return f"{_character(value[0])}-{_character(value[1])}"
-        text = _character(value)
+            return f"{self._character(value[0])}-{self._character(value[1])}"
+        text = self._character(value, may_be_property=True)
+        if value in self._properties:
+            return text
         if self._flags & re.IGNORECASE and not wider:
             cases = {chr(value).lower(), chr(value).upper()} - {chr(value)}
-            text += "".join(_character(ord(c)) for c in sorted(cases) if len(c) == 1)
+            text += "".join(self._character(ord(c)) for c in sorted(cases) if len(c) == 1)
         return text
 
-
-def _character(code_point: int) -> str:
-    """Plain, or by its number where it could mean something."""
-    character = chr(code_point)
-    if character.isascii() and character.isalnum():
-        return character
-    if 0xD800 <= code_point <= 0xDFFF:
-        raise RegexError("a surrogate is no character of a text")
-    return f"\\u{code_point:04X}" if code_point < 2**16 else f"\\U{code_point:08X}"
+    def _character(self, code_point: int, *, may_be_property: bool = False) -> str:
+        """Plain, or by its number where it could mean something; or the property it stands for."""
+        if (name := self._properties.get(code_point)) is not None:
+            if not may_be_property:
+                raise RegexError(f"{name} is a class, and cannot be the end of a range")
+            self.only_llguidance = f"the property {name}"
+            return name
+        character = chr(code_point)
+        if character.isascii() and character.isalnum():
+            return character
+        return f"\\u{code_point:04X}" if code_point < 2**16 else f"\\U{code_point:08X}"

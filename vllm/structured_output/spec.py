@@ -34,15 +34,8 @@ _OPTIONS = {
 _WHITESPACE_ONLY = re.compile(r"(?:\\[nrts ]|[ \n\r\t\[\](){}*+?|,]|(?<=[{,\d])\d)*")
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
-FIELDS = {
-    "json": "guided_json",
-    "json_object": "guided_json_object",
-    "regex": "guided_regex",
-    "choice": "guided_choice",
-    "grammar": "guided_grammar",
-    "structural_tag": "structural_tag",
-}
-"""Field of `GuidedDecodingParams` -> its name in a request."""
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+"""Fields of `GuidedDecodingParams` of which one is set."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,18 +59,27 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def field_of(params: GuidedDecodingParams) -> str:
-    """The request field that errors name.
+    """What errors name: the field of the request, or that of `GuidedDecodingParams`.
 
     Raises:
         RequestError: nothing is asked.
     """
-    for name, field in FIELDS.items():
+    return params.field or f"guided_decoding.{_kind_of(params)}"
+
+
+def _kind_of(params: GuidedDecodingParams) -> str:
+    for name in _KINDS:
         if getattr(params, name) not in (None, False):
-            return field
+            return name
     raise RequestError(
-        f"guided_decoding asks for nothing: give one of {', '.join(FIELDS)}",
+        f"guided_decoding asks for nothing: give one of {', '.join(_KINDS)}",
         param="guided_decoding",
     )
+
+
+def _option_of(params: GuidedDecodingParams, name: str, request_name: str) -> str:
+    """What errors name an option: as it is written in a request, or in Python."""
+    return f"guided_decoding.{name}" if params.field is None else request_name
 
 
 def make_spec(params: GuidedDecodingParams, config: StructuredOutputConfig) -> GrammarSpec:
@@ -87,7 +89,8 @@ def make_spec(params: GuidedDecodingParams, config: StructuredOutputConfig) -> G
         RequestError: too large, of the wrong type, or nothing at all; names the field.
     """
     field = field_of(params)
-    backend, options = _backend(params.backend or config.guided_decoding_backend)
+    backend_field = _option_of(params, "backend", "guided_decoding_backend")
+    backend, options = _backend(params.backend or config.guided_decoding_backend, backend_field)
     kind, text = _text(params, field)
     limit = MAX_REGEX_BYTES if kind == "regex" else MAX_TEXT_BYTES
     try:
@@ -110,39 +113,43 @@ def make_spec(params: GuidedDecodingParams, config: StructuredOutputConfig) -> G
         backend=backend,
         may_fall_back=not is_on("disable_fallback"),
         any_whitespace=not is_on("disable_any_whitespace"),
-        whitespace_pattern=_whitespace(params.whitespace_pattern),
+        whitespace_pattern=_whitespace(
+            params.whitespace_pattern,
+            _option_of(params, "whitespace_pattern", "guided_whitespace_pattern"),
+        ),
         close_all_objects=is_on("disable_additional_properties"),
     )
 
 
-def _backend(name: Any) -> tuple[str, set[str]]:
+def _backend(name: Any, field: str) -> tuple[str, set[str]]:
     """Our name of a backend, and the switches that come with it."""
     word, _, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
     options = [option.strip() for option in rest.split(",") if option.strip()]
     if word not in _BACKENDS or not all(option in _OPTIONS for option in options):
         raise RequestError(
-            f"guided_decoding_backend must be one of {', '.join(_BACKENDS)}, with none or some of "
-            f"the options {', '.join(_OPTIONS)} after a colon; got {name!r}",
-            param="guided_decoding_backend",
+            f"{field} must be one of {', '.join(_BACKENDS)}, with none or some of "
+            f"the options {', '.join(_OPTIONS)} after a colon; got {name!r:.200}",
+            param=field,
         )
     return _BACKENDS[word], {_OPTIONS[option] for option in options}
 
 
 def _text(params: GuidedDecodingParams, field: str) -> tuple[str, str]:
-    if field == "guided_json_object":
+    name = _kind_of(params)
+    if name == "json_object":
         if params.json_object is not True:
             _refuse(field, "true", params.json_object)
         return "json", '{"type":"object"}'
-    if field == "guided_json":
+    if name == "json":
         return "json", _json_text(params.json, field)
-    if field == "structural_tag":
+    if name == "structural_tag":
         return "structural_tag", _json_text(params.structural_tag, field)
-    if field == "guided_choice":
+    if name == "choice":
         return "choice", _choices(params.choice, field)
-    value = params.regex if field == "guided_regex" else params.grammar
+    value = params.regex if name == "regex" else params.grammar
     if not isinstance(value, str):
         _refuse(field, "a string", value)
-    if field == "guided_regex":
+    if name == "regex":
         return "regex", value
     return ("ebnf" if _EBNF_RULE.search(value[:MAX_TEXT_BYTES]) else "lark"), value
 
@@ -167,11 +174,10 @@ def _choices(value: Any, field: str) -> str:
     return json.dumps(list(dict.fromkeys(value)), ensure_ascii=False, separators=(",", ":"))
 
 
-def _whitespace(pattern: Any) -> str | None:
+def _whitespace(pattern: Any, field: str) -> str | None:
     """A pattern between the tokens of JSON; anything but whitespace would not be JSON."""
     if pattern is None:
         return None
-    field = "guided_whitespace_pattern"
     if not isinstance(pattern, str) or len(pattern) > 256:
         _refuse(field, "a short string", pattern)
     if not _WHITESPACE_ONLY.fullmatch(pattern):

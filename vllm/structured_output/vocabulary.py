@@ -39,8 +39,7 @@ class Vocabulary:
         if backend is None or decoding is None:
             raise RequestError(
                 "structured output needs a tokenizer whose text is the bytes of its tokens "
-                "(byte-level BPE, or SentencePiece with byte fallback), and this engine has none",
-                param="guided_decoding",
+                "(byte-level BPE, or SentencePiece with byte fallback), and this engine has none"
             )
         token_bytes = TokenBytes(
             backend, is_byte_level=decoding.is_byte_level, skip_special_tokens=True

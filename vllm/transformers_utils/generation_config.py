@@ -43,7 +43,7 @@ def load_generation_defaults(model_config: ModelConfig) -> dict[str, Any]:
     source = model_config.generation_config
     overrides = model_config.override_generation_config
     _check_override_names(overrides)
-    of_model = _read_file(Path(model_config.resolved_path))
+    of_model = _read_file(Path(model_config.hf_config_path or model_config.resolved_path))
     if source in ("auto", "vllm"):
         chosen = of_model if source == "auto" else {}
     elif (Path(source).expanduser() / _FILE_NAME).is_file():

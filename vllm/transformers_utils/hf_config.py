@@ -22,12 +22,23 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
 
 
 def complete_hf_config(
-    raw: Mapping[str, Any], folder: Path, *, trust_remote_code: bool
+    raw: Mapping[str, Any],
+    folder: Path,
+    *,
+    trust_remote_code: bool,
+    code_folder: Path | None = None,
+    code_revision: str | None = None,
+    token: str | bool | None = None,
 ) -> dict[str, Any]:
     """`raw`, from `read_hf_config`, with the defaults of its model type; plain data.
 
     Args:
-        trust_remote_code: run the config class in `folder` when the model brings its own.
+        raw: values of config.json.
+        folder: where it is.
+        trust_remote_code: run the model's own config class when it brings one.
+        code_folder: where that class is; None is `folder`.
+        code_revision: of the class, where it is in another repository on the hub.
+        token: for that repository.
 
     Raises:
         ConfigError: a model type nobody here knows, or values that transformers refuses.
@@ -35,7 +46,8 @@ def complete_hf_config(
     plain = complete_plain_config(raw)
     if plain is not None:
         return plain
-    from transformers import AutoConfig, __version__
+    from transformers import __version__
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = raw.get("model_type")
@@ -43,8 +55,13 @@ def complete_hf_config(
     # What transformers and a model's own code raise about a bad value has no common type.
     try:
         if has_own_code and trust_remote_code:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-            return {**config.to_dict(), **raw}
+            config_class: Any = get_class_from_dynamic_module(
+                raw["auto_map"]["AutoConfig"],
+                str(code_folder or folder),
+                code_revision=code_revision,
+                token=token,
+            )
+            return {**config_class.from_dict(dict(raw)).to_dict(), **raw}
         if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
             return dict(CONFIG_MAPPING[model_type].from_dict(dict(raw)).to_dict())
     except Exception as error:

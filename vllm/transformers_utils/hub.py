@@ -5,6 +5,7 @@ from pathlib import Path
 
 from vllm.config.load import LoadFormat
 from vllm.errors import ConfigError
+from vllm.utils import startup
 
 _METADATA = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 _SAFETENSORS = ("*.safetensors",)
@@ -17,25 +18,23 @@ def resolve_model_folder(
     download_dir: str | None = None,
     ignore_patterns: Sequence[str] = (),
     load_format: LoadFormat = "auto",
+    token: str | bool | None = None,
 ) -> Path:
     """The folder of a model: `name` itself when it is one, else a download from the hub.
 
     Weights are downloaded in one form only, safetensors before pickles; none for "dummy".
-    `HF_HUB_OFFLINE`, `HF_TOKEN` and the other variables of huggingface_hub apply.
+    `HF_HUB_OFFLINE`, `HF_TOKEN` and the other variables of huggingface_hub apply; `token` comes
+    before `HF_TOKEN`, and True is that of `hf auth login`.
 
     Raises:
         ConfigError: no such folder or repository, or the download failed.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = find_folder(name)
+    if path is not None:
         return path
-    if path.exists():
-        raise ConfigError(f"model {name!r} is a file; name the folder that holds its config.json")
-    if _looks_like_path(name):
-        raise ConfigError(f"model folder {name!r} does not exist")
 
     def download(*patterns: str) -> Path:
-        return _download(name, revision, download_dir, patterns, ignore_patterns)
+        return _download(name, revision, download_dir, patterns, ignore_patterns, token)
 
     if load_format == "dummy":
         return download(*_METADATA)
@@ -45,6 +44,29 @@ def resolve_model_folder(
     if load_format == "auto" and not any(folder.glob("*.safetensors")):
         return download(*_METADATA, *_PICKLES)
     return folder
+
+
+def find_folder(name: str) -> Path | None:
+    """The folder that a name is the path of; None for a name on the hub, which is not asked.
+
+    Raises:
+        ConfigError: the name is a path, and there is no folder.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"model {name!r} is a file; name the folder that holds its config.json")
+    if _looks_like_path(name):
+        raise ConfigError(f"model folder {name!r} does not exist")
+    return None
+
+
+def is_offline() -> bool:
+    """Whether models on the hub are looked for in the cache alone (HF_HUB_OFFLINE)."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def _looks_like_path(name: str) -> bool:
@@ -58,9 +80,11 @@ def _download(
     download_dir: str | None,
     allow_patterns: Sequence[str],
     ignore_patterns: Sequence[str],
+    token: str | bool | None,
 ) -> Path:
     from huggingface_hub import snapshot_download
 
+    startup.report(f"getting {name} from the hub")
     try:
         folder = snapshot_download(
             name,
@@ -68,6 +92,7 @@ def _download(
             cache_dir=download_dir,
             allow_patterns=list(allow_patterns),
             ignore_patterns=list(ignore_patterns),
+            token=token,
         )
     # The network, the proxy, the disk and the hub's answers all fail with types of their own.
     except Exception as error:
@@ -79,10 +104,13 @@ def _explain(error: Exception, revision: str | None) -> str:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
-        return "it is gated; accept its terms on huggingface.co and set HF_TOKEN"
+        return (
+            "it is gated; accept its terms on huggingface.co and set HF_TOKEN, or give --hf-token"
+        )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            "there is no such folder here and no such repository on the hub, or it needs HF_TOKEN"
+            "there is no such folder here and no such repository on the hub, or it needs HF_TOKEN "
+            "or --hf-token"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"it has no revision {revision!r}"

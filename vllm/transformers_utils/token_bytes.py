@@ -9,8 +9,12 @@ be decoded twice.
 import json
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, models
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SPACE_MARK = "\u2581"
 """How SentencePiece writes a space inside a token."""
@@ -68,6 +72,109 @@ class _WholeTexts(dict[int, str | None]):
             text = None
         self[token_id] = text
         return text
+
+
+USUAL_TOKEN_BYTES = 8
+"""Texts with fewer bytes per token than this are common; longer tokens are rarer."""
+_NFC_SHRINK = 3
+"""NFC makes a text at most three times shorter: three jamo of nine bytes are one syllable of three
+(https://unicode.org/faq/normalization.html)."""
+_LOSSLESS_SPLITS = {"ByteLevel", "Metaspace", "Digits"}
+"""Pre-tokenizers that leave every byte of the text in some word."""
+
+
+class TextLengthBound:
+    """How many tokens a text has at least, known from its bytes alone.
+
+    A token stands for a bounded number of bytes. That holds for tokenizers that keep every byte
+    of a text; those that drop white space, or make one unknown token of a whole word, have no
+    such bound, and every text has at least 0 tokens.
+
+    Args:
+        tokenizer: whose vocabulary is read, which takes some 0.1 s.
+
+    Attributes:
+        tokenizer: as given.
+        max_bytes: of the text that one token stands for; None: there is no bound.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self.tokenizer = tokenizer
+        self.max_bytes: int | None = None
+        self._shrink: int | None = 1
+        self._strips: tuple[str, ...] = ()
+        backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+        if backend is None or not _keeps_every_byte(backend):
+            return
+        self._shrink = _shrink_of(_spec(backend.normalizer))
+        if self._shrink is None:
+            return
+        added = backend.get_added_tokens_decoder().values()
+        # These take the white space beside them away, however much there is.
+        self._strips = tuple(t.content for t in added if t.lstrip or t.rstrip)
+        # The mark of SentencePiece counts in full: a text may hold it in place of a space.
+        to_bytes = (
+            _byte_level_bytes if isinstance(backend.decoder, decoders.ByteLevel) else str.encode
+        )
+        self.max_bytes = max(len(to_bytes(token)) for token in backend.get_vocab(True))
+
+    def min_tokens(self, text: str, num_bytes: int) -> int:
+        """Tokens that a text has at least, those of the template around it not counted.
+
+        Args:
+            text: valid Unicode.
+            num_bytes: of its UTF-8.
+        """
+        if self.max_bytes is None or any(content in text for content in self._strips):
+            return 0
+        shrink = 1 if text.isascii() else self._shrink or 1
+        return num_bytes // (self.max_bytes * shrink)
+
+
+def _spec(part: Any) -> dict[str, Any]:
+    """A part of a tokenizer as JSON; {} for one that is not there."""
+    return {} if part is None else dict(json.loads(part.__getstate__()))
+
+
+def _keeps_every_byte(backend: Tokenizer) -> bool:
+    """Whether each byte of a normalised text is in one of its tokens."""
+    decoding = ByteDecoding.of(backend)
+    if decoding is None or not isinstance(backend.model, models.BPE):
+        return False
+    vocabulary = backend.get_vocab(False)
+    if decoding.is_byte_level:
+        has_bytes = all(character in vocabulary for character in _ALPHABET)
+    else:
+        has_bytes = bool(backend.model.byte_fallback) and all(
+            f"<0x{byte:02X}>" in vocabulary for byte in range(256)
+        )
+    return has_bytes and _splits_without_loss(_spec(backend.pre_tokenizer))
+
+
+def _splits_without_loss(spec: dict[str, Any]) -> bool:
+    if spec.get("type") == "Sequence":
+        return all(map(_splits_without_loss, spec["pretokenizers"]))
+    if spec.get("type") == "Split":
+        return bool(spec["behavior"] != "Removed")
+    return not spec or spec["type"] in _LOSSLESS_SPLITS
+
+
+def _shrink_of(spec: dict[str, Any]) -> int | None:
+    """By which factor a normalizer shortens texts that are not ASCII at most; None: unknown."""
+    if spec.get("type") == "Sequence":
+        shrink = 1
+        for step in spec["normalizers"]:
+            factor = _shrink_of(step)
+            if factor is None:
+                return None
+            shrink *= factor
+        return shrink
+    if spec.get("type") == "Replace":  # a space becomes the mark of SentencePiece
+        is_mark = spec["pattern"] == {"String": " "} and spec["content"] == _SPACE_MARK
+        return 1 if is_mark else None
+    if spec.get("type") == "NFC":
+        return _NFC_SHRINK
+    return 1 if not spec or spec["type"] in ("Prepend", "ByteLevel") else None
 
 
 @dataclass(frozen=True)

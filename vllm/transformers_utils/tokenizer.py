@@ -1,7 +1,7 @@
 """Loading a tokenizer. transformers is imported at the first call: it is slow to import."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.config import ModelConfig
 from vllm.errors import ConfigError
@@ -9,6 +9,9 @@ from vllm.transformers_utils.json_file import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+AnyTokenizer: TypeAlias = "PreTrainedTokenizerBase"
+"""Any tokenizer, in the annotations of programs written for vLLM."""
 
 _GENERIC_TYPES = ("llama", "qwen3")
 """Model types of which no checkpoint names a class that transformers then replaces."""
@@ -37,6 +40,7 @@ def get_tokenizer(
     tokenizer_mode: str = "auto",
     trust_remote_code: bool = False,
     revision: str | None = None,
+    download_dir: str | None = None,
     **kwargs: Any,
 ) -> "PreTrainedTokenizerBase":
     """The tokenizer of a local folder or of a model on the Hugging Face hub.
@@ -47,6 +51,7 @@ def get_tokenizer(
             transformers has one.
         trust_remote_code: run Python code that comes with the tokenizer.
         revision: branch, tag or commit on the hub.
+        download_dir: folder for downloads; None is the Hugging Face cache.
         kwargs: passed on to `AutoTokenizer.from_pretrained`.
 
     Raises:
@@ -66,6 +71,7 @@ def get_tokenizer(
                 use_fast=tokenizer_mode != "slow",
                 trust_remote_code=trust_remote_code,
                 revision=revision,
+                cache_dir=download_dir,
                 **kwargs,
             )
     except Exception as error:  # tokenizers raises a plain Exception for a damaged file
@@ -77,6 +83,17 @@ def get_tokenizer(
         raise ConfigError(_failure(tokenizer_name, "its vocabulary is empty"))
     result: PreTrainedTokenizerBase = tokenizer
     return result
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Refuse a folder that has no file of a tokenizer. Opens none of them.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    reason = _what_lacks(folder)
+    if reason is not None:
+        raise ConfigError(_failure(str(folder), reason))
 
 
 def _is_generic(folder: Path) -> bool:

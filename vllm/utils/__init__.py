@@ -1,5 +1,6 @@
 """Helpers that know nothing about inference."""
 
 from vllm.utils.arguments import FlexibleArgumentParser
+from vllm.utils.counter import Counter, random_uuid
 
-__all__ = ["FlexibleArgumentParser"]
+__all__ = ["Counter", "FlexibleArgumentParser", "random_uuid"]

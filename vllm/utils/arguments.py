@@ -34,6 +34,27 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             self._refuse(unknown, parsed)
         return parsed
 
+    def flag_names(self) -> set[str]:
+        """Names of all flags, those of subcommands included, as attributes of a namespace."""
+        names: set[str] = set()
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    names |= parser.flag_names()
+            elif any(flag.startswith("--") for flag in action.option_strings):
+                names.add(action.dest)
+        return names
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As in argparse; the error names the nearest choice."""
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        text = f"invalid choice: {str(value)!r}. {hint}Choose from {', '.join(choices)}"
+        raise argparse.ArgumentError(action, text)
+
     def error(self, message: str) -> NoReturn:
         """Print the error and where the flags are listed; exit with code 2."""
         self.exit(2, f"error: {message}\n(see '{self.prog} --help')\n")

@@ -4,105 +4,91 @@ For work on what users send whose cost nobody can know beforehand: compiling a g
 template. The process answers one call at a time; bytes go in, bytes come out, nothing is pickled.
 
     parent                                         child
-    start   {setup, sys.path, memory}   ->         handler = module.function(setup)
     call    argument                    ->         handler(argument)
             (0, result) or (1, message) <-         or what it raised, as text
 
-A child outlives neither its parent nor its call: it ends when its input does, and the kernel's
-alarm ends it if the parent dies in the middle of a call. (Not by PR_SET_PDEATHSIG: that is about
-the thread that made the child, and callers use short-lived ones.)
+A child is forked by a `ForkServer` that has imported everything already, so the next call after
+one that killed its process does not wait for imports. A child outlives neither its parent nor its
+call: it ends when its connection does, and the kernel's alarm ends it if the parent dies in the
+middle of a call.
 """
 
-import contextlib
-import importlib
-import json
 import os
-import select
 import signal
+import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import BinaryIO
 
-import msgspec
-
-from vllm.errors import VllmError
-
-Handler = Callable[[bytes], bytes]
-
-_HEADER = struct.Struct("<BQ")
-"""Status and length of what follows."""
-_OK, _FAILED = 0, 1
-_ALARM_GRACE_S = 2.0
-"""The parent's deadline comes first; the alarm is for when there is no parent."""
-_MAX_ANSWER_BYTES = 2**28
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from vllm.utils.deadline_worker import _serve; _serve()"
+from vllm.utils.fork_server import (
+    ALARM_GRACE_S,
+    FAILED,
+    HEADER,
+    OK,
+    CallFailed,
+    Child,
+    DeadlineExceeded,
+    ForkServer,
+    Handler,
+    WorkerDied,
+    WorkerError,
+    receive,
+    send,
 )
 
+__all__ = [
+    "CallFailed",
+    "DeadlineExceeded",
+    "DeadlineWorker",
+    "WorkerDied",
+    "WorkerError",
+    "make_server",
+]
 
-class WorkerError(VllmError):
-    """A call brought no answer."""
-
-
-class DeadlineExceeded(WorkerError, TimeoutError):
-    """The call took too long; its process was killed."""
-
-
-class WorkerDied(WorkerError):
-    """The process ended during the call: out of memory, or a crash in native code."""
-
-
-class CallFailed(WorkerError):
-    """The called function raised; the message is its own. The process goes on."""
+_LIMITS = struct.Struct("<dQ")
+"""Of a call: seconds until the alarm, and bytes that the address space may grow by."""
+_MAX_ANSWER_BYTES = 2**28
 
 
-class _Start(msgspec.Struct):
-    target: str
-    setup: bytes
-    max_memory_bytes: int
+def make_server(target: str, setup: bytes = b"", *, start_timeout_s: float = 120.0) -> ForkServer:
+    """A fork server whose children answer calls; nothing is started yet.
+
+    Args:
+        target: "module:function"; called once with `setup`, returns the function that answers the
+            calls. What it raises reaches the caller as `CallFailed`.
+        setup: for `target`.
+        start_timeout_s: for the imports and the setup.
+    """
+    child = "vllm.utils.deadline_worker:_serve_calls"
+    return ForkServer(target, setup, child, start_timeout_s=start_timeout_s)
 
 
 class DeadlineWorker:
-    """One child process, started by the first call and again after one that killed it.
+    """One child process, forked by the first call and again after one that killed it.
 
     Thread-safe: calls wait for each other.
 
     Args:
-        target: "module:function"; called once in the child with `setup`, returns the function that
-            answers the calls. Exceptions of either reach the caller as `CallFailed`.
-        setup: for `target`.
+        server: forks the process; several workers may share one.
         max_memory_bytes: what calls may add to the address space of the child.
-        start_timeout_s: for the imports and the setup.
     """
 
-    def __init__(
-        self,
-        target: str,
-        setup: bytes = b"",
-        *,
-        max_memory_bytes: int = 2 * 2**30,
-        start_timeout_s: float = 120.0,
-    ) -> None:
-        self._start_message = msgspec.msgpack.encode(_Start(target, setup, max_memory_bytes))
-        self._start_timeout_s = start_timeout_s
+    def __init__(self, server: ForkServer, *, max_memory_bytes: int = 2 * 2**30) -> None:
+        self._server = server
+        self._max_memory_bytes = max_memory_bytes
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._release: weakref.finalize[..., DeadlineWorker] | None = None
 
     def start(self) -> None:
-        """Start the process now and wait until it can be called; nothing happens if it runs.
+        """Have the process ready for a call; nothing happens if it is.
 
         Raises:
             WorkerError: it cannot be started.
         """
         with self._lock:
-            self._running_process()
+            self._ready_child()
 
     def call(self, argument: bytes, timeout_s: float) -> bytes:
         """The handler's answer.
@@ -118,142 +104,79 @@ class DeadlineWorker:
             CallFailed: the handler raised.
         """
         with self._lock:
-            return self._exchange(self._running_process(), argument, timeout_s)
+            return self._exchange(self._ready_child(), argument, timeout_s)
 
     def close(self) -> None:
         """Kill the process, in the middle of a call if need be. A later call starts another."""
-        if (process := self._process) is not None:
-            process.kill()  # ends a call that is under way, and with it the wait for the lock
+        if (child := self._child) is not None:
+            # Ends a call that is under way, and with it the wait for the lock.
+            self._server.kill(child)
         with self._lock:
             self._kill()
 
-    def _running_process(self) -> "subprocess.Popen[bytes]":
-        if self._process is not None and self._process.poll() is None:
-            return self._process
+    def _ready_child(self) -> Child:
+        if self._child is not None and _is_open(self._child.connection):
+            return self._child
         self._kill()
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # libraries print what users sent
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the parent
-        )
-        self._process = process
-        self._release = weakref.finalize(self, _end, process)
-        self._exchange(process, self._start_message, self._start_timeout_s)
-        return process
+        self._child = self._server.fork()
+        self._release = weakref.finalize(self, self._server.bury, self._child)
+        return self._child
 
-    def _exchange(
-        self, process: "subprocess.Popen[bytes]", argument: bytes, timeout_s: float
-    ) -> bytes:
+    def _exchange(self, child: Child, argument: bytes, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
         try:
-            # The alarm's seconds travel with the call.
-            frame = struct.pack("<d", timeout_s) + argument
-            _write(process, _HEADER.pack(_OK, len(frame)) + frame, deadline)
-            status, length = _HEADER.unpack(_read(process, _HEADER.size, deadline))
+            frame = _LIMITS.pack(timeout_s, self._max_memory_bytes) + argument
+            send(child.connection, HEADER.pack(OK, len(frame)) + frame, deadline)
+            status, length = HEADER.unpack(receive(child.connection, HEADER.size, deadline))
             if length > _MAX_ANSWER_BYTES:
                 raise WorkerDied(f"the worker process answered with {length} bytes")
-            answer = _read(process, length, deadline)
+            answer = receive(child.connection, length, deadline)
         except BaseException as error:
             # Half an answer may be under way: nobody must take it for the next one's.
             self._kill()
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                 raise WorkerDied("the worker process has ended") from error
             raise
-        if status == _FAILED:
+        if status == FAILED:
             raise CallFailed(answer.decode())
         return answer
 
     def _kill(self) -> None:
         if self._release is not None:
             self._release()
-        self._process = self._release = None
+        self._child = self._release = None
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with contextlib.suppress(OSError):  # a write that was cut off has nowhere to go
-            pipe.close()
-
-
-def _wait(pipe: "BinaryIO", deadline: float, *, to_write: bool) -> None:
-    poll = select.poll()
-    poll.register(pipe, select.POLLOUT if to_write else select.POLLIN)
-    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise DeadlineExceeded("the call took too long")
-
-
-def _write(process: "subprocess.Popen[bytes]", data: bytes, deadline: float) -> None:
-    pipe = process.stdin
-    assert pipe is not None
-    view = memoryview(data)
-    while view:
-        _wait(pipe, deadline, to_write=True)  # type: ignore[arg-type]
-        # No more than what a pipe that can be written to takes without blocking.
-        view = view[os.write(pipe.fileno(), view[: select.PIPE_BUF]) :]
-
-
-def _read(process: "subprocess.Popen[bytes]", size: int, deadline: float) -> bytes:
-    pipe = process.stdout
-    assert pipe is not None
-    parts = bytearray()
-    while len(parts) < size:
-        _wait(pipe, deadline, to_write=False)  # type: ignore[arg-type]
-        part = os.read(pipe.fileno(), min(size - len(parts), 2**20))
-        if not part:
-            raise WorkerDied("the worker process has ended: out of memory, or a crash")
-        parts += part
-    return bytes(parts)
+def _is_open(connection: socket.socket) -> bool:
+    """Whether the process at the other end lives; it never sends anything without being asked."""
+    connection.settimeout(0)
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 # ---- the child --------------------------------------------------------------------------------
 
 
-def _serve() -> None:
-    """Answer calls until the input ends."""
-    calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
-    handler: Handler = _make_handler
-    while (call := _next_call(calls)) is not None:
-        timeout_s, argument = call
-        signal.setitimer(signal.ITIMER_REAL, timeout_s + _ALARM_GRACE_S)
+def _serve_calls(handler: Handler, connection: socket.socket) -> None:
+    """Answer calls until the connection is closed."""
+    is_limited = False
+    while header := connection.recv(HEADER.size, socket.MSG_WAITALL):
+        frame = connection.recv(HEADER.unpack(header)[1], socket.MSG_WAITALL)
+        timeout_s, max_memory_bytes = _LIMITS.unpack_from(frame)
+        if not is_limited:
+            _limit_memory(max_memory_bytes)
+            is_limited = True
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + ALARM_GRACE_S)
         try:
-            if handler is _make_handler:
-                handler, answer = _started(argument), b""
-            else:
-                answer = handler(argument)
-            status = _OK
+            answer, status = handler(frame[_LIMITS.size :]), OK
         except Exception as error:  # whatever it is, it belongs to the caller
-            status, answer = _FAILED, (str(error) or repr(error)).encode(errors="replace")
+            answer, status = (str(error) or repr(error)).encode(errors="replace"), FAILED
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(_HEADER.pack(status, len(answer)) + answer)
-        answers.flush()
-
-
-def _make_handler(argument: bytes) -> bytes:
-    raise AssertionError("not started")
-
-
-def _next_call(calls: BinaryIO) -> tuple[float, bytes] | None:
-    header = calls.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        return None
-    frame = calls.read(_HEADER.unpack(header)[1])
-    (timeout_s,) = struct.unpack_from("<d", frame)
-    return timeout_s, frame[8:]
-
-
-def _started(message: bytes) -> Handler:
-    start = msgspec.msgpack.decode(message, type=_Start)
-    module, _, function = start.target.partition(":")
-    handler: Handler = getattr(importlib.import_module(module), function)(start.setup)
-    _limit_memory(start.max_memory_bytes)
-    return handler
+        connection.sendall(HEADER.pack(status, len(answer)) + answer)
 
 
 def _limit_memory(more_bytes: int) -> None:

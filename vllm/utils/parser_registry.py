@@ -1,7 +1,9 @@
 """Classes that users choose by name and plug-ins add to. Knows no parser."""
 
-from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
 
 from vllm.errors import ConfigError
 
@@ -16,14 +18,20 @@ class ParserRegistry(Generic[ParserT]):
         flag: the setting that takes the names, for messages.
         base: what every parser is a subclass of.
         parsers: those that are there without a plug-in.
+        methods: of which a parser of a plug-in defines one, so that it can read at all.
     """
 
     def __init__(
-        self, flag: str, base: type[ParserT], parsers: Mapping[str, type[ParserT]]
+        self,
+        flag: str,
+        base: type[ParserT],
+        parsers: Mapping[str, type[ParserT]],
+        methods: Sequence[str],
     ) -> None:
         self._flag = flag
         self._base = base
         self._parsers = dict(parsers)
+        self._methods = methods
 
     def names(self) -> list[str]:
         """All names, in the order of the alphabet."""
@@ -39,18 +47,82 @@ class ParserRegistry(Generic[ParserT]):
             raise ConfigError(f"{self._flag} {name!r} is none of {', '.join(self.names())}")
         return self._parsers[name]
 
-    def register_module(self, name: str | list[str]) -> Callable[[AddedT], AddedT]:
-        """Decorator: the class is the parser of this name, or of all these names.
+    def snapshot(self) -> dict[str, type[ParserT]]:
+        """The parsers by name, as they are now."""
+        return dict(self._parsers)
 
-        A name that is taken goes to the new class. TypeError: the class is not of this kind.
+    @overload
+    def register_module(
+        self, name: str | Sequence[str] | None = None, force: bool = True, *, module: AddedT
+    ) -> AddedT: ...
+
+    @overload
+    def register_module(
+        self, name: str | Sequence[str] | None = None, force: bool = True, module: None = None
+    ) -> Callable[[AddedT], AddedT]: ...
+
+    def register_module(
+        self, name: str | Sequence[str] | None = None, force: bool = True, module: Any = None
+    ) -> Any:
+        """Make a class the parser of a name; a decorator where `module` is not given.
+
+        Args:
+            name: or several; None is the name of the class.
+            force: a name that is taken goes to the new class; else that is a KeyError.
+            module: the class.
+
+        Raises:
+            TypeError: the class is not of this kind, or reads nothing.
+            KeyError: the name is taken.
         """
-        names = [name] if isinstance(name, str) else name
 
         def register(parser: AddedT) -> AddedT:
-            is_parser = isinstance(parser, type) and issubclass(parser, self._base)
-            if not is_parser:
-                raise TypeError(f"{parser!r} is not a subclass of {self._base.__name__}")
-            self._parsers.update(dict.fromkeys(names, parser))
+            self._check(parser)
+            names = [parser.__name__] if name is None else [name] if isinstance(name, str) else name
+            for each in names:
+                if not force and each in self._parsers:
+                    raise KeyError(f"{self._flag} {each!r} is registered already")
+                self._parsers[each] = parser
             return parser
 
-        return register
+        return register if module is None else register(module)
+
+    def _check(self, parser: type) -> None:
+        if not (isinstance(parser, type) and issubclass(parser, self._base)):
+            raise TypeError(f"{parser!r} is not a subclass of {self._base.__name__}")
+        defined = [name for name in self._methods if _overrides(parser, self._base, name)]
+        if not defined:
+            raise TypeError(f"{parser.__name__} must define {' or '.join(self._methods)}")
+
+
+def _overrides(parser: type, base: type, name: str) -> bool:
+    return getattr(parser, name, None) is not getattr(base, name, None)
+
+
+def load_plugin(flag: str, path: str, registries: Sequence[ParserRegistry[Any]]) -> None:
+    """Run a Python file that registers parsers.
+
+    Args:
+        flag: the setting that names the file, for messages.
+        path: of the file.
+        registries: those that it may add to.
+
+    Raises:
+        ConfigError: it is not there, fails, or registers nothing.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{flag}: there is no file {path}")
+    before = [registry.snapshot() for registry in registries]
+    spec = importlib.util.spec_from_file_location(f"vllm_{flag}_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{flag}: {path} is not a Python file")
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except Exception as error:  # a program from outside; it may raise anything
+        raise ConfigError(f"{flag}: {path} fails: {type(error).__name__}: {error}") from error
+    if before == [registry.snapshot() for registry in registries]:
+        raise ConfigError(
+            f"{flag}: {path} registers no parser; use @ToolParserManager.register_module or "
+            f"@ReasoningParserManager.register_module"
+        )

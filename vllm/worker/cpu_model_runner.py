@@ -20,6 +20,7 @@ from vllm.sample.cpu_sampler import make_sampler
 from vllm.sample.features import Feature
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState, invalid_rows
+from vllm.structured_output.matchers import GrammarMatchers
 from vllm.worker.model_input import ModelInput
 from vllm.worker.model_runner import ModelRunner
 
@@ -42,8 +43,14 @@ class CPUModelRunner(ModelRunner):
     Args: see `ModelRunner`.
     """
 
-    def __init__(self, config: VllmConfig, model: CausalLM, device: torch.device) -> None:
-        super().__init__(config, model, device)
+    def __init__(
+        self,
+        config: VllmConfig,
+        model: CausalLM,
+        device: torch.device,
+        grammars: GrammarMatchers | None = None,
+    ) -> None:
+        super().__init__(config, model, device, grammars)
         self._is_fused_known = False
         self._fused: FusedDecoder | None = None
         self._decode_step: FusedDecodeStep | None = None

@@ -57,6 +57,7 @@ class CPUWorker(WorkerBase):
         """
         if self.config.model.enable_sleep_mode:
             check_can_sleep()
+        self.grammars.preload_beside_weights()
         self.model = self._read_model(self.config)
         self._count_threads(sum(len(storage) for storage in model_storages(self.model)))
         self.runner = self._make_runner(self.model)
@@ -103,7 +104,7 @@ class CPUWorker(WorkerBase):
     def _make_runner(self, model: CausalLM | PoolingModel) -> ModelRunner | PoolingRunner:
         if isinstance(model, PoolingModel):
             return PoolingRunner(self.config, model, self.device)
-        return CPUModelRunner(self.config, model, self.device)
+        return CPUModelRunner(self.config, model, self.device, self.grammars)
 
     def initialize_cache(self) -> int:
         """Size and allocate the KV cache; the number of blocks, the null block included."""

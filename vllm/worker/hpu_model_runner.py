@@ -19,6 +19,7 @@ from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.sample.static_shapes import class_of, size_classes
 from vllm.sample.warmup import warmup_launches
+from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.trace import get_trace
 from vllm.worker.hpu_execution import make_execution
 from vllm.worker.hpu_input import HPUInputBuilder, to_device
@@ -55,12 +56,18 @@ class HPUModelRunner(ModelRunner):
         model: loaded, on the card.
         bridge: the card.
         kernel: attention of prompts.
+        grammars: see `ModelRunner`.
     """
 
     def __init__(
-        self, config: VllmConfig, model: CausalLM, bridge: HabanaBridge, kernel: SDPAKernel
+        self,
+        config: VllmConfig,
+        model: CausalLM,
+        bridge: HabanaBridge,
+        kernel: SDPAKernel,
+        grammars: GrammarMatchers | None = None,
     ) -> None:
-        super().__init__(config, model, bridge.device)
+        super().__init__(config, model, bridge.device, grammars)
         self._bridge = bridge
         assert self.sampling.shapes is not None
         self._likeliest = self.sampling.shapes.max_likeliest

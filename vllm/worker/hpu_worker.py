@@ -72,20 +72,12 @@ class HPUWorker(WorkerBase):
 
     Args:
         config: of the engine.
-
-    Raises:
-        ConfigError: the KV cache is to hold another dtype than that of the model.
     """
 
     model: CausalLM | PoolingModel
     runner: HPUModelRunner
 
     def __init__(self, config: VllmConfig) -> None:
-        if config.cache.kv_cache_dtype != "auto":
-            raise ConfigError(
-                f"--kv-cache-dtype {config.cache.kv_cache_dtype} is available on cpu only; "
-                f"leave it out on hpu"
-            )
         platform = resolve_platform("hpu")
         assert isinstance(platform, HPUPlatform)
         self.platform = platform
@@ -101,6 +93,7 @@ class HPUWorker(WorkerBase):
             ConfigError: they do not fit the memory of the card, or cannot be loaded.
         """
         bridge = self.bridge
+        self.grammars.preload_beside_weights()
         with self._within_memory("the weights"), MemoryProfile(bridge) as total:
             with MemoryProfile(bridge) as loading:
                 self.model = load_model(self.config, TPGroup(), bridge.device)
@@ -117,7 +110,7 @@ class HPUWorker(WorkerBase):
             assert pooler is not None
             kind = WholePromptRunner if pooler.needs_whole_prompts else HPUPoolingRunner
             return kind(self.config, model, self.bridge, kernel)
-        return HPUModelRunner(self.config, model, self.bridge, kernel)
+        return HPUModelRunner(self.config, model, self.bridge, kernel, self.grammars)
 
     def initialize_cache(self) -> int:
         """Divide the memory, allocate the KV cache and warm up.

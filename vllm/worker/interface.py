@@ -1,9 +1,10 @@
 """What an executor asks of a worker."""
 
+from concurrent.futures import Future
 from typing import Protocol
 
 from vllm.config import VllmConfig
-from vllm.messages import ModelRunnerOutput, RunnerStats, SchedulerOutput
+from vllm.messages import EngineRequest, ModelRunnerOutput, RunnerStats, SchedulerOutput
 
 
 class StepHandleLike(Protocol):
@@ -31,8 +32,8 @@ class Worker(Protocol):
         """Start a step; at most one other is in flight."""
         ...
 
-    def preload(self) -> None:
-        """Load in the background what only some requests need."""
+    def prepare(self, request: EngineRequest) -> Future[None] | None:
+        """Load in the background what the steps of a request need; see `Executor.prepare`."""
         ...
 
     def stats(self) -> RunnerStats:

@@ -74,9 +74,16 @@ class ModelRunner:
         config: of the engine.
         model: loaded, on the device.
         device: where it is.
+        grammars: of the worker, that begin to load before the model; None makes others.
     """
 
-    def __init__(self, config: VllmConfig, model: CausalLM, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        model: CausalLM,
+        device: torch.device,
+        grammars: GrammarMatchers | None = None,
+    ) -> None:
         self.model = model
         self.device = device
         self.block_size = config.cache.block_size
@@ -86,7 +93,7 @@ class ModelRunner:
             config.max_blocks_per_request,
         )
         self.sampling, self.sampler = self._make_sampler(config)
-        self.grammars = GrammarMatchers(config)
+        self.grammars = grammars or GrammarMatchers(config)
         self.prompt_logprobs = PromptLogprobs(model, self.sampler)
         self.planner: LaunchPlanner = RaggedPlanner()
         self._in_flight: StepHandle | None = None
@@ -122,10 +129,6 @@ class ModelRunner:
         """Whether the host must know the tokens of the step in flight before this one starts:
         always, where inputs are built from them."""
         return True
-
-    def preload(self) -> None:
-        """Load in the background what output with a form needs."""
-        self.grammars.preload()
 
     def stats(self) -> RunnerStats:
         """What it has done; on a device that takes any shape nothing is padded or compiled."""

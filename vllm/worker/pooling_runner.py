@@ -140,9 +140,6 @@ class PoolingRunner:
         """The layers that own a KV cache, in the order of the model; an encoder has none."""
         return [module for module in self.model.modules() if isinstance(module, Attention)]
 
-    def preload(self) -> None:
-        """All requests need the same."""
-
     def stats(self) -> RunnerStats:
         """What it has done; on a device that takes any shape nothing is padded or compiled."""
         return RunnerStats(num_steps=self._num_steps, num_useful_tokens=self._num_useful_tokens)

@@ -4,13 +4,15 @@ Callers reach these methods by name; see `vllm.executor.Executor.collective_rpc`
 """
 
 from abc import ABC, abstractmethod
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from vllm.config import VllmConfig
-from vllm.messages import RunnerStats
+from vllm.messages import EngineRequest, RunnerStats
+from vllm.structured_output.matchers import GrammarMatchers
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.pooling_runner import PoolingRunner
 from vllm.worker.sleep import KV_CACHE, WEIGHTS, Sleep, SleepingWeights, SleepPart
@@ -26,6 +28,7 @@ class WorkerBase(ABC):
 
     Attributes:
         model, runner: there once the model is loaded; the runner runs the steps.
+        grammars: of requests whose output has a form; they begin to load before the model.
         profile: traces of what it computes.
         rank, local_rank: of this worker among those that share the model, and on this machine.
     """
@@ -38,6 +41,7 @@ class WorkerBase(ABC):
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
+        self.grammars = GrammarMatchers(config)
         self._sleep: Sleep | None = None
         self.profile = TorchProfile(config.observability.torch_profiler_dir, f"rank{self.rank}")
 
@@ -116,9 +120,9 @@ class WorkerBase(ABC):
 
     # ---- for the engine -------------------------------------------------------------------
 
-    def preload(self) -> None:
-        """Load in the background what only some requests need."""
-        self.runner.preload()
+    def prepare(self, request: EngineRequest) -> Future[None] | None:
+        """Load in the background what the steps of a request need; see `Executor.prepare`."""
+        return self.grammars.prepare(request)
 
     def stats(self) -> RunnerStats:
         """What the runner has done."""

@@ -11,7 +11,8 @@ from starlette.testclient import TestClient
 
 from tests.engine.fakes import FakeEngineCore, Reply, make_config
 from tests.engine.tokenizers_for_tests import byte_level
-from vllm.engine.input_processor import InputProcessor, fan_out
+from vllm.engine.fan_out import fan_out
+from vllm.engine.input_processor import InputProcessor
 from vllm.engine.output_processor import OutputProcessor
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.errors import add_error_handlers
@@ -60,10 +61,12 @@ class FakeAsyncLLM:
         self._queues: dict[str, asyncio.Queue[Any]] = {}
         self._stepper: asyncio.Task[None] | None = None
 
-    async def tokenize(self, prompt: Any, *, is_long: bool = False) -> Any:
-        return self.input_processor.tokenize(prompt)
+    async def tokenize(
+        self, prompt: Any, *, is_long: bool = False, max_tokens: int | None = None
+    ) -> Any:
+        return self.input_processor.tokenize(prompt, max_tokens=max_tokens)
 
-    async def in_slow_lane(self, work: Any) -> Any:
+    async def in_slow_lane(self, work: Any, num_chars: int = 0) -> Any:
         return work(self.input_processor)
 
     async def get_tokenizer(self) -> Any:

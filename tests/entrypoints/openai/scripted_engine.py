@@ -74,10 +74,12 @@ class ScriptedEngine:
     def errored(self) -> bool:
         return False
 
-    async def tokenize(self, prompt: Any, *, is_long: bool = False) -> Any:
-        return self.input_processor.tokenize(prompt)
+    async def tokenize(
+        self, prompt: Any, *, is_long: bool = False, max_tokens: int | None = None
+    ) -> Any:
+        return self.input_processor.tokenize(prompt, max_tokens=max_tokens)
 
-    async def in_slow_lane(self, work: Any) -> Any:
+    async def in_slow_lane(self, work: Any, num_chars: int = 0) -> Any:
         return work(self.input_processor)
 
     async def get_tokenizer(self) -> Any:
@@ -92,7 +94,7 @@ class ScriptedEngine:
         trace_headers: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        token_ids = prompt["prompt_token_ids"]
+        token_ids = self.input_processor.tokenize(prompt).token_ids
         self.requests[request_id] = (self.tokenizer.decode(token_ids), params)
         is_final = params.output_kind is RequestOutputKind.FINAL_ONLY
         text, steps, is_done = "", self._steps(), False

@@ -40,6 +40,23 @@ def test_openapi_and_docs_can_be_turned_off():
     assert [client.get(path).status_code for path in ("/openapi.json", "/docs")] == [404, 404]
 
 
+def test_the_description_tells_which_answers_may_be_streams_and_which_are_empty():
+    api = make_client().get("/openapi.json").json()
+    streamed = set()
+    for path, methods in api["paths"].items():
+        for route in methods.values():
+            form = route.get("requestBody", {}).get("content", {}).get("application/json", {})
+            name = form.get("schema", {}).get("$ref", "").rpartition("/")[2]
+            fields = api["components"]["schemas"].get(name, {}).get("properties", {})
+            answer = route["responses"].get("200", {}).get("content", {})
+            if "stream" in fields:
+                assert {"application/json", "text/event-stream"} <= answer.keys(), path
+                streamed.add(path)
+            if path in ("/health", "/ping"):
+                assert not answer
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/responses"} <= streamed
+
+
 def test_docs_load_nothing_from_other_hosts():
     page = make_client().get("/docs").text
     assert "http:" not in page and "https:" not in page and 'src="' not in page

@@ -332,7 +332,7 @@ def test_a_failure_midway_is_an_event():
     with client_of(engine, router) as client:
         *chunks, error = stream(client)
         assert text_of(chunks)
-        assert error["code"] == 500
+        assert error["error"]["code"] == 500
         engine.fail_at = 0
         assert client.post(PATH, json={"messages": MESSAGES, "stream": True}).status_code == 500
 

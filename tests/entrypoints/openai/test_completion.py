@@ -310,7 +310,7 @@ def test_a_failure_midway_is_an_event_and_before_the_first_token_a_status(client
     text = client.post(PATH, json={"prompt": "a", "stream": True}).text
     *chunks, error = chunks_of(text)
     assert text_of(chunks) == "def f"
-    assert (error["code"], error["object"]) == (500, "error")
+    assert (error["error"]["code"], error["error"]["object"]) == (500, "error")
     assert "secret" not in text
     engine.fail_at = 0
     assert client.post(PATH, json={"prompt": "a", "stream": True}).status_code == 500

@@ -26,7 +26,7 @@ CASES = [
     (CapacityError("no"), 400, "BadRequestError", None),
     (CapacityError("no", status=503), 503, "ServiceUnavailableError", None),
     (RequestTimeoutError("no"), 504, "TimeoutError", None),
-    (EngineDeadError("no"), 500, "Internal Server Error", None),
+    (EngineDeadError("no"), 500, "EngineDeadError", None),
     (GenerationError("no"), 500, "Internal Server Error", None),
     (HTTPException(405, "no"), 405, "Method Not Allowed", None),
     (RuntimeError("secret detail"), 500, "Internal Server Error", None),
@@ -76,7 +76,7 @@ def test_an_exception_becomes_a_flat_body(error, status, kind, param):
         (b'{"n": ' + b"9" * 5000 + b"}", None, "parsing the body"),
         (b"\xff\xfe", None, ""),
         (b"[1, 2]", None, ""),
-        (b"", None, "Field required"),
+        (b"", None, "the request has no body"),
     ],
 )
 def test_a_body_that_is_wrong_is_400_and_names_the_field(content, param, text):
@@ -100,10 +100,12 @@ def test_a_client_that_has_left_gets_no_body():
 def test_a_stream_that_fails_ends_with_the_error_and_done():
     events = error_events(RequestError("no", param="n")).decode().split("\n\n")
     assert json.loads(events[0].removeprefix("data: ")) == {
-        "object": "error",
-        "message": "no",
-        "type": "BadRequestError",
-        "param": "n",
-        "code": 400,
+        "error": {
+            "object": "error",
+            "message": "no",
+            "type": "BadRequestError",
+            "param": "n",
+            "code": 400,
+        }
     }
     assert events[1:] == ["data: [DONE]", ""]

@@ -101,7 +101,7 @@ def test_those_who_wait_are_told_that_the_start_failed():
         await settle()
         context.engine.startup.set_failed(EngineDeadError("the engine process has ended"))
         await call.task
-        assert (call.status, call.body["type"]) == (500, "Internal Server Error")
+        assert (call.status, call.body["type"]) == (500, "EngineDeadError")
 
     run(test())
 

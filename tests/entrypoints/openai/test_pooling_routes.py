@@ -159,9 +159,28 @@ def test_documents_come_best_first(path, post, models):
         ("embed", "/classify", {"input": "w7"}, "POST /v1/embeddings"),
         ("embed", "/v1/embeddings", {"input": "w7 " * 99}, "has 101 tokens"),
         ("embed", "/v1/embeddings", {"input": ["w7", ""]}, "prompt 1 of 2: the prompt is empty"),
-        ("embed", "/v1/embeddings", {"input": []}, "1 to 8 entries"),
-        ("embed", "/v1/embeddings", {"input": ["w7"] * 9}, "max_batch_prompts"),
-        ("embed", "/v1/embeddings", {"input": [[5]] * 9}, "max_batch_prompts"),
+        *[
+            (kind, path, {"input": []}, "input is empty: send at least one entry")
+            for kind, path in (
+                ("embed", "/v1/embeddings"),
+                ("embed", "/pooling"),
+                ("classify", "/classify"),
+                ("score", "/classify"),
+            )
+        ],
+        ("classify", "/classify", {"input": [[]]}, "the prompt has no tokens"),
+        ("classify", "/classify", {"input": ["w7", ""]}, "prompt 1 of 2: the prompt is empty"),
+        ("score", "/score", {"text_1": "w7", "text_2": []}, "text_2 has no texts"),
+        ("score", "/score", {"text_1": [], "text_2": "w7"}, "text_1 has no texts"),
+        *[
+            (
+                "embed",
+                "/v1/embeddings",
+                {"input": [prompt] * 9},
+                "the 8 that this server takes (--max-batch-prompts)",
+            )
+            for prompt in ("w7", [5])
+        ],
         ("embed", "/v1/embeddings", {"input": [5000]}, "vocabulary of 4096"),
         ("embed", "/v1/embeddings", {"input": {"a": 1}}, "input"),
         ("embed", "/v1/embeddings", {"input": ["w7", 3]}, "input"),
@@ -173,7 +192,12 @@ def test_documents_come_best_first(path, post, models):
         ("embed", "/v1/embeddings", {"input": "w7", "encoding_format": "hex"}, "encoding_format"),
         ("embed", "/v1/embeddings", {"input": "w7", "priority": 2**64}, "priority"),
         ("embed", "/score", {"text_1": ["w7", "w8"], "text_2": "w9"}, "2 texts and text_2 1"),
-        ("score", "/score", {"text_1": "w7", "text_2": ["w9"] * 9}, "text_2 must have 1 to 8"),
+        (
+            "score",
+            "/score",
+            {"text_1": "w7", "text_2": ["w9"] * 9},
+            "text_2: 9 texts are more",
+        ),
         ("score", "/rerank", {"query": "w7", "documents": []}, "documents"),
         ("score", "/rerank", {"query": "w7", "documents": ["w8"], "top_n": -1}, "top_n"),
         ("score", "/rerank", {"query": "w7", "documents": ["w8 " * 99]}, "103 tokens"),

@@ -294,8 +294,8 @@ def test_an_error_in_between_ends_the_stream_as_failed():
     engine = ScriptedEngine("a", "b")
     engine.error, engine.error_at = EngineDeadError("the core died"), 1
     events = read_events(post(client := make_client(engine), stream=True))
-    assert events[-1]["type"] == "response.failed"
-    response = events[-1]["response"]
+    assert [event["type"] for event in events[-2:]] == ["response.failed", "error"]
+    response = events[-2]["response"]
     assert response["status"] == "failed"
     assert response["error"] == {"code": "server_error", "message": "the core died"}
     assert response["output"][0]["content"][0]["text"] == "a"

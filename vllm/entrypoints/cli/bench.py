@@ -20,7 +20,8 @@ def add_parser(
         "bench",
         description="Measure throughput and latency.",
     )
-    benchmarks = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+    parser.set_defaults(print_help=parser.print_help)
+    benchmarks = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK")
     for name, text in _BENCHMARKS.items():
         module = import_module(f"vllm.entrypoints.bench.{name}")
         module.add_cli_args(
@@ -35,6 +36,9 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> int | None:
-    """Run one benchmark; returns its exit code."""
+    """Run one benchmark, or show what there is; returns the exit code."""
+    if args.benchmark is None:
+        args.print_help()
+        return 0
     code: int | None = import_module(f"vllm.entrypoints.bench.{args.benchmark}").run(args)
     return code

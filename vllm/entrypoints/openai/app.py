@@ -1,11 +1,11 @@
 """The application: all routes of the server, and what stands in front of them."""
 
 import time
-from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.entrypoints.openai import (
     serving_audio,
     serving_invocations,
@@ -39,12 +39,7 @@ from vllm.entrypoints.openai.pooling import embedding as serving_embedding
 from vllm.entrypoints.openai.pooling import score as serving_score
 from vllm.entrypoints.openai.responses import serving as serving_responses
 from vllm.entrypoints.openai.server_args import ServerArgs
-from vllm.entrypoints.openai.tool_parsers.flags import check_parser_flags
 from vllm.version import __version__
-
-if TYPE_CHECKING:
-    from vllm.engine.arg_utils import EngineArgs
-
 
 _MODEL_ROUTES = (
     # Routes are tried in this order: those that are asked most come first.
@@ -137,24 +132,11 @@ def _add_tracing(app: FastAPI, context: ServerContext, endpoint: str) -> None:
     app.add_middleware(RequestSpans, context=context, tracer=context.tracer)
 
 
-def load_server(engine_args: "EngineArgs", args: ServerArgs) -> tuple[ServerContext, FastAPI]:
-    """The application around an engine that is not started.
+def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
+    """The application around an engine, which may start later.
 
     Raises:
-        ConfigError: a parser, middleware or tracing cannot be used.
+        ConfigError: middleware or tracing cannot be used.
     """
-    from vllm.engine.admission import AdmissionLimits
-    from vllm.engine.async_llm_engine import AsyncLLM
-
-    check_parser_flags(args)
-    engine = AsyncLLM(
-        engine_args,
-        limits=AdmissionLimits(
-            max_queued_requests=args.max_queued_requests,
-            max_queued_tokens=args.max_queued_tokens,
-            request_timeout=args.request_timeout,
-        ),
-        num_restarts=args.restart_engine,
-    )
     context = ServerContext(args, engine, created=time.time())
     return context, build_app(context)

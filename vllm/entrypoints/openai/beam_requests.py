@@ -4,8 +4,9 @@ import asyncio
 import itertools
 from contextlib import aclosing
 
-from vllm.entrypoints.beam_search import search_beams_async
+from vllm.entrypoints.beam_search import check_beam_width, search_beams_async
 from vllm.entrypoints.openai.context import ServerContext
+from vllm.entrypoints.openai.errors import refuse_failed
 from vllm.inputs import TokensPrompt
 from vllm.outputs import BeamSearchSequence, RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -25,7 +26,11 @@ async def search(
 
     Raises:
         RequestError: the prompt or the parameters are wrong.
+        GenerationError: a beam failed in the engine.
     """
+    check_beam_width(
+        params.beam_width, context.config.model.max_logprobs, name="n", limit="--max-logprobs"
+    )
     engine = context.engine
     counter = itertools.count()
 
@@ -34,7 +39,9 @@ async def search(
             beam, step, f"{request_id}-beam-{next(counter)}", priority=priority
         )
         async with aclosing(outputs):
-            return [output async for output in outputs][-1]
+            last = [output async for output in outputs][-1]
+        refuse_failed(last.outputs[0])
+        return last
 
     async def run(beams: list[TokensPrompt], step: SamplingParams) -> list[RequestOutput]:
         step.output_kind = RequestOutputKind.FINAL_ONLY

@@ -12,7 +12,7 @@ from typing import Any
 from vllm import envs
 from vllm.config.fields import ConfigField, config_fields
 from vllm.engine.arg_utils import EngineArgs, add_compat_flag, add_flag, describe_default
-from vllm.engine.compat_args import CompatArgument
+from vllm.engine.compat_args import CompatArgument, describe_refusal
 from vllm.entrypoints.openai.server_args import ServerArgs, from_settings
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -37,7 +37,7 @@ SERVER_COMPAT: Mapping[str, CompatArgument] = {
             "requests in progress are always counted",
             available=True,
         ),
-        CompatArgument("headless", False, "engines without a server of their own", available=False),
+        CompatArgument("headless", False, "every engine has a server of its own", available=False),
     )
 }
 """Flags of the fork's server that change nothing here, or ask for what is missing."""
@@ -133,7 +133,7 @@ def _take_compat(argument: CompatArgument, value: Any) -> None:
     if value is None or value == argument.off:
         return
     if not argument.available:
-        raise ConfigError(f"{argument.name}: {argument.reason}: not available in this version")
+        raise ConfigError(describe_refusal(argument, value))
     logger.warning("%s=%s has no effect: %s", argument.name, value, argument.reason)
 
 

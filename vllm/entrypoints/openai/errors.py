@@ -4,13 +4,16 @@ RequestError          its status (400, 404)   BadRequestError, NotFoundError
 CapacityError         400 or 409              BadRequestError, ConflictError
                       503                     ServiceUnavailableError
 RequestTimeoutError   504                     TimeoutError
-EngineDeadError       500                     Internal Server Error
+EngineDeadError       500                     EngineDeadError
 WorkerCallError       500                     Internal Server Error
 pydantic              400, naming the fields  Bad Request
+GenerationError       500                     Internal Server Error
 anything else         500, without details    Internal Server Error
+
+The type tells a client whether its own request has failed or the engine behind all requests.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -21,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from vllm.entrypoints.openai.http.sse import DONE, ClientDisconnected, event
-from vllm.entrypoints.openai.protocol.base import TAG_SIGN
+from vllm.entrypoints.openai.validation_text import describe_validation
 from vllm.errors import (
     CapacityError,
     EngineDeadError,
@@ -32,11 +35,12 @@ from vllm.errors import (
     WorkerCallError,
 )
 from vllm.logger import init_logger
+from vllm.outputs import CompletionOutput
 
 logger = init_logger(__name__)
 
 _INTERNAL = "Internal Server Error"
-_MAX_FIELDS_NAMED = 4
+_ENGINE_DEAD = "EngineDeadError"
 _MAX_MESSAGE_CHARS = 4000
 _RETRY_AFTER_S = "1"
 _CLIENT_CLOSED_REQUEST = 499
@@ -72,7 +76,7 @@ class ErrorInfo:
             "object": "error",
             "message": self.message,
             "type": self.type,
-            "param": self.param,
+            "param": None if self.param is None else _as_text(self.param),
             "code": self.status,
         }
 
@@ -81,7 +85,7 @@ def describe_error(error: BaseException) -> ErrorInfo:
     """How a client shall see an exception. Logs those that are nobody's on purpose."""
     if isinstance(error, RequestValidationError):
         message, param = describe_validation(error.errors())
-        return ErrorInfo(400, "Bad Request", message, param)
+        return ErrorInfo(400, "Bad Request", _as_text(message), param)
     if isinstance(error, HTTPException):
         return _describe_http(error)
     message = _as_text(str(error))
@@ -97,7 +101,9 @@ def describe_error(error: BaseException) -> ErrorInfo:
         return ErrorInfo(error.status, "ServiceUnavailableError", message, headers=headers)
     if isinstance(error, RequestTimeoutError):
         return ErrorInfo(error.status, "TimeoutError", message)
-    if isinstance(error, (EngineDeadError, GenerationError, WorkerCallError)):
+    if isinstance(error, EngineDeadError):
+        return ErrorInfo(500, _ENGINE_DEAD, message)
+    if isinstance(error, (GenerationError, WorkerCallError)):
         return ErrorInfo(500, _INTERNAL, message)
     logger.error("a request failed with an unexpected error", exc_info=error)
     return ErrorInfo(500, _INTERNAL, "the server failed to answer this request; see its log")
@@ -110,28 +116,21 @@ def error_response(error: BaseException) -> JSONResponse:
 
 
 def error_events(error: BaseException) -> bytes:
-    """The end of an OpenAI stream that fails midway: the error, then [DONE]."""
-    return event(describe_error(error).body()) + DONE
+    """The end of an OpenAI stream that fails midway: the error, then [DONE].
 
-
-def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """What pydantic complains about, as one message, and the first field at fault.
-
-    >>> describe_validation(
-    ...     [{"loc": ("body", "seed"), "msg": "Input should be small", "type": "less_than"}]
-    ... )
-    ('seed: Input should be small (less_than)', 'seed')
+    OpenAI's clients raise when an event has the key `error`.
     """
-    texts = []
-    for error in errors[:_MAX_FIELDS_NAMED]:
-        if error["type"] == "json_invalid":  # its location is a position, not a field
-            reason = error.get("ctx", {}).get("error", error["msg"])
-            return _as_text(f"the body is not JSON: {reason} at {error['loc'][-1]}"), None
-        name, text = _path(error["loc"]), f"{error['msg']} ({error['type']})"
-        texts.append(f"{name}: {text}" if name else text)
-    if len(errors) > _MAX_FIELDS_NAMED:
-        texts.append(f"and {len(errors) - _MAX_FIELDS_NAMED} more")
-    return _as_text("; ".join(texts)), _param(errors[0]) if errors else None
+    return event({"error": describe_error(error).body()}) + DONE
+
+
+def refuse_failed(sample: CompletionOutput) -> None:
+    """Nothing, for a sample that runs or has ended as it should.
+
+    Raises:
+        GenerationError: its request has failed in the engine; says why.
+    """
+    if sample.finish_reason == "error":
+        raise GenerationError(str(sample.stop_reason))
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -158,23 +157,6 @@ def _describe_http(error: HTTPException) -> ErrorInfo:
     return ErrorInfo(
         status, kind, _as_text(str(error.detail) or phrase), headers=error.headers or {}
     )
-
-
-def _param(error: Any) -> str | None:
-    """The field at fault; a check of several fields names it in its context."""
-    fields = _fields(error["loc"])
-    field_name = fields[0] if fields else error.get("ctx", {}).get("field")
-    return None if field_name is None else _as_text(str(field_name))
-
-
-def _path(location: Sequence[int | str]) -> str:
-    """`("body", "stop", 2)` -> "stop.2", cut where pydantic names long types or deep places."""
-    return ".".join(part[:40] for part in _fields(location)[:6])
-
-
-def _fields(location: Sequence[int | str]) -> list[str]:
-    parts = [str(part) for part in location]
-    return [part for part in parts if part != "body" and not part.startswith(TAG_SIGN)]
 
 
 def _as_text(message: str) -> str:

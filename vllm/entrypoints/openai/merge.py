@@ -15,7 +15,8 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
     """(index of the source, item) in the order in which items come.
 
     Closes every source when it is closed itself, when a source raises, and at the end; what a
-    source raises is raised.
+    source raises is raised. Sources are started one per turn of the event loop, so that many of
+    them leave others their turns.
     """
     if len(sources) == 1:  # no task, no queue: the usual case
         async with aclosing(sources[0]) as source:
@@ -23,9 +24,13 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
                 yield 0, item
         return
     queue: asyncio.Queue[tuple[int, T]] = asyncio.Queue(_MAX_AHEAD)
-    pumps = [asyncio.ensure_future(_pump(i, source, queue)) for i, source in enumerate(sources)]
-    everything = asyncio.gather(*pumps)
+    pumps: list[asyncio.Future[None]] = []
+    everything: asyncio.Future[list[None]] | None = None
     try:
+        for index, source in enumerate(sources):
+            pumps.append(asyncio.ensure_future(_pump(index, source, queue)))
+            await asyncio.sleep(0)
+        everything = asyncio.gather(*pumps)
         while not everything.done():
             get = asyncio.ensure_future(queue.get())
             try:
@@ -42,8 +47,9 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
-        # The error of a source was raised above, unless the consumer had left before.
-        await asyncio.gather(everything, return_exceptions=True)
+        if everything is not None:
+            # The error of a source was raised above, unless the consumer had left before.
+            await asyncio.gather(everything, return_exceptions=True)
 
 
 async def _pump(

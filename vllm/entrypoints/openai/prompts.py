@@ -40,6 +40,7 @@ async def tokenize(
     truncate: int | None = None,
     cache_salt: str | None = None,
     is_long: bool = False,
+    max_tokens: int | None = None,
 ) -> TokensPrompt:
     """The prompt with its token ids, checked against the vocabulary.
 
@@ -49,11 +50,15 @@ async def tokenize(
         truncate: keep this many tokens, the last ones.
         cache_salt: requests share cached prefixes only when their salts are equal.
         is_long: of a batch of prompts that is long as a whole.
+        max_tokens: a text that certainly has more is refused before it is tokenised; None refuses
+            none. Without effect where it is truncated.
 
     Raises:
         RequestError: it has no tokens, or some that the model does not have.
+        TextTooLongError: it has more than `max_tokens`.
     """
-    tokenized = await engine.tokenize(prompt, is_long=is_long)
+    most = max_tokens if truncate is None else None
+    tokenized = await engine.tokenize(prompt, is_long=is_long, max_tokens=most)
     token_ids, known_text = tokenized.token_ids, tokenized.text
     if truncate is not None and truncate < len(token_ids):
         token_ids, known_text = token_ids[-truncate:], None

@@ -85,8 +85,41 @@ class ServerArgs:
     max_stop_strings: int = 64
     """Most stop strings of a request."""
 
+    max_logits_processors: int = 16
+    """Most logits processors of a request."""
+
     max_batch_prompts: int = 1024
     """Most prompts, inputs or documents in one request."""
+
+    max_batch_sequences: int = 2048
+    """Most outputs of one request over all of its prompts: prompts times n (or best_of)."""
+
+    max_messages: int = 8192
+    """Most messages of a conversation, or items of an input of the Responses API."""
+
+    max_tools: int = 1024
+    """Most tools that a request may offer to the model."""
+
+    max_stop_token_ids: int = 1024
+    """Most entries of stop_token_ids."""
+
+    max_bad_words: int = 4096
+    """Most entries of bad_words."""
+
+    max_word_chars: int = 256
+    """Most characters of one stop string or bad word."""
+
+    max_logit_bias: int = 4096
+    """Most entries of logit_bias."""
+
+    max_allowed_token_ids: int = 2**18
+    """Most entries of allowed_token_ids."""
+
+    max_choices: int = 4096
+    """Most entries of guided_choice."""
+
+    max_request_values: int = 2**20
+    """Most JSON values (numbers, texts, lists, objects) in one request body, wherever they are."""
 
     shutdown_timeout: float = 30.0
     """Seconds for running requests to end after SIGTERM or Ctrl-C; a second signal ends at once."""
@@ -110,16 +143,24 @@ class ServerArgs:
     """Which form the model writes tool calls in; `vllm serve --tool-call-parser help` lists."""
 
     tool_parser_plugin: str | None = None
-    """Python file that registers further tool parsers."""
+    """Python file that registers further tool parsers, or reasoning parsers; those written for
+    vLLM work too."""
 
     reasoning_parser: str | None = None
     """Which form the model writes its reasoning in; `--reasoning-parser help` lists."""
 
+    reasoning_parser_plugin: str | None = None
+    """Python file that registers further reasoning parsers; those written for vLLM work too."""
+
+    enable_reasoning: bool = False
+    """Split reasoning from answers; an older flag that reasoning_parser implies, and that needs
+    it."""
+
     lora_modules: tuple[str, ...] = ()
-    """LoRA adapters; needs LoRA, which is not available yet."""
+    """LoRA adapters; refused: this version runs none."""
 
     prompt_adapters: tuple[str, ...] = ()
-    """Prompt adapters; not available."""
+    """Prompt adapters; refused: this version runs none."""
 
     return_tokens_as_token_ids: bool = False
     """Write tokens in log-probabilities as `token_id:123`."""
@@ -174,18 +215,27 @@ class ServerArgs:
         check_one_of(self, "chat_template_content_format", ("auto", "string", "openai"))
         if self.log_format is not None:
             check_one_of(self, "log_format", ("text", "json"))
-        for name in ("max_request_bytes", "max_n", "max_batch_prompts"):
-            check_at_least(self, 1, name)
-        for name in ("restart_engine", "max_stop_strings"):
-            check_at_least(self, 0, name)
+        check_at_least(self, 1, "max_request_bytes", "max_n", "max_batch_prompts")
+        check_at_least(self, 1, "max_batch_sequences", "max_messages", "max_request_values")
+        check_at_least(self, 0, "restart_engine", "max_stop_strings", "max_stop_token_ids")
+        check_at_least(self, 0, "max_bad_words", "max_word_chars", "max_logit_bias", "max_tools")
+        check_at_least(self, 0, "max_allowed_token_ids", "max_choices", "max_logits_processors")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")
         if self.enable_auto_tool_choice and not self.tool_call_parser:
             raise ConfigError("enable_auto_tool_choice needs tool_call_parser")
+        if self.enable_reasoning and not self.reasoning_parser:
+            raise ConfigError(
+                "enable_reasoning needs reasoning_parser, which says how the model writes its "
+                "reasoning: add --reasoning-parser NAME (`--reasoning-parser help` lists the "
+                "names), or leave --enable-reasoning out"
+            )
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ConfigError("allow_credentials needs allowed_origins without *")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile")
+        if self.ssl_ca_certs and not self.ssl_certfile:
+            raise ConfigError("ssl_ca_certs needs ssl_certfile")
         if self.ssl_cert_reqs not in (0, 1, 2):
             raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
         if self.shutdown_timeout < 0:
@@ -197,11 +247,19 @@ class ServerArgs:
                 check_at_least(self, 0, name)
         if any(not key for key in self.api_key):
             raise ConfigError("api_key must not be empty")
+        if any(key != key.strip() or not key.isprintable() for key in self.api_key):
+            raise ConfigError(
+                "api_key has a line break, another control character, or spaces around it: no "
+                "client can send that in a header. Give the key alone."
+            )
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with /, got {self.root_path!r}")
         for name in ("lora_modules", "prompt_adapters"):
             if getattr(self, name):
-                raise ConfigError(f"{name}: not available in this version")
+                raise ConfigError(
+                    f"{name} is not available in this version: the engine runs no adapters. Merge "
+                    f"an adapter into the weights of its model, and serve the merged model"
+                )
 
 
 def from_settings(settings: Mapping[str, Any]) -> ServerArgs:

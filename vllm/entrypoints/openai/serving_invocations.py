@@ -9,6 +9,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from vllm.entrypoints.openai.protocol.base import STREAMED
+from vllm.entrypoints.openai.validation_text import NO_BODY
 from vllm.errors import RequestError
 
 router = APIRouter(tags=["sagemaker"])
@@ -29,7 +31,7 @@ _TASKS = {"embed": "/v1/embeddings", "classify": "/classify", "pooling": "/pooli
 _BODY = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
 
 
-@router.post(PATH, openapi_extra={"requestBody": _BODY})
+@router.post(PATH, responses=STREAMED, openapi_extra={"requestBody": _BODY})
 async def invoke(request: Request) -> Response:
     """Answer as the route that the keys of the body belong to.
 
@@ -37,6 +39,8 @@ async def invoke(request: Request) -> Response:
     pooling) says; `text_1` and `text_2`: scores; `query` and `documents`: reranking.
     """
     body = await request.body()
+    if not body:
+        raise RequestError(NO_BODY)
     return _Forward(request, find_target(body), body)
 
 

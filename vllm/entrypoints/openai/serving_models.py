@@ -1,5 +1,7 @@
 """GET /v1/models, and the names that requests may give as `model`."""
 
+from dataclasses import dataclass
+
 from fastapi import APIRouter, Request
 
 from vllm.entrypoints.openai.context import ServerContext, get_context
@@ -14,18 +16,27 @@ from vllm.errors import NotFoundError
 router = APIRouter()
 
 
+@dataclass(frozen=True)
+class BaseModelPath:
+    """A name under which a model is served, and the folder or Hugging Face name of its files."""
+
+    name: str
+    model_path: str
+
+
 @router.get("/v1/models")
 async def list_models(request: Request) -> ModelList:
     """Every name under which the model is served."""
     context = get_context(request)
-    return ModelList(data=[_card(context, name) for name in context.model_names])
+    paths = [_path(context, name) for name in context.model_names]
+    return ModelList(data=[_card(context, path) for path in paths])
 
 
 @router.get("/v1/models/{model:path}", responses=error_responses(404))
 async def show_model(model: str, request: Request) -> ModelCard:
     """One of the names."""
     context = get_context(request)
-    return _card(context, check_model(context, model))
+    return _card(context, _path(context, check_model(context, model)))
 
 
 def check_model(context: ServerContext, name: str | None) -> str:
@@ -45,11 +56,15 @@ def check_model(context: ServerContext, name: str | None) -> str:
     return name
 
 
-def _card(context: ServerContext, name: str) -> ModelCard:
+def _path(context: ServerContext, name: str) -> BaseModelPath:
+    return BaseModelPath(name, str(context.config.model.model))
+
+
+def _card(context: ServerContext, path: BaseModelPath) -> ModelCard:
     return ModelCard(
-        id=name,
+        id=path.name,
         created=int(context.created),
-        root=str(context.config.model.model),
+        root=path.model_path,
         max_model_len=context.config.scheduler.max_model_len,
         permission=[ModelPermission(created=int(context.created))],
     )

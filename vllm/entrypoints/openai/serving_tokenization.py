@@ -1,10 +1,16 @@
 """POST /tokenize and POST /detokenize."""
 
+from functools import partial
+
 from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from vllm.engine.input_processor import InputProcessor
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
+from vllm.entrypoints.openai.chunks import json_response
 from vllm.entrypoints.openai.context import get_context
+from vllm.entrypoints.openai.http import off_loop
+from vllm.entrypoints.openai.http.body_route import BodyRoute
 from vllm.entrypoints.openai.prompts import tokenize
 from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.tokenization import (
@@ -17,15 +23,15 @@ from vllm.entrypoints.openai.protocol.tokenization import (
 from vllm.entrypoints.openai.serving_models import check_model
 from vllm.errors import RequestError
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 _MANY_TOKENS = 4096
 """From here on tokens are made text in a thread."""
 _ERRORS = error_responses(400, 404)
 
 
-@router.post("/tokenize", responses=_ERRORS)
-async def tokenize_prompt(request: Request, body: TokenizeRequest) -> TokenizeResponse:
+@router.post("/tokenize", response_model=TokenizeResponse, responses=_ERRORS)
+async def tokenize_prompt(request: Request, body: TokenizeRequest) -> Response:
     """The tokens of a text, or of a conversation, as the model would get them."""
     context = get_context(request)
     check_model(context, body.model)
@@ -36,16 +42,26 @@ async def tokenize_prompt(request: Request, body: TokenizeRequest) -> TokenizeRe
             context.engine, {"prompt": body.prompt, "add_special_tokens": body.add_special_tokens}
         )
     token_ids = prompt["prompt_token_ids"]
+    is_large = len(token_ids) >= _MANY_TOKENS
     token_strs = None
     if body.return_token_strs:
-        tokenizer = await context.engine.get_tokenizer()
-        token_strs = [str(token) for token in tokenizer.convert_ids_to_tokens(token_ids)]
-    return TokenizeResponse(
-        count=len(token_ids),
-        max_model_len=context.config.scheduler.max_model_len,
-        tokens=token_ids,
-        token_strs=token_strs,
-    )
+        await context.engine.get_tokenizer()  # raises when there is none
+
+        def convert(processor: InputProcessor) -> list[str]:
+            assert processor.tokenizer is not None
+            return list(map(str, processor.tokenizer.convert_ids_to_tokens(token_ids)))
+
+        if is_large:
+            token_strs = await context.engine.in_slow_lane(convert)
+        else:
+            token_strs = convert(context.engine.input_processor)
+    answer = {
+        "count": len(token_ids),
+        "max_model_len": context.config.scheduler.max_model_len,
+        "tokens": token_ids,
+        "token_strs": token_strs,
+    }
+    return await off_loop.run(partial(json_response, answer), is_large=is_large)
 
 
 @router.post("/detokenize", responses=_ERRORS)

@@ -18,12 +18,13 @@ from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.loader.checkpoint import find_files, iterate_tensors
+from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.dummy import fill_with_dummy_weights
 from vllm.model_executor.loader.weights import load_weights
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.quantization import quantization_of
+from vllm.transformers_utils.weight_files import find_files
 from vllm.utils import startup
 
 logger = init_logger(__name__)
@@ -52,11 +53,12 @@ def load_model(
         WeightLoadError: the checkpoint is missing, damaged or does not fit the model.
     """
     started = time.perf_counter()
-    startup.report("loading weights")
     arch = config.model.resolved_arch
     is_pooling = config.model.pooler is not None
     model = build_model(arch, tp, getattr(torch, config.model.dtype_name), is_pooling=is_pooling)
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    phase = f"loading {num_bytes / 2**30:.2f} GiB of weights"
+    startup.report(phase)
 
     def finish(module: nn.Module) -> None:
         if finish_layer is not None and isinstance(module, ParallelLinear):
@@ -70,7 +72,10 @@ def load_model(
     else:
         memory = ParameterMemory(model, device)
         files = find_files(Path(config.model.resolved_path), config.load.load_format)
-        with closing(iterate_tensors(files, config.load.use_tqdm_on_load)) as tensors:
+        show_bar = config.load.use_tqdm_on_load
+        with closing(
+            iterate_tensors(files, show_bar, lambda done: startup.report(phase, done, len(files)))
+        ) as tensors:
             load_weights(model, tensors, tp, prepare=memory.allocate, finish=finish)
         materialize_buffers(model, device)
     logger.info(

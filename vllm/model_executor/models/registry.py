@@ -93,11 +93,11 @@ class _ModelRegistry:
 
     def _unsupported(self, arch_name: str) -> str:
         names = self.supported()
-        near = difflib.get_close_matches(arch_name, names, n=3)
-        ordered = near + [name for name in names if name not in near]
+        near = sorted(difflib.get_close_matches(arch_name, names, n=3))
+        hint = f" (the nearest: {', '.join(near)})" if near else ""
         return (
-            f"model architecture {arch_name!r} is not supported; "
-            f"supported architectures: {', '.join(ordered)}"
+            f"model architecture {arch_name!r} is not supported{hint}; "
+            f"supported architectures: {', '.join(names)}"
         )
 
 

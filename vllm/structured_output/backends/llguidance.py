@@ -1,6 +1,7 @@
 """llguidance: lexer and Earley parser at run time. Knows most of JSON schema, and Lark grammars."""
 
 import json
+import re
 from typing import Any
 
 import llguidance
@@ -9,6 +10,9 @@ import numpy as np
 from vllm.messages import IntArray
 from vllm.structured_output.backends import MAX_WHITESPACE, BackendError
 from vllm.structured_output.vocabulary import Vocabulary
+
+_REGEX_PROBLEM = re.compile(r"regex parse error:\n(.*)\n( *\^+)\nerror: (.*)")
+"""The line of the pattern, marks under the part that is wrong, and what is wrong with it."""
 
 
 class _Tokens:
@@ -152,4 +156,8 @@ def _structural_tag(source: Any, options: dict[str, Any]) -> str:
 
 def _first_lines(message: str) -> str:
     """What is wrong, without the state of the parser."""
+    if found := _REGEX_PROBLEM.search(message):
+        line, marks, problem = found.groups()
+        start = marks.index("^")
+        return f"{line[start : start + marks.count('^')]}: {problem}"
     return message.partition("<state>")[0].strip()[:1000] or "the grammar cannot be used"

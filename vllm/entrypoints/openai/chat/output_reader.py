@@ -3,7 +3,8 @@
 The same object reads a stream and a whole output, so that both give the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,36 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     RequiredToolReader,
     ToolCallDelta,
 )
+from vllm.entrypoints.openai.errors import GenerationError
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.tool_parsers.base import ParsedDelta, ToolParser
+    from vllm.entrypoints.openai.tool_parsers.plugin import ForeignToolParser
     from vllm.reasoning import ReasoningParser
+    from vllm.reasoning.plugin import ForeignReasoningParser
+
+logger = init_logger(__name__)
+
+
+@contextmanager
+def parser_failures(kind: str, name: str | None) -> Iterator[None]:
+    """A parser that raises fails the request alone: it may be a user's.
+
+    Args:
+        kind: "tool" or "reasoning".
+        name: as the flag has it.
+
+    Raises:
+        GenerationError: in place of what it raises.
+    """
+    try:
+        yield
+    except Exception as error:
+        logger.error("the %s parser %s failed", kind, name, exc_info=True)
+        raise GenerationError(
+            f"the {kind} parser {name!r} failed on this request: {type(error).__name__}: {error}"
+        ) from error
 
 
 @dataclass(slots=True)
@@ -35,6 +62,7 @@ class OutputReader:
         tools: what finds calls that the model may make, or None.
         forced: what reads calls that the model had to make, or None. Then there is no content.
         max_calls: further tool calls are left out; None keeps all.
+        names: of the reasoning parser and the tool parser, for errors.
 
     Attributes:
         has_called: a tool call was read.
@@ -43,16 +71,21 @@ class OutputReader:
 
     def __init__(
         self,
-        reasoning: "ReasoningParser | None" = None,
-        tools: "ToolParser | None" = None,
+        reasoning: "ReasoningParser | ForeignReasoningParser | None" = None,
+        tools: "ToolParser | ForeignToolParser | None" = None,
         forced: NamedToolReader | RequiredToolReader | None = None,
         max_calls: int | None = None,
+        names: tuple[str | None, str | None] = (None, None),
     ) -> None:
         self.has_called = False
         self._reasoning = reasoning
         self._tools = tools
         self._forced = forced
         self._max_calls = max_calls
+        self._names = names
+        self._has_begun = False
+        self._early_ids: list[int] | None = []
+        """The tokens so far, while no answer has begun; None: it has."""
         self.is_plain = reasoning is None and tools is None and forced is None
 
     def feed(self, text: str, token_ids: Sequence[int] = (), *, is_last: bool = False) -> ReadDelta:
@@ -66,25 +99,67 @@ class OutputReader:
         if self.is_plain:
             return ReadDelta(content=text)
         delta = ReadDelta()
-        content = text if self._reasoning is None else ""
+        is_whole = is_last and not self._has_begun
+        self._has_begun = True
+        content = text
         if self._reasoning is not None:
-            parts = [self._reasoning.feed(text)]
-            if is_last:
-                parts.append(self._reasoning.finish())
-            delta.reasoning = "".join(thought or "" for thought, _ in parts)
-            content = "".join(answer or "" for _, answer in parts)
+            with parser_failures("reasoning", self._names[0]):
+                delta.reasoning, content = self._split(text, token_ids, is_last, is_whole)
+                token_ids = self._answer_ids(token_ids, bool(content))
         if self._forced is not None:
             delta.tool_calls = self._forced.feed(content)
         elif self._tools is not None:
-            self._add(delta, self._tools.feed(content, list(token_ids)))
-            if is_last:
-                self._add(delta, self._tools.finish())
+            with parser_failures("tool", self._names[1]):
+                self._find_calls(delta, content, token_ids, is_last, is_whole)
         else:
             delta.content = content
         if self._max_calls is not None:
             delta.tool_calls = [c for c in delta.tool_calls if c["index"] < self._max_calls]
         self.has_called = self.has_called or bool(delta.tool_calls)
         return delta
+
+    def _split(
+        self, text: str, token_ids: Sequence[int], is_last: bool, is_whole: bool
+    ) -> tuple[str, str]:
+        """Reasoning and answer of what has come."""
+        assert self._reasoning is not None
+        if is_whole:
+            parts = [self._reasoning.read_whole(text, token_ids)]
+        else:
+            parts = [self._reasoning.feed(text, token_ids)]
+            if is_last:
+                parts.append(self._reasoning.finish())
+        thoughts, answers = zip(*parts, strict=True)
+        return "".join(each or "" for each in thoughts), "".join(each or "" for each in answers)
+
+    def _answer_ids(self, token_ids: Sequence[int], has_content: bool) -> Sequence[int]:
+        """Those of the tokens that are the answer's, for parsers that read tokens."""
+        if self._early_ids is None or not getattr(self._tools, "reads_tokens", False):
+            return token_ids
+        assert self._reasoning is not None
+        self._early_ids += token_ids
+        if self._reasoning.is_reasoning_end(self._early_ids):
+            token_ids = self._reasoning.extract_content_ids(self._early_ids)
+        elif not has_content:
+            return ()
+        self._early_ids = None
+        return token_ids
+
+    def _find_calls(
+        self,
+        delta: ReadDelta,
+        content: str,
+        token_ids: Sequence[int],
+        is_last: bool,
+        is_whole: bool,
+    ) -> None:
+        assert self._tools is not None
+        if is_whole:
+            self._add(delta, self._tools.read_whole(content, token_ids))
+            return
+        self._add(delta, self._tools.feed(content, token_ids))
+        if is_last:
+            self._add(delta, self._tools.finish())
 
     @staticmethod
     def _add(delta: ReadDelta, found: "Sequence[ParsedDelta]") -> None:

@@ -7,19 +7,26 @@ from outside: it is rendered in a process of its own, with a deadline.
 import asyncio
 import functools
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from vllm.engine.input_processor import LONG_TEXT_CHARS
 from vllm.entrypoints.chat_utils import ChatOptions, Message, render_chat
+from vllm.entrypoints.openai.chat.template_flag import load_chat_template
 from vllm.entrypoints.openai.context import ServerContext
+from vllm.entrypoints.openai.http import off_loop
 from vllm.entrypoints.openai.prompts import tokenize
 from vllm.entrypoints.openai.protocol.chat import ChatFields
-from vllm.errors import ConfigError, RequestError
+from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
-from vllm.utils.deadline_worker import CallFailed, DeadlineExceeded, DeadlineWorker, WorkerDied
+from vllm.utils.deadline_worker import (
+    CallFailed,
+    DeadlineExceeded,
+    DeadlineWorker,
+    WorkerDied,
+    make_server,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +43,7 @@ async def chat_prompt(
     with_tools: bool = True,
     truncate: int | None = None,
     cache_salt: str | None = None,
+    max_tokens: int | None = None,
 ) -> TokensPrompt:
     """The prompt that continues a conversation.
 
@@ -43,7 +51,7 @@ async def chat_prompt(
         context: of the server; its engine is ready.
         body: conversation, tools and options.
         with_tools: False keeps the tools from the model.
-        truncate, cache_salt: see `prompts.tokenize`.
+        truncate, cache_salt, max_tokens: see `prompts.tokenize`.
 
     Returns:
         Token ids; "prompt" is the rendered text, where it was not truncated.
@@ -61,6 +69,7 @@ async def chat_prompt(
         {"prompt": text, "add_special_tokens": body.add_special_tokens},
         truncate=truncate,
         cache_salt=cache_salt,
+        max_tokens=max_tokens,
     )
 
 
@@ -68,16 +77,14 @@ async def render(context: ServerContext, body: ChatFields, *, with_tools: bool =
     """The text of a conversation; see `chat_prompt`."""
     tokenizer = await context.engine.get_tokenizer()
     is_foreign = body.chat_template is not None and not _is_name(tokenizer, body.chat_template)
-    options = chat_options(context, body, with_tools=with_tools)
+    options = await off_loop.run(partial(chat_options, context, body, with_tools=with_tools))
     messages = cast(list[Message], body.messages)
     if is_foreign:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             _template_lane(), _render_foreign, tokenizer, messages, options
         )
-    if _num_chars(messages) < LONG_TEXT_CHARS:
-        return render_chat(tokenizer, messages, options)
-    return await asyncio.to_thread(render_chat, tokenizer, messages, options)
+    return await off_loop.run(partial(render_chat, tokenizer, messages, options))
 
 
 def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) -> ChatOptions:
@@ -90,8 +97,11 @@ def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) 
     kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if body.documents is not None:
         kwargs["documents"] = body.documents
+    template = body.chat_template
+    if template is None:
+        template = load_chat_template(context.args.chat_template)
     return ChatOptions(
-        chat_template=body.chat_template or load_chat_template(context.args.chat_template),
+        chat_template=template,
         content_format=context.args.chat_template_content_format,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
@@ -100,32 +110,9 @@ def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) 
     )
 
 
-@functools.lru_cache(maxsize=4)
-def load_chat_template(value: str | None) -> str | None:
-    """The template that `--chat-template` means: the content of a file, or the text itself.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if value is None or "{{" in value or "{%" in value:
-        return value
-    path = Path(value).expanduser()
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"chat_template: {value!r} is no template (which has {{{{ or {{%), and no file that "
-            f"can be read: {error}"
-        ) from error
-
-
 def _is_name(tokenizer: "PreTrainedTokenizerBase", template: str) -> bool:
     """Whether the tokenizer has a template of this name."""
     return isinstance(tokenizer.chat_template, dict) and template in tokenizer.chat_template
-
-
-def _num_chars(messages: list[Message]) -> int:
-    return sum(len(str(message.get("content"))) for message in messages)
 
 
 def _render_foreign(
@@ -176,6 +163,6 @@ def _template_lane() -> ThreadPoolExecutor:
 def _template_worker() -> DeadlineWorker:
     """One for all requests: its calls wait for each other, two seconds each at most."""
     return DeadlineWorker(
-        "vllm.entrypoints.openai.chat.template_worker:start",
+        make_server("vllm.entrypoints.openai.chat.template_worker:start"),
         max_memory_bytes=_TEMPLATE_MEMORY_BYTES,
     )

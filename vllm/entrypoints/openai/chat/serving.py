@@ -13,21 +13,22 @@ from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnChoice, TurnDelta, p
 from vllm.entrypoints.openai.chunks import ChunkWriter, includes_usage, json_response, usage_of
 from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.errors import error_events
+from vllm.entrypoints.openai.http.body_route import BodyRoute
 from vllm.entrypoints.openai.http.sse import DONE, EventStream, run_until_disconnect
 from vllm.entrypoints.openai.logprob_forms import bytes_of_tokens, chat_logprobs, prompt_logprobs
 from vllm.entrypoints.openai.prompts import output_budget, request_id_of, trace_headers_of
-from vllm.entrypoints.openai.protocol.base import error_responses, now
+from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.protocol.sampling import beam_search_params, check_sampling_fields
 from vllm.entrypoints.openai.serving_models import check_model
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post(
     "/v1/chat/completions",
     response_model=ChatCompletionResponse,
-    responses=error_responses(400, 404, 500, 503),
+    responses=STREAMED | error_responses(400, 404, 500, 503),
 )
 async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
     """Continue a conversation."""
@@ -60,16 +61,17 @@ class _ChatForm:
         self._as_token_ids = _as_token_ids(context, body)
         self._writer = ChunkWriter(turn.request_id, "chat.completion.chunk", turn.model)
 
-    def usage(self) -> dict[str, Any]:
-        """The tokens so far."""
+    def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
+        """The tokens so far; or with another number of output tokens."""
         usage = self.turn.usage
-        return usage_of(
-            self._context, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
-        )
+        if num_output_tokens is None:
+            num_output_tokens = usage.completion_tokens
+        return usage_of(self._context, usage.prompt_tokens, num_output_tokens, usage.cached_tokens)
 
     def first_chunk(self, index: int) -> bytes:
-        """The role, and what is echoed."""
-        return self._chunk(TurnDelta(index), {"role": self.role, "content": self.echoed})
+        """The role, and what is echoed; none of the output's tokens."""
+        message = {"role": self.role, "content": self.echoed}
+        return self._chunk(TurnDelta(index), message, num_output_tokens=0)
 
     def chunk(self, delta: TurnDelta) -> bytes | None:
         """What an answer has grown by; None when there is nothing to tell."""
@@ -106,7 +108,9 @@ class _ChatForm:
             "stop_reason": choice.stop_reason,
         }
 
-    def _chunk(self, delta: TurnDelta, message: dict[str, Any]) -> bytes:
+    def _chunk(
+        self, delta: TurnDelta, message: dict[str, Any], num_output_tokens: int | None = None
+    ) -> bytes:
         choice: dict[str, Any] = {
             "index": delta.index,
             "delta": message,
@@ -115,9 +119,8 @@ class _ChatForm:
         }
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
-        return self._writer.choice(
-            choice, self.usage() if self._body.has_continuous_usage else None
-        )
+        usage = self.usage(num_output_tokens) if self._body.has_continuous_usage else None
+        return self._writer.choice(choice, usage)
 
     def _logprobs(self, positions: Any) -> dict[str, Any] | None:
         if positions is None or not self._body.logprobs:
@@ -168,8 +171,13 @@ async def _search_beams(
     context: ServerContext, body: ChatCompletionRequest, request_id: str
 ) -> dict[str, Any]:
     model = check_model(context, body.model)
-    check_sampling_fields(body, context.args)
-    prompt = await chat_prompt(context, body, truncate=body.truncate_prompt_tokens)
+    check_sampling_fields(body)
+    prompt = await chat_prompt(
+        context,
+        body,
+        truncate=body.truncate_prompt_tokens,
+        max_tokens=context.config.scheduler.max_model_len - 1,
+    )
     token_ids, defaults = prompt["prompt_token_ids"], context.engine.generation_defaults
     max_tokens = output_budget(context.config, defaults, len(token_ids), body.wanted_tokens)
     params = beam_search_params(body, defaults, max_tokens)

@@ -15,10 +15,11 @@ Closing the stream, or cancelling `complete`, aborts the request in the engine.
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from vllm.engine.pooling_input import refuse_generation
-from vllm.entrypoints.openai.chat.output_reader import OutputReader
+from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.tool_choice import (
     NamedToolReader,
@@ -28,7 +29,8 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     tool_schema,
 )
 from vllm.entrypoints.openai.context import ServerContext
-from vllm.entrypoints.openai.errors import GenerationError
+from vllm.entrypoints.openai.errors import refuse_failed
+from vllm.entrypoints.openai.http import off_loop
 from vllm.entrypoints.openai.prompts import output_budget
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.sampling import (
@@ -41,6 +43,12 @@ from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.tool_parsers.base import ToolParser
+    from vllm.entrypoints.openai.tool_parsers.plugin import ForeignToolParser
+    from vllm.reasoning import ReasoningParser
+    from vllm.reasoning.plugin import ForeignReasoningParser
 
 
 @dataclass(slots=True)
@@ -140,7 +148,6 @@ class ChatTurn:
         self._body = body
         self._trace_headers = trace_headers
         self._readers = readers
-        self._num_returned = body.num_samples
 
     @property
     def is_plain(self) -> bool:
@@ -166,14 +173,8 @@ class ChatTurn:
             async for output in outputs:
                 samples = output.outputs
                 self.prompt_logprobs = output.prompt_logprobs
-        choices = [self._choose(sample, self._read(sample)) for sample in samples]
-        if self._num_returned < len(samples):
-            scores = {sample.index: sample.cumulative_logprob or 0.0 for sample in samples}
-            choices.sort(key=lambda choice: scores[choice.index], reverse=True)
-            del choices[self._num_returned :]
-            for index, choice in enumerate(choices):
-                choice.index = index
-        return choices
+                self.usage.completion_tokens += output.num_dropped_tokens
+        return [self._choose(sample, self._read(sample)) for sample in samples]
 
     async def _run(self, kind: RequestOutputKind) -> AsyncGenerator[RequestOutput, None]:
         self.params.output_kind = kind
@@ -194,8 +195,7 @@ class ChatTurn:
                 yield output
 
     def _read(self, sample: CompletionOutput) -> TurnDelta:
-        if sample.finish_reason == "error":
-            raise GenerationError(str(sample.stop_reason))
+        refuse_failed(sample)
         reader = self._readers[sample.index]
         is_last = sample.finish_reason is not None
         read = reader.feed(sample.text, sample.token_ids, is_last=is_last)
@@ -252,14 +252,13 @@ async def prepare_turn(
     """
     check_model(context, body.model)
     refuse_generation(context.config.model.pooler)
-    check_sampling_fields(body, context.args)
+    check_sampling_fields(body)
     check_tools(context, body)
-    schema = tool_schema(body)
-    guided = guided_decoding(body) if schema is None else GuidedDecodingParams(json=schema)
-    num_generated = body.num_samples if body.best_of is None else body.best_of
+    guided = await off_loop.run(partial(_output_form, body))
     # Before the parameters are made: a tool parser may want special tokens in the text.
     readers = [
-        make_reader(context, body, is_constrained=guided is not None) for _ in range(num_generated)
+        make_reader(context, body, is_constrained=guided is not None)
+        for _ in range(body.num_samples)
     ]
     prompt = await chat_prompt(
         context,
@@ -267,22 +266,29 @@ async def prepare_turn(
         with_tools=body.tool_choice != "none",
         truncate=body.truncate_prompt_tokens,
         cache_salt=body.cache_salt,
+        max_tokens=context.config.scheduler.max_model_len - 1,
     )
-    engine = context.engine
-    params = sampling_params(
+    defaults = context.engine.generation_defaults
+    num_prompt_tokens = len(prompt["prompt_token_ids"])
+    make_params = partial(
+        sampling_params,
         body,
-        engine.generation_defaults,
-        max_tokens=output_budget(
-            context.config,
-            engine.generation_defaults,
-            len(prompt["prompt_token_ids"]),
-            body.wanted_tokens,
-        ),
+        defaults,
+        max_tokens=output_budget(context.config, defaults, num_prompt_tokens, body.wanted_tokens),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        output_kind=RequestOutputKind.DELTA,
+        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
         guided=guided,
     )
+    params = await off_loop.run(make_params)
     return ChatTurn(context, body, request_id, prompt, params, readers, trace_headers)
+
+
+def _output_form(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
+    """What constrains the output: its tool calls, or what the request says."""
+    schema = tool_schema(body)
+    if schema is None:
+        return guided_decoding(body)
+    return GuidedDecodingParams(json=schema, field="tools")
 
 
 def check_tools(context: ServerContext, body: ChatCompletionRequest) -> None:
@@ -309,9 +315,6 @@ def make_reader(
 
     Output whose form is constrained from its first token on has no room for reasoning.
     """
-    from vllm.entrypoints.openai.tool_parsers import ToolParserManager
-    from vllm.reasoning import ReasoningParserManager
-
     args, tokenizer = context.args, context.engine.tokenizer
     max_calls = 1 if body.parallel_tool_calls is False else None
     if (name := body.named_tool) is not None:
@@ -320,11 +323,33 @@ def make_reader(
         return OutputReader(forced=RequiredToolReader(), max_calls=max_calls)
     reasoning = tools = None
     if args.reasoning_parser is not None and not is_constrained:
-        is_thinking = (body.chat_template_kwargs or {}).get("enable_thinking", True)
-        reasoning = ReasoningParserManager.get(args.reasoning_parser)(
-            tokenizer, is_thinking=bool(is_thinking)
-        )
+        with parser_failures("reasoning", args.reasoning_parser):
+            reasoning = _make_reasoning_parser(args.reasoning_parser, tokenizer, body)
     if body.tool_choice == "auto" and args.tool_call_parser is not None:
-        tools = ToolParserManager.get(args.tool_call_parser)(tokenizer)
-        tools.adjust_request(body)
-    return OutputReader(reasoning, tools, max_calls=max_calls)
+        with parser_failures("tool", args.tool_call_parser):
+            tools = _make_tool_parser(args.tool_call_parser, tokenizer)
+            tools.adjust_request(body)
+    names = args.reasoning_parser, args.tool_call_parser
+    return OutputReader(reasoning, tools, max_calls=max_calls, names=names)
+
+
+def _make_reasoning_parser(
+    name: str, tokenizer: Any, body: ChatCompletionRequest
+) -> "ReasoningParser | ForeignReasoningParser | None":
+    """A parser for one output; None for one that holds no thoughts."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.reasoning.plugin import ForeignReasoningParser, is_foreign
+
+    kind = ReasoningParserManager.get(name)
+    is_thinking = bool((body.chat_template_kwargs or {}).get("enable_thinking", True))
+    if not is_foreign(kind):
+        return kind(tokenizer, is_thinking=is_thinking)
+    return ForeignReasoningParser(kind(tokenizer), body) if is_thinking else None
+
+
+def _make_tool_parser(name: str, tokenizer: Any) -> "ToolParser | ForeignToolParser":
+    from vllm.entrypoints.openai.tool_parsers import ToolParserManager
+    from vllm.entrypoints.openai.tool_parsers.plugin import ForeignToolParser, is_foreign
+
+    kind = ToolParserManager.get(name)
+    return ForeignToolParser(kind(tokenizer)) if is_foreign(kind) else kind(tokenizer)

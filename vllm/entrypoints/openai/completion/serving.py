@@ -1,5 +1,7 @@
 """POST /v1/completions."""
 
+import asyncio
+import copy
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -12,7 +14,9 @@ from vllm.entrypoints.openai import beam_requests
 from vllm.entrypoints.openai.chunks import ChunkWriter, includes_usage, json_response, usage_of
 from vllm.entrypoints.openai.completion.choice import CompletionPrompt, CompletionText
 from vllm.entrypoints.openai.context import ServerContext, get_context
-from vllm.entrypoints.openai.errors import GenerationError, error_events
+from vllm.entrypoints.openai.errors import error_events, refuse_failed
+from vllm.entrypoints.openai.http import off_loop
+from vllm.entrypoints.openai.http.body_route import BodyRoute
 from vllm.entrypoints.openai.http.sse import DONE, EventStream, run_until_disconnect
 from vllm.entrypoints.openai.logprob_forms import prompt_logprobs
 from vllm.entrypoints.openai.merge import merge
@@ -22,7 +26,7 @@ from vllm.entrypoints.openai.prompts import (
     tokenize,
     trace_headers_of,
 )
-from vllm.entrypoints.openai.protocol.base import error_responses, now
+from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.protocol.sampling import (
     beam_search_params,
@@ -35,13 +39,13 @@ from vllm.errors import RequestError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post(
     "/v1/completions",
     response_model=CompletionResponse,
-    responses=error_responses(400, 404, 500, 503),
+    responses=STREAMED | error_responses(400, 404, 500, 503),
 )
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Continue prompts."""
@@ -51,6 +55,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     completion = await run_until_disconnect(request, work)
     if body.use_beam_search:
         return json_response(await run_until_disconnect(request, completion.search_beams()))
+    await off_loop.run(completion.make_params)
     if body.stream:
         return EventStream(completion.stream())
     return json_response(await run_until_disconnect(request, completion.complete()))
@@ -77,6 +82,7 @@ class _Completion:
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._num_output_tokens = 0
         self._num_cached_tokens = [0] * len(prompts)
+        self._all_params: list[SamplingParams] = []
 
     @classmethod
     async def prepare(
@@ -88,19 +94,14 @@ class _Completion:
             RequestError: something is wrong with it.
         """
         check_model(context, body.model)
-        check_sampling_fields(body, context.args)
+        check_sampling_fields(body)
         given = body.prompts()
         if not given:
             raise RequestError("prompt: the list is empty", param="prompt")
-        if len(given) > context.args.max_batch_prompts:
-            raise RequestError(
-                f"prompt has {len(given)} prompts, at most {context.args.max_batch_prompts} are "
-                f"allowed; the limit is max_batch_prompts of the server",
-                param="prompt",
-            )
         is_long = sum(len(prompt) for prompt in given) > LONG_TEXT_CHARS
         prompts = []
         for prompt in given:
+            await asyncio.sleep(0)  # others get their turn between two prompts
             tokenized = await tokenize(
                 context.engine,
                 {"prompt": prompt, "add_special_tokens": body.add_special_tokens}
@@ -109,6 +110,7 @@ class _Completion:
                 truncate=body.truncate_prompt_tokens,
                 cache_salt=body.cache_salt,
                 is_long=is_long,
+                max_tokens=context.config.scheduler.max_model_len - 1,
             )
             prompts.append(CompletionPrompt(context, body, tokenized))
         return cls(context, body, request_id, prompts, trace_headers)
@@ -125,7 +127,8 @@ class _Completion:
         for prompt, result in zip(self._prompts, outputs, strict=True):
             assert result is not None
             self._count(result.outputs)
-            for sample in self._best(result.outputs):
+            self._num_output_tokens += result.num_dropped_tokens
+            for sample in result.outputs:
                 choices.append(self._choice(len(choices), prompt, sample))
         return {**self._head(), "choices": choices, "usage": self._usage()}
 
@@ -163,13 +166,6 @@ class _Completion:
             "model": self.model,
         }
 
-    def _best(self, samples: list[CompletionOutput]) -> list[CompletionOutput]:
-        """The `n` likeliest of `best_of` samples."""
-        if self._body.num_samples == len(samples):
-            return samples
-        ranked = sorted(samples, key=lambda s: s.cumulative_logprob or 0.0, reverse=True)
-        return ranked[: self._body.num_samples]
-
     def _choice(
         self, index: int, prompt: CompletionPrompt, sample: CompletionOutput
     ) -> dict[str, Any]:
@@ -189,15 +185,15 @@ class _Completion:
         try:
             async with aclosing(self._run(RequestOutputKind.DELTA)) as results:
                 async for index, output in results:
-                    self._count(output.outputs)
                     samples = output.outputs
                     if self._prompts[index].is_waiting:
                         held[index] += samples
                         continue
                     if held[index]:
                         samples, held[index] = held[index] + samples, []
-                    usage = self._usage() if self._body.has_continuous_usage else None
                     for sample in samples:
+                        self._count([sample])
+                        usage = self._usage() if self._body.has_continuous_usage else None
                         number = index * num_samples + sample.index
                         is_started = True
                         choice = {"index": number, **texts[number].read(sample)}
@@ -213,11 +209,26 @@ class _Completion:
 
     # ---- the engine -----------------------------------------------------------------------
 
+    def make_params(self) -> None:
+        """Make the parameters of all prompts before the first one runs: a wrong one stops all.
+
+        Raises:
+            RequestError: a value is out of range, or a prompt leaves too little room.
+        """
+        # They differ in their numbers only: the lists are checked once, and shared.
+        shared = self._params(self._prompts[0])
+        for prompt in self._prompts:
+            own = copy.copy(shared)
+            own.max_tokens = self._num_wanted(prompt)
+            if own.min_tokens > own.max_tokens:
+                own = self._params(prompt)  # raises, and says what is wrong
+            self._all_params.append(own)
+
     def _run(self, kind: RequestOutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        # All parameters are made before the first request runs: a wrong one stops all of them.
-        params = [self._params(prompt, kind) for prompt in self._prompts]
+        for params in self._all_params:
+            params.output_kind = kind
         return self._checked(
-            merge([self._generate(index, each) for index, each in enumerate(params)])
+            merge([self._generate(index, each) for index, each in enumerate(self._all_params)])
         )
 
     async def _checked(
@@ -229,8 +240,7 @@ class _Completion:
                 if output.prompt_logprobs is not None:
                     self._prompts[index].logprobs = output.prompt_logprobs
                 for sample in output.outputs:
-                    if sample.finish_reason == "error":
-                        raise GenerationError(str(sample.stop_reason))
+                    refuse_failed(sample)
                 yield index, output
 
     def _generate(self, index: int, params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
@@ -255,15 +265,18 @@ class _Completion:
             self._body.max_tokens,
         )
 
-    def _params(self, prompt: CompletionPrompt, kind: RequestOutputKind) -> SamplingParams:
+    def _num_wanted(self, prompt: CompletionPrompt) -> int:
+        # The engine samples at least one token; of an echo alone it is not shown.
+        return 1 if prompt.is_echo_only else self._max_tokens(prompt)
+
+    def _params(self, prompt: CompletionPrompt) -> SamplingParams:
         body = self._body
         params = sampling_params(
             body,
             self._engine.generation_defaults,
-            # The engine samples at least one token; of an echo alone it is not shown.
-            max_tokens=1 if prompt.is_echo_only else self._max_tokens(prompt),
+            max_tokens=self._num_wanted(prompt),
             logprobs=body.logprobs,
-            output_kind=kind,
+            output_kind=RequestOutputKind.DELTA,
             guided=guided_decoding(body),
         )
         if body.echo and body.logprobs is not None and params.prompt_logprobs is None:

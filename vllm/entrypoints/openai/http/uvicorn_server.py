@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import stat
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,12 @@ Load = Callable[[], "tuple[ServerContext, FastAPI]"]
 """Makes the application, its engine not started; takes a while."""
 
 
-def serve(load: Load, args: ServerArgs, listener: socket.socket) -> int:
+def serve(
+    load: Load,
+    args: ServerArgs,
+    listener: socket.socket,
+    on_start: Callable[[], None] | None = None,
+) -> int:
     """Serve until the process is to end; the exit code.
 
     Args:
@@ -96,6 +102,7 @@ def serve(load: Load, args: ServerArgs, listener: socket.socket) -> int:
             here, and shut down.
         args: of the server.
         listener: from `bind`.
+        on_start: called in the event loop, before `load`.
 
     Raises:
         ConfigError: the engine, the application or TLS cannot start with its arguments.
@@ -124,19 +131,25 @@ def serve(load: Load, args: ServerArgs, listener: socket.socket) -> int:
         config.load()
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(f"TLS: {error}") from None
-    return uvloop.run(_Server(config, early, load, args).run_until_end(listener))
+    return uvloop.run(_Server(config, early, load, args, on_start).run_until_end(listener))
 
 
 class _Server(uvicorn.Server):
     """Ends when a signal, the start of the engine or its death says so."""
 
     def __init__(
-        self, config: uvicorn.Config, early: EarlyApp, load: Load, args: ServerArgs
+        self,
+        config: uvicorn.Config,
+        early: EarlyApp,
+        load: Load,
+        args: ServerArgs,
+        on_start: Callable[[], None] | None,
     ) -> None:
         super().__init__(config)
         self._early = early
         self._load = load
         self._args = args
+        self._on_start = on_start
         self._context: ServerContext | None = None
         self._is_draining = False
         self._exit_code = 0
@@ -170,10 +183,14 @@ class _Server(uvicorn.Server):
 
     async def _start(self) -> None:
         """Load the application, then start its engine."""
+        began = time.monotonic()
         try:
+            if self._on_start is not None:
+                self._on_start()
             context, app = await asyncio.to_thread(self._load)
             if self._is_draining:
                 return
+            logger.info("start: importing the server took %.1f s", time.monotonic() - began)
             self._context = context
             context.engine.on_death(self._on_death)
             self._early.pass_on_to(app)
@@ -182,7 +199,6 @@ class _Server(uvicorn.Server):
             self._end(error)
         else:
             context.has_been_ready = True
-            logger.info("ready: %s", ", ".join(context.model_names))
             if app.openapi_url is not None:
                 # Takes long: not while the engine starts, and not in the request that asks first.
                 await asyncio.to_thread(app.openapi)

@@ -3,15 +3,14 @@
 What an error is, and its status, is decided by `errors`; here it is only worded otherwise.
 """
 
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request
-from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import ErrorInfo, describe_error
+from vllm.entrypoints.openai.http.body_route import BodyRoute, Handler
 from vllm.entrypoints.openai.http.sse import ClientDisconnected, EventStream, event
 
 _TYPES = {
@@ -25,14 +24,18 @@ _TYPES = {
     529: "overloaded_error",
 }
 
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
-
 
 def error_body(info: ErrorInfo) -> dict[str, Any]:
-    """The body of an error."""
+    """The body of an error.
+
+    Of an error in the server, whose type is always api_error, `code` tells the kind.
+    """
     default = "invalid_request_error" if info.status < 500 else "api_error"
     kind = _TYPES.get(info.status, default)
-    return {"type": "error", "error": {"type": kind, "message": info.message}}
+    detail = {"type": kind, "message": info.message}
+    if kind == "api_error":
+        detail["code"] = info.type
+    return {"type": "error", "error": detail}
 
 
 def error_event(error: BaseException) -> bytes:
@@ -40,7 +43,7 @@ def error_event(error: BaseException) -> bytes:
     return event(error_body(describe_error(error)), "error")
 
 
-class AnthropicRoute(APIRoute):
+class AnthropicRoute(BodyRoute):
     """A route that answers with these bodies whatever its handler raises."""
 
     def get_route_handler(self) -> Handler:

@@ -28,7 +28,7 @@ def as_chat_request(request: MessagesRequest) -> ChatCompletionRequest:
         stop=request.stop_sequences,
         stream=True,
     )
-    return make_chat_request(fields)
+    return make_chat_request(fields, format_field="output_config.format")
 
 
 def prompt_fields(conversation: Conversation) -> dict[str, Any]:

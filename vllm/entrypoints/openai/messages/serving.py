@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -10,6 +11,7 @@ from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnDelta, prepare_turn
 from vllm.entrypoints.openai.chunks import json_response
 from vllm.entrypoints.openai.context import get_context
+from vllm.entrypoints.openai.http import off_loop
 from vllm.entrypoints.openai.http.sse import event as encode_event
 from vllm.entrypoints.openai.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.messages.errors import AnthropicRoute, AnthropicStream, error_event
@@ -21,7 +23,7 @@ from vllm.entrypoints.openai.messages.output import (
 )
 from vllm.entrypoints.openai.messages.request import as_chat_request, prompt_fields
 from vllm.entrypoints.openai.prompts import trace_headers_of
-from vllm.entrypoints.openai.protocol.base import error_responses, random_id
+from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, random_id
 from vllm.entrypoints.openai.protocol.messages import (
     AnthropicError,
     CountTokensRequest,
@@ -37,12 +39,12 @@ PATH = "/v1/messages"
 _ERRORS = error_responses(400, 404, 500, 503, body=AnthropicError)
 
 
-@router.post(PATH, responses=_ERRORS)
+@router.post(PATH, responses=STREAMED | _ERRORS)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation; as one message or as a stream of events."""
     context = get_context(request)
     message_id = f"msg_{random_id()}"
-    chat = as_chat_request(body)
+    chat = await off_loop.run(partial(as_chat_request, body))
     request_id = engine_id(request, message_id)
     turn = await run_until_disconnect(
         request,
@@ -60,7 +62,8 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """Tokens of the prompt that a message would be made from."""
     context = get_context(request)
     check_model(context, body.model)
-    chat = make_chat_request(prompt_fields(body))
+    fields, name = prompt_fields(body), "output_config.format"
+    chat = await off_loop.run(lambda: make_chat_request(fields, format_field=name))
     prompt = await run_until_disconnect(
         request, chat_prompt(context, chat, with_tools=chat.tool_choice != "none")
     )

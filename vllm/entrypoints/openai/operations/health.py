@@ -38,14 +38,14 @@ async def readyz(request: Request) -> JSONResponse:
     return _describe(context, 200 if is_ready(context) else 503)
 
 
-@router.get("/health")
+@router.get("/health", response_class=Response)
 async def health(request: Request) -> Response:
     """Whether requests are taken, as a status without a body."""
     return Response(status_code=200 if is_ready(get_context(request)) else 503)
 
 
-@router.get("/ping", operation_id="ping")
-@router.post("/ping", operation_id="ping_post")
+@router.get("/ping", operation_id="ping", response_class=Response)
+@router.post("/ping", operation_id="ping_post", response_class=Response)
 async def ping(request: Request) -> Response:
     """As /health."""
     return await health(request)

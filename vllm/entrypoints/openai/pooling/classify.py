@@ -7,8 +7,10 @@ from starlette.responses import Response
 
 from vllm.engine.pooling_input import require_task
 from vllm.entrypoints.openai.context import get_context
+from vllm.entrypoints.openai.http.body_route import BodyRoute
 from vllm.entrypoints.openai.pooling.embedding import prompts_of
 from vllm.entrypoints.openai.pooling.run import (
+    Pooled,
     list_response,
     pool,
     pooler_of,
@@ -18,7 +20,7 @@ from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.pooling import ClassificationRequest, ClassificationResponse
 from vllm.entrypoints.openai.serving_models import check_model
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/classify", response_model=ClassificationResponse, responses=error_responses(400))
@@ -28,17 +30,14 @@ async def classify(body: ClassificationRequest, request: Request) -> Response:
     model = check_model(context, body.model)
     pooler = require_task(pooler_of(context), "classify", "score")
     own_id = response_id(request, "classify")
-    prompts = prompts_of(context, body.input)
+    prompts = prompts_of(body.input)
     outputs = await pool(context, request, body, prompts, own_id)
-    data: list[dict[str, Any]] = []
-    for index, output in enumerate(outputs):
+
+    def describe(index: int, output: Pooled) -> dict[str, Any]:
         probs = output.outputs.data.tolist()
-        data.append(
-            {
-                "index": index,
-                "label": pooler.labels[probs.index(max(probs))],
-                "probs": probs,
-                "num_classes": len(probs),
-            }
-        )
-    return list_response(context, own_id, model, data, outputs)
+        label = pooler.labels[probs.index(max(probs))]
+        return {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
+
+    return await list_response(
+        context, own_id, model, lambda: list(map(describe, range(len(outputs)), outputs)), outputs
+    )

@@ -10,11 +10,12 @@ from starlette.responses import Response
 from vllm.engine.pooling_input import require_task
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.context import ServerContext, get_context
+from vllm.entrypoints.openai.http.body_route import BodyRoute
 from vllm.entrypoints.openai.pooling.run import (
-    check_count,
     list_response,
     pool,
     pooler_of,
+    require_some,
     response_id,
 )
 from vllm.entrypoints.openai.protocol.base import error_responses
@@ -28,7 +29,7 @@ from vllm.entrypoints.openai.serving_models import check_model
 from vllm.inputs import PromptType
 from vllm.messages import FloatArray
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 _ERRORS = error_responses(400)
 
 
@@ -65,11 +66,14 @@ async def _respond(
     outputs = await pool(context, request, body, prompts, own_id, dimensions=body.dimensions)
     is_base64 = body.encoding_format == "base64"
     kind = "embedding" if key == "embedding" else "pooling"
-    data = [
-        {"index": index, "object": kind, key: _numbers(output.outputs.data, is_base64)}
-        for index, output in enumerate(outputs)
-    ]
-    return list_response(context, own_id, model, data, outputs)
+
+    def make_data() -> list[dict[str, Any]]:
+        return [
+            {"index": index, "object": kind, key: _numbers(output.outputs.data, is_base64)}
+            for index, output in enumerate(outputs)
+        ]
+
+    return await list_response(context, own_id, model, make_data, outputs)
 
 
 def _numbers(data: FloatArray, is_base64: bool) -> Any:
@@ -80,8 +84,15 @@ def _numbers(data: FloatArray, is_base64: bool) -> Any:
 
 async def _prompts(context: ServerContext, body: EmbeddingRequest) -> list[PromptType]:
     if body.input is None:
-        return [await chat_prompt(context, _conversation(body), with_tools=False)]
-    prompts = prompts_of(context, body.input)
+        is_truncated = body.truncate_prompt_tokens is not None
+        prompt = await chat_prompt(
+            context,
+            _conversation(body),
+            with_tools=False,
+            max_tokens=None if is_truncated else context.config.scheduler.max_model_len,
+        )
+        return [prompt]
+    prompts = prompts_of(body.input)
     if body.add_special_tokens is False:
         return [
             {"prompt": prompt, "add_special_tokens": False} if isinstance(prompt, str) else prompt
@@ -90,17 +101,17 @@ async def _prompts(context: ServerContext, body: EmbeddingRequest) -> list[Promp
     return prompts
 
 
-def prompts_of(context: ServerContext, given: Any) -> list[PromptType]:
+def prompts_of(given: Any) -> list[PromptType]:
     """Prompts of an `input`: one or several texts, or token ids of one or several.
 
     Raises:
-        RequestError: there are none, or too many.
+        RequestError: there are none.
     """
     if isinstance(given, str):
         return [given]
     if given and isinstance(given[0], int):
         return [given]
-    check_count(context, "input", len(given))
+    require_some("input", len(given))
     return list(given)
 
 

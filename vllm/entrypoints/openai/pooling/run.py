@@ -8,10 +8,10 @@ from fastapi import Request
 from starlette.responses import Response
 
 from vllm.config import PoolerConfig
-from vllm.engine.input_processor import LONG_TEXT_CHARS
 from vllm.entrypoints.openai.chunks import json_response
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.errors import GenerationError
+from vllm.entrypoints.openai.http import off_loop
 from vllm.entrypoints.openai.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.prompts import request_id_of, trace_headers_of
 from vllm.entrypoints.openai.protocol.base import now, random_id, usage_dict
@@ -22,6 +22,9 @@ from vllm.outputs import PoolingOutput, PoolingRequestOutput
 from vllm.pooling_params import PoolingParams
 
 Pooled = PoolingRequestOutput[PoolingOutput]
+
+_MANY_NUMBERS = 32 * 1024
+"""From here on numbers are written in a thread."""
 
 
 def pooler_of(context: ServerContext) -> PoolerConfig | None:
@@ -34,17 +37,14 @@ def response_id(request: Request, prefix: str) -> str:
     return f"{prefix}-{request_id_of(request, random_id())}"
 
 
-def check_count(context: ServerContext, name: str, count: int) -> None:
-    """Nothing, for a number of prompts that one request may have.
+def require_some(name: str, count: int) -> None:
+    """Refuse an empty list of prompts.
 
     Raises:
-        RequestError: there are none, or more.
+        RequestError: there are none.
     """
-    most = context.args.max_batch_prompts
-    if not 1 <= count <= most:
-        raise RequestError(
-            f"{name} must have 1 to {most} entries (max_batch_prompts), got {count}", param=name
-        )
+    if not count:
+        raise RequestError(f"{name} is empty: send at least one entry", param=name)
 
 
 async def pool(
@@ -105,18 +105,13 @@ async def _all(
 ) -> list[Pooled]:
     """Like `asyncio.gather`, but what fails or is cancelled ends all of it.
 
-    Prompts are tokenised as they begin; after every few, others get their turn.
+    Prompts are tokenised as they begin; after each of them, others get their turn.
     """
     tasks: list[asyncio.Task[Pooled]] = []
-    size = 0
     try:
         for index, prompt in enumerate(prompts):
             tasks.append(asyncio.ensure_future(run_one(index, prompt)))
-            text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-            size += len(text or ())
-            if size > LONG_TEXT_CHARS:
-                size = 0
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
@@ -132,24 +127,21 @@ def usage_of(context: ServerContext, outputs: Sequence[Pooled]) -> dict[str, Any
     return usage_dict(sum(len(output.prompt_token_ids) for output in outputs), 0, cached)
 
 
-def list_response(
+async def list_response(
     context: ServerContext,
     own_id: str,
     model: str,
-    data: list[dict[str, Any]],
+    make_data: Callable[[], list[dict[str, Any]]],
     outputs: Sequence[Pooled],
 ) -> Response:
-    """A `ListResponse`: `data` made of `outputs`, and their usage."""
-    return json_response(
-        {
-            "id": own_id,
-            "object": "list",
-            "created": now(),
-            "model": model,
-            "data": data,
-            "usage": usage_of(context, outputs),
-        }
-    )
+    """A `ListResponse`: data made of `outputs`, in a thread where that takes long, and usage."""
+    head = {"id": own_id, "object": "list", "created": now(), "model": model}
+
+    def write() -> Response:
+        return json_response({**head, "data": make_data(), "usage": usage_of(context, outputs)})
+
+    num_numbers = sum(output.outputs.data.size for output in outputs)
+    return await off_loop.run(write, is_large=num_numbers >= _MANY_NUMBERS)
 
 
 def _named(message: str, index: int, count: int) -> str:

@@ -1,6 +1,7 @@
 """POST /score and POST /rerank, under all of their names."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -9,9 +10,10 @@ from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor
 from vllm.engine.pooling_input import require_scores
 from vllm.entrypoints.openai.chunks import json_response
 from vllm.entrypoints.openai.context import ServerContext, get_context
+from vllm.entrypoints.openai.http.body_route import BodyRoute
+from vllm.entrypoints.openai.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.pooling.run import (
     Pooled,
-    check_count,
     list_response,
     pool,
     pooler_of,
@@ -30,7 +32,7 @@ from vllm.entrypoints.openai.serving_models import check_model
 from vllm.entrypoints.scoring import cosine, pair_up
 from vllm.inputs import PromptType
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 _ERRORS = error_responses(400)
 
 
@@ -46,7 +48,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     data = [
         {"index": index, "object": "score", "score": value} for index, value in enumerate(scores)
     ]
-    return list_response(context, own_id, model, data, outputs)
+    return await list_response(context, own_id, model, lambda: data, outputs)
 
 
 @router.post("/rerank", response_model=RerankResponse, responses=_ERRORS)
@@ -87,15 +89,15 @@ async def _score(
 ) -> tuple[list[float], list[Pooled]]:
     """A score per pair, and what the engine has computed for them."""
     pooler = require_scores(pooler_of(context))
-    name = "documents" if isinstance(body, RerankRequest) else "text_2"
-    check_count(context, name, len(second))
     if pooler.task == "embed":
         texts: list[PromptType] = list(dict.fromkeys([*first, *second]))  # each of them once
         outputs = await pool(context, request, body, texts, core_id)
         vectors = {text: out.outputs.data for text, out in zip(texts, outputs, strict=True)}
         pairs = zip(first, second, strict=True)
         return [cosine(vectors[a], vectors[b]) for a, b in pairs], outputs
-    prompts = await _pairs(context, first, second, body.truncate_prompt_tokens)
+    prompts = await run_until_disconnect(
+        request, _pairs(context, first, second, body.truncate_prompt_tokens)
+    )
     outputs = await pool(context, request, body, prompts, core_id, is_truncated=True)
     return [float(output.outputs.data[0]) for output in outputs], outputs
 
@@ -105,10 +107,18 @@ async def _pairs(
 ) -> list[PromptType]:
     """Each pair as one prompt."""
 
-    def tokenize(processor: InputProcessor) -> list[PromptType]:
-        pairs = zip(first, second, strict=True)
-        return [processor.pooling.tokenize_pair(a, b, truncate) for a, b in pairs]
+    is_long = sum(map(len, first)) + sum(map(len, second)) > LONG_TEXT_CHARS
+    prompts: list[PromptType] = []
+    for pair in zip(first, second, strict=True):
+        tokenize = partial(_tokenize_pair, *pair, truncate)
+        if is_long:
+            prompts.append(await context.engine.in_slow_lane(tokenize, sum(map(len, pair))))
+        else:
+            prompts.append(tokenize(context.engine.input_processor))
+    return prompts
 
-    if sum(map(len, first)) + sum(map(len, second)) > LONG_TEXT_CHARS:
-        return await context.engine.in_slow_lane(tokenize)
-    return tokenize(context.engine.input_processor)
+
+def _tokenize_pair(
+    text: str, other: str, truncate: int | None, processor: InputProcessor
+) -> PromptType:
+    return processor.pooling.tokenize_pair(text, other, truncate)

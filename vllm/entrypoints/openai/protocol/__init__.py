@@ -7,14 +7,25 @@ these classes only describe them.
 Programs that know the server's bodies by their classes find them in this package.
 """
 
+from vllm.entrypoints.openai.protocol.adapters import (
+    LoadLoRAAdapterRequest,
+    UnloadLoRAAdapterRequest,
+)
 from vllm.entrypoints.openai.protocol.base import (
     ErrorResponse,
     ModelCard,
     ModelList,
     ModelPermission,
+    OpenAIBaseModel,
     PromptTokenUsageInfo,
+    RequestResponseMetadata,
     StreamOptions,
     UsageInfo,
+)
+from vllm.entrypoints.openai.protocol.batch import (
+    BatchRequestInput,
+    BatchRequestOutput,
+    BatchResponseData,
 )
 from vllm.entrypoints.openai.protocol.chat import (
     ChatCompletionLogProb,
@@ -49,6 +60,8 @@ from vllm.entrypoints.openai.protocol.pooling import (
     ClassificationData,
     ClassificationRequest,
     ClassificationResponse,
+    EmbeddingChatRequest,
+    EmbeddingCompletionRequest,
     EmbeddingRequest,
     EmbeddingResponse,
     EmbeddingResponseData,
@@ -69,6 +82,7 @@ from vllm.entrypoints.openai.protocol.responses import (
 from vllm.entrypoints.openai.protocol.sampling import (
     AnyResponseFormat,
     JsonSchemaResponseFormat,
+    LogitsProcessorConstructor,
     ResponseFormat,
     StructuralTag,
     StructuralTagResponseFormat,
@@ -81,9 +95,21 @@ from vllm.entrypoints.openai.protocol.tokenization import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from vllm.entrypoints.openai.protocol.transcription import (
+    TranscriptionRequest,
+    TranscriptionResponse,
+    TranscriptionResponseStreamChoice,
+    TranscriptionResponseVerbose,
+    TranscriptionSegment,
+    TranscriptionStreamResponse,
+    TranscriptionWord,
+)
 
 __all__ = [
     "AnyResponseFormat",
+    "BatchRequestInput",
+    "BatchRequestOutput",
+    "BatchResponseData",
     "ChatCompletionLogProb",
     "ChatCompletionLogProbs",
     "ChatCompletionLogProbsContent",
@@ -110,6 +136,8 @@ __all__ = [
     "DeltaToolCall",
     "DetokenizeRequest",
     "DetokenizeResponse",
+    "EmbeddingChatRequest",
+    "EmbeddingCompletionRequest",
     "EmbeddingRequest",
     "EmbeddingResponse",
     "EmbeddingResponseData",
@@ -118,12 +146,16 @@ __all__ = [
     "FunctionCall",
     "FunctionDefinition",
     "JsonSchemaResponseFormat",
+    "LoadLoRAAdapterRequest",
+    "LogitsProcessorConstructor",
     "ModelCard",
     "ModelList",
     "ModelPermission",
+    "OpenAIBaseModel",
     "PoolingResponse",
     "PoolingResponseData",
     "PromptTokenUsageInfo",
+    "RequestResponseMetadata",
     "RerankDocument",
     "RerankRequest",
     "RerankResponse",
@@ -142,5 +174,13 @@ __all__ = [
     "TokenizeRequest",
     "TokenizeResponse",
     "ToolCall",
+    "TranscriptionRequest",
+    "TranscriptionResponse",
+    "TranscriptionResponseStreamChoice",
+    "TranscriptionResponseVerbose",
+    "TranscriptionSegment",
+    "TranscriptionStreamResponse",
+    "TranscriptionWord",
+    "UnloadLoRAAdapterRequest",
     "UsageInfo",
 ]

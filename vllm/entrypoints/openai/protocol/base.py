@@ -2,22 +2,20 @@
 
 import json
 import time
-import uuid
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from vllm.logger import init_logger
+from vllm.utils import random_uuid
 
 logger = init_logger(__name__)
 
 _MAX_NAMES_LOGGED = 20
 
 
-def random_id() -> str:
-    """32 hexadecimal digits."""
-    return uuid.uuid4().hex
+random_id = random_uuid
 
 
 def now() -> int:
@@ -84,6 +82,10 @@ def _wrong(kind: str, name: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(kind, "{field}: {problem}", {"field": name, "problem": message})
 
 
+OpenAIBaseModel = RequestModel
+"""The name that programs written for vLLM know."""
+
+
 class ResponseModel(BaseModel):
     """Body of a response, or a part of it."""
 
@@ -107,6 +109,12 @@ def error_responses(
     return {status: {"model": body} for status in statuses}
 
 
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+"""What a route documents besides its body when its answer may be a stream."""
+
+
 class PromptTokenUsageInfo(ResponseModel):
     """Of the prompt tokens of a request, those found in the prefix cache."""
 
@@ -120,6 +128,13 @@ class UsageInfo(ResponseModel):
     total_tokens: int = 0
     completion_tokens: int | None = 0
     prompt_tokens_details: PromptTokenUsageInfo | None = None
+
+
+class RequestResponseMetadata(ResponseModel):
+    """What is told of a request beside its response: its id and its tokens."""
+
+    request_id: str
+    final_usage_info: UsageInfo | None = None
 
 
 class ModelPermission(ResponseModel):

@@ -1,9 +1,10 @@
 """POST /v1/chat/completions."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
     Int64,
@@ -47,7 +48,10 @@ class ChatCompletionNamedToolChoiceParam(RequestModel):
     function: ChatCompletionNamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam,
+    accepts('none, auto, required, or {"type": "function", "function": {"name": ...}}'),
+]
 
 
 class TemplateFields(RequestModel):

@@ -1,9 +1,10 @@
 """POST /v1/completions."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
     Int64,
@@ -24,7 +25,10 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(SamplingFields):
     """Prompts to be continued: one or several, as text or as token ids."""
 
-    prompt: ListOf[TokenId] | ListOf[ListOf[TokenId]] | str | ListOf[str] | None = None
+    prompt: Annotated[
+        ListOf[TokenId] | ListOf[ListOf[TokenId]] | str | ListOf[str] | None,
+        accepts("text, token ids, or a list of either"),
+    ] = None
     prompt_embeds: Json | None = None
     suffix: str | None = None
     max_tokens: Int64 | None = DEFAULT_MAX_TOKENS

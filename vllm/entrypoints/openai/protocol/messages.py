@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
     Int64,
@@ -21,7 +22,9 @@ class InputMessage(RequestModel):
     """One turn of the conversation."""
 
     role: Literal["user", "assistant"]
-    content: str | ListOf[JsonObject]
+    content: Annotated[
+        str | ListOf[JsonObject], accepts("text or a list of content blocks (objects)")
+    ]
     """Text, or blocks: text, thinking, tool_use, tool_result."""
 
 
@@ -51,7 +54,10 @@ class Conversation(RequestBody):
 
     messages: ListOf[InputMessage] = Field(min_length=1)
     model: str | None = None
-    system: str | ListOf[JsonObject] | None = None
+    system: (
+        Annotated[str | ListOf[JsonObject], accepts("text or a list of text blocks (objects)")]
+        | None
+    ) = None
     tools: ListOf[JsonObject] | None = None
     """Functions that the model may call; tools of the server are not available."""
     tool_choice: JsonObject | None = None
@@ -68,7 +74,7 @@ class MessagesRequest(Conversation):
     """Body of POST /v1/messages."""
 
     max_tokens: Annotated[Int64, Field(ge=1)]
-    stop_sequences: ListOf[str] | None = None
+    stop_sequences: ListOf[Annotated[str, StringConstraints(min_length=1)]] | None = None
     stream: bool | None = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -82,6 +88,8 @@ class ErrorDetail(RequestModel):
 
     type: str
     message: str
+    code: str | None = None
+    """Kind of an error in the server, such as EngineDeadError; only with type api_error."""
 
 
 class AnthropicError(RequestModel):

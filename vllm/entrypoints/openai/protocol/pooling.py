@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
     Int64,
@@ -20,8 +21,11 @@ from vllm.entrypoints.openai.protocol.chat import TemplateFields
 
 Truncation = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Texts = str | ListOf[str]
-Inputs = str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]]
+Texts = Annotated[str | ListOf[str], accepts("text or a list of texts")]
+Inputs = Annotated[
+    str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]],
+    accepts("text, token ids, or a list of either"),
+]
 """One text or several, or the token ids of one or several."""
 
 
@@ -51,6 +55,18 @@ class EmbeddingRequest(TemplateFields, PoolingFields):
         if (self.input is None) == (self.messages is None):
             raise field_error("input", "give one of input and messages")
         return self
+
+
+class EmbeddingCompletionRequest(EmbeddingRequest):
+    """Texts to embed."""
+
+    input: Inputs
+
+
+class EmbeddingChatRequest(EmbeddingRequest):
+    """One conversation to embed."""
+
+    messages: ListOf[JsonObject] = Field(min_length=1)
 
 
 class ClassificationRequest(PoolingFields):

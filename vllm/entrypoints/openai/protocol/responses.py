@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
+from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
     Int64,
@@ -12,9 +13,15 @@ from vllm.entrypoints.openai.protocol.base import (
     RequestBody,
     RequestModel,
 )
+from vllm.entrypoints.openai.protocol.sampling import StopStrings
 
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | JsonObject,
+    accepts('none, auto, required, or an object such as {"type": "function", "name": ...}'),
+]
 
 
 class TextFormat(RequestModel):
@@ -48,7 +55,7 @@ class ResponsesRequest(RequestBody):
     The fields of the group at the end are not OpenAI's; they mean what they mean elsewhere here.
     """
 
-    input: str | ListOf[JsonObject]
+    input: Annotated[str | ListOf[JsonObject], accepts("text or a list of items (objects)")]
     """Text of one user message, or items: messages, calls, outputs of calls, reasoning."""
     model: str | None = None
     instructions: str | None = None
@@ -57,7 +64,7 @@ class ResponsesRequest(RequestBody):
     """Stored response that this one continues."""
     tools: ListOf[JsonObject] | None = None
     """Functions that the model may call; no other type is available."""
-    tool_choice: Literal["none", "auto", "required"] | JsonObject | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     max_tool_calls: Annotated[Int64, Field(ge=1)] | None = None
     """Limits the tools of the server, of which there are none."""
@@ -88,7 +95,7 @@ class ResponsesRequest(RequestBody):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Int64 | None = None
-    stop: str | ListOf[str] | None = None
+    stop: StopStrings | None = None
     chat_template_kwargs: JsonObject | None = None
     priority: Int32 = 0
     cache_salt: str | None = None

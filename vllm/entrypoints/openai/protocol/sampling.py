@@ -4,9 +4,11 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
+from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
+    TAG_SIGN,
     Int32,
     Int64,
     Json,
@@ -19,7 +21,6 @@ from vllm.entrypoints.openai.protocol.base import (
     field_error,
     random_id,
 )
-from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.errors import RequestError
 from vllm.sampling_params import (
     BeamSearchParams,
@@ -28,6 +29,7 @@ from vllm.sampling_params import (
     SamplingParams,
 )
 
+StopStrings = Annotated[str | ListOf[str], accepts("a string or a list of strings")]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:+/=-]{1,128}$")]
 
 _PARAMS_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -35,7 +37,7 @@ _PARAMS_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_pena
 _PARAMS = (
     *("presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "bad_words"),
     *("ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens"),
-    *("include_stop_str_in_output", "logit_bias", "allowed_token_ids"),
+    *("include_stop_str_in_output", "logit_bias", "allowed_token_ids", "logits_processors"),
 )
 _GUIDED_FIELDS = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
@@ -56,7 +58,10 @@ class JsonSchemaResponseFormat(RequestModel):
 class ResponseFormat(RequestModel):
     """Output as text, as some JSON, or as JSON of a schema."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"],
+        accepts("text, json_object, json_schema or structural_tag"),
+    ]
     json_schema: JsonSchemaResponseFormat | None = None
 
 
@@ -78,9 +83,25 @@ class StructuralTagResponseFormat(RequestModel):
     triggers: ListOf[str]
 
 
+def _kind_of_format(value: Any) -> str:
+    """Which of the two a format is; so that errors are about one of them only."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"{TAG_SIGN}{'structural_tag' if kind == 'structural_tag' else 'plain'}"
+
+
 AnyResponseFormat = Annotated[
-    ResponseFormat | StructuralTagResponseFormat, Field(discriminator="type")
+    Annotated[ResponseFormat, Tag(f"{TAG_SIGN}plain")]
+    | Annotated[StructuralTagResponseFormat, Tag(f"{TAG_SIGN}structural_tag")],
+    Discriminator(_kind_of_format),
 ]
+
+
+class LogitsProcessorConstructor(RequestModel):
+    """A logits processor, named by its module and its name in it, and what to make it with."""
+
+    qualname: str
+    args: ListOf[Json] | None = None
+    kwargs: JsonObject | None = None
 
 
 class SamplingFields(RequestBody):
@@ -97,7 +118,7 @@ class SamplingFields(RequestBody):
     top_k: Int32 | None = None
     min_p: float | None = None
     seed: Int64 | None = None
-    stop: str | ListOf[str] | None = Field(default_factory=list)
+    stop: StopStrings | None = Field(default_factory=list)
     stop_token_ids: ListOf[TokenId] | None = Field(default_factory=list)
     bad_words: ListOf[str] | None = None
     include_stop_str_in_output: bool | None = False
@@ -127,7 +148,7 @@ class SamplingFields(RequestBody):
     structural_tag: str | None = None
     guided_decoding_backend: str | None = None
     guided_whitespace_pattern: str | None = None
-    logits_processors: Json | None = None
+    logits_processors: ListOf[Json] | None = None
     kv_transfer_params: JsonObject | None = None
 
     @model_validator(mode="after")
@@ -146,11 +167,18 @@ class SamplingFields(RequestBody):
             raise field_error(", ".join(given), "only one of them may constrain the output")
         return self
 
+    _format_field: str = PrivateAttr("response_format")
+    """What the user calls `response_format`, where the request came by another API."""
+
+    def rename_format(self, field: str) -> None:
+        """Have errors about `response_format` name this field instead."""
+        self._format_field = field
+
     def constraints(self) -> list[str]:
         """Names of the fields that constrain the form of the output."""
         given = [name for name in _GUIDED_FIELDS if getattr(self, name) is not None]
         if self.response_format is not None and self.response_format.type != "text":
-            given.append("response_format")
+            given.append(self._format_field)
         return given
 
     @property
@@ -170,27 +198,12 @@ class SamplingFields(RequestBody):
         return self.includes_usage and bool(options and options.continuous_usage_stats)
 
 
-def check_sampling_fields(body: SamplingFields, args: ServerArgs) -> None:
-    """Refuse what no engine can do, and what is above the limits of the server.
+def check_sampling_fields(body: SamplingFields) -> None:
+    """Refuse what no engine can do.
 
     Raises:
-        RequestError: names the field, and the limit with its flag.
+        RequestError: names the field.
     """
-    for name in ("n", "best_of"):
-        value = getattr(body, name)
-        if value is not None and value > args.max_n:
-            raise RequestError(
-                f"{name} must be at most {args.max_n}, got {value}; the limit is max_n of the "
-                f"server",
-                param=name,
-            )
-    stop = body.stop if isinstance(body.stop, list) else []
-    if len(stop) > args.max_stop_strings:
-        raise RequestError(
-            f"stop has {len(stop)} strings, at most {args.max_stop_strings} are allowed; the "
-            f"limit is max_stop_strings of the server",
-            param="stop",
-        )
     if body.num_samples < 1:
         raise RequestError(f"n must be at least 1, got {body.n}", param="n")
     if body.best_of is not None and body.best_of < body.num_samples:
@@ -198,9 +211,10 @@ def check_sampling_fields(body: SamplingFields, args: ServerArgs) -> None:
             f"best_of must be at least n ({body.num_samples}), got {body.best_of}",
             param="best_of",
         )
-    for name in ("logits_processors", "kv_transfer_params"):
-        if getattr(body, name):
-            raise RequestError(f"{name}: not available in this server", param=name)
+    if body.kv_transfer_params:
+        raise RequestError(
+            "kv_transfer_params: not available in this server", param="kv_transfer_params"
+        )
 
 
 def guided_decoding(body: SamplingFields) -> GuidedDecodingParams | None:
@@ -222,6 +236,7 @@ def guided_decoding(body: SamplingFields) -> GuidedDecodingParams | None:
         return None
     return GuidedDecodingParams(
         **kinds,
+        field=body.constraints()[0],
         backend=body.guided_decoding_backend,
         whitespace_pattern=body.guided_whitespace_pattern,
     )
@@ -238,7 +253,8 @@ def _of_response_format(
         return {"json_object": True}
     if wanted.json_schema is None or wanted.json_schema.json_schema is None:
         raise RequestError(
-            "response_format of type json_schema needs json_schema with name and schema",
+            "response_format of type json_schema needs json_schema with name and schema, such as "
+            '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {...}}}',
             param="response_format",
         )
     return {"json": wanted.json_schema.json_schema}
@@ -270,16 +286,13 @@ def sampling_params(
     for name in _PARAMS_FROM_MODEL:
         if values[name] is None:
             values[name] = defaults.get(name)
-    num_generated = body.best_of if body.best_of is not None else body.num_samples
-    is_ranked = num_generated > body.num_samples
-    if values["temperature"] == 0 and is_ranked:
-        raise RequestError("best_of must be n with temperature 0", param="best_of")
     try:
         return SamplingParams.from_optional(
             **values,
-            n=num_generated,
+            n=body.num_samples,
+            best_of=body.best_of,
             max_tokens=max_tokens,
-            logprobs=0 if is_ranked and logprobs is None else logprobs,
+            logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
             output_kind=output_kind,
             guided_decoding=guided,
@@ -290,7 +303,7 @@ def sampling_params(
 
 def _asks(body: SamplingFields, name: str) -> bool:
     value = getattr(body, name, None)
-    return value is not None and value is not False
+    return value is not None and value is not False and value != []
 
 
 def beam_search_params(
@@ -301,7 +314,8 @@ def beam_search_params(
     Raises:
         RequestError: a value is out of range, or a field that a search does not know is used.
     """
-    refused = [name for name in ("stream", "logprobs", "prompt_logprobs") if _asks(body, name)]
+    unknown = ("stream", "logprobs", "prompt_logprobs", "logits_processors")
+    refused = [name for name in unknown if _asks(body, name)]
     if body.best_of not in (None, body.num_samples):
         refused.append("best_of")
     if refused := [*refused, *body.constraints()]:

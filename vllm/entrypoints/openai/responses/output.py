@@ -125,6 +125,20 @@ class ResponseWriter:
             self.response["completed_at"] = int(time.time())
         return events if status == "cancelled" else [*events, self._lifecycle(status)]
 
+    def fail(self, error: Mapping[str, Any]) -> list[Event]:
+        """The end of a response that has failed, and an event with the error.
+
+        OpenAI's clients raise at an event that has the key `error`, which is the last one, so that
+        those who read further events see the failed response before it.
+
+        Args:
+            error: the body of the error as other routes of the API send it.
+        """
+        message = error["message"]
+        events = self.finish("failed", error={"code": "server_error", "message": message})
+        about = {"code": error["type"], "message": message, "param": error["param"]}
+        return [*events, self._numbered("error", **about, error=error)]
+
     def _enter(self, kind: str, make: Callable[[], Item]) -> list[Event]:
         """Events that end another item and begin one of this kind; none when it is open."""
         if self._item is not None and self._item["type"] == kind:

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm.entrypoints.openai.errors import describe_validation
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
 from vllm.entrypoints.openai.responses.input import Message
+from vllm.entrypoints.openai.validation_text import describe_validation
 from vllm.errors import RequestError
 
 _REFUSED_FIELDS = ("conversation", "context_management", "moderation", "prompt")
@@ -77,20 +77,29 @@ def as_chat_request(
         top_logprobs=request.top_logprobs or 0,
         stream=True,
     )
-    return make_chat_request(fields)
+    return make_chat_request(fields, format_field="text.format")
 
 
-def make_chat_request(fields: Mapping[str, Any]) -> ChatCompletionRequest:
+def make_chat_request(fields: Mapping[str, Any], *, format_field: str) -> ChatCompletionRequest:
     """A chat request out of fields of another API.
+
+    Args:
+        fields: of the chat API.
+        format_field: what that API calls `response_format`, for errors.
 
     Raises:
         RequestError: fields contradict each other.
     """
     try:
-        return ChatCompletionRequest.model_validate(fields)
+        request = ChatCompletionRequest.model_validate(fields)
     except ValidationError as error:
         message, param = describe_validation(error.errors())
+        if param is not None and param.partition(".")[0] == "response_format":
+            param = format_field
+            message = message.replace("response_format", format_field, 1)
         raise RequestError(message, param=param) from None
+    request.rename_format(format_field)
+    return request
 
 
 def _read_tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:

@@ -13,6 +13,7 @@ from vllm.entrypoints.openai.logprob_forms import chat_logprobs
 from vllm.entrypoints.openai.prompts import request_id_of
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.output import Event, ResponseWriter, describe_usage
+from vllm.errors import TextTooLongError
 
 
 def engine_id(request: Request, response_id: str) -> str:
@@ -80,8 +81,7 @@ async def fail_in_stream(
         except Exception as error:  # the edge of the server: the client learns it as an event
             if is_early_raised and not is_begun:
                 raise
-            info = describe_error(error)
-            last = writer.finish("failed", error={"code": "server_error", "message": info.message})
+            last = writer.fail(describe_error(error).body())
             on_end()
             yield last
 
@@ -106,7 +106,12 @@ async def truncate_conversation(
 
     async def fits(start: int) -> bool:
         with_tools = body.tool_choice != "none"
-        prompt = await chat_prompt(context, cut(start), with_tools=with_tools)
+        try:
+            prompt = await chat_prompt(
+                context, cut(start), with_tools=with_tools, max_tokens=max(limit, 1)
+            )
+        except TextTooLongError:
+            return False
         return len(prompt["prompt_token_ids"]) <= limit
 
     if await fits(starts[0]):

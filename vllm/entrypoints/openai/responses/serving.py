@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -12,10 +13,12 @@ from starlette.responses import Response
 from vllm.entrypoints.openai.chat.turn import ChatTurn, prepare_turn
 from vllm.entrypoints.openai.chunks import json_response
 from vllm.entrypoints.openai.context import ServerContext, get_context
+from vllm.entrypoints.openai.http import off_loop
+from vllm.entrypoints.openai.http.body_route import BodyRoute
 from vllm.entrypoints.openai.http.sse import EventStream, run_until_disconnect
 from vllm.entrypoints.openai.http.sse import event as encode_event
 from vllm.entrypoints.openai.prompts import trace_headers_of
-from vllm.entrypoints.openai.protocol.base import error_responses
+from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest, echo_fields
 from vllm.entrypoints.openai.responses.input import Item, as_messages, new_id, read_input
 from vllm.entrypoints.openai.responses.job import BackgroundJob
@@ -31,13 +34,15 @@ from vllm.entrypoints.openai.responses.run import (
 from vllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
 from vllm.errors import RequestError
 
-router = APIRouter(tags=["responses"])
+router = APIRouter(tags=["responses"], route_class=BodyRoute)
 
 PATH = "/v1/responses"
 _ERRORS = error_responses(400, 404, 500, 503)
+_MANY_ITEMS = 256
+"""From here on a conversation is large, however small the request that continues it."""
 
 
-@router.post(PATH, responses=_ERRORS)
+@router.post(PATH, responses=STREAMED | _ERRORS)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer; as one object, as a stream of events, or in the background."""
     context = get_context(request)
@@ -45,7 +50,9 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     check_request(body)
     owner = _owner_of(request, context)
     history = _read_history(body, store, owner)
-    entry = StoredResponse({"id": new_id("resp")}, read_input(body.input), history, owner)
+    items = await off_loop.run(partial(read_input, body.input))
+    _check_length(context, history, items)
+    entry = StoredResponse({"id": new_id("resp")}, items, history, owner)
     turn = await run_until_disconnect(request, _prepare(context, body, entry, request))
     entry.response = _describe(entry.response["id"], body, turn)
     writer = ResponseWriter(entry.response)
@@ -65,7 +72,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     return json_response(entry.response)
 
 
-@router.get(PATH + "/{response_id}", responses=_ERRORS)
+@router.get(PATH + "/{response_id}", responses=STREAMED | _ERRORS)
 async def retrieve_response(
     response_id: str,
     request: Request,
@@ -142,12 +149,25 @@ async def _prepare(
     context: ServerContext, body: ResponsesRequest, entry: StoredResponse, request: Request
 ) -> ChatTurn:
     """The turn that makes a response; nothing runs yet."""
-    messages = as_messages(body.instructions, [*entry.history, *entry.input_items])
+    items = [*entry.history, *entry.input_items]
+    if len(items) > _MANY_ITEMS:
+        off_loop.mark_request(off_loop.LARGE_BODY_BYTES)
     request_id = engine_id(request, entry.response["id"])
-    chat = as_chat_request(body, messages)
+    chat = await off_loop.run(lambda: as_chat_request(body, as_messages(body.instructions, items)))
     if body.truncation == "auto":
         chat = await truncate_conversation(context, chat)
     return await prepare_turn(context, chat, request_id, trace_headers=trace_headers_of(request))
+
+
+def _check_length(context: ServerContext, history: Sequence[Item], items: Sequence[Item]) -> None:
+    """Refuse a conversation that has grown too long over several requests."""
+    count, most = len(history) + len(items), context.args.max_messages
+    if count > most:
+        raise RequestError(
+            f"previous_response_id: with the input the conversation has {count} items, more than "
+            f"the {most} that this server takes (--max-messages). Begin a new one.",
+            param="previous_response_id",
+        )
 
 
 def _begin_in_background(

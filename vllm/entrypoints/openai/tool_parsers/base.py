@@ -5,9 +5,9 @@ takes the text apart while it grows. Nothing of a text is lost: what turns out t
 content, exactly as it was written.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from vllm.entrypoints.openai.protocol.chat import (
@@ -57,7 +57,7 @@ class _Part:
         return ParsedDelta(tool_calls=[call | {"function": function}])
 
 
-class ToolParser(ABC):
+class ToolParser:
     """Takes one output of a model apart into content and calls. Never raises for what it reads.
 
     White space before the first content, between calls and after the last one is left out when
@@ -75,7 +75,12 @@ class ToolParser(ABC):
     """Characters with which calls begin that have no marker: only at the beginning of a text."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer = self.model_tokenizer = tokenizer
+        # What parsers written for vLLM keep on their base class; nothing here reads it.
+        self.prev_tool_call_arr: list[dict[str, Any]] = []
+        self.current_tool_id = -1
+        self.current_tool_name_sent = False
+        self.streamed_args_for_tool: list[str] = []
         self.stream = TextStream()
         self._markers = Markers(self.markers)
         self._tools: Sequence[Any] = ()
@@ -85,6 +90,13 @@ class ToolParser(ABC):
         self._is_blank = True
         """Nothing but `_blank`, white space not shown yet, came since the last call."""
         self._steps = self._parse()
+
+    @cached_property
+    def vocab(self) -> dict[str, int]:
+        """Token -> id."""
+        assert self.model_tokenizer is not None
+        vocabulary: dict[str, int] = self.model_tokenizer.get_vocab()
+        return vocabulary
 
     # --- For those who use a parser ---
 
@@ -124,6 +136,10 @@ class ToolParser(ABC):
         next(self._steps, None)
         return self._take_parts()
 
+    def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
+        """Read a text that is complete, as the first and last thing."""
+        return [*self.feed(text, token_ids), *self.finish()]
+
     def extract_tool_calls(self, text: str, request: object = None) -> ExtractedToolCallInformation:
         """Take a whole text apart. The same as feeding it, however it is cut.
 
@@ -148,7 +164,6 @@ class ToolParser(ABC):
 
     # --- For formats ---
 
-    @abstractmethod
     def read_calls(self, marker: str) -> Wait[None]:
         """Read calls from `stream`, where they should begin.
 
@@ -158,6 +173,7 @@ class ToolParser(ABC):
         Args:
             marker: the one of `markers` that was just read; empty for bare calls.
         """
+        raise NotImplementedError(f"{type(self).__name__} does not define read_calls")
 
     def start_call(self, name: str) -> None:
         """A call begins: what was read until now belongs to it."""

@@ -6,13 +6,15 @@ from vllm.reasoning import ReasoningParserManager
 
 
 def check_parser_flags(args: ServerArgs) -> None:
-    """Load the plug-in if there is one, and find the parsers.
+    """Load the plug-ins that there are, and find the parsers.
 
     Raises:
-        ConfigError: the plug-in cannot be used, or there is no parser of a name.
+        ConfigError: a plug-in cannot be used, or there is no parser of a name.
     """
     if args.tool_parser_plugin is not None:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin is not None:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     if args.tool_call_parser is not None:
         ToolParserManager.get(args.tool_call_parser)
     if args.reasoning_parser is not None:

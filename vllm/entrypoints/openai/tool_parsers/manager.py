@@ -1,8 +1,5 @@
 """The tool parsers by name, and those that plug-ins add."""
 
-import importlib.util
-from pathlib import Path
-
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 from vllm.entrypoints.openai.tool_parsers.deepseek import DeepSeekToolParser
 from vllm.entrypoints.openai.tool_parsers.marked import (
@@ -21,41 +18,23 @@ from vllm.entrypoints.openai.tool_parsers.pythonic import (
     PythonicToolParser,
 )
 from vllm.entrypoints.openai.tool_parsers.qwen3_coder import Qwen3CoderToolParser
-from vllm.errors import ConfigError
-from vllm.utils.parser_registry import ParserRegistry
+from vllm.reasoning import ReasoningParserManager
+from vllm.utils.parser_registry import ParserRegistry, load_plugin
 
 
 class ToolParserRegistry(ParserRegistry[ToolParser]):
     """Tool parsers, some of them from files of the user."""
 
-    def import_tool_parser(self, path: str) -> None:
-        """Run a Python file that registers parsers (`--tool-parser-plugin`).
+    get_tool_parser = ParserRegistry.get
 
-        Raises:
-            ConfigError: it is not there, fails, or registers nothing.
-        """
-        file = Path(path).expanduser()
-        if not file.is_file():
-            raise ConfigError(f"tool_parser_plugin: there is no file {path}")
-        before = dict(self._parsers)
-        spec = importlib.util.spec_from_file_location(f"vllm_tool_parser_{file.stem}", file)
-        if spec is None or spec.loader is None:
-            raise ConfigError(f"tool_parser_plugin: {path} is not a Python file")
-        try:
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
-        except Exception as error:  # a program from outside; it may raise anything
-            kind = type(error).__name__
-            raise ConfigError(f"tool_parser_plugin: {path} fails: {kind}: {error}") from error
-        if self._parsers == before:
-            raise ConfigError(
-                f"tool_parser_plugin: {path} registers no parser; "
-                f"use @ToolParserManager.register_module"
-            )
+    def import_tool_parser(self, path: str) -> None:
+        """Run a Python file that registers parsers (`--tool-parser-plugin`); see `load_plugin`."""
+        load_plugin("tool_parser_plugin", path, [self, ReasoningParserManager])
 
 
 ToolParserManager = ToolParserRegistry(
     "tool_call_parser",
-    ToolParser,  # type: ignore[type-abstract]
+    ToolParser,
     {
         "deepseek_v3": DeepSeekToolParser,
         "deepseek_v31": DeepSeekToolParser,
@@ -75,5 +54,6 @@ ToolParserManager = ToolParserRegistry(
         "qwen3_coder": Qwen3CoderToolParser,
         "xlam": XlamToolParser,
     },
+    ("read_calls", "extract_tool_calls"),
 )
 """Finds tool parsers by the names of `--tool-call-parser`."""

@@ -1,0 +1,73 @@
+"""Pictures and sounds of examples: packaged, one's own, and what is said when there is none."""
+
+import struct
+import sys
+import zlib
+
+import numpy as np
+import pytest
+
+from tests.utils import fake_pillow
+from vllm import envs
+from vllm.assets.audio import AudioAsset
+from vllm.assets.image import ImageAsset
+from vllm.errors import RequestError
+from vllm.utils.media import write_wav
+
+
+@pytest.fixture
+def own_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_ASSETS_CACHE", str(tmp_path))
+    envs.get.cache_clear()
+    yield tmp_path
+    monkeypatch.undo()
+    envs.get.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["stop_sign", "cherry_blossom"])
+def test_the_packaged_pictures_are_pngs_of_256_pixels(name):
+    data = ImageAsset(name).path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert struct.unpack(">II", data[16:24]) == (256, 256)
+    begin = data.index(b"IDAT")
+    (length,) = struct.unpack(">I", data[begin - 4 : begin])
+    assert len(zlib.decompress(data[begin + 4 : begin + 4 + length])) == 256 * 257
+
+
+def test_a_picture_is_given_in_rgb(monkeypatch):
+    fake_pillow.install(monkeypatch)
+    picture = ImageAsset("stop_sign").pil_image
+    assert (picture.mode, picture.data[1:4]) == ("RGB", b"PNG")
+
+
+def test_without_pillow_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(RequestError, match="Pillow, which is not installed: pip install pillow"):
+        ImageAsset("stop_sign").pil_image  # noqa: B018
+
+
+def test_ones_own_files_come_first(own_folder):
+    (own_folder / "stop_sign.jpg").write_bytes(b"mine")
+    assert ImageAsset("stop_sign").path.read_bytes() == b"mine"
+    assert ImageAsset("cherry_blossom").path.parent.name == "images"
+
+
+def test_a_sound_is_read_as_samples_and_their_rate(own_folder):
+    wave = np.sin(np.linspace(0, 60, 800))
+    (own_folder / "call.wav").write_bytes(write_wav(wave, 8000))
+    samples, rate = AudioAsset("call").audio_and_sample_rate
+    assert (rate, samples.dtype) == (8000, np.float32)
+    np.testing.assert_allclose(samples, wave, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("asset", "message"),
+    [
+        (ImageAsset("duck"), r"no asset 'duck' \(cherry_blossom, stop_sign would be there\)"),
+        (ImageAsset("duck"), r"Put duck\.jpg into a folder and name that folder in VLLM_ASSETS"),
+        (AudioAsset("mary_had_lamb"), r"no asset 'mary_had_lamb': assets are not downloaded"),
+    ],
+)
+def test_a_missing_asset_says_where_to_put_it(asset, message):
+    with pytest.raises(RequestError, match=message):
+        asset.path  # noqa: B018

@@ -1,0 +1,315 @@
+"""The most of everything that a request may have: accepted, without stopping the server.
+
+A whole server around a core without a model, in one process. Beside each request a heartbeat
+counts the turns of the event loop: in every second there must be some.
+"""
+
+import asyncio
+import threading
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
+from tests.engine.fakes import make_config
+from tests.entrypoints.openai.scripted_engine import TEMPLATE
+from vllm.config import PoolerConfig
+from vllm.engine.async_llm_engine import AsyncLLM
+from vllm.entrypoints.openai.app import _routers, build_app
+from vllm.entrypoints.openai.context import ServerContext
+from vllm.entrypoints.openai.http.body_route import BodyRoute, _body_classes
+from vllm.entrypoints.openai.request_limits import LIMITS, count_values, flag, limits_of
+from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.messages import EngineOutput, Finished, FinishReason
+
+ARGS = ServerArgs(
+    chat_template=TEMPLATE,
+    disable_uvicorn_access_log=True,
+    enable_auto_tool_choice=True,
+    tool_call_parser="hermes",
+)
+VOCAB_SIZE = 4096
+MAX_MODEL_LEN = 2**20
+
+
+class PoolingCore(StatsCore):
+    """Gives every prompt two numbers."""
+
+    def step(self) -> EngineOutput:
+        names = list(self.running)
+        self.running.clear()
+        return EngineOutput(
+            finished=dict.fromkeys(names, Finished(FinishReason.STOP)),
+            pooled=dict.fromkeys(names, np.array([0.5, 0.5], np.float32)),
+        )
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+def flat_tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "name": name, "parameters": {"type": "object"}}
+
+
+@dataclass
+class Case:
+    """A field, with as many entries as are wanted.
+
+    Attributes:
+        setting: field of `ServerArgs` that limits it.
+        fill: number of entries -> the fields of the body.
+        task: of the model.
+    """
+
+    path: str
+    setting: str
+    fill: Any
+    task: str = "generate"
+
+
+COMPLETION = {"prompt": [5], "max_tokens": 1}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+RESPONSE = {"input": "a", "max_output_tokens": 1, "store": False}
+MESSAGE = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+
+
+def users(count: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "a"}] * count
+
+
+def on_completions(setting: str, fill: Any) -> Case:
+    return Case("/v1/completions", setting, lambda count: {**COMPLETION, **fill(count)})
+
+
+CASES = [
+    on_completions("max_n", lambda k: {"n": k}),
+    on_completions("max_n", lambda k: {"best_of": k, "n": 1}),
+    on_completions("max_batch_prompts", lambda k: {"prompt": ["a"] * k}),
+    on_completions("max_batch_prompts", lambda k: {"prompt": [[5]] * k, "n": 2}),
+    on_completions(
+        "max_batch_sequences", lambda k: {"prompt": [[5]] * (k // 64 + k % 64), "n": 64}
+    ),
+    on_completions("max_stop_strings", lambda k: {"stop": ["x" * 256] * k}),
+    on_completions("max_word_chars", lambda k: {"stop": "x" * k}),
+    on_completions("max_word_chars", lambda k: {"bad_words": ["x" * k]}),
+    on_completions("max_stop_token_ids", lambda k: {"stop_token_ids": [*range(k)]}),
+    on_completions("max_bad_words", lambda k: {"bad_words": [f"word {i}" for i in range(k)]}),
+    on_completions(
+        "max_logit_bias",
+        lambda k: {"logit_bias": {f"{i:05}" if i < VOCAB_SIZE else "x": 1 for i in range(k)}},
+    ),
+    on_completions(
+        "max_allowed_token_ids",
+        lambda k: {"allowed_token_ids": [i % VOCAB_SIZE for i in range(k)], "n": 128},
+    ),
+    on_completions("max_request_values", lambda k: {"user_data": [1] * (k - 5)}),
+    on_completions("max_request_values", lambda k: {"user_data": [{"a": 1}] * ((k - 5) // 2)}),
+    on_completions(
+        "max_request_values",
+        lambda k: {"prompt": [[5]] * 1024, "allowed_token_ids": [1] * (k // 1024 + k % 1024)},
+    ),
+    Case("/v1/chat/completions", "max_messages", lambda k: {**CHAT, "messages": users(k)}),
+    Case(
+        "/v1/chat/completions",
+        "max_tools",
+        lambda k: {**CHAT, "tools": [tool(f"f{i}") for i in range(k)]},
+    ),
+    Case("/v1/chat/completions", "max_batch_prompts", lambda k: {**CHAT, "documents": [{}] * k}),
+    Case("/invocations", "max_messages", lambda k: {**CHAT, "messages": users(k)}),
+    Case("/v1/responses", "max_messages", lambda k: {**RESPONSE, "input": users(k)}),
+    Case(
+        "/v1/responses",
+        "max_tools",
+        lambda k: {**RESPONSE, "tools": [flat_tool(f"f{i}") for i in range(k)]},
+    ),
+    Case("/v1/responses", "max_stop_strings", lambda k: {**RESPONSE, "stop": ["x" * 256] * k}),
+    Case("/v1/messages", "max_messages", lambda k: {**MESSAGE, "messages": users(k)}),
+    Case(
+        "/v1/messages",
+        "max_tools",
+        lambda k: {**MESSAGE, "tools": [{"name": f"f{i}", "input_schema": {}} for i in range(k)]},
+    ),
+    Case("/v1/messages", "max_stop_strings", lambda k: {**MESSAGE, "stop_sequences": ["x"] * k}),
+    Case("/tokenize", "max_messages", lambda k: {"messages": users(k)}),
+    Case("/detokenize", "max_request_values", lambda k: {"tokens": [300] * (k - 2)}),
+    Case("/v1/embeddings", "max_batch_prompts", lambda k: {"input": ["a b c"] * k}, "embed"),
+    Case("/v1/embeddings", "max_batch_prompts", lambda k: {"input": [[5] * 500] * k}, "embed"),
+    Case("/v1/embeddings", "max_messages", lambda k: {"messages": users(k)}, "embed"),
+    Case("/pooling", "max_batch_prompts", lambda k: {"input": ["a b c"] * k}, "embed"),
+    Case("/classify", "max_batch_prompts", lambda k: {"input": ["a b c"] * k}, "classify"),
+    Case("/score", "max_batch_prompts", lambda k: {"text_1": "a", "text_2": ["b"] * k}, "embed"),
+    Case(
+        "/v1/rerank",
+        "max_batch_prompts",
+        lambda k: {"query": "a", "documents": [f"document {i} " * 20 for i in range(k)]},
+        "embed",
+    ),
+]
+
+
+class Heartbeat:
+    """Whether the event loop had a turn in every second."""
+
+    def __init__(self) -> None:
+        self.num_beats = 0
+        self.seconds_without: list[int] = []
+        self._end = threading.Event()
+
+    async def __aenter__(self) -> "Heartbeat":
+        self._task = asyncio.ensure_future(self._beat())
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        self._end.set()
+        self._task.cancel()
+        await asyncio.to_thread(self._thread.join)
+
+    async def _beat(self) -> None:
+        while True:
+            self.num_beats += 1
+            await asyncio.sleep(0.005)
+
+    def _watch(self) -> None:
+        second, last = 0, -1
+        while not self._end.wait(1.0):
+            if self.num_beats == last:
+                self.seconds_without.append(second)
+            second, last = second + 1, self.num_beats
+
+
+def serve(monkeypatch, task: str, check: Any, **settings: Any) -> None:
+    """Run `check(client)` on a server whose model has this task."""
+    config, core = make_config(MAX_MODEL_LEN), StatsCore()
+    if task != "generate":
+        labels = ("no", "yes") if task == "classify" else ()
+        pooler = PoolerConfig(task=task, pooling_type="LAST", labels=labels)
+        config, core = make_config(MAX_MODEL_LEN, pooler=pooler), PoolingCore()
+
+    async def main() -> None:
+        engine = AsyncLLM(config=config)
+        try:
+            await engine.start()
+            app = build_app(ServerContext(ARGS, engine, created=0.0))
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                await check(client, engine)
+        finally:
+            engine.shutdown()
+
+    with fake_clients(monkeypatch, FakeCoreClient(core)):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.path}-{c.setting}")
+def test_the_largest_accepted_value_leaves_the_event_loop_to_others(case, monkeypatch):
+    most = getattr(ARGS, case.setting)
+
+    async def check(client, engine):
+        async with Heartbeat() as heart:
+            accepted = await client.post(case.path, json=case.fill(most), timeout=120)
+        assert accepted.status_code == 200, accepted.text[:500]
+        assert not heart.seconds_without and heart.num_beats
+        async with Heartbeat() as heart:
+            refused = await client.post(case.path, json=case.fill(most + 1), timeout=120)
+        assert not heart.seconds_without
+        assert refused.status_code == 400, refused.text[:500]
+        assert flag(case.setting) in refused.text and str(most) in refused.text
+        assert engine.num_unfinished_requests == 0
+
+    serve(monkeypatch, case.task, check)
+
+
+LONG_TEXT = "the cat sat on the mat. " * 600_000  # 14 MB
+LONG_CHAT = [{"role": "user", "content": LONG_TEXT}]
+
+
+@pytest.mark.parametrize(
+    ("task", "path", "body"),
+    [
+        ("generate", "/v1/completions", {"prompt": LONG_TEXT}),
+        ("generate", "/v1/completions", {"prompt": ["a", LONG_TEXT]}),
+        (
+            "generate",
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": LONG_TEXT}]},
+        ),
+        ("generate", "/v1/responses", {"input": LONG_TEXT}),
+        (
+            "generate",
+            "/v1/messages",
+            {"max_tokens": 1, "messages": [{"role": "user", "content": LONG_TEXT}]},
+        ),
+        ("embed", "/v1/embeddings", {"input": LONG_TEXT}),
+        ("embed", "/v1/embeddings", {"input": ["a", LONG_TEXT]}),
+        ("embed", "/rerank", {"query": "a", "documents": [LONG_TEXT]}),
+    ],
+)
+def test_a_text_of_megabytes_is_refused_before_it_is_tokenised(task, path, body, monkeypatch):
+    monkeypatch.setattr("tests.entrypoints.openai.test_request_limits.MAX_MODEL_LEN", 1024)
+
+    async def check(client, engine):
+        async with Heartbeat() as heart:
+            response = await client.post(path, json=body, timeout=120)
+        assert response.status_code == 400
+        assert "maximum context length is 1024 tokens" in response.text
+        assert not heart.seconds_without
+
+    serve(monkeypatch, task, check)
+
+
+def holds_many(annotation: Any) -> bool:
+    """Whether a field of this type can be a list or an object of any size."""
+    origin = get_origin(annotation)
+    if origin in (list, dict) or annotation in (list, dict):
+        return True
+    return origin is not None and any(map(holds_many, get_args(annotation)))
+
+
+OPEN_FIELDS = {
+    *("chat_template_kwargs", "mm_processor_kwargs", "kv_transfer_params", "logits_processors"),
+    *("guided_json", "response_format", "metadata", "tool_choice", "system", "stream_options"),
+    *("prompt_embeds", "additional_data"),
+}
+"""Objects whose shape is free: --max-request-values limits what they hold."""
+
+
+def routes_with_bodies() -> list[Any]:
+    found = [route for router in _routers(ARGS) for route in router.routes]
+    return [route for route in found if getattr(route, "body_field", None) is not None]
+
+
+def test_every_list_of_every_route_has_a_limit_of_its_own():
+    kinds = {
+        kind
+        for route in routes_with_bodies()
+        for kind in _body_classes(route.body_field.field_info.annotation)
+    }
+    assert len(kinds) >= 10
+    for kind in kinds:
+        fields = {name for name, f in kind.model_fields.items() if holds_many(f.annotation)}
+        assert fields - limits_of(kind).keys() <= OPEN_FIELDS, kind
+    assert {name for rows in LIMITS.values() for name in rows} >= {"bad_words", "tools", "input"}
+
+
+def test_every_route_with_a_body_reads_it_within_the_limits():
+    assert [r.path for r in routes_with_bodies() if not isinstance(r, BodyRoute)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("{}", 2),
+        ("[1, 2, 3]", 4),
+        (r'{"a": "x,y,[\"", "b": [{}]}', 5),
+        (r'["\\", ",", "\\\",["]', 4),
+        ('"text, with, commas"', 1),
+    ],
+)
+def test_values_are_counted_outside_of_texts(text, count):
+    assert count_values(text.encode()) == count

@@ -1,0 +1,264 @@
+"""Parsers that were written for vLLM: from their file to the answers of the server."""
+
+import pytest
+
+from tests.entrypoints.openai.fakes import client_of
+from tests.entrypoints.openai.test_chat import TOOLS, chat, engine_that_says, message_of, stream
+from vllm.entrypoints.openai.chat.serving import router
+from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.entrypoints.openai.tool_parsers import ToolParser, ToolParserManager, utils
+from vllm.entrypoints.openai.tool_parsers.flags import check_parser_flags
+from vllm.errors import ConfigError
+from vllm.reasoning import ReasoningParser, ReasoningParserManager
+
+TOOL_PLUGIN = '''
+import json
+from collections.abc import Sequence
+from typing import Optional, Union
+
+from vllm.entrypoints.openai.protocol import (ChatCompletionRequest, DeltaFunctionCall,
+    DeltaMessage, DeltaToolCall, ExtractedToolCallInformation, FunctionCall, ToolCall)
+from vllm.entrypoints.openai.tool_parsers.abstract_tool_parser import (
+    ToolParser, ToolParserManager)
+from vllm.logger import init_logger
+from vllm.transformers_utils.tokenizer import AnyTokenizer
+
+logger = init_logger(__name__)
+
+
+@ToolParserManager.register_module(["bang", "bang2"])
+class BangToolParser(ToolParser):
+    """`!name{json}` at the end of a text."""
+
+    def __init__(self, tokenizer: AnyTokenizer):
+        super().__init__(tokenizer)
+        assert self.model_tokenizer is tokenizer and len(self.vocab) > 10
+        self.name_sent = False
+
+    def adjust_request(self, request: ChatCompletionRequest) -> ChatCompletionRequest:
+        request.skip_special_tokens = False
+        return request
+
+    def extract_tool_calls(self, model_output: str,
+                           request: ChatCompletionRequest) -> ExtractedToolCallInformation:
+        content, bang, call = model_output.partition("!")
+        if "RAISE" in model_output:
+            raise ValueError("this output is cursed")
+        if not bang:
+            return ExtractedToolCallInformation(tools_called=False, tool_calls=[],
+                                                content=model_output)
+        assert request.tools[0].function.name == "look"
+        name, _, arguments = call.partition("{")
+        return ExtractedToolCallInformation(
+            tools_called=True, content=content or None,
+            tool_calls=[ToolCall(type="function",
+                                 function=FunctionCall(name=name, arguments="{" + arguments))])
+
+    def extract_tool_calls_streaming(
+        self, previous_text: str, current_text: str, delta_text: str,
+        previous_token_ids: Sequence[int], current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int], request: ChatCompletionRequest,
+    ) -> Union[DeltaMessage, None]:
+        assert previous_text + delta_text == current_text
+        assert [*previous_token_ids, *delta_token_ids] == list(current_token_ids)
+        assert self.model_tokenizer.decode(current_token_ids).startswith(current_text)
+        if "RAISE" in current_text:
+            raise ValueError("this output is cursed")
+        if "!" not in current_text:
+            return DeltaMessage(content=delta_text)
+        call = current_text.partition("!")[2]
+        name, brace, arguments = call.partition("{")
+        if not brace:
+            return None
+        if not self.name_sent:
+            self.name_sent = True
+            self.current_tool_id = 0
+            self.prev_tool_call_arr = [{"name": name, "arguments": {}}]
+            return DeltaMessage(tool_calls=[DeltaToolCall(
+                index=0, type="function",
+                function=DeltaFunctionCall(
+                    name=name, arguments="{" + arguments).model_dump(exclude_none=True))])
+        try:
+            self.prev_tool_call_arr[0]["arguments"] = json.loads("{" + arguments)
+            return None  # the server sends what is left
+        except ValueError:
+            return DeltaMessage(tool_calls=[DeltaToolCall(
+                index=0, function=DeltaFunctionCall(arguments=delta_text))])
+'''
+
+REASONING_PLUGIN = '''
+from vllm.entrypoints.openai.protocol import DeltaMessage
+from vllm.reasoning import ReasoningParser, ReasoningParserManager
+
+
+@ReasoningParserManager.register_module("pipe")
+class PipeReasoningParser(ReasoningParser):
+    """Thoughts, a pipe, the answer."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.end = self.vocab["|"]
+
+    def is_reasoning_end(self, input_ids):
+        return self.end in input_ids
+
+    def extract_content_ids(self, input_ids):
+        return input_ids[list(input_ids).index(self.end) + 1:]
+
+    def extract_reasoning_content(self, model_output, request):
+        if "OOPS" in model_output:
+            raise KeyError("oops")
+        thoughts, pipe, answer = model_output.partition("|")
+        return thoughts, answer if pipe else None
+
+    def extract_reasoning_content_streaming(self, previous_text, current_text, delta_text,
+            previous_token_ids, current_token_ids, delta_token_ids):
+        if self.is_reasoning_end(previous_token_ids):
+            return DeltaMessage(content=delta_text)
+        if self.is_reasoning_end(delta_token_ids):
+            thought, _, answer = delta_text.partition("|")
+            return DeltaMessage(reasoning_content=thought or None, content=answer or None)
+        return DeltaMessage(reasoning_content=delta_text)
+'''
+ARGUMENTS = '{"at": "Łódź"}'
+CALL = {"name": "look", "arguments": ARGUMENTS}
+FLAGS = {"enable_auto_tool_choice": True, "tool_call_parser": "bang", "reasoning_parser": "pipe"}
+
+
+@pytest.fixture(autouse=True)
+def plugins(monkeypatch, tmp_path):
+    """Both plug-ins are loaded; what they register is forgotten after the test."""
+    for manager in (ToolParserManager, ReasoningParserManager):
+        monkeypatch.setattr(manager, "_parsers", manager.snapshot())
+    tools, reasoning = tmp_path / "tools.py", tmp_path / "reasoning.py"
+    tools.write_text(TOOL_PLUGIN)
+    reasoning.write_text(REASONING_PLUGIN)
+    check_parser_flags(
+        ServerArgs(tool_parser_plugin=str(tools), reasoning_parser_plugin=str(reasoning), **FLAGS)
+    )
+
+
+def ask(text, how, **body):
+    """(message, finish reason) of an answer, by either way."""
+    with client_of(engine_that_says(text), router, **FLAGS) as client:
+        if how == "streamed":
+            return message_of(stream(client, **body))
+        choice = chat(client, **body)["choices"][0]
+    return choice["message"], choice["finish_reason"]
+
+
+@pytest.mark.parametrize("how", ["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls", "reason"),
+    [
+        (f"hm|So.!look{ARGUMENTS}", "hm", "So.", [CALL], "tool_calls"),
+        (f"hm|!look{ARGUMENTS}", "hm", None, [CALL], "tool_calls"),
+        ("a b|c d", "a b", "c d", [], "stop"),
+    ],
+)
+def test_a_plug_in_reads_whole_answers_and_streams(how, text, reasoning, content, calls, reason):
+    message, finish_reason = ask(text, how, tools=TOOLS)
+    assert message["reasoning_content"] == reasoning
+    assert (message["content"] or None) == content
+    assert [call["function"] for call in message["tool_calls"]] == calls
+    assert all(call["id"] and call["type"] == "function" for call in message["tool_calls"])
+    assert finish_reason == reason
+
+
+def test_a_plug_in_adjusts_its_request_and_is_not_asked_without_tools():
+    engine = engine_that_says("a|b!c{}")
+    with client_of(engine, router, **FLAGS) as client:
+        chat(client, tools=TOOLS)
+        message = chat(client)["choices"][0]["message"]
+    assert [params.skip_special_tokens for _, params, _ in engine.seen] == [False, True]
+    assert (message["content"], message["tool_calls"]) == ("b!c{}", [])
+
+
+def test_without_thoughts_everything_is_the_answer():
+    message, _ = ask("a|b", "whole", chat_template_kwargs={"enable_thinking": False})
+    assert (message["reasoning_content"], message["content"]) == (None, "a|b")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x|RAISE", "the tool parser 'bang' failed on this request: ValueError: this output is"),
+        ("OOPS|x", "the reasoning parser 'pipe' failed on this request: KeyError: 'oops'"),
+    ],
+)
+def test_a_plug_in_that_raises_fails_its_own_request_alone(text, message):
+    said = [text]
+    engine = engine_that_says("")
+    with client_of(engine, router, **FLAGS) as client:
+        for each in (text, "a|fine"):
+            engine.core.reply = engine_that_says(each).core.reply
+            body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+            answer = client.post("/v1/chat/completions", json=body)
+            said.append(answer.status_code)
+            if answer.status_code != 200:
+                assert message in answer.json()["message"]
+    assert said == [text, 500, 200]
+
+
+def test_a_plug_in_that_raises_in_a_stream_ends_it_with_the_error():
+    with client_of(engine_that_says("x|RAISE it"), router, **FLAGS) as client:
+        body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "stream": True}
+        text = client.post("/v1/chat/completions", json=body).text
+    assert "the tool parser 'bang' failed" in text
+
+
+def test_a_parser_of_ours_can_be_called_as_vllms_are():
+    parser = ReasoningParserManager.get_reasoning_parser("qwen3")(None)
+    assert parser.extract_reasoning_content("<think>a</think>b", None) == ("a", "b")
+    found = ToolParserManager.get_tool_parser("hermes")(None).extract_tool_calls(
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>', request=None
+    )
+    assert found.tools_called and found.tool_calls[0].function.name == "f"
+
+
+def test_a_class_can_be_registered_in_every_way():
+    class Reads(ToolParser):
+        def extract_tool_calls(self, model_output, request):
+            raise NotImplementedError
+
+    class ReadsNothing(ToolParser):
+        pass
+
+    class Thinks(ReasoningParser):
+        starts = ("<thought>",)
+
+    assert ToolParserManager.register_module()(Reads) is Reads
+    assert ToolParserManager.register_module("b", force=True, module=Reads) is Reads
+    assert ToolParserManager.get("Reads") is ToolParserManager.get("b") is Reads
+    assert ReasoningParserManager.register_module(["c"], module=Thinks) is Thinks
+    with pytest.raises(KeyError, match="registered already"):
+        ToolParserManager.register_module("b", force=False, module=Reads)
+    with pytest.raises(TypeError, match="must define read_calls or extract_tool_calls"):
+        ToolParserManager.register_module("d")(ReadsNothing)
+
+
+@pytest.mark.parametrize(
+    "text", ["raise ValueError('x')", "import nothing_of_this_name", "x = 1", "def"]
+)
+def test_a_reasoning_plug_in_that_cannot_be_used_is_told_of_before_anything_is_served(
+    tmp_path, text
+):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"reasoning_parser_plugin: .*broken\.py"):
+        check_parser_flags(ServerArgs(reasoning_parser_plugin=str(path)))
+
+
+def test_the_helpers_that_plug_ins_import():
+    assert utils.extract_intermediate_diff('{"a": "xyz"}', '{"a": "x"}') == "yz"
+    assert utils.extract_intermediate_diff("abc", "abc") == ""
+    assert utils.find_common_suffix("ab}]", "cd}]") == "}]"
+    assert utils.find_all_indices("aXbX", "X") == [1, 3]
+    assert [utils.is_complete_json(t) for t in ('{"a": 1}', '{"a": 1', "")] == [True, False, False]
+    assert utils.consume_space(1, "a  b") == 3
+
+
+def test_enable_reasoning_needs_a_parser():
+    assert ServerArgs(enable_reasoning=True, reasoning_parser="qwen3").enable_reasoning
+    with pytest.raises(ConfigError, match="add --reasoning-parser NAME"):
+        ServerArgs(enable_reasoning=True)

@@ -1,0 +1,117 @@
+"""Images and sounds for the bodies of requests."""
+
+import base64
+import functools
+import http.server
+import io
+import sys
+import threading
+import wave
+
+import numpy as np
+import pytest
+
+from tests.utils import fake_pillow
+from vllm.errors import RequestError
+from vllm.multimodal.utils import (
+    encode_audio_base64,
+    encode_image_base64,
+    fetch_audio,
+    fetch_image,
+)
+from vllm.utils.media import read_wav, write_wav
+
+SAMPLES = np.sin(np.linspace(0, 60, 800)).astype(np.float32)
+
+
+def data_url(data, head="data:image/png;base64"):
+    return f"{head},{base64.b64encode(data).decode()}"
+
+
+@pytest.fixture
+def web(tmp_path):
+    """The address of a server of the files in `tmp_path`."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=tmp_path)
+    )
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_image_is_fetched_from_data_and_from_the_web(monkeypatch, web, tmp_path):
+    fake_pillow.install(monkeypatch)
+    (tmp_path / "a.png").write_bytes(b"pixels")
+    for url in (data_url(b"pixels"), f"{web}/a.png", "data:,pixels"):
+        image = fetch_image(url, image_mode="L")
+        assert (image.data, image.mode) == (b"pixels", "L")
+
+
+def test_an_image_becomes_text():
+    text = encode_image_base64(fake_pillow.Picture(b"pixels"))
+    assert base64.b64decode(text) == b"JPEG RGB pixels"
+    text = encode_image_base64(fake_pillow.Picture(b"pixels"), image_mode="RGBA", format="PNG")
+    assert base64.b64decode(text) == b"PNG RGBA pixels"
+
+
+def test_a_sound_becomes_text_and_back():
+    text = encode_audio_base64(SAMPLES, 16000)
+    samples, rate = fetch_audio(f"data:audio/wav;base64,{text}")
+    assert rate == 16000
+    np.testing.assert_allclose(samples, SAMPLES, atol=1e-4)
+
+
+@pytest.mark.parametrize(("width", "tolerance"), [(1, 1e-2), (2, 1e-4), (4, 1e-6)])
+def test_sounds_of_every_width_are_read_and_channels_mixed(width, tolerance):
+    scale = 2 ** (8 * width - 1) - 1
+    left = (SAMPLES.astype(np.float64) * scale).astype({1: "i1", 2: "<i2", 4: "<i4"}[width])
+    frames = np.stack([left, np.zeros_like(left)], 1)
+    raw = (frames.astype("i2") + 128).astype("u1") if width == 1 else frames
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((2, width, 8000, 0, "NONE", ""))
+        file.writeframes(raw.tobytes())
+    samples, rate = read_wav(buffer.getvalue())
+    assert rate == 8000
+    np.testing.assert_allclose(samples, SAMPLES / 2, atol=tolerance)
+
+
+def test_what_is_too_loud_is_cut_off():
+    samples, _ = read_wav(write_wav(np.array([[-3.0, 0.5, 3.0]]), 8000))
+    np.testing.assert_allclose(samples, [-1, 0.5, 1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("file:///etc/passwd", "must begin with http:, https: or data:"),
+        ("/etc/passwd", "must begin with http:, https: or data:"),
+        ("data:image/png;base64,?", "are no base64"),
+        ("data:image/png", "needs a comma"),
+        (data_url(b"!"), "this is no image that Pillow can read: cannot identify"),
+        ("http://127.0.0.1:1/a", "cannot fetch 'http://127.0.0.1:1/a'"),
+    ],
+)
+def test_what_cannot_be_fetched_says_why(monkeypatch, url, message):
+    fake_pillow.install(monkeypatch)
+    with pytest.raises(RequestError, match=message):
+        fetch_image(url)
+
+
+def test_a_sound_of_another_form_says_how_to_convert_it():
+    with pytest.raises(RequestError, match=r"this is no WAV file.*ffmpeg -i FILE out\.wav"):
+        fetch_audio("data:,OggS")
+
+
+def test_without_pillow_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(RequestError, match="images need Pillow"):
+        fetch_image("data:,pixels")

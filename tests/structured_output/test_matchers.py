@@ -1,0 +1,112 @@
+"""The grammars of the engine core: loaded beside the steps, kept for the next request."""
+
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.structured_output.helpers import BYTES, compiled, make_request
+from vllm.config import (
+    CacheConfig,
+    ModelConfig,
+    SchedulerConfig,
+    StructuredOutputConfig,
+    VllmConfig,
+)
+from vllm.structured_output import matchers
+from vllm.structured_output.backends import make_backend
+from vllm.structured_output.matchers import GrammarMatchers
+
+
+class Libraries:
+    """Imports of libraries that wait until a test lets them go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_load = threading.Event()
+        self.num_made = 0
+        monkeypatch.setattr(matchers, "make_backend", self._make)
+        monkeypatch.setattr(GrammarMatchers, "_ready_vocabulary", self._vocabulary)
+
+    def _make(self, name, vocabulary):
+        assert self.may_load.wait(120)
+        self.num_made += 1
+        return make_backend(name, vocabulary)
+
+    @staticmethod
+    def _vocabulary(self):
+        self._vocabulary = BYTES
+        return BYTES
+
+
+def make_matchers(**settings) -> GrammarMatchers:
+    config = VllmConfig(
+        model=ModelConfig(),
+        cache=CacheConfig(block_size=16),
+        scheduler=SchedulerConfig(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64),
+        structured_output=StructuredOutputConfig(**settings),
+    )
+    return GrammarMatchers(config)
+
+
+def first_mask(grammars: GrammarMatchers, request) -> np.ndarray:
+    matcher = grammars.matcher(request, [])
+    mask = np.zeros(BYTES.num_words, np.int32)
+    matcher.fill(mask)
+    assert matcher.error is None
+    return mask
+
+
+def test_a_grammar_is_loaded_in_the_background_and_once(monkeypatch):
+    libraries = Libraries(monkeypatch)
+    grammars = make_matchers()
+    request = make_request(compiled("regex", "[ab]"))
+    future = grammars.prepare(request)
+    assert future is not None and not future.done(), "it returned while the library is imported"
+    assert grammars.prepare(request) is future
+    other = grammars.prepare(make_request(compiled("regex", "[cd]")))
+    libraries.may_load.set()
+    future.result(120)
+    other.result(120)
+    assert grammars.prepare(request) is None
+    assert libraries.num_made == 1
+    assert first_mask(grammars, request).any()
+
+
+def test_a_grammar_that_is_loaded_does_not_wait_for_one_that_is_being_loaded(monkeypatch):
+    libraries = Libraries(monkeypatch)
+    grammars = make_matchers()
+    libraries.may_load.set()
+    ready = make_request(compiled("regex", "[ab]"))
+    grammars.prepare(ready).result(120)
+    libraries.may_load.clear()
+    slow = grammars.prepare(make_request(compiled("json", {"type": "boolean"})))
+    assert first_mask(grammars, ready).any()
+    assert not slow.done()
+    libraries.may_load.set()
+    slow.result(120)
+
+
+def test_a_grammar_that_cannot_be_loaded_fails_its_request_in_its_first_step(monkeypatch):
+    Libraries(monkeypatch).may_load.set()
+    grammars = make_matchers()
+    grammar = compiled("regex", "[ab]")
+    request = make_request(msgspec.structs.replace(grammar, content=b"rubbish", key=b"other"))
+    grammars.prepare(request).result(120)
+    matcher = grammars.matcher(request, [])
+    matcher.fill(np.zeros(BYTES.num_words, np.int32))
+    assert matcher.error is not None and "structured output failed" in matcher.error
+
+
+def test_a_request_without_a_grammar_has_nothing_to_load():
+    assert make_matchers().prepare(make_request(None)) is None
+
+
+def test_grammars_are_kept_up_to_a_size_and_loaded_again_when_they_are_needed(monkeypatch):
+    Libraries(monkeypatch).may_load.set()
+    grammars = make_matchers(grammar_cache_bytes=2**18)
+    requests = [make_request(compiled("regex", f"[ab]{{{n}}}")) for n in range(1, 4)]
+    for request in requests:
+        grammars.prepare(request).result(120)
+    assert len(grammars._loaded) == 1
+    assert first_mask(grammars, requests[0]).any()

@@ -1,0 +1,34 @@
+"""Where the files of examples are: in the folder of the user, or in the package."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm import envs
+from vllm.errors import RequestError
+
+
+def find_asset(name: str, suffixes: Sequence[str], packaged: Path | None = None) -> Path:
+    """The file of an asset.
+
+    Args:
+        name: of the file, without its suffix.
+        suffixes: that it may have, such as ".png"; the first one found is taken.
+        packaged: the folder of the package that has such files. The folder that
+            `VLLM_ASSETS_CACHE` names comes first.
+
+    Raises:
+        RequestError: neither has it; says where to put one. Nothing is downloaded.
+    """
+    own = envs.get().VLLM_ASSETS_CACHE
+    folders = [Path(own).expanduser()] if own else []
+    folders += [packaged] if packaged else []
+    for folder in folders:
+        for suffix in suffixes:
+            if (path := folder / f"{name}{suffix}").is_file():
+                return path
+    there = sorted({p.stem for f in folders for s in suffixes for p in f.glob(f"*{s}")})
+    accepted = f" ({', '.join(there)} would be there)" if there else ""
+    raise RequestError(
+        f"there is no asset {name!r}{accepted}: assets are not downloaded. Put "
+        f"{name}{suffixes[0]} into a folder and name that folder in VLLM_ASSETS_CACHE"
+    )

@@ -1,0 +1,45 @@
+"""Pictures for examples."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.assets.base import find_asset
+from vllm.utils.media import read_file, read_image
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_PACKAGED = Path(__file__).parent / "images"
+
+
+@dataclass(frozen=True)
+class ImageAsset:
+    """A picture: "stop_sign" or "cherry_blossom" of the package, or one of your own.
+
+    Those of the package are drawings of 256 x 256 pixels. Photographs of your own, in the folder
+    that `VLLM_ASSETS_CACHE` names, come first.
+
+    Attributes:
+        name: of the file, without its suffix.
+    """
+
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """The file.
+
+        Raises:
+            RequestError: there is none of this name.
+        """
+        return find_asset(self.name, (".jpg", ".png"), _PACKAGED)
+
+    @property
+    def pil_image(self) -> "Image":
+        """The picture as Pillow has it, in mode RGB.
+
+        Raises:
+            RequestError: there is none of this name, or Pillow is not installed.
+        """
+        return read_image(read_file(self.path))

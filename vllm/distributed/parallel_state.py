@@ -1,0 +1,27 @@
+"""The end of the process groups, for programs that start several engines one after the other."""
+
+import gc
+import sys
+
+import torch
+
+
+def destroy_distributed_environment() -> None:
+    """Destroy the process groups of torch.distributed; nothing happens when there are none."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Destroy the process groups and free the memory that nobody refers to any more.
+
+    An engine frees its memory when it is collected, so this is to be called after `del llm`.
+
+    Args:
+        shutdown_ray: leave the Ray cluster, too, if this process has joined one.
+    """
+    destroy_distributed_environment()
+    ray = sys.modules.get("ray")  # a process that has not imported it is in no cluster
+    if shutdown_ray and ray is not None:
+        ray.shutdown()
+    gc.collect()

@@ -1,0 +1,41 @@
+"""One request of a user as requests of the core: one per sample."""
+
+import copy
+
+import msgspec
+
+from vllm.messages import EngineRequest
+
+
+def fan_out(request: EngineRequest) -> list[EngineRequest]:
+    """One request per sample, ordered by index; the request itself when there is one sample.
+
+    Sample i of request r has the id "i_r" and the seed of r plus i.
+    """
+    params = request.sampling_params
+    if params.num_sampled == 1:
+        return [request]
+    requests = []
+    for index in range(params.num_sampled):
+        own = copy.copy(params)
+        own.n, own.best_of = 1, None
+        if params.is_ranked and own.logprobs is None:
+            own.logprobs = 0  # they are ranked by the log-probabilities of their tokens
+        seed = _wrap_int64(request.seed + index)
+        if own.seed is not None:
+            own.seed = seed
+        if index:
+            own.prompt_logprobs = None  # the same for every sample, and they need a full prefill
+        requests.append(
+            msgspec.structs.replace(
+                request,
+                request_id=f"{index}_{request.request_id}",
+                sampling_params=own,
+                seed=seed,
+            )
+        )
+    return requests
+
+
+def _wrap_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63

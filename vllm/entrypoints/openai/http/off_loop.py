@@ -1,0 +1,45 @@
+"""Work for large requests, which leaves the event loop to others.
+
+Whether a request is large is known once its body is there, and holds for all that is done for it:
+what a small one does at once, a large one does in a thread.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LARGE_BODY_BYTES = 32 * 1024
+"""From here on a body is large."""
+_NUM_THREADS = 2
+"""Each costs the event loop a few milliseconds while it works: only one runs at a time."""
+
+_is_large: ContextVar[bool] = ContextVar("is_large_request", default=False)
+
+
+def mark_request(num_bytes: int) -> None:
+    """The request of this task has a body of so many bytes."""
+    _is_large.set(num_bytes >= LARGE_BODY_BYTES)
+
+
+async def run(work: Callable[[], T], *, is_large: bool | None = None) -> T:
+    """The result of `work`, in a thread when the request is large.
+
+    Cancelled while it waits for a thread, it does not run; in a thread it runs to its end.
+
+    Args:
+        work: touches nothing that belongs to the event loop.
+        is_large: None: as `mark_request` was told.
+    """
+    if not (_is_large.get() if is_large is None else is_large):
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads(), work)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="large-requests")

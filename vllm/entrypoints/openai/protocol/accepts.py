@@ -1,0 +1,75 @@
+"""What a field of several types accepts, in the words of the user.
+
+For a union pydantic complains once per type, under names of its own such as
+`prompt.list[constrained-int].0`. A field annotated with `accepts` complains once:
+
+    stop: Annotated[str | ListOf[str] | None, accepts("a string or a list of strings")]
+
+    stop must be a string or a list of strings; entry 1 is null
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
+
+_MAX_SHOWN_CHARS = 80
+_MAX_SHOWN_INTEGER = 10**_MAX_SHOWN_CHARS
+
+
+def accepts(text: str) -> WrapValidator:
+    """Annotates a union with what it accepts.
+
+    The error says it, and which part of the value is wrong: that of the type which takes most of
+    the value. Its kind is that of pydantic for this part, such as greater_than_equal.
+    """
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError as error:
+            # The first part of a location is the type that was tried; the rest is a path.
+            found = [(each["loc"][1:], each) for each in error.errors(include_url=False)]
+            path, best = max(found, key=lambda pair: [_sort_key(part) for part in pair[0]])
+            raise PydanticCustomError(
+                best["type"],
+                "must be {accepted}; {detail}",
+                {"accepted": text, "detail": _describe(path, best)},
+            ) from None
+
+    return WrapValidator(check)
+
+
+def show_value(value: Any) -> str:
+    """A value of a request in a message: JSON, cut; of lists and objects only what they are."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, (list, tuple)):
+        return "a list" if value else "an empty list"
+    if isinstance(value, str) and len(value) > _MAX_SHOWN_CHARS:
+        return json.dumps(value[:_MAX_SHOWN_CHARS], ensure_ascii=False) + "..."
+    if isinstance(value, int) and abs(value) >= _MAX_SHOWN_INTEGER:
+        return f"an integer of more than {_MAX_SHOWN_CHARS} digits"
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return f"of type {type(value).__name__}"
+
+
+def _sort_key(part: int | str) -> tuple[bool, int | str]:
+    return isinstance(part, str), part
+
+
+def _describe(path: Sequence[int | str], error: Any) -> str:
+    """What is at a place of the value: "entry 3 is -1", "the name of its function is 7"."""
+    place = "it"
+    for part in path:
+        if isinstance(part, int):
+            place = f"entry {part}" if place == "it" else f"entry {part} of {place}"
+        else:
+            place = f"its {part}" if place == "it" else f"the {part} of {place}"
+    if error["type"] == "missing":
+        return f"{place} is missing"
+    return f"{place} is {show_value(error['input'])}"

@@ -1,0 +1,79 @@
+"""The lines of OpenAI's batch files, for programs that write them and read the results.
+
+The server itself reads lines as they come and leaves their bodies to the routes (`batch/lines`).
+"""
+
+from typing import Any
+
+from pydantic import model_validator
+
+from vllm.entrypoints.openai.protocol.base import RequestModel, ResponseModel
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.protocol.completion import CompletionRequest, CompletionResponse
+from vllm.entrypoints.openai.protocol.pooling import (
+    EmbeddingRequest,
+    EmbeddingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
+
+BatchRequestInputBody = (
+    ChatCompletionRequest | CompletionRequest | EmbeddingRequest | ScoreRequest | RerankRequest
+)
+_BODIES: dict[str, type[RequestModel]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/score": ScoreRequest,
+    "/v1/score": ScoreRequest,
+    "/rerank": RerankRequest,
+    "/v1/rerank": RerankRequest,
+    "/v2/rerank": RerankRequest,
+}
+"""Route -> the class of its bodies."""
+URLS = tuple(_BODIES)
+"""Routes that a line may name."""
+
+
+class BatchRequestInput(RequestModel):
+    """A request of a batch; its body is read as that of the route that `url` names."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: BatchRequestInputBody
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_body(cls, data: Any) -> Any:
+        """By its route: some bodies would fit several classes."""
+        kind = _BODIES.get(data.get("url", "")) if isinstance(data, dict) else None
+        if kind is None or not isinstance(data.get("body"), dict):
+            return data
+        return {**data, "body": kind.model_validate(data["body"])}
+
+
+class BatchResponseData(ResponseModel):
+    """The answer of a route."""
+
+    status_code: int = 200
+    request_id: str
+    body: (
+        ChatCompletionResponse
+        | CompletionResponse
+        | EmbeddingResponse
+        | ScoreResponse
+        | RerankResponse
+        | None
+    ) = None
+
+
+class BatchRequestOutput(ResponseModel):
+    """The record of a request: its answer, or what went wrong."""
+
+    id: str
+    custom_id: str
+    response: BatchResponseData | None
+    error: Any | None

@@ -1,0 +1,213 @@
+"""How many of everything one request may have: one table for all fields of all routes.
+
+A field that holds a list, or texts that something searches for, has a row here, which names the
+flag that limits it. The table is looked at before a body is validated, so that what is refused
+has cost next to nothing. Besides, a body has a largest size in bytes and in JSON values.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm.entrypoints.openai.protocol.chat import ChatFields
+from vllm.entrypoints.openai.protocol.completion import CompletionRequest
+from vllm.entrypoints.openai.protocol.messages import Conversation, MessagesRequest
+from vllm.entrypoints.openai.protocol.pooling import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
+from vllm.entrypoints.openai.protocol.sampling import SamplingFields
+from vllm.entrypoints.openai.protocol.tokenization import DetokenizeRequest
+from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most that a field may have of something.
+
+    Attributes:
+        setting: field of `ServerArgs` that says how many.
+        unit: what is counted, in the plural.
+        count: of a JSON value of any type; what does not belong there counts as 0.
+    """
+
+    setting: str
+    unit: str
+    count: Callable[[Any], int]
+
+
+def _entries(value: Any) -> int:
+    return len(value) if isinstance(value, (list, dict)) else 1
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _longest(value: Any) -> int:
+    texts = value if isinstance(value, list) else [value]
+    return max((len(text) for text in texts if isinstance(text, str)), default=0)
+
+
+def _prompts(value: Any) -> int:
+    """A list of numbers is one prompt."""
+    if not isinstance(value, list) or (value and isinstance(value[0], int)):
+        return 1
+    return len(value)
+
+
+_OUTPUTS = (Limit("max_n", "outputs", _number),)
+_STOP = (
+    Limit("max_stop_strings", "strings", _entries),
+    Limit("max_word_chars", "characters in a string", _longest),
+)
+_PROMPTS = (Limit("max_batch_prompts", "prompts", _prompts),)
+_TEXTS = (Limit("max_batch_prompts", "texts", _entries),)
+_MESSAGES = (Limit("max_messages", "messages", _entries),)
+_TOOLS = (Limit("max_tools", "tools", _entries),)
+
+LIMITS: dict[type, dict[str, tuple[Limit, ...]]] = {
+    SamplingFields: {
+        "n": _OUTPUTS,
+        "best_of": _OUTPUTS,
+        "stop": _STOP,
+        "stop_token_ids": (Limit("max_stop_token_ids", "tokens", _entries),),
+        "bad_words": (
+            Limit("max_bad_words", "words", _entries),
+            Limit("max_word_chars", "characters in a word", _longest),
+        ),
+        "logit_bias": (Limit("max_logit_bias", "tokens", _entries),),
+        "allowed_token_ids": (Limit("max_allowed_token_ids", "tokens", _entries),),
+        "logits_processors": (Limit("max_logits_processors", "entries", _entries),),
+        "guided_choice": (Limit("max_choices", "choices", _entries),),
+    },
+    ChatFields: {
+        "messages": _MESSAGES,
+        "tools": _TOOLS,
+        "documents": (Limit("max_batch_prompts", "documents", _entries),),
+    },
+    CompletionRequest: {"prompt": _PROMPTS},
+    EmbeddingRequest: {"input": _PROMPTS, "messages": _MESSAGES},
+    ClassificationRequest: {"input": _PROMPTS},
+    ScoreRequest: {"text_1": _TEXTS, "text_2": _TEXTS},
+    RerankRequest: {"documents": (Limit("max_batch_prompts", "documents", _entries),)},
+    Conversation: {"messages": _MESSAGES, "tools": _TOOLS},
+    MessagesRequest: {"stop_sequences": _STOP},
+    ResponsesRequest: {
+        "input": (Limit("max_messages", "items", _entries),),
+        "tools": _TOOLS,
+        "stop": _STOP,
+        "include": (Limit("max_request_values", "names", _entries),),
+    },
+    DetokenizeRequest: {"tokens": (Limit("max_request_values", "tokens", _entries),)},
+}
+"""Class of a body, or a base of it -> field -> what is limited."""
+
+_REPEATED = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
+"""Lists that are checked and kept for every prompt of a request."""
+
+
+def flag(setting: str) -> str:
+    """The flag of a field of `ServerArgs`, for errors.
+
+    >>> flag("max_bad_words")
+    '--max-bad-words'
+    """
+    return "--" + setting.replace("_", "-")
+
+
+@functools.cache
+def limits_of(kind: type) -> dict[str, tuple[Limit, ...]]:
+    """Field -> what is limited, for a class of bodies and all of its bases."""
+    found: dict[str, tuple[Limit, ...]] = {}
+    for base in reversed(kind.__mro__):
+        found.update(LIMITS.get(base, {}))
+    return found
+
+
+def check_limits(kind: type, body: Mapping[str, Any], args: ServerArgs) -> None:
+    """Refuse a body with more than the server takes.
+
+    Args:
+        kind: class of the body.
+        body: as JSON has it; need not be valid.
+        args: of the server.
+
+    Raises:
+        RequestError: names the field, how many it has, how many it may have, and the flag.
+    """
+    for name, limits in limits_of(kind).items():
+        value = body.get(name)
+        if value is None:
+            continue
+        for limit in limits:
+            count, most = limit.count(value), getattr(args, limit.setting)
+            if count > most:
+                raise RequestError(
+                    f"{name}: {count} {limit.unit} are more than the {most} that this server "
+                    f"takes ({flag(limit.setting)}). Use fewer.",
+                    param=name,
+                )
+    if issubclass(kind, CompletionRequest):
+        _check_products(body, args)
+
+
+def _check_products(body: Mapping[str, Any], args: ServerArgs) -> None:
+    """What a few bytes multiply: prompts with outputs, and prompts with what holds for each."""
+    num_prompts = _prompts(body.get("prompt"))
+    num_outputs = max(1, _number(body.get("n")), _number(body.get("best_of")))
+    if num_prompts * num_outputs > args.max_batch_sequences:
+        raise RequestError(
+            f"prompt: {num_prompts} prompts with {num_outputs} outputs each are "
+            f"{num_prompts * num_outputs} sequences, more than the {args.max_batch_sequences} that "
+            f"this server takes in one request (--max-batch-sequences). Send fewer prompts, or "
+            f"lower n.",
+            param="prompt",
+        )
+    num_entries = sum(_entries(body[name]) for name in _REPEATED if body.get(name))
+    if num_prompts * num_entries > args.max_request_values:
+        raise RequestError(
+            f"prompt: {num_prompts} prompts, for each of which {num_entries} entries of "
+            f"{', '.join(name for name in _REPEATED if body.get(name))} hold, make "
+            f"{num_prompts * num_entries} values, more than the {args.max_request_values} that "
+            f"this server takes in one request (--max-request-values). Send fewer prompts.",
+            param="prompt",
+        )
+
+
+def check_num_values(body: bytes, args: ServerArgs) -> None:
+    """Refuse a body with more JSON values than the server takes, before they become objects.
+
+    Raises:
+        RequestError: it has more; says how many.
+    """
+    most = args.max_request_values
+    # What is inside texts is counted too, at first: no body has more values than this.
+    if body.count(b",") + body.count(b"[") + body.count(b"{") < most:
+        return
+    num_values = count_values(body)
+    if num_values > most:
+        raise RequestError(
+            f"the body holds {num_values} JSON values (numbers, texts, lists and objects), more "
+            f"than the {most} that this server takes (--max-request-values). Send less in one "
+            f"request."
+        )
+
+
+def count_values(body: bytes) -> int:
+    r"""Values in a JSON text: its lists, objects and what they hold; names do not count.
+
+    >>> count_values(b'{"a": [1, 2, "b, \\", c"], "d": {}}')
+    6
+    """
+    characters = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    is_inside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1
+    is_value = np.isin(characters, np.frombuffer(b",[{", np.uint8))
+    return int(np.count_nonzero(is_value & (is_inside == 0))) + 1

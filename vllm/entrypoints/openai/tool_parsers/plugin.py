@@ -1,0 +1,113 @@
+"""Tool parsers written for vLLM, behind the interface of ours.
+
+Such a parser has `extract_tool_calls` for whole outputs and `extract_tool_calls_streaming` for
+deltas. Unlike ours it is given the whole text at each step, and it may leave the end of the last
+call's arguments to the server: `prev_tool_call_arr` holds the calls as far as they are known.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
+from vllm.entrypoints.openai.tool_parsers.base import ParsedDelta, ToolParser
+from vllm.reasoning.plugin import OutputHistory
+
+
+def is_foreign(parser: type[ToolParser]) -> bool:
+    """Whether a class is written for the interface of vLLM."""
+    return (
+        parser.extract_tool_calls is not ToolParser.extract_tool_calls
+        and parser.read_calls is ToolParser.read_calls
+    )
+
+
+class ForeignToolParser:
+    """Reads one output with a parser written for vLLM. Has the methods of `ToolParser` that the
+    server calls, and raises what the parser raises.
+
+    Args:
+        parser: that of this output alone.
+    """
+
+    reads_tokens = True
+    """Such a parser may look for the tokens of markers."""
+
+    def __init__(self, parser: Any) -> None:
+        self._parser = parser
+        self._request: ChatCompletionRequest | None = None
+        self._history = OutputHistory()
+        self._sent: dict[int, str] = {}
+        """Index of a call -> the arguments sent so far."""
+
+    def adjust_request(self, request: ChatCompletionRequest) -> ChatCompletionRequest:
+        """See `ToolParser.adjust_request`."""
+        adjusted = self._parser.adjust_request(request=request)
+        if adjusted is not None and adjusted is not request:
+            for name in type(request).model_fields:
+                setattr(request, name, getattr(adjusted, name))
+        self._request = request
+        return request
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
+        """See `ToolParser.feed`."""
+        if not text and not token_ids:
+            return []
+        arguments = self._history.grow(text, token_ids)
+        delta = self._parser.extract_tool_calls_streaming(**arguments, request=self._request)
+        if delta is None:
+            return []
+        calls = [self._note(_as_dict(call)) for call in delta.tool_calls or ()]
+        return [ParsedDelta(delta.content, calls)]
+
+    def finish(self) -> list[ParsedDelta]:
+        """See `ToolParser.finish`: what is known of the last call's arguments and was not sent."""
+        if not self._sent:
+            return []
+        index = max(self._sent)
+        known = self._parser.prev_tool_call_arr
+        if index >= len(known):
+            return []
+        sent = self._sent[index]
+        for whole in _texts_of(known[index].get("arguments")):
+            if whole.startswith(sent) and whole != sent:
+                rest = {"index": index, "function": {"arguments": whole[len(sent) :]}}
+                return [ParsedDelta(tool_calls=[self._note(rest)])]
+        return []
+
+    def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
+        """See `ToolParser.read_whole`."""
+        found = self._parser.extract_tool_calls(text, request=self._request)
+        calls = [
+            self._note({"index": index, **_as_dict(call)})
+            for index, call in enumerate(found.tool_calls if found.tools_called else ())
+        ]
+        return [ParsedDelta(found.content, calls)]
+
+    def _note(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Keep account of a delta of a call; what its first one lacks is added."""
+        index = call["index"]
+        function = call.setdefault("function", {})
+        if index not in self._sent:
+            call["id"] = call.get("id") or random_tool_call_id()
+            call["type"] = "function"
+            function.setdefault("arguments", "")
+        self._sent[index] = self._sent.get(index, "") + (function.get("arguments") or "")
+        return call
+
+
+def _as_dict(call: Any) -> dict[str, Any]:
+    """A `ToolCall` or `DeltaToolCall`, also one that was made a dict already."""
+    values = dict(call) if isinstance(call, dict) else call.model_dump(exclude_none=True)
+    if not isinstance(values.get("function", {}), dict):
+        values["function"] = values["function"].model_dump(exclude_none=True)
+    return values
+
+
+def _texts_of(arguments: Any) -> Iterator[str]:
+    """Arguments as JSON text, in the ways in which parsers write it."""
+    if isinstance(arguments, str):
+        yield arguments
+    elif arguments:
+        yield json.dumps(arguments, ensure_ascii=False)
+        yield json.dumps(arguments)

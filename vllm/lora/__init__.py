@@ -1,0 +1,1 @@
+"""LoRA adapters: so far, only how a request names one."""

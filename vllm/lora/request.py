@@ -1,0 +1,66 @@
+"""How a request names a LoRA adapter. Knows no weights."""
+
+from dataclasses import dataclass
+
+from vllm.errors import RequestError
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """A LoRA adapter, named by a request.
+
+    Two of them are equal when their names are.
+
+    Attributes:
+        lora_name: the name of the adapter.
+        lora_int_id: its number, 1 or larger; another number for every adapter.
+        lora_path: folder or Hugging Face name of its files.
+        lora_local_path: the older name of `lora_path`, which is used where that is empty.
+        long_lora_max_len: longest request in tokens, of an adapter that stretches the context.
+        base_model_name: the model that the adapter was made for.
+
+    Raises:
+        RequestError: (a ValueError) the number is below 1, or there is no path.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    lora_local_path: str | None = None
+    long_lora_max_len: int | None = None
+    base_model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.lora_int_id < 1:
+            raise RequestError(
+                f"lora_int_id must be at least 1, got {self.lora_int_id}", param="lora_int_id"
+            )
+        if not self.path:
+            raise RequestError(
+                f"lora_path of the adapter {self.lora_name!r} is empty: name the folder of its "
+                f"files",
+                param="lora_path",
+            )
+
+    @property
+    def name(self) -> str:
+        """The name of the adapter."""
+        return self.lora_name
+
+    @property
+    def adapter_id(self) -> int:
+        """The number of the adapter."""
+        return self.lora_int_id
+
+    @property
+    def path(self) -> str:
+        """Folder or Hugging Face name of the adapter's files."""
+        return self.lora_path or self.lora_local_path or ""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LoRARequest):
+            return NotImplemented
+        return self.lora_name == other.lora_name
+
+    def __hash__(self) -> int:
+        return hash(self.lora_name)

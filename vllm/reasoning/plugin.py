@@ -1,0 +1,95 @@
+"""Reasoning parsers written for vLLM, behind the interface of ours.
+
+Such a parser has `extract_reasoning_content` for whole outputs and
+`extract_reasoning_content_streaming` for deltas; since 0.12 they are called `extract_reasoning` and
+`extract_reasoning_streaming`. Unlike ours it is given the whole text at each step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.reasoning.parsers import ReasoningParser
+
+_WHOLE = ("extract_reasoning_content", "extract_reasoning")
+_STREAMED = ("extract_reasoning_content_streaming", "extract_reasoning_streaming")
+
+
+def is_foreign(parser: type[ReasoningParser]) -> bool:
+    """Whether a class is written for the interface of vLLM."""
+    return any(
+        getattr(parser, name, None) is not getattr(ReasoningParser, name, None) for name in _WHOLE
+    )
+
+
+@dataclass
+class OutputHistory:
+    """What a parser has been given of one output."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+
+    def grow(self, text: str, token_ids: Sequence[int]) -> dict[str, Any]:
+        """The arguments of a streaming method, for what has come now."""
+        before_text, before_ids = self.text, self.token_ids
+        self.text = before_text + text
+        self.token_ids = [*before_ids, *token_ids]
+        return {
+            "previous_text": before_text,
+            "current_text": self.text,
+            "delta_text": text,
+            "previous_token_ids": before_ids,
+            "current_token_ids": list(self.token_ids),
+            "delta_token_ids": list(token_ids),
+        }
+
+
+class ForeignReasoningParser:
+    """Reads one output with a parser written for vLLM. Has the methods of `ReasoningParser` that
+    the server calls, and raises what the parser raises.
+
+    Args:
+        parser: that of this output alone.
+        request: what it answers.
+    """
+
+    def __init__(self, parser: Any, request: Any) -> None:
+        self._parser = parser
+        self._request = request
+        self._history = OutputHistory()
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str | None, str | None]:
+        """See `ReasoningParser.feed`."""
+        if not text and not token_ids:
+            return None, None
+        delta = _method(self._parser, _STREAMED)(**self._history.grow(text, token_ids))
+        if delta is None:
+            return None, None
+        reasoning = getattr(delta, "reasoning_content", None) or getattr(delta, "reasoning", None)
+        return reasoning, delta.content
+
+    def finish(self) -> tuple[str | None, str | None]:
+        """See `ReasoningParser.finish`; such a parser holds nothing back."""
+        return None, None
+
+    def is_reasoning_end(self, token_ids: Sequence[int]) -> bool:
+        """See `ReasoningParser.is_reasoning_end`."""
+        return bool(self._parser.is_reasoning_end(list(token_ids)))
+
+    def extract_content_ids(self, token_ids: Sequence[int]) -> list[int]:
+        """See `ReasoningParser.extract_content_ids`."""
+        return list(self._parser.extract_content_ids(list(token_ids)))
+
+    def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str | None, str | None]:
+        """See `ReasoningParser.read_whole`."""
+        reasoning, content = _method(self._parser, _WHOLE)(text, request=self._request)
+        return reasoning, content
+
+
+def _method(parser: Any, names: Sequence[str]) -> Any:
+    """The method of one of these names that the parser's own class defines."""
+    for name in names:
+        found = getattr(type(parser), name, None)
+        if found is not None and found is not getattr(ReasoningParser, name, None):
+            return getattr(parser, name)
+    raise NotImplementedError(f"{type(parser).__name__} does not define {' or '.join(names)}")

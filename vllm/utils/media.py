@@ -1,0 +1,90 @@
+"""Images and sounds: files and bytes to values and back. Pillow is imported when it is needed."""
+
+import io
+import wave
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Samples = NDArray[np.float32]
+"""[n] of one channel or [channels, n], from -1 to 1."""
+
+_WAV_FORMS = {1: ("u1", 128, 2**7), 2: ("<i2", 0, 2**15), 4: ("<i4", 0, 2**31)}
+"""Bytes of a sample -> its type, its value for silence, and how far it goes from there."""
+_MAX_INT16 = 2**15 - 1
+
+
+def read_image(data: bytes, mode: str = "RGB") -> "Image":
+    """The image that a file holds, its pixels read.
+
+    Raises:
+        RequestError: Pillow is not installed, or the file is no image.
+    """
+    try:
+        from PIL import Image
+    except ImportError:
+        raise RequestError(
+            "images need Pillow, which is not installed: pip install pillow"
+        ) from None
+    try:
+        return Image.open(io.BytesIO(data)).convert(mode)
+    except OSError as error:
+        raise RequestError(f"this is no image that Pillow can read: {error}") from error
+
+
+def read_wav(data: bytes) -> tuple[Samples, int]:
+    """The samples of a WAV file with integers of 8, 16 or 32 bits, and how many are in a second.
+
+    Several channels are mixed to one.
+
+    Raises:
+        RequestError: it is another kind of file.
+    """
+    try:
+        with wave.open(io.BytesIO(data)) as file:
+            dtype, silence, scale = _WAV_FORMS[file.getsampwidth()]
+            frames = np.frombuffer(file.readframes(file.getnframes()), dtype)
+            channels, rate = file.getnchannels(), file.getframerate()
+    except (wave.Error, EOFError, KeyError) as error:
+        raise RequestError(
+            f"this is no WAV file with samples of 8, 16 or 32 bits: {error}. Convert it, for "
+            f"example with: ffmpeg -i FILE out.wav"
+        ) from None
+    samples = (frames.astype(np.float32) - silence) / np.float32(scale)
+    return np.asarray(samples.reshape(-1, channels).mean(1), np.float32), rate
+
+
+def write_wav(samples: NDArray[Any], rate: int) -> bytes:
+    """A WAV file of 16-bit integers.
+
+    Args:
+        samples: floats from -1 to 1, [n], or [channels, n]; what is louder is cut off.
+        rate: samples in a second.
+    """
+    channels = np.atleast_2d(np.asarray(samples, np.float32))
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(len(channels))
+        file.setsampwidth(2)
+        file.setframerate(int(rate))
+        file.writeframes((channels.T.clip(-1, 1) * _MAX_INT16).round().astype("<i2").tobytes())
+    return buffer.getvalue()
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"cannot read '{path}': {error.strerror}") from error

@@ -1,0 +1,1 @@
+"""The engines: `async_llm` and `llm_engine`."""
