@@ -187,4 +187,4 @@ def test_a_port_in_use_is_an_error():
         port = taken.getsockname()[1]
         result = run_to_end("--host", "127.0.0.1", "--port", str(port))
     assert result.returncode == 2
-    assert result.stderr.strip().endswith(f"port {port}: Address already in use")
+    assert f"port {port}: Address already in use. Choose another --port" in result.stderr

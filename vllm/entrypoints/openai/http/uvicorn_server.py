@@ -6,6 +6,7 @@ ends at once. An engine that dies takes the process with it, after its requests 
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -67,6 +68,8 @@ def _bind_tcp(host: str | None, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason += ". Choose another --port (0 takes a free one), or end who listens there."
         raise ConfigError(f"cannot listen on {address} port {port}: {reason}") from None
     return listener
 
