@@ -5,6 +5,7 @@ counts the turns of the event loop: in every second there must be some.
 """
 
 import asyncio
+import json
 import re
 import threading
 from dataclasses import dataclass
@@ -17,7 +18,12 @@ import pytest
 
 from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
-from tests.entrypoints.openai.scripted_engine import TEMPLATE
+from tests.entrypoints.openai.scripted_engine import (
+    TEMPLATE,
+    ScriptedEngine,
+    make_app,
+    open_stream,
+)
 from vllm.config import ModelConfig, PoolerConfig
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.entrypoints.openai.app import _routers, build_app
@@ -263,6 +269,31 @@ def test_a_text_of_megabytes_is_refused_before_it_is_tokenised(task, path, body,
         assert not heart.seconds_without
 
     serve(monkeypatch, task, check)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_request_whose_client_leaves_is_not_prepared_to_its_end(path):
+    async def main():
+        engine, begun, count = ScriptedEngine("a"), asyncio.Event(), 0
+        tokenize = engine.tokenize
+
+        async def watched_tokenize(prompt, **options):
+            nonlocal count
+            count += 1
+            if count == 10 or path == "/tokenize":
+                begun.set()
+            if path == "/tokenize":
+                await asyncio.Event().wait()  # until it is cancelled
+            return await tokenize(prompt, **options)
+
+        engine.tokenize = watched_tokenize
+        prompt = ["a"] * 1000 if path == "/v1/completions" else "a"
+        body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
+        async with open_stream(make_app(engine), path, body):
+            await begun.wait()
+        assert count < 1000 and not engine.requests
+
+    asyncio.run(main())
 
 
 def holds_many(annotation: Any) -> bool:
