@@ -262,8 +262,9 @@ def test_hostile_output_is_only_text(chat, engine):
         "x" * 60_000 + " deep",
         "# a" + " " * 30_000 + "deep",
         "|" * 9000 + "\n" + "|-" * 900 + "deep",
+        "|a|b|\n|-|-|\n" + "|1|2|\n" * 5000 + "|deep|",
     ],
-    ids=["quotes", "lists", "brackets", "marks", "line", "spaces", "table"],
+    ids=["quotes", "lists", "brackets", "marks", "line", "spaces", "columns", "rows"],
 )
 def test_a_text_that_would_cost_much_is_shown(chat, engine, text):
     engine.say(*(text[i : i + 500] for i in range(0, len(text), 500)))

@@ -171,3 +171,4 @@ def test_without_sleep_mode_and_folder_both_are_refused_with_what_to_set():
         plain.start_profile()
     with pytest.raises(RequestError, match="disable_log_stats=False"):
         plain.get_metrics()
+    plain.llm_engine.shutdown()

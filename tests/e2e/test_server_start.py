@@ -1,6 +1,7 @@
 """How a live server starts, tells of it, and ends."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -64,6 +65,13 @@ def test_the_socket_answers_before_the_engine_does_and_early_requests_wait(engin
         engine_hold.release()
         assert early.result()[0] == 200
         assert server.get_json("/startupz")["status"] == "ready"
+        messages = [line.partition("] ")[2] for line in server.log_text().splitlines()]
+        steps = [text for text in messages if text.startswith(("start: ", "ready in ", "Started"))]
+        assert steps[0].startswith("Started server process")
+        assert steps[1] == "start: importing PyTorch and the engine"
+        assert re.fullmatch(
+            r"ready in [\d.]+ s: stdlib-llama-5m, max_model_len 2048, .*", steps[-1]
+        )
 
 
 def test_early_requests_may_be_rejected(engine_hold):
@@ -179,4 +187,4 @@ def test_a_port_in_use_is_an_error():
         port = taken.getsockname()[1]
         result = run_to_end("--host", "127.0.0.1", "--port", str(port))
     assert result.returncode == 2
-    assert result.stderr.strip().endswith(f"port {port}: Address already in use")
+    assert f"port {port}: Address already in use. Choose another --port" in result.stderr

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
-from vllm.engine import core_supervisor
+from vllm.engine import async_llm_engine, core_supervisor
 from vllm.engine.admission import AdmissionLimits
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor
@@ -25,6 +25,7 @@ from vllm.errors import (
 from vllm.messages import EngineOutput, Finished, FinishReason
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
 from vllm.transformers_utils.token_bytes import TextLengthBound
+from vllm.utils.deadline_worker import DeadlineWorker
 
 STOPPED = Finished(FinishReason.STOP)
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -381,6 +382,46 @@ def test_who_leaves_the_slow_lane_gives_its_turn_up(run):
     run(check)
 
 
+def test_a_huge_text_is_tokenised_in_a_process_as_a_short_one_is(run, monkeypatch):
+    monkeypatch.setattr(async_llm_engine, "HUGE_TEXT_CHARS", 20_000)
+
+    async def check(engine, client):
+        text = "import os\n" * 2000
+        expected = engine.input_processor.tokenize(text).token_ids
+        prompt = {"prompt": text, "add_special_tokens": False, "cache_salt": "s"}
+        tokenized = await engine.tokenize(prompt)
+        assert tokenized.token_ids == expected[1:]
+        assert (tokenized.text, tokenized.cache_salt) == (text, "s")
+        (*_, output) = await collect(engine, prompt=text, truncate_prompt_tokens=20)
+        assert output.prompt_token_ids == expected[-20:] and output.prompt == text
+        with pytest.raises(RequestError, match="not valid text"):
+            await engine.tokenize(text + "\ud800")
+
+    run(check)
+
+
+def test_who_leaves_ends_the_process_that_tokenises(run, monkeypatch):
+    workers, has_begun = [], threading.Event()
+    call = DeadlineWorker.call
+
+    def watched_call(self, argument, timeout_s):
+        workers.append(self)
+        has_begun.set()
+        return call(self, argument, timeout_s)
+
+    async def check(engine, client):
+        monkeypatch.setattr(DeadlineWorker, "call", watched_call)
+        task = asyncio.ensure_future(engine.tokenize("import os\n" * 10**6))
+        await asyncio.to_thread(has_begun.wait)
+        process = workers[0]._process
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert process.poll() is not None
+
+    run(check)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -411,9 +452,9 @@ def test_a_request_for_many_samples_is_sent_once(run):
 def test_what_is_not_available_is_refused(run):
     async def check(engine, client):
         for more in ({"lora_request": "x"}, {"prompt_adapter_request": "x"}):
-            with pytest.raises(RequestError, match=r"(?i)leave (it|lora_request) out"):
+            with pytest.raises(RequestError, match="this version runs no"):
                 await anext(engine.generate("a", params(), "r", **more))
-        with pytest.raises(RequestError, match="not enabled"):
+        with pytest.raises(RequestError, match="runs no LoRA adapters"):
             await engine.add_lora("x")
 
     run(check)
@@ -545,7 +586,7 @@ def test_the_settings_of_the_engine_can_be_asked_for(run):
         assert not await engine.is_tracing_enabled()
         await engine.reset_mm_cache()
         for refused in (engine.add_lora(None), engine.remove_lora(1), engine.pin_lora(1)):
-            with pytest.raises(RequestError, match="LoRA is not enabled"):
+            with pytest.raises(RequestError, match="runs no LoRA adapters"):
                 await refused
 
     run(check)

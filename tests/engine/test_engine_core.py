@@ -387,7 +387,7 @@ def test_nothing_sleeps_while_requests_run_and_no_step_is_in_flight_then():
     SleepingWorker(core)
     core.add_request(make_request("a", max_tokens=9))
     core.step()
-    with pytest.raises(CapacityError, match="1 requests run or wait") as refusal:
+    with pytest.raises(CapacityError, match=r"requests run or wait \(now 1\)") as refusal:
         core.sleep()
     assert refusal.value.status == 409 and not core.is_sleeping()
     core.abort_requests(["a"])

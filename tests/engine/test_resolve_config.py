@@ -10,6 +10,7 @@ import pytest
 from vllm import envs
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import LoadConfig, VllmConfig
+from vllm.config.fields import config_fields, config_sections
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.transformers_utils.generation_config import load_generation_defaults
@@ -101,7 +102,7 @@ def test_a_length_beyond_the_model_names_both_numbers_and_the_way_out():
 def test_weights_are_not_downloaded_for_settings_that_are_wrong(monkeypatch):
     asked = []
 
-    def find(name, revision, download_dir, ignore_patterns, load_format):
+    def find(name, revision, download_dir, ignore_patterns, load_format, token):
         asked.append((name, load_format))
         return BUNDLED_MODEL
 
@@ -264,6 +265,21 @@ def test_rope_scaling_makes_the_model_longer():
 def test_a_model_nobody_here_can_run_is_refused(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         resolve(model=write_model(tmp_path, **changes))
+
+
+SWITCHES = {
+    field.name: (section, field.default)
+    for section, kind in config_sections(VllmConfig).items()
+    for field in config_fields(kind)
+    if field.kind == "bool"
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_every_switch_reaches_the_config(name):
+    section, default = SWITCHES[name]
+    config = EngineArgs(**{name: not default}).create_engine_config()
+    assert getattr(getattr(config, section), name) is (not default)
 
 
 def test_config_and_defaults_can_come_from_another_folder_than_the_weights(tmp_path):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
 from vllm.engine.core_supervisor import CoreSupervisor
-from vllm.engine.no_lora import refuse_lora
+from vllm.engine.unavailable import refuse_lora
 from vllm.errors import RequestError, RequestTimeoutError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class AsyncControl:
     # ---- LoRA -----------------------------------------------------------------------------
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """Adapters are not available yet.
+        """This version runs no adapters.
 
         Raises:
             RequestError: always.
@@ -76,11 +76,11 @@ class AsyncControl:
         refuse_lora("lora_request")
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Adapters are not available yet; raises as `add_lora`."""
+        """This version runs no adapters; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Adapters are not available yet; raises as `add_lora`."""
+        """This version runs no adapters; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     async def list_loras(self) -> set[int]:

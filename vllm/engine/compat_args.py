@@ -76,8 +76,8 @@ _PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which this version
 _DP_OFF = "it only matters with data parallelism, and this version runs on one device"
 _MULTIMODAL = "multimodal input"
 _MERGE = (
-    "the engine runs no adapters; merge_and_unload of peft merges one into the weights of its "
-    "model, and the merged model can be loaded"
+    "LoRA adapters; merge_and_unload of peft merges one into the weights of its model, and the "
+    "merged model can be loaded"
 )
 _PLUGGABLE = "replacing engine classes by name"
 

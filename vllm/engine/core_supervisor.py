@@ -175,7 +175,12 @@ class CoreSupervisor:
         """A process that waits for its config; the future is done when it is ready."""
         self._failure = None
         self.startup.report(_IMPORTING)
-        core = await asyncio.to_thread(CoreClient)
+        spawned = asyncio.get_running_loop().run_in_executor(None, CoreClient)
+        try:
+            core = await asyncio.shield(spawned)
+        except asyncio.CancelledError:  # the loop ends; the thread goes on
+            spawned.add_done_callback(lambda future: future.result().close())
+            raise
         if self._is_stopped:
             core.close()
             raise EngineDeadError("the engine was shut down")

@@ -7,8 +7,8 @@ from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
 from vllm.engine.metrics import EngineMetrics
 from vllm.engine.metrics_reader import Metric, read_metrics
-from vllm.engine.no_lora import refuse_lora
 from vllm.engine.stats_log import StatsLog
+from vllm.engine.unavailable import refuse_lora
 from vllm.errors import RequestError
 from vllm.executor import WorkerMethod
 
@@ -121,7 +121,7 @@ class EngineControl:
     # ---- LoRA -----------------------------------------------------------------------------
 
     def add_lora(self, lora_request: Any) -> bool:
-        """Adapters are not available yet.
+        """This version runs no adapters.
 
         Raises:
             RequestError: always.
@@ -129,11 +129,11 @@ class EngineControl:
         refuse_lora("lora_request")
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Adapters are not available yet; raises as `add_lora`."""
+        """This version runs no adapters; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Adapters are not available yet; raises as `add_lora`."""
+        """This version runs no adapters; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     def list_loras(self) -> set[int]:

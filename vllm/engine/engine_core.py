@@ -227,8 +227,8 @@ class EngineCore:
         num_requests = self.scheduler.num_unfinished_requests + len(self._preparing)
         if num_requests:
             raise CapacityError(
-                f"the engine cannot sleep while {num_requests} requests run or wait: let them "
-                f"end, or abort them, and call sleep again",
+                f"the engine cannot sleep while requests run or wait (now {num_requests}): let "
+                f"them end, or abort them, and call sleep again",
                 status=409,
             )
         while self._in_flight:  # steps whose requests have all left

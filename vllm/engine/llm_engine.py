@@ -109,8 +109,14 @@ class LLMEngine(EngineControl):
         self._release = weakref.finalize(self, core.shutdown)
 
     @classmethod
-    def from_engine_args(cls, engine_args: "EngineArgs") -> "LLMEngine":
+    def from_engine_args(
+        cls, engine_args: "EngineArgs", usage_context: Any = None, stat_loggers: Any = None
+    ) -> "LLMEngine":
         """Load what the arguments describe.
+
+        Args:
+            engine_args: of the engine.
+            usage_context, stat_loggers: taken, and without effect.
 
         Raises:
             ConfigError: the engine cannot start with them.

@@ -102,7 +102,14 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         ConfigError: a value is out of range, or two of them contradict each other.
     """
     platform = resolve_platform(settings["device"])
-    for section in (LoadConfig, ModelConfig, ParallelConfig, StructuredOutputConfig):
+    of_no_model = (
+        LoadConfig,
+        ModelConfig,
+        ParallelConfig,
+        StructuredOutputConfig,
+        ObservabilityConfig,
+    )
+    for section in of_no_model:
         _section(cast(type, section), settings)
     _resolve_cache(settings, platform)
     refuse_variables()

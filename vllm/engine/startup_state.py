@@ -53,10 +53,7 @@ class Startup:
         """The start has come this far."""
         if phase != self.phase:
             self._log_change(phase)
-            if self.is_ready:
-                self.finished_phases = []  # another start begins
-            else:
-                self.finished_phases.append((self.phase, self._elapsed_s()))
+            self._note_end()
             self._phase_began = self._logged = time.monotonic()
         self.phase, self.done, self.total = phase, done, total
         if total and time.monotonic() - self._logged >= _LOG_INTERVAL_S:
@@ -74,6 +71,13 @@ class Startup:
             logger.info("start: %s", phase)
         else:
             logger.info("start: %s took %.1f s; %s", self.phase, self._elapsed_s(), phase)
+
+    def _note_end(self) -> None:
+        """Of the phase so far; what comes after the end of a start belongs to another start."""
+        if self.phase in _ENDS:
+            self.finished_phases = []
+        elif self.phase != _NOT_STARTED:
+            self.finished_phases.append((self.phase, self._elapsed_s()))
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._phase_began

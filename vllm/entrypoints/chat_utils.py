@@ -208,7 +208,12 @@ def _read_part(where: str, part: Any) -> str:
 
 
 def _parse_tool_call(where: str, call: Any) -> dict[str, Any]:
-    """The arguments as an object: the API has them as JSON text, templates want the object."""
+    """The arguments as an object: the API has them as JSON text, templates want the object.
+
+    A call of a custom tool becomes one of a function with the argument `input`.
+    """
+    if _is_mapping(call) and call.get("type") == "custom":
+        call = _as_function_call(where, call)
     function = call.get("function") if _is_mapping(call) else None
     if not isinstance(function, Mapping):
         raise RequestError(f"{where} must be a dict with a function", param="messages")
@@ -223,6 +228,15 @@ def _parse_tool_call(where: str, call: Any) -> dict[str, Any]:
     if not isinstance(function.get("name"), str):
         raise RequestError(f"{where}.function needs a name", param="messages")
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _as_function_call(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
+    custom = call.get("custom")
+    if not isinstance(custom, Mapping) or not isinstance(custom.get("input"), str):
+        raise RequestError(f"{where}.custom must have a name and an input", param="messages")
+    function = {"name": custom.get("name"), "arguments": {"input": custom["input"]}}
+    rest = {key: value for key, value in call.items() if key not in ("type", "custom")}
+    return {**rest, "type": "function", "function": function}
 
 
 def _is_mapping(value: Any) -> bool:

@@ -13,6 +13,7 @@ Listener = Callable[[str, int, int], None]
 _listener: Listener | None = None
 _imported = time.monotonic()
 
+_MOST_BEFORE_IMPORT_S = 60.0
 _STAT = Path("/proc/self/stat")
 _START_TIME = 19
 """Its place among the fields of that file behind the name of the program, from 0."""
@@ -33,7 +34,8 @@ def report(phase: str, done: int = 0, total: int = 0) -> None:
 def process_start() -> float:
     """When this process began, in seconds of `time.monotonic()`.
 
-    Where the system does not tell, when this module was imported.
+    Where the system does not tell, when this module was imported; also where that was long after,
+    so that the program did something else first.
     """
     if not _STAT.is_file():
         return _imported
@@ -41,6 +43,5 @@ def process_start() -> float:
     fields = _STAT.read_text().rpartition(")")[2].split()
     since_boot = int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
-    # Not later than the import, nor so early that the clocks cannot be of one machine.
     began = time.monotonic() - age
-    return began if began <= _imported else _imported
+    return began if 0 <= _imported - began <= _MOST_BEFORE_IMPORT_S else _imported

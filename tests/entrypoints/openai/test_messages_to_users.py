@@ -90,7 +90,7 @@ MESSAGES: list[tuple[str, Any, str]] = [
     (
         COMPLETION,
         {"prompt_embeds": [3]},
-        "prompt_embeds must be base64 of a tensor, or a list of such strings; entry 0 is 3 "
+        "prompt_embeds must be a string of base64 or a list of such strings; entry 0 is 3 "
         "(string_type)",
     ),
     (COMPLETION, prompt({}), f"prompt {PROMPTS}; it is an object (list_type)"),

@@ -10,6 +10,8 @@ import pytest
 
 from vllm.assets import BUNDLED_MODEL
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
+from vllm.entrypoints.openai.log_setup import configure_logs
+from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.entrypoints.openai.start_checks import check_start
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
@@ -80,7 +82,7 @@ def test_a_config_that_takes_neither_hub_nor_transformers_is_complete():
         (["--tool-call-parser", "hermse"], "tool_call_parser 'hermse' is none of "),
         (["--reasoning-parser", "r1"], "reasoning_parser 'r1' is none of "),
         (["--tool-parser-plugin", "/no/plug-in.py"], "there is no file /no/plug-in.py"),
-        (["--lora-modules", "a=/b"], "lora_modules='a=/b': adapters are not available"),
+        (["--lora-modules", "a=/b"], "lora_modules is not available in this version: .* Merge"),
         (["--otlp-traces-endpoint", "http://h:x"], "otlp_traces_endpoint='http://h:x'"),
     ],
 )
@@ -162,3 +164,13 @@ print(code, sorted(slow))
     assert result.stdout == "2 []\n"
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: --max-model-len 9999: the model takes at most 2048 tokens")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "No such file or directory$"), ("{", "Expecting"), ('{"version": 2}', "version: 2$")],
+)
+def test_a_log_config_that_cannot_be_used_is_named(file, text, message):
+    path = "/no/such" if text is None else file("log.json", text)
+    with pytest.raises(ConfigError, match=f"^log_config_file='{path}': .*{message}"):
+        configure_logs(ServerArgs(log_config_file=path))

@@ -18,7 +18,7 @@ import uvicorn
 
 from tests.entrypoints.openai.server_fakes import FakeEngine, make_app
 from vllm.entrypoints.openai.http import uvicorn_server
-from vllm.entrypoints.openai.http.tls import refresh_certificate
+from vllm.entrypoints.openai.http.tls import check_certificates, refresh_certificate
 from vllm.entrypoints.openai.http.uvicorn_server import bind, serve
 from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.errors import ConfigError, EngineDeadError
@@ -254,6 +254,16 @@ def common_name(port):
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
     return "second" if b"second" in data else "first"
+
+
+def test_a_certificate_needs_its_own_key(make_certificate, tmp_path):
+    key, _ = make_certificate("first")
+    other = shutil.copy(key, tmp_path / "other.pem")
+    key, certificate = make_certificate("second")
+    check_certificates(ServerArgs(ssl_certfile=certificate, ssl_keyfile=key))
+    for wrong, reason in ((str(other), "key values mismatch"), (None, "it is not")):
+        with pytest.raises(ConfigError, match=f"cannot be used: {reason}.* its own private key"):
+            check_certificates(ServerArgs(ssl_certfile=certificate, ssl_keyfile=wrong))
 
 
 def test_a_certificate_that_changes_is_loaded_again(make_certificate, monkeypatch):

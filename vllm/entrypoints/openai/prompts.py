@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from vllm.config import VllmConfig
+from vllm.entrypoints.openai.context import ServerContext
 from vllm.errors import RequestError
 from vllm.inputs import EmbedsPrompt, PromptType, TokensPrompt
 
@@ -89,6 +90,20 @@ async def read_embeds(
     if cache_salt is not None:
         made["cache_salt"] = cache_salt
     return made
+
+
+def max_running(context: ServerContext, num_samples: int = 1) -> int:
+    """Prompts of one request that the engine gets at a time.
+
+    A quarter more than its batch holds: the batch stays full, and the request of another client
+    waits for a few sequences and not for a whole batch of prompts.
+
+    Args:
+        context: of the server; its engine is ready.
+        num_samples: outputs per prompt.
+    """
+    most = context.config.scheduler.max_num_seqs
+    return max(1, (most + most // 4) // num_samples)
 
 
 def output_budget(

@@ -80,6 +80,9 @@ class ServerArgs:
     max_request_bytes: int = 16 * 2**20
     """Largest request body; larger ones get 413."""
 
+    body_timeout: float = 60.0
+    """Seconds for the body of a request to arrive, however slowly; then it gets 408."""
+
     max_n: int = 128
     """Most outputs that a request may ask for (n, best_of)."""
 
@@ -116,11 +119,17 @@ class ServerArgs:
     max_allowed_token_ids: int = 2**18
     """Most entries of allowed_token_ids."""
 
+    max_detokenize_tokens: int = 2**17
+    """Most tokens of a request to /detokenize."""
+
     max_choices: int = 4096
     """Most entries of guided_choice."""
 
     max_request_values: int = 2**20
     """Most JSON values (numbers, texts, lists, objects) in one request body, wherever they are."""
+
+    max_request_names: int = 2**17
+    """Most names of JSON objects' members in one request body, wherever they are."""
 
     shutdown_timeout: float = 30.0
     """Seconds for running requests to end after SIGTERM or Ctrl-C; a second signal ends at once."""
@@ -221,9 +230,11 @@ class ServerArgs:
             check_one_of(self, "log_format", ("text", "json"))
         check_at_least(self, 1, "max_request_bytes", "max_n", "max_batch_prompts")
         check_at_least(self, 1, "max_batch_sequences", "max_messages", "max_request_values")
+        check_at_least(self, 1, "max_request_names")
         check_at_least(self, 0, "restart_engine", "max_stop_strings", "max_stop_token_ids")
         check_at_least(self, 0, "max_bad_words", "max_word_chars", "max_logit_bias", "max_tools")
-        check_at_least(self, 0, "max_allowed_token_ids", "max_choices", "max_logits_processors")
+        check_at_least(self, 0, "max_allowed_token_ids", "max_choices", "max_detokenize_tokens")
+        check_at_least(self, 0, "max_logits_processors")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")
         if self.enable_auto_tool_choice and not self.tool_call_parser:
@@ -244,6 +255,8 @@ class ServerArgs:
             raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout must be at least 0, got {self.shutdown_timeout}")
+        if self.body_timeout <= 0:
+            raise ConfigError(f"body_timeout must be above 0, got {self.body_timeout}")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout must be above 0, got {self.request_timeout}")
         for name in ("max_queued_requests", "max_queued_tokens", "max_log_len"):

@@ -7,10 +7,11 @@ const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])( +|$)/;
 const TABLE_RULE = /^ *\|?(?: *:?-+:? *\|)* *:?-+:? *\|? *$/;
 const MAX_NESTING = 6, MAX_LINE_CHARS = 2000, MAX_PARAGRAPH_CHARS = 8000, MAX_COLUMNS = 40,
-  MAX_LIST_LINES = 200; // then another list begins, so that not all of it is drawn again
+  MAX_LIST_LINES = 200, MAX_ROWS = 200; // then another list or table begins, so that not all is drawn again
 
 // Cuts a text into blocks {kind, start, lines, ...}; `start` is where a block begins in the text.
-// All blocks but the last stay as they are, whatever text comes behind.
+// All blocks but the last stay as they are, whatever text comes behind. A block may have a `prefix`:
+// lines from before its start that it needs.
 function splitBlocks(text) {
   const lines = text.split("\n"), starts = [], blocks = [];
   let start = 0;
@@ -25,6 +26,7 @@ function splitBlocks(text) {
     }
     const block = readBlock(lines, at);
     if (block.kind === "paragraph") blocks.push(...splitParagraph(block, starts[at]));
+    else if (block.kind === "table") blocks.push(...splitTable(block, starts.slice(at, block.end)));
     else blocks.push({...block, start: starts[at]});
     at = block.end;
   }
@@ -113,6 +115,17 @@ function splitParagraph(block, start) {
     start += cut;
   }
   parts.push({kind: "paragraph", start, lines: [text]});
+  return parts;
+}
+
+// A table without end is cut too; each part has the head.
+function splitTable(block, starts) {
+  const [head, rule] = block.lines, parts = [];
+  for (let row = 2; row === 2 || row < block.lines.length; row += MAX_ROWS) {
+    const lines = [head, rule, ...block.lines.slice(row, row + MAX_ROWS)];
+    if (row === 2) parts.push({kind: "table", start: starts[0], lines});
+    else parts.push({kind: "table", start: starts[row], lines, prefix: `${head}\n${rule}\n`});
+  }
   return parts;
 }
 

@@ -26,7 +26,7 @@ class MarkdownView {
     }
     if (!last) return;
     this.place(last);
-    this.rest = this.rest.slice(last.start);
+    this.rest = (last.prefix ?? "") + this.rest.slice(last.start);
   }
 
   // Shows a block in the place of the open one.

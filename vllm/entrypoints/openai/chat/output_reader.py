@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.tool_choice import (
     NamedToolReader,
     RequiredToolReader,
@@ -62,6 +63,7 @@ class OutputReader:
         tools: what finds calls that the model may make, or None.
         forced: what reads calls that the model had to make, or None. Then there is no content.
         max_calls: further tool calls are left out; None keeps all.
+        custom: what turns calls of custom tools into their form; None: there are none.
         names: of the reasoning parser and the tool parser, for errors.
 
     Attributes:
@@ -75,6 +77,7 @@ class OutputReader:
         tools: "ToolParser | ForeignToolParser | None" = None,
         forced: NamedToolReader | RequiredToolReader | None = None,
         max_calls: int | None = None,
+        custom: CustomCalls | None = None,
         names: tuple[str | None, str | None] = (None, None),
     ) -> None:
         self.has_called = False
@@ -82,6 +85,7 @@ class OutputReader:
         self._tools = tools
         self._forced = forced
         self._max_calls = max_calls
+        self._custom = custom
         self._names = names
         self._has_begun = False
         self._early_ids: list[int] | None = []
@@ -113,6 +117,10 @@ class OutputReader:
                 self._find_calls(delta, content, token_ids, is_last, is_whole)
         else:
             delta.content = content
+        if self._custom is not None:
+            delta.tool_calls = self._custom.convert(delta.tool_calls)
+            if is_last:
+                delta.tool_calls += self._custom.finish()
         if self._max_calls is not None:
             delta.tool_calls = [c for c in delta.tool_calls if c["index"] < self._max_calls]
         self.has_called = self.has_called or bool(delta.tool_calls)

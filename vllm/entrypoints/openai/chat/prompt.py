@@ -93,7 +93,7 @@ def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) 
     Raises:
         RequestError: the options contradict each other.
     """
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if with_tools else []
+    tools = [tool.model_dump(exclude_none=True) for tool in body.functions] if with_tools else []
     kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if body.documents is not None:
         kwargs["documents"] = body.documents

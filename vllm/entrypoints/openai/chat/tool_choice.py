@@ -8,12 +8,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.entrypoints.openai.protocol.chat import (
-    ChatCompletionRequest,
-    FunctionDefinition,
-    random_tool_call_id,
-)
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
+from vllm.entrypoints.openai.protocol.tools import FunctionDefinition
 from vllm.errors import RequestError
+from vllm.sampling_params import GuidedDecodingParams
 
 _MAX_SCHEMA_DEPTH = 100
 _ANY_OBJECT = {"type": "object"}
@@ -21,13 +19,59 @@ ToolCallDelta = dict[str, Any]
 """`DeltaToolCall` as a plain dict: index, and what is new of id, type and function."""
 
 
-def tool_schema(body: ChatCompletionRequest) -> dict[str, Any] | None:
-    """The JSON schema of the output when tools have to be called, or None.
+def forced_form(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
+    """What constrains an output that has to be calls of tools; None: it is any text, the input of
+    a custom tool without a grammar.
 
     Raises:
         RequestError: the parameters of a tool are nested too deeply.
     """
-    tools = [tool.function for tool in body.tools or ()]
+    tool = body.custom_tools.get(body.only_call or "")
+    if tool is None:
+        return GuidedDecodingParams(json=tool_schema(body), field="tools")
+    if tool.grammar is None:
+        return None
+    if tool.grammar.syntax == "regex":
+        return GuidedDecodingParams(regex=tool.grammar.definition, field="tools")
+    return GuidedDecodingParams(grammar=tool.grammar.definition, field="tools")
+
+
+def check_grammars(body: ChatCompletionRequest) -> None:
+    """Refuse the grammar of a custom tool that could not be enforced.
+
+    Raises:
+        RequestError: says when it can.
+    """
+    for tool in (tool.function for tool in body.functions):
+        custom = body.custom_tools.get(tool.name)
+        grammar = None if custom is None else custom.grammar
+        if grammar is None or body.tool_choice == "none" or body.only_call == tool.name:
+            continue
+        advice = (
+            f'name the tool in tool_choice ({{"type": "custom", "custom": {{"name": '
+            f'"{tool.name:.100}"}}}}), require it alone, or leave its format out'
+        )
+        if body.tool_choice == "auto":
+            raise RequestError(
+                f"tools: the grammar of the custom tool {tool.name!r:.100} cannot be enforced with "
+                f"tool_choice auto, where the model may write anything; {advice}",
+                param="tools",
+            )
+        if body.tool_choice == "required" and grammar.syntax == "lark":
+            raise RequestError(
+                f"tools: the Lark grammar of the custom tool {tool.name!r:.100} cannot be enforced "
+                f"with tool_choice required and several tools; {advice}, or give a regex",
+                param="tools",
+            )
+
+
+def tool_schema(body: ChatCompletionRequest) -> dict[str, Any] | None:
+    """The JSON schema of an output that has to be calls of functions, or None.
+
+    Raises:
+        RequestError: the parameters of a tool are nested too deeply.
+    """
+    tools = [tool.function for tool in body.functions]
     if (name := body.named_tool) is not None:
         return next(t.parameters or _ANY_OBJECT for t in tools if t.name == name)
     if body.tool_choice != "required":
@@ -52,14 +96,16 @@ def _call_schema(
     """One call. Definitions inside of it move to the top, where references look for them."""
     parameters = dict(tool.parameters or _ANY_OBJECT)
     prefixes = {}
+    own_names: list[str] = []
     for place in ("$defs", "definitions"):
         own = parameters.pop(place, None)
         if isinstance(own, dict):
             prefixes[f"#/{place}/"] = f"#/$defs/{index}_"
             definitions.update({f"{index}_{name}": own[name] for name in own})
+            own_names += [f"{index}_{name}" for name in own]
     if prefixes:
         parameters = _move_references(parameters, prefixes, _MAX_SCHEMA_DEPTH)
-        for name in [name for name in definitions if name.startswith(f"{index}_")]:
+        for name in own_names:
             definitions[name] = _move_references(definitions[name], prefixes, _MAX_SCHEMA_DEPTH)
     return {
         "type": "object",
@@ -104,17 +150,24 @@ def next_delta(index: int, arguments: str) -> ToolCallDelta:
 
 
 class NamedToolReader:
-    """All text is the arguments of one call."""
+    """All text is the arguments of one call, or its input where the tool is custom."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_custom: bool = False) -> None:
         self._name: str | None = name
+        self._is_custom = is_custom
 
     def feed(self, text: str) -> list[ToolCallDelta]:
         """The deltas that a piece of the output makes."""
         if self._name is not None:
             name, self._name = self._name, None
-            return [first_delta(0, name, text)]
-        return [next_delta(0, text)] if text else []
+            first = first_delta(0, name, text)
+            if self._is_custom:
+                del first["function"]
+                first.update(type="custom", custom={"name": name, "input": text})
+            return [first]
+        if not text:
+            return []
+        return [{"index": 0, "custom": {"input": text}} if self._is_custom else next_delta(0, text)]
 
 
 class RequiredToolReader:
@@ -223,22 +276,23 @@ def merge_deltas(deltas: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
     calls: dict[int, dict[str, Any]] = {}
     arguments: dict[int, list[str]] = {}
     for delta in deltas:
-        function = delta.get("function") or {}
+        function = delta.get("function") or delta.get("custom") or {}
         call = calls.setdefault(delta["index"], {})
         for key, value in (("id", delta.get("id")), ("type", delta.get("type"))):
             if value is not None:
                 call[key] = value
         if function.get("name") is not None:
             call["name"] = function["name"]
-        arguments.setdefault(delta["index"], []).append(function.get("arguments") or "")
-    return [
-        {
-            "id": calls[index].get("id") or random_tool_call_id(),
-            "type": calls[index].get("type", "function"),
-            "function": {
-                "name": calls[index].get("name", ""),
-                "arguments": "".join(arguments[index]),
-            },
-        }
-        for index in sorted(calls)
-    ]
+        piece = function.get("arguments") or function.get("input") or ""
+        arguments.setdefault(delta["index"], []).append(piece)
+    return [_whole_call(calls[index], "".join(arguments[index])) for index in sorted(calls)]
+
+
+def _whole_call(call: dict[str, Any], text: str) -> ToolCallDelta:
+    kind = call.get("type", "function")
+    key = "input" if kind == "custom" else "arguments"
+    return {
+        "id": call.get("id") or random_tool_call_id(),
+        "type": kind,
+        kind: {"name": call.get("name", ""), key: text},
+    }

@@ -19,14 +19,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.engine.pooling_input import refuse_generation
+from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.tool_choice import (
     NamedToolReader,
     RequiredToolReader,
     ToolCallDelta,
+    check_grammars,
+    forced_form,
     merge_deltas,
-    tool_schema,
 )
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.errors import refuse_failed
@@ -59,7 +61,7 @@ class TurnDelta:
         index: of the answer, 0 to n - 1.
         reasoning, content: new text, often empty.
         tool_calls: `DeltaToolCall`s as dicts: `index` and what is new of `id`, `type` and
-            `function` (`name`, `arguments`).
+            `function` (`name`, `arguments`), or `custom` (`name`, `input`).
         token_ids: new output tokens, the end token included.
         logprobs: of these tokens, token id -> Logprob, the sampled one first; None without.
         finish_reason: "stop", "length", "tool_calls" or "abort"; None while it grows.
@@ -88,7 +90,8 @@ class TurnChoice:
     Attributes:
         reasoning, content: None where there is none. Content is "" and not None when it is all
             there is, and beside a call that the request named.
-        tool_calls: `ToolCall`s as dicts: `id`, `type` and `function` (`name`, `arguments`).
+        tool_calls: `ToolCall`s as dicts: `id`, `type` and `function` (`name`, `arguments`), or
+            `custom` (`name`, `input`).
     """
 
     index: int
@@ -285,18 +288,19 @@ async def prepare_turn(
 
 def _output_form(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
     """What constrains the output: its tool calls, or what the request says."""
-    schema = tool_schema(body)
-    if schema is None:
+    if body.tool_choice in ("none", "auto"):
         return guided_decoding(body)
-    return GuidedDecodingParams(json=schema, field="tools")
+    return forced_form(body)
 
 
 def check_tools(context: ServerContext, body: ChatCompletionRequest) -> None:
     """Refuse what the server is not set up for.
 
     Raises:
-        RequestError: tool choice auto without a tool parser.
+        RequestError: tool choice auto without a tool parser, or a grammar of a custom tool that
+            cannot be enforced.
     """
+    check_grammars(body)
     args = context.args
     if body.tool_choice != "auto":
         return
@@ -317,10 +321,12 @@ def make_reader(
     """
     args, tokenizer = context.args, context.engine.tokenizer
     max_calls = 1 if body.parallel_tool_calls is False else None
-    if (name := body.named_tool) is not None:
-        return OutputReader(forced=NamedToolReader(name))
+    if (name := body.only_call) is not None:
+        is_custom = name in body.custom_tools
+        return OutputReader(forced=NamedToolReader(name, is_custom=is_custom))
+    custom = CustomCalls(body.custom_tools) if body.custom_tools else None
     if body.tool_choice == "required":
-        return OutputReader(forced=RequiredToolReader(), max_calls=max_calls)
+        return OutputReader(forced=RequiredToolReader(), max_calls=max_calls, custom=custom)
     reasoning = tools = None
     if args.reasoning_parser is not None and not is_constrained:
         with parser_failures("reasoning", args.reasoning_parser):
@@ -330,7 +336,7 @@ def make_reader(
             tools = _make_tool_parser(args.tool_call_parser, tokenizer)
             tools.adjust_request(body)
     names = args.reasoning_parser, args.tool_call_parser
-    return OutputReader(reasoning, tools, max_calls=max_calls, names=names)
+    return OutputReader(reasoning, tools, max_calls=max_calls, custom=custom, names=names)
 
 
 def _make_reasoning_parser(

@@ -1,5 +1,6 @@
 """What a completion shows of one sample: its text, behind the echo of the prompt if asked for."""
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
@@ -63,11 +64,14 @@ class CompletionPrompt:
             return self._context.args.return_tokens_as_token_ids
         return self.body.return_tokens_as_token_ids
 
-    @property
+    @functools.cached_property
     def hidden_tokens(self) -> Collection[int]:
-        """Special tokens, unless the prompt was given as tokens or is a text that names them."""
+        """Special tokens, unless the prompt was given as tokens or is a text that names them.
+
+        Of interest to log-probabilities only; without them none, since every text is searched.
+        """
         tokenizer = self._context.engine.tokenizer
-        if tokenizer is None or not self._is_text:
+        if tokenizer is None or not self._is_text or self.body.logprobs is None:
             return ()
         pairs = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
         return {token_id for token_id, token in pairs if token not in self.text}

@@ -21,6 +21,7 @@ from vllm.entrypoints.openai.http.sse import DONE, EventStream, run_until_discon
 from vllm.entrypoints.openai.logprob_forms import prompt_logprobs
 from vllm.entrypoints.openai.merge import merge
 from vllm.entrypoints.openai.prompts import (
+    max_running,
     output_budget,
     read_embeds,
     request_id_of,
@@ -241,7 +242,10 @@ class _Completion:
         for params in self._all_params:
             params.output_kind = kind
         return self._checked(
-            merge([self._generate(index, each) for index, each in enumerate(self._all_params)])
+            merge(
+                [self._generate(index, each) for index, each in enumerate(self._all_params)],
+                max_running(self._context, self._all_params[0].n),
+            )
         )
 
     async def _checked(
@@ -289,7 +293,7 @@ class _Completion:
             self._engine.generation_defaults,
             max_tokens=self._num_wanted(prompt),
             logprobs=body.logprobs,
-            output_kind=RequestOutputKind.FINAL_ONLY,  # until it runs; of which any can be ranked
+            output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
             guided=guided_decoding(body),
         )
         if body.echo and body.logprobs is not None and params.prompt_logprobs is None:

@@ -54,8 +54,8 @@ def check_certificates(args: ServerArgs) -> None:
 
 
 def _explain(error: OSError) -> str:
-    """What OpenSSL found, without its codes."""
-    reason = getattr(error, "reason", None) or error.strerror or str(error)
+    """What OpenSSL found, without its codes; often it does not say."""
+    reason = getattr(error, "reason", None) or "it is not PEM, or lacks the key"
     return str(reason).replace("_", " ").lower()
 
 

@@ -6,6 +6,7 @@ ends at once. An engine that dies takes the process with it, after its requests 
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ import uvloop
 
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.http.early_app import EarlyApp
-from vllm.entrypoints.openai.http.http_protocol import BoundedHttpProtocol
+from vllm.entrypoints.openai.http.http_protocol import with_body_timeout
 from vllm.entrypoints.openai.http.tls import refresh_certificate
 from vllm.entrypoints.openai.pages.page_paths import page_paths
 from vllm.entrypoints.openai.server_args import ServerArgs
@@ -67,6 +68,8 @@ def _bind_tcp(host: str | None, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason += ". Choose another --port (0 takes a free one), or end who listens there."
         raise ConfigError(f"cannot listen on {address} port {port}: {reason}") from None
     return listener
 
@@ -112,7 +115,7 @@ def serve(
     early = EarlyApp(args.root_path, page_paths(args))
     config = uvicorn.Config(
         early,
-        http=BoundedHttpProtocol,
+        http=with_body_timeout(args.body_timeout),
         ws="none",
         lifespan="off",
         interface="asgi3",

@@ -31,21 +31,17 @@ from vllm.entrypoints.openai.protocol.chat import (
     ChatCompletionLogProb,
     ChatCompletionLogProbs,
     ChatCompletionLogProbsContent,
-    ChatCompletionNamedFunction,
-    ChatCompletionNamedToolChoiceParam,
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
     ChatCompletionResponseStreamChoice,
     ChatCompletionStreamResponse,
-    ChatCompletionToolsParam,
     ChatMessage,
     DeltaFunctionCall,
     DeltaMessage,
     DeltaToolCall,
     ExtractedToolCallInformation,
     FunctionCall,
-    FunctionDefinition,
     ToolCall,
 )
 from vllm.entrypoints.openai.protocol.completion import (
@@ -94,6 +90,12 @@ from vllm.entrypoints.openai.protocol.tokenization import (
     TokenizeCompletionRequest,
     TokenizeRequest,
     TokenizeResponse,
+)
+from vllm.entrypoints.openai.protocol.tools import (
+    ChatCompletionNamedFunction,
+    ChatCompletionNamedToolChoiceParam,
+    ChatCompletionToolsParam,
+    FunctionDefinition,
 )
 from vllm.entrypoints.openai.protocol.transcription import (
     TranscriptionRequest,

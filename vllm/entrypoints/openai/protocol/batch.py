@@ -20,10 +20,9 @@ from vllm.entrypoints.openai.protocol.pooling import (
     ScoreResponse,
 )
 
-BatchRequestInputBody = Annotated[
-    ChatCompletionRequest | CompletionRequest | EmbeddingRequest | ScoreRequest | RerankRequest,
-    accepts("the body of a request to the route that url names"),
-]
+BatchRequestInputBody = (
+    ChatCompletionRequest | CompletionRequest | EmbeddingRequest | ScoreRequest | RerankRequest
+)
 _BODIES: dict[str, type[RequestModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
@@ -45,18 +44,17 @@ class BatchRequestInput(RequestModel):
     custom_id: str
     method: str
     url: str
-    body: BatchRequestInputBody
+    body: Annotated[BatchRequestInputBody, accepts("the body of a request to the route of url")]
 
     @model_validator(mode="before")
     @classmethod
     def _read_body(cls, data: Any) -> Any:
         """By its route: some bodies would fit several classes."""
-        if not isinstance(data, dict) or not isinstance(data.get("body"), dict):
+        url = data.get("url") if isinstance(data, dict) else None
+        kind = _BODIES.get(url) if isinstance(url, str) else None
+        if kind is None or not isinstance(data.get("body"), dict):
             return data
-        url = data.get("url")
-        if not isinstance(url, str) or url not in _BODIES:
-            return data
-        return {**data, "body": _BODIES[url].model_validate(data["body"])}
+        return {**data, "body": kind.model_validate(data["body"])}
 
 
 class BatchResponseData(ResponseModel):

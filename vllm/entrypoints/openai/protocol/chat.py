@@ -1,10 +1,9 @@
 """POST /v1/chat/completions."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
-from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
     Int64,
@@ -18,40 +17,15 @@ from vllm.entrypoints.openai.protocol.base import (
     random_id,
 )
 from vllm.entrypoints.openai.protocol.sampling import SamplingFields
-
-
-class FunctionDefinition(RequestModel):
-    """A function that the model may call; `parameters` is a JSON schema."""
-
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    parameters: JsonObject | None = None
-
-
-class ChatCompletionToolsParam(RequestModel):
-    """A tool that the model may use."""
-
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
-
-
-class ChatCompletionNamedFunction(RequestModel):
-    """The name of a function."""
-
-    name: str
-
-
-class ChatCompletionNamedToolChoiceParam(RequestModel):
-    """The one tool that the model has to use."""
-
-    type: Literal["function"] = "function"
-    function: ChatCompletionNamedFunction
-
-
-ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam,
-    accepts('none, auto, required, or {"type": "function", "function": {"name": ...}}'),
-]
+from vllm.entrypoints.openai.protocol.tools import (
+    ChatCompletionNamedToolChoiceParam,
+    ChatCompletionToolsParam,
+    CustomToolDefinition,
+    ToolChoice,
+    ToolParam,
+    as_functions,
+    plain_choice,
+)
 
 
 class TemplateFields(RequestModel):
@@ -79,9 +53,29 @@ class ChatFields(TemplateFields):
     """How a conversation becomes a prompt."""
 
     messages: ListOf[JsonObject] = Field(min_length=1)
-    tools: ListOf[ChatCompletionToolsParam] | None = None
+    tools: ListOf[ToolParam] | None = None
     documents: ListOf[JsonObject] | None = None
     add_special_tokens: bool = False
+    _custom_tools: dict[str, CustomToolDefinition] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _read_custom_tools(self) -> "ChatFields":
+        """Make functions of all tools; which of them are custom is kept beside them."""
+        if self.tools is not None:
+            functions, custom = as_functions(self.tools)
+            self.tools = list(functions)
+            self._custom_tools.update(custom)
+        return self
+
+    @property
+    def functions(self) -> list[ChatCompletionToolsParam]:
+        """The tools, custom ones as functions."""
+        return [tool for tool in self.tools or () if isinstance(tool, ChatCompletionToolsParam)]
+
+    @property
+    def custom_tools(self) -> dict[str, CustomToolDefinition]:
+        """The custom ones among the tools, by name."""
+        return self._custom_tools
 
 
 class ChatCompletionRequest(ChatFields, SamplingFields):
@@ -93,6 +87,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     max_completion_tokens: Int64 | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
+    _is_choice_read: bool = PrivateAttr(default=False)
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatCompletionRequest":
@@ -111,10 +106,10 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
             return self
         if not self.tools:
             raise field_error("tool_choice", "needs tools")
-        if isinstance(self.tool_choice, ChatCompletionNamedToolChoiceParam):
-            name = self.tool_choice.function.name
-            if name not in {tool.function.name for tool in self.tools}:
-                raise field_error("tool_choice", f"no tool has the name {name!r:.100}")
+        if not self._is_choice_read:  # validators run again where a body is passed on
+            choice, tools = plain_choice(self.tool_choice, self.functions, self.custom_tools)
+            self.tool_choice, self.tools = choice, list(tools)
+            self._is_choice_read = True
         if self.tool_choice != "auto" and (given := self.constraints()):
             raise field_error(given[0], "tool_choice already constrains the output")
         return self
@@ -125,6 +120,14 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
+
+    @property
+    def only_call(self) -> str | None:
+        """The tool whose arguments, or whose input, are the whole output."""
+        if self.tool_choice == "required" and len(self.functions) == 1:
+            name = self.functions[0].function.name
+            return name if name in self.custom_tools else None
+        return self.named_tool
 
     @property
     def named_tool(self) -> str | None:
@@ -150,11 +153,26 @@ def random_tool_call_id() -> str:
 
 
 class ToolCall(ResponseModel):
-    """One call of a tool."""
+    """One call of a function."""
 
     id: str = Field(default_factory=random_tool_call_id)
     type: Literal["function"] = "function"
     function: FunctionCall
+
+
+class CustomCall(ResponseModel):
+    """The input that the model wrote for a custom tool."""
+
+    name: str
+    input: str
+
+
+class CustomToolCall(ResponseModel):
+    """One call of a custom tool."""
+
+    id: str = Field(default_factory=random_tool_call_id)
+    type: Literal["custom"] = "custom"
+    custom: CustomCall
 
 
 class DeltaFunctionCall(ResponseModel):
@@ -164,13 +182,21 @@ class DeltaFunctionCall(ResponseModel):
     arguments: str | None = None
 
 
+class DeltaCustomCall(ResponseModel):
+    """What is new of a call: the name comes once, the input piece by piece."""
+
+    name: str | None = None
+    input: str | None = None
+
+
 class DeltaToolCall(ResponseModel):
     """What is new of the tool call with this index; id and type come with its first delta."""
 
     id: str | None = None
-    type: Literal["function"] | None = None
+    type: Literal["function", "custom"] | None = None
     index: int
     function: DeltaFunctionCall | None = None
+    custom: DeltaCustomCall | None = None
 
 
 class ExtractedToolCallInformation(ResponseModel):
@@ -187,7 +213,7 @@ class ChatMessage(ResponseModel):
     role: str
     reasoning_content: str | None = None
     content: str | None = None
-    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_calls: list[ToolCall | CustomToolCall] = Field(default_factory=list)
 
 
 class ChatCompletionLogProb(ResponseModel):

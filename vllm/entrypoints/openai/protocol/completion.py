@@ -29,7 +29,7 @@ class CompletionRequest(SamplingFields):
         accepts("text, token ids, or a list of either"),
     ] = None
     prompt_embeds: Annotated[
-        str | ListOf[str] | None, accepts("base64 of a tensor, or a list of such strings")
+        str | ListOf[str] | None, accepts("a string of base64 or a list of such strings")
     ] = None
     """Base64 of files with one tensor each, of `torch.save` or safetensors: one prompt each."""
     suffix: str | None = None

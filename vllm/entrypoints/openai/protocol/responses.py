@@ -63,7 +63,7 @@ class ResponsesRequest(RequestBody):
     previous_response_id: str | None = None
     """Stored response that this one continues."""
     tools: ListOf[JsonObject] | None = None
-    """Functions that the model may call; no other type is available."""
+    """Functions and custom tools that the model may call; no other type is available."""
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     max_tool_calls: Annotated[Int64, Field(ge=1)] | None = None

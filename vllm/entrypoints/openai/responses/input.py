@@ -1,7 +1,7 @@
 """Items of the Responses API: checked, brought into one form, and turned into chat messages.
 
-An item is a JSON object with `id` and `type`: a message, a function_call, a function_call_output
-or a reasoning. Pure functions; they know no engine and no framework.
+An item is a JSON object with `id` and `type`: a message, a function_call or custom_tool_call, the
+output of one, or a reasoning. Pure functions; they know no engine and no framework.
 """
 
 import uuid
@@ -19,6 +19,8 @@ _ID_PREFIXES = {
     "message": "msg",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
 _ROLES = ("user", "assistant", "system", "developer")
@@ -63,14 +65,14 @@ def as_messages(instructions: str | None, items: Iterable[Item]) -> list[Message
     one message.
 
     Raises:
-        RequestError: a function_call_output answers a call that is not in the conversation.
+        RequestError: the output of a call answers none that is in the conversation.
     """
     conversation = _Conversation()
     if instructions:
         conversation.add_system(instructions)
     for item in items:
         conversation.add(item)
-    return conversation.messages
+    return conversation.finish()
 
 
 def read_string(
@@ -99,12 +101,16 @@ class _Conversation:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
+        self._system: list[str] = []
+        """Texts of the first message, while it is a system message."""
         self._names: dict[str, str] = {}
-        """Id of a call -> name of its function."""
+        """Id of a call -> name of its tool."""
         self._add: dict[str, Callable[[Item], None]] = {
             "message": self._add_message,
             "function_call": self._add_call,
             "function_call_output": self._add_call_output,
+            "custom_tool_call": self._add_call,
+            "custom_tool_call_output": self._add_call_output,
             "reasoning": self._add_reasoning,
         }
 
@@ -112,10 +118,18 @@ class _Conversation:
         self._add[item["type"]](item)
 
     def add_system(self, text: str) -> None:
+        if not self.messages:
+            self._system.append(text)
         if len(self.messages) == 1 and self.messages[0]["role"] == "system":
-            self.messages[0]["content"] += f"\n\n{text}"
+            self._system.append(text)
         else:
             self.messages.append({"role": "system", "content": text})
+
+    def finish(self) -> list[Message]:
+        """The messages, when all items were added."""
+        if self._system:
+            self.messages[0]["content"] = "\n\n".join(self._system)
+        return self.messages
 
     def _add_message(self, item: Item) -> None:
         text = "\n".join(_text_of(part) for part in item["content"])
@@ -135,16 +149,20 @@ class _Conversation:
 
     def _add_call(self, item: Item) -> None:
         self._names[item["call_id"]] = item["name"]
-        function = {"name": item["name"], "arguments": item["arguments"]}
-        call = {"id": item["call_id"], "type": "function", "function": function}
+        call: dict[str, Any] = {"id": item["call_id"]}
+        if item["type"] == "custom_tool_call":
+            call.update(type="custom", custom={"name": item["name"], "input": item["input"]})
+        else:
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call.update(type="function", function=function)
         self._assistant(is_open=lambda m: True).setdefault("tool_calls", []).append(call)
 
     def _add_call_output(self, item: Item) -> None:
         name = self._names.get(item["call_id"])
         if name is None:
             raise RequestError(
-                f"no function_call has the call_id {item['call_id']!r} of this "
-                "function_call_output: the call must come before it",
+                f"no call has the call_id {item['call_id']!r} of this {item['type']}: the call "
+                f"must come before it",
                 param="input",
             )
         output = item["output"]
@@ -188,6 +206,9 @@ def _read_item(where: str, given: Any) -> Item:
     if kind == "function_call":
         item["name"] = read_string(where, given, "name")
         item["arguments"] = _read_arguments(where, given)
+    elif kind == "custom_tool_call":
+        item["name"] = read_string(where, given, "name")
+        item["input"] = read_string(where, given, "input", may_be_empty=True)
     elif isinstance(output := given.get("output"), str):
         item["output"] = output
     else:

@@ -11,6 +11,11 @@ from typing import Any, Literal
 from vllm.entrypoints.openai.responses.input import Item, new_id
 
 Event = dict[str, Any]
+_CALL_TEXTS = {
+    "function_call": ("function_call_arguments", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "input"),
+}
+"""Type of a call -> name of the events about its text, and the key of the text."""
 Status = Literal["completed", "incomplete", "failed", "cancelled"]
 
 
@@ -80,19 +85,22 @@ class ResponseWriter:
         """More of a call.
 
         Args:
-            delta: {"index", "id", "function": {"name", "arguments"}}, as in the chat API: id and
-                name come with the first delta of an index. Calls come one after the other.
+            delta: {"index", "id", "function": {"name", "arguments"}}, or {"custom": {"name",
+                "input"}} in place of the function, as in the chat API: id and name come with the
+                first delta of an index. Calls come one after the other.
         """
-        function = delta.get("function") or {}
+        is_custom = "custom" in delta
+        call = delta.get("custom") or delta.get("function") or {}
+        kind = "custom_tool_call" if is_custom else "function_call"
         events: list[Event] = []
         if delta["index"] != self._call_index:
             events = self._close()
             self._call_index = delta["index"]
-        call_id, name = delta.get("id") or new_id("call"), function.get("name") or ""
-        events += self._enter("function_call", lambda: _call_item(call_id, name))
-        if arguments := function.get("arguments"):
-            self._texts.append(arguments)
-            events.append(self._event("response.function_call_arguments.delta", delta=arguments))
+        call_id, name = delta.get("id") or new_id("call"), call.get("name") or ""
+        events += self._enter(kind, lambda: _call_item(kind, call_id, name))
+        if text := call.get("input" if is_custom else "arguments"):
+            self._texts.append(text)
+            events.append(self._event(f"response.{_CALL_TEXTS[kind][0]}.delta", delta=text))
         return events
 
     def finish(
@@ -147,7 +155,7 @@ class ResponseWriter:
         self._item = make()
         self.response["output"].append(self._item)
         events.append(self._item_event("added"))
-        if kind != "function_call":
+        if kind not in _CALL_TEXTS:
             events.append(
                 self._event("response.content_part.added", content_index=0, part=self._part(""))
             )
@@ -159,13 +167,8 @@ class ResponseWriter:
         if item is None:
             return []
         text = "".join(self._texts)
-        if item["type"] == "function_call":
-            item["arguments"] = text
-            events = [
-                self._event(
-                    "response.function_call_arguments.done", arguments=text, name=item["name"]
-                )
-            ]
+        if item["type"] in _CALL_TEXTS:
+            events = [self._call_done(item, text)]
         else:
             self._logprobs += self._new_logprobs
             part = self._part(text)
@@ -176,6 +179,12 @@ class ResponseWriter:
         events.append(self._item_event("done"))
         self._item, self._texts, self._logprobs, self._new_logprobs = None, [], [], []
         return events
+
+    def _call_done(self, item: Item, text: str) -> Event:
+        event, key = _CALL_TEXTS[item["type"]]
+        item[key] = text
+        more = {"name": item["name"]} if item["type"] == "function_call" else {}
+        return self._event(f"response.{event}.done", **{key: text}, **more)
 
     def _text_done(self, text: str) -> Event:
         assert self._item is not None
@@ -241,14 +250,14 @@ def _message_item() -> Item:
     }
 
 
-def _call_item(call_id: str, name: str) -> Item:
+def _call_item(kind: str, call_id: str, name: str) -> Item:
     return {
-        "id": new_id("fc"),
-        "type": "function_call",
+        "id": new_id("fc" if kind == "function_call" else "ctc"),
+        "type": kind,
         "status": "in_progress",
         "call_id": call_id,
         "name": name,
-        "arguments": "",
+        _CALL_TEXTS[kind][1]: "",
     }
 
 

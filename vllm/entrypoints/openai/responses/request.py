@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
-from vllm.entrypoints.openai.responses.input import Message
+from vllm.entrypoints.openai.responses.input import Message, read_string
 from vllm.entrypoints.openai.validation_text import describe_validation
 from vllm.errors import RequestError
 
@@ -110,18 +110,19 @@ def _read_tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
         if choice == "required" and not tools:
             raise RequestError("tool_choice required needs tools", param="tool_choice")
         return tools, choice
-    if choice.get("type") == "function":
+    kind = choice.get("type")
+    if kind in ("function", "custom"):
         name = choice.get("name")
-        if not any(tool["function"]["name"] == name for tool in tools):
+        if (kind, name) not in map(_key_of, tools):
             raise RequestError(
-                f"tool_choice names {name!r:.100}, which is none of the tools",
+                f"tool_choice names the {kind} {name!r:.100}, which is none of the tools",
                 param="tool_choice",
             )
-        return tools, {"type": "function", "function": {"name": name}}
+        return tools, {"type": kind, kind: {"name": name}}
     if choice.get("type") == "allowed_tools":
         return _allowed_tools(tools, choice)
     raise RequestError(
-        f"tool_choice.type {choice.get('type')!r:.80} is not available; function or allowed_tools",
+        f"tool_choice.type {kind!r:.80} is not available; function, custom or allowed_tools",
         param="tool_choice",
     )
 
@@ -135,18 +136,45 @@ def _allowed_tools(
             "tool_choice of type allowed_tools needs mode (auto or required) and tools",
             param="tool_choice",
         )
-    names = [tool.get("name") if isinstance(tool, Mapping) else None for tool in wanted]
-    allowed = [tool for tool in tools if tool["function"]["name"] in names]
-    if not allowed:
+    keys = [_named_in(f"tool_choice.tools[{i}]", tool) for i, tool in enumerate(wanted)]
+    known = set(map(_key_of, tools))
+    if missing := [key for key in keys if key not in known]:
+        raise RequestError(
+            f"tool_choice allows the {missing[0][0]} {missing[0][1]!r:.100}, which is none of the "
+            f"tools",
+            param="tool_choice",
+        )
+    if not keys:
         raise RequestError("tool_choice allows none of the tools", param="tool_choice")
-    return allowed, mode
+    allowed = set(keys)
+    return [tool for tool in tools if _key_of(tool) in allowed], mode
+
+
+def _named_in(where: str, tool: Any) -> tuple[Any, Any]:
+    """Type and name of a tool that a choice allows."""
+    kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
+    if kind not in ("function", "custom"):
+        raise RequestError(
+            f"{where} must be such as {{'type': 'function', 'name': ...}} or {{'type': 'custom', "
+            f"'name': ...}}, got {tool!r:.80}",
+            param="tool_choice",
+        )
+    return kind, tool.get("name")
+
+
+def _key_of(tool: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Type and name of a tool in the form of the chat API."""
+    return tool["type"], tool[tool["type"]]["name"]
 
 
 def _read_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    if (kind := tool.get("type")) != "function":
+    kind = tool.get("type")
+    if kind == "custom":
+        return _read_custom_tool(where, tool)
+    if kind != "function":
         raise RequestError(
             f"{where}.type {kind!r:.80} is not available: this server runs no tools of its own, "
-            "only functions of the client can be called",
+            "only functions and custom tools of the client can be called",
             param=f"{where}.type",
         )
     for key, expected in (("name", str), ("description", str), ("parameters", Mapping)):
@@ -160,6 +188,32 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     names = ("name", "description", "parameters")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
     return {"type": "function", "function": function}
+
+
+def _read_custom_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    custom: dict[str, Any] = {"name": read_string(where, tool, "name")}
+    if tool.get("description") is not None:
+        custom["description"] = read_string(where, tool, "description", may_be_empty=True)
+    wanted = tool.get("format")
+    if wanted is None:
+        return {"type": "custom", "custom": custom}
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if kind == "grammar":
+        if wanted.get("syntax") not in ("lark", "regex"):
+            raise RequestError(
+                f"{where}.format.syntax must be lark or regex, got {wanted.get('syntax')!r:.80}",
+                param=f"{where}.format.syntax",
+            )
+        definition = read_string(f"{where}.format", wanted, "definition")
+        grammar = {"syntax": wanted["syntax"], "definition": definition}
+        custom["format"] = {"type": "grammar", "grammar": grammar}
+    elif kind != "text":
+        raise RequestError(
+            f"{where}.format must be {{'type': 'text'}} or {{'type': 'grammar', 'syntax': ..., "
+            f"'definition': ...}}, got {wanted!r:.80}",
+            param=f"{where}.format",
+        )
+    return {"type": "custom", "custom": custom}
 
 
 def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:

@@ -1,0 +1,138 @@
+"""Calls of custom tools: what the model writes as arguments becomes the text of their input.
+
+To the model a custom tool is a function with the argument `input`. The input is decoded while the
+arguments grow. Arguments of another form are not lost: their JSON text is the input.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from vllm.entrypoints.openai.protocol.tools import INPUT
+
+_BEGINNING = f'{{"{INPUT}":"'
+_PLAIN = re.compile(r'[^"\\]+')
+_ESCAPE = re.compile(r'\\(?:u([0-9a-fA-F]{4})|(["\\/bfnrt]))')
+_ESCAPED = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_LONGEST_ESCAPE = 6
+
+
+class CustomCalls:
+    """Turns deltas of calls of functions into those of custom tools, for one output.
+
+    Args:
+        names: of the custom tools; deltas of other calls stay as they are.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._inputs: dict[int, InputReader] = {}
+
+    def convert(self, deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same deltas, with `custom` in place of `function` where the tool is custom."""
+        converted = []
+        for delta in deltas:
+            index, function = delta["index"], delta.get("function") or {}
+            name, arguments = function.get("name"), function.get("arguments") or ""
+            if name in self._names:
+                self._inputs[index] = InputReader()
+                custom = {"name": name, "input": self._inputs[index].feed(arguments)}
+                head = {"index": index, "id": delta.get("id"), "type": "custom"}
+                converted.append({**head, "custom": custom})
+            elif index in self._inputs:
+                converted += _growth(index, self._inputs[index].feed(arguments))
+            else:
+                converted.append(delta)
+        return converted
+
+    def finish(self) -> list[dict[str, Any]]:
+        """The output has ended: what was held back."""
+        return [d for index, text in self._inputs.items() for d in _growth(index, text.finish())]
+
+
+def _growth(index: int, text: str) -> list[dict[str, Any]]:
+    return [{"index": index, "custom": {"input": text}}] if text else []
+
+
+class InputReader:
+    """Decodes the string in `{"input": "..."}` as it grows. Any text can be fed."""
+
+    def __init__(self) -> None:
+        self._unread = ""
+        self._state = self._read_beginning
+
+    def feed(self, text: str) -> str:
+        """What is new of the input."""
+        self._unread += text
+        return self._state()
+
+    def finish(self) -> str:
+        """What was held back: half an escape, which is no text, is left out."""
+        if self._state == self._read_beginning and self._unread.strip() not in ("", "{", "{}"):
+            return self._unread
+        return ""
+
+    def _read_beginning(self) -> str:
+        """Hold everything back until it has another form or the string begins."""
+        seen = ""
+        for place, char in enumerate(self._unread):
+            if char.isspace():
+                continue
+            seen += char
+            if seen == _BEGINNING:
+                self._unread = self._unread[place + 1 :]
+                self._state = self._read_string
+                return self._state()
+            if not _BEGINNING.startswith(seen) and seen != "{}":
+                self._state = self._read_raw
+                return self._state()
+        return ""
+
+    def _read_raw(self) -> str:
+        text, self._unread = self._unread, ""
+        return text
+
+    def _read_string(self) -> str:
+        pieces = []
+        place, text = 0, self._unread
+        while place < len(text):
+            if found := _PLAIN.match(text, place):
+                pieces.append(found[0])
+                place = found.end()
+            elif text[place] == '"':
+                self._state = self._read_nothing
+                place = len(text)
+            elif found := _ESCAPE.match(text, place):
+                size, piece = self._decode(found, text)
+                if not size:
+                    break
+                pieces.append(piece)
+                place += size
+            elif len(text) - place < _LONGEST_ESCAPE:
+                break  # more of it may come
+            else:
+                pieces.append(text[place])  # no escape of JSON: taken as it is
+                place += 1
+        self._unread = text[place:]
+        return "".join(pieces)
+
+    def _decode(self, found: "re.Match[str]", text: str) -> tuple[int, str]:
+        """Length and text of an escape; 0 while its second half may come."""
+        size = len(found[0])
+        if found[1] is None:
+            return size, _ESCAPED.get(found[2], found[2])
+        code = int(found[1], 16)
+        if not 0xD800 <= code <= 0xDFFF:
+            return size, chr(code)
+        second = _ESCAPE.match(text, found.end())
+        if code < 0xDC00 and second is not None and second[1] is not None:
+            low = int(second[1], 16)
+            if 0xDC00 <= low <= 0xDFFF:
+                return 2 * size, chr(0x10000 + ((code - 0xD800) << 10) + low - 0xDC00)
+        rest = text[found.end() :]
+        may_come = len(rest) < size and (not rest or "\\u".startswith(rest[:2]))
+        return (0, "") if code < 0xDC00 and may_come else (size, "\ufffd")
+
+    def _read_nothing(self) -> str:
+        self._unread = ""
+        return ""

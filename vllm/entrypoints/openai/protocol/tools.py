@@ -1,0 +1,239 @@
+"""Tools of a chat request, and which of them the model may or must call.
+
+A tool is a function, whose arguments are JSON, or custom, whose input is text. To models, chat
+templates and parsers a custom tool is a function with one argument, `input`: `as_functions`.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from vllm.entrypoints.openai.protocol.accepts import accepts
+from vllm.entrypoints.openai.protocol.base import (
+    TAG_SIGN,
+    JsonObject,
+    ListOf,
+    RequestModel,
+    field_error,
+)
+
+INPUT = "input"
+"""The argument that holds the input of a custom tool."""
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class FunctionDefinition(RequestModel):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Name
+    description: str | None = None
+    parameters: JsonObject | None = None
+
+
+class ChatCompletionToolsParam(RequestModel):
+    """A function that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class CustomToolGrammar(RequestModel):
+    """What the input of a custom tool looks like."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str = Field(min_length=1)
+
+
+class CustomToolFormat(RequestModel):
+    """Form of the input: any text, or what a grammar allows."""
+
+    type: Literal["text", "grammar"] = "text"
+    grammar: CustomToolGrammar | None = None
+
+    @model_validator(mode="after")
+    def _check_grammar(self) -> "CustomToolFormat":
+        if self.type == "grammar" and self.grammar is None:
+            raise field_error("format", "of type grammar needs grammar with syntax and definition")
+        return self
+
+
+class CustomToolDefinition(RequestModel):
+    """A tool whose input is text."""
+
+    name: Name
+    description: str | None = None
+    format: CustomToolFormat | None = None
+
+    @property
+    def grammar(self) -> CustomToolGrammar | None:
+        """What the input looks like; None: any text."""
+        is_free = self.format is None or self.format.type == "text"
+        return None if is_free or self.format is None else self.format.grammar
+
+
+class ChatCompletionCustomToolParam(RequestModel):
+    """A custom tool that the model may call."""
+
+    type: Literal["custom"]
+    custom: CustomToolDefinition
+
+
+def _kind_of(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"{TAG_SIGN}{'custom' if kind == 'custom' else 'function'}"
+
+
+ToolParam = Annotated[
+    Annotated[ChatCompletionToolsParam, Tag(f"{TAG_SIGN}function")]
+    | Annotated[ChatCompletionCustomToolParam, Tag(f"{TAG_SIGN}custom")],
+    Discriminator(_kind_of),
+]
+
+
+class ChatCompletionNamedFunction(RequestModel):
+    """The name of a function."""
+
+    name: str
+
+
+class ChatCompletionNamedToolChoiceParam(RequestModel):
+    """The one function that the model has to call."""
+
+    type: Literal["function"] = "function"
+    function: ChatCompletionNamedFunction
+
+
+class ChatCompletionNamedCustom(RequestModel):
+    """The name of a custom tool."""
+
+    name: str
+
+
+class ChatCompletionNamedToolChoiceCustomParam(RequestModel):
+    """The one custom tool that the model has to call."""
+
+    type: Literal["custom"]
+    custom: ChatCompletionNamedCustom
+
+
+class AllowedTools(RequestModel):
+    """Those of the tools that the model may call, or has to call one of."""
+
+    mode: Literal["auto", "required"]
+    tools: ListOf[JsonObject] = Field(min_length=1)
+
+
+class ChatCompletionAllowedToolChoiceParam(RequestModel):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"]
+    | ChatCompletionNamedToolChoiceParam
+    | ChatCompletionNamedToolChoiceCustomParam
+    | ChatCompletionAllowedToolChoiceParam,
+    accepts(
+        'none, auto, required, {"type": "function", "function": {"name": ...}}, {"type": "custom", '
+        '"custom": {"name": ...}}, or {"type": "allowed_tools", "allowed_tools": {"mode": "auto" '
+        'or "required", "tools": [...]}}'
+    ),
+]
+PlainChoice = Literal["none", "auto", "required"] | ChatCompletionNamedToolChoiceParam
+
+ReadTools = tuple[list[ChatCompletionToolsParam], dict[str, CustomToolDefinition]]
+
+
+def as_functions(tools: Sequence[Any]) -> ReadTools:
+    """Tools as functions, and the custom ones among them by name."""
+    custom = {
+        tool.custom.name: tool.custom
+        for tool in tools
+        if isinstance(tool, ChatCompletionCustomToolParam)
+    }
+    functions = [
+        _as_function(tool.custom) if isinstance(tool, ChatCompletionCustomToolParam) else tool
+        for tool in tools
+    ]
+    names = [tool.function.name for tool in functions]
+    for name in custom:
+        if names.count(name) > 1:
+            raise field_error("tools", f"two tools have the name {name!r:.100}")
+    return functions, custom
+
+
+def _as_function(tool: CustomToolDefinition) -> ChatCompletionToolsParam:
+    schema: JsonObject = {"type": "string"}
+    if tool.grammar is not None and tool.grammar.syntax == "regex":
+        schema["pattern"] = f"^(?:{tool.grammar.definition})$"
+    elif tool.grammar is not None:
+        schema["description"] = f"A text of this Lark grammar:\n{tool.grammar.definition}"
+    parameters: JsonObject = {
+        "type": "object",
+        "properties": {INPUT: schema},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+    function = FunctionDefinition(name=tool.name, parameters=parameters)
+    if tool.description is not None:
+        function.description = tool.description
+    return ChatCompletionToolsParam(function=function)
+
+
+def plain_choice(
+    choice: Any,
+    tools: list[ChatCompletionToolsParam],
+    custom: dict[str, CustomToolDefinition],
+) -> tuple[PlainChoice, list[ChatCompletionToolsParam]]:
+    """A choice of any form, with the tools it is about: those that it does not allow are left
+    out, so that the model does not know of them.
+
+    Raises:
+        PydanticCustomError: it names a tool that is not there, or of the other kind.
+    """
+    names = {tool.function.name for tool in tools}
+    if isinstance(choice, ChatCompletionAllowedToolChoiceParam):
+        allowed = {
+            _allowed_name(i, tool, names, custom)
+            for i, tool in enumerate(choice.allowed_tools.tools)
+        }
+        return choice.allowed_tools.mode, [t for t in tools if t.function.name in allowed]
+    if isinstance(choice, ChatCompletionNamedToolChoiceCustomParam):
+        name = choice.custom.name
+        if name not in custom:
+            raise field_error("tool_choice", f"no custom tool has the name {name!r:.100}")
+        named = ChatCompletionNamedFunction(name=name)
+        return ChatCompletionNamedToolChoiceParam(function=named), tools
+    if isinstance(choice, ChatCompletionNamedToolChoiceParam):
+        name = choice.function.name
+        if name in custom:
+            raise field_error(
+                "tool_choice",
+                f"{name!r:.100} is a custom tool: name it with "
+                '{"type": "custom", "custom": {"name": ...}}',
+            )
+        if name not in names:
+            raise field_error("tool_choice", f"no tool has the name {name!r:.100}")
+    return choice, tools
+
+
+def _allowed_name(
+    index: int, tool: JsonObject, names: set[str], custom: dict[str, CustomToolDefinition]
+) -> str:
+    where = f"allowed_tools.tools[{index}]"
+    kind = tool.get("type", "function")
+    if kind not in ("function", "custom"):
+        raise field_error("tool_choice", f"{where}.type must be function or custom, got {kind!r}")
+    definition = tool.get(str(kind))
+    name = definition.get("name") if isinstance(definition, dict) else None
+    known = set(custom) if kind == "custom" else names - set(custom)
+    if not isinstance(name, str) or name not in known:
+        raise field_error(
+            "tool_choice",
+            f"{where} must be the {kind} of one of the tools, such as "
+            f'{{"type": "{kind}", "{kind}": {{"name": ...}}}}; got {name!r:.100}',
+        )
+    return name
