@@ -22,6 +22,7 @@ from tests.entrypoints.openai.scripted_engine import (
     TEMPLATE,
     ScriptedEngine,
     make_app,
+    make_client,
     open_stream,
 )
 from vllm.config import ModelConfig, PoolerConfig
@@ -294,6 +295,23 @@ def test_a_request_whose_client_leaves_is_not_prepared_to_its_end(path):
         assert count < 1000 and not engine.requests
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "not JSON"),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "too many digits"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"prompt": "\xff"}', "not utf-8"),
+        (b"null", "valid dictionary"),
+    ],
+)
+def test_what_is_no_json_object_is_refused(body, message):
+    client = make_client(ScriptedEngine("a"))
+    headers = {"Content-Type": "application/json"}
+    answer = client.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400 and message in answer.json()["message"]
 
 
 def holds_many(annotation: Any) -> bool:
