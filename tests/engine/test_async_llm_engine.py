@@ -374,8 +374,10 @@ def test_who_leaves_the_slow_lane_gives_its_turn_up(run):
         ]
         await asyncio.sleep(0)
         waiting[1].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[1]
         release.set()
-        await asyncio.gather(busy, *waiting, return_exceptions=True)
+        await asyncio.gather(busy, waiting[0], waiting[2])
         assert len(done) == 2
 
     run(check)
