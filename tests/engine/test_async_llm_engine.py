@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
-from vllm.engine import async_llm_engine, core_supervisor
+from vllm.engine import core_supervisor, preparation
 from vllm.engine.admission import AdmissionLimits
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor
@@ -375,15 +375,17 @@ def test_who_leaves_the_slow_lane_gives_its_turn_up(run):
         ]
         await asyncio.sleep(0)
         waiting[1].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[1]
         release.set()
-        await asyncio.gather(busy, *waiting, return_exceptions=True)
+        await asyncio.gather(busy, waiting[0], waiting[2])
         assert len(done) == 2
 
     run(check)
 
 
 def test_a_huge_text_is_tokenised_in_a_process_as_a_short_one_is(run, monkeypatch):
-    monkeypatch.setattr(async_llm_engine, "HUGE_TEXT_CHARS", 20_000)
+    monkeypatch.setattr(preparation, "HUGE_TEXT_CHARS", 20_000)
 
     async def check(engine, client):
         text = "import os\n" * 2000

@@ -27,6 +27,21 @@ def process(prompt, processor=None, **params):
 # ---- prompts ------------------------------------------------------------------------------
 
 
+class CountingTokenizer:
+    """A tokenizer that counts how often it is called."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.num_calls = 0
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args, **more):
+        self.num_calls += 1
+        return self._tokenizer(*args, **more)
+
+
 def test_text_is_tokenised_with_the_special_tokens_of_the_tokenizer():
     text, request = process("import os")
     assert text == "import os"
@@ -192,6 +207,22 @@ def test_bad_words_are_tokenised_as_they_begin_a_text_and_as_they_follow_a_word(
     sequences = process("a", bad_words=["import os"])[1].bad_words_token_ids
     assert [byte_level().decode(ids) for ids in sequences] == ["import os", " import os"]
     assert not any(BOS in ids for ids in sequences)
+
+
+def test_bad_words_are_tokenised_together_and_once_for_all_prompts(monkeypatch):
+    processor, calls = make_processor(), []
+    encode = processor._encode_bad_words
+    monkeypatch.setattr(
+        processor, "_encode_bad_words", lambda words: (calls.append(len(words)), encode(words))[1]
+    )
+    tokenizer = CountingTokenizer(processor.tokenizer)
+    processor.tokenizer = tokenizer
+    params = SamplingParams(bad_words=[f"word {i % 500}" for i in range(1000)])
+    requests = [processor.process(f"r{i}", [5], params)[1] for i in range(3)]
+    assert calls == [1000] and tokenizer.num_calls == 1
+    first = requests[0].bad_words_token_ids
+    assert all(request.bad_words_token_ids is first for request in requests)
+    assert len(first) == len(set(map(tuple, first))) == 1000
 
 
 def test_a_bad_word_of_white_space_alone_stays_as_it_is():

@@ -13,7 +13,6 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
@@ -23,18 +22,11 @@ from vllm.engine.admission import Admission, AdmissionLimits
 from vllm.engine.async_control import AsyncControl
 from vllm.engine.core_supervisor import CoreSupervisor
 from vllm.engine.fan_out import fan_out
-from vllm.engine.huge_texts import HugeTexts
-from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor, TokenizedPrompt
+from vllm.engine.input_processor import InputProcessor, TokenizedPrompt
 from vllm.engine.metrics import EngineMetrics
 from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.preparation import Preparation
 from vllm.engine.request_stream import RequestStream
-from vllm.engine.slow_lane import (
-    HUGE_TEXT_CHARS,
-    SlowLane,
-    preparation_cost,
-    split_at_spaces,
-    text_of,
-)
 from vllm.engine.startup_state import Startup
 from vllm.engine.stats_log import StatsLog
 from vllm.engine.stats_recorder import StatsRecorder
@@ -45,15 +37,13 @@ from vllm.errors import (
     EngineDeadError,
     RequestError,
     RequestTimeoutError,
-    TextTooLongError,
 )
-from vllm.inputs import PromptType, TokensPrompt
+from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, SchedulerStats
 from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
-from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,9 +55,6 @@ logger = init_logger(__name__)
 _Result = TypeVar("_Result")
 _Processed = tuple[str | None, EngineRequest]
 
-_NO_PARAMS = PoolingParams()
-_PIECE_CHARS = 64 * 1024
-"""Of a text of which it is only asked whether it is too long."""
 
 _GRAMMAR_THREADS = 8
 """Requests whose grammar is being compiled, or that wait for a compiler."""
@@ -118,9 +105,7 @@ class AsyncLLM(AsyncControl):
         self._core_ids = itertools.count()
         self._streams: dict[str, RequestStream[Any]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._slow_lane = SlowLane("tokenise", lambda: self.input_processor)
-        self._huge_lane = SlowLane("tokenise-huge", lambda: self.input_processor)
-        self._huge_texts = HugeTexts()
+        self._preparation = Preparation(lambda: self.input_processor)
         self._grammar_lane = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammar")
         self._stats_task: asyncio.Task[None] | None = None
         self._is_shut_down = False
@@ -180,9 +165,7 @@ class AsyncLLM(AsyncControl):
         self._on_lost(error)
         if self._stats_task is not None:
             self._stats_task.cancel()
-        self._slow_lane.shutdown()
-        self._huge_lane.shutdown()
-        self._huge_texts.shutdown()
+        self._preparation.shutdown()
         self._grammar_lane.shutdown(wait=False, cancel_futures=True)
         if self.is_loaded:
             self.input_processor.close()
@@ -281,7 +264,7 @@ class AsyncLLM(AsyncControl):
         )
         arrival_time = time.time()
         await self.wait_ready()
-        text, request = await self._process(
+        text, request = await self._preparation.process(
             prompt,
             sampling_params,
             lambda prompt, processor: processor.process(
@@ -319,7 +302,7 @@ class AsyncLLM(AsyncControl):
         refuse(lora_request=lora_request)
         arrival_time = time.time()
         await self.wait_ready()
-        text, request = await self._process(
+        text, request = await self._preparation.process(
             prompt,
             pooling_params,
             lambda prompt, processor: processor.process_pooling(
@@ -338,99 +321,17 @@ class AsyncLLM(AsyncControl):
         if self.startup.is_ready:
             self._abort([request_id] if isinstance(request_id, str) else request_id)
 
-    async def _process(
-        self,
-        prompt: PromptType,
-        params: SamplingParams | PoolingParams,
-        process: Callable[[PromptType, InputProcessor], _Processed],
-    ) -> _Processed:
-        """Tokenise and check, in a slow lane where it takes long."""
-        cost = preparation_cost(prompt, params)
-        if cost < LONG_TEXT_CHARS:
-            return process(prompt, self.input_processor)
-        is_truncated = params.truncate_prompt_tokens is not None
-        is_pooling = isinstance(params, PoolingParams)
-        if not is_truncated:
-            num_output = 0 if is_pooling else 1  # an output needs room for a token at least
-            max_model_len = self.vllm_config.scheduler.max_model_len
-            await self._refuse_long_text(prompt, max_model_len - num_output)
-        if not (is_truncated and is_pooling):  # these keep special tokens when they are cut
-            prompt = await self._encode_huge_text(prompt)
-        return await self.in_slow_lane(partial(process, prompt), cost)
-
-    async def _encode_huge_text(self, prompt: PromptType) -> PromptType:
-        """The prompt with its token ids, if its text is huge and can be left to a process."""
-        text = text_of(prompt)
-        if text is None or len(text) < HUGE_TEXT_CHARS:
-            return prompt
-        tokenizer = self.tokenizer
-        if tokenizer is None or not tokenizer.is_fast:
-            return prompt
-        self.input_processor.check_length(text, None)
-        given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
-        token_ids = await self._huge_texts.encode(
-            tokenizer, text, add_special_tokens=bool(given.get("add_special_tokens", True))
-        )
-        made: TokensPrompt = {"prompt_token_ids": token_ids, "prompt": text}
-        if given.get("cache_salt") is not None:
-            made["cache_salt"] = given["cache_salt"]
-        return made
-
     async def tokenize(
         self, prompt: PromptType, *, is_long: bool = False, max_tokens: int | None = None
     ) -> TokenizedPrompt:
-        """Token ids of a prompt, as `InputProcessor.tokenize` gives them.
-
-        Args:
-            prompt: in any form.
-            is_long: it is one of many, so that all of them take long.
-            max_tokens: see there.
-        """
-        cost = preparation_cost(prompt, _NO_PARAMS)
-        if cost < LONG_TEXT_CHARS and not (is_long and text_of(prompt) is not None):
-            return self.input_processor.tokenize(prompt, max_tokens=max_tokens)
-        if max_tokens is not None:
-            await self._refuse_long_text(prompt, max_tokens)
-        prompt = await self._encode_huge_text(prompt)
-        return await self.in_slow_lane(
-            lambda processor: processor.tokenize(prompt, max_tokens=max_tokens), cost
-        )
-
-    async def _refuse_long_text(self, prompt: PromptType, max_tokens: int) -> None:
-        """Refuse a text with far more than `max_tokens` tokens, before all of it is tokenised.
-
-        Only texts of unusually many bytes per token are looked at, piece by piece, so that one
-        whose client leaves is left alone. Pieces have a few tokens more than the whole: refused
-        is what has twice as many as allowed.
-
-        Raises:
-            TextTooLongError: it has.
-        """
-        text = text_of(prompt)
-        if text is None or len(text) <= max_tokens * USUAL_TOKEN_BYTES + LONG_TEXT_CHARS:
-            return
-        if self.tokenizer is None:
-            return
-        await self.in_slow_lane(lambda processor: processor.check_length(text, max_tokens))
-        num_tokens = 0
-        for piece in split_at_spaces(text, _PIECE_CHARS):
-            count = partial(InputProcessor.count_tokens, text=piece)
-            num_tokens += await self.in_slow_lane(count)
-            if num_tokens > 2 * max_tokens:
-                max_model_len = self.vllm_config.scheduler.max_model_len
-                raise TextTooLongError(len(text.encode()), max_tokens, max_model_len)
+        """Token ids of a prompt; see `Preparation.tokenize`."""
+        return await self._preparation.tokenize(prompt, is_long=is_long, max_tokens=max_tokens)
 
     async def in_slow_lane(
         self, work: Callable[[InputProcessor], _Result], num_chars: int = 0
     ) -> _Result:
-        """Run what takes long with a tokenizer, in a thread that has one of its own.
-
-        Args:
-            work: what to do.
-            num_chars: how long the text is, if there is one: huge ones wait for each other only.
-        """
-        lane = self._huge_lane if num_chars >= HUGE_TEXT_CHARS else self._slow_lane
-        return await lane.run(work)
+        """Run what takes long with a tokenizer in a thread; see `Preparation.in_slow_lane`."""
+        return await self._preparation.in_slow_lane(work, num_chars)
 
     async def _with_grammar(self, request: EngineRequest) -> EngineRequest:
         """The request with the form of its output compiled, if it must have one."""

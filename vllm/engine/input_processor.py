@@ -89,6 +89,11 @@ class InputProcessor:
         # Requests without a seed draw theirs from here, so that an offline run can be repeated.
         self._seeds = random.Random(config.model.seed)
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together."""
+        return self._max_model_len
+
     def with_tokenizer(self, tokenizer: "PreTrainedTokenizerBase | None") -> "InputProcessor":
         """One for the same engine with a tokenizer of its own, for another thread."""
         return InputProcessor(self._config, tokenizer, self._generation_defaults)

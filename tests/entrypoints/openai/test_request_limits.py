@@ -22,11 +22,14 @@ from tests.entrypoints.openai.scripted_engine import (
     TEMPLATE,
     ScriptedEngine,
     make_app,
+    make_client,
     open_stream,
 )
 from vllm.config import ModelConfig, PoolerConfig
 from vllm.engine.async_llm_engine import AsyncLLM
+from vllm.engine.input_processor import InputProcessor
 from vllm.entrypoints.openai.app import _routers, build_app
+from vllm.entrypoints.openai.chat import prompt
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.http.body_route import BodyRoute, _body_classes
 from vllm.entrypoints.openai.request_limits import LIMITS, count_values, flag, limits_of
@@ -233,6 +236,49 @@ def test_the_largest_accepted_value_leaves_the_event_loop_to_others(case, monkey
     serve(monkeypatch, case.task, check)
 
 
+MANY_WORDS = [f"bad word {i}" for i in range(4096)]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "is_large"),
+    [
+        ("/v1/completions", {"prompt": "a"}, False),
+        ("/v1/completions", {"prompt": "a", "bad_words": MANY_WORDS}, True),
+        ("/v1/completions", {"prompt": [5] * 200_000}, True),
+        ("/v1/chat/completions", {"messages": users(1)}, False),
+        ("/v1/chat/completions", {"messages": users(2000)}, True),
+        ("/v1/messages", {"messages": users(2000)}, True),
+        ("/v1/responses", {"input": users(2000)}, True),
+    ],
+)
+def test_large_requests_are_prepared_in_other_threads(path, fields, is_large, monkeypatch):
+    threads: dict[str, threading.Thread] = {}
+
+    def watch(place: Any, name: str) -> None:
+        work = getattr(place, name)
+
+        def watched(*args: Any, **more: Any) -> Any:
+            threads[name] = threading.current_thread()
+            return work(*args, **more)
+
+        monkeypatch.setattr(place, name, watched)
+
+    async def check(client, engine):
+        limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+        answer = await client.post(path, json={**fields, limit: 1}, timeout=120)
+        assert answer.status_code == 200, answer.text[:500]
+
+    watch(BodyRoute, "read_body")
+    watch(prompt, "render_chat")
+    if path == "/v1/completions":  # of a conversation only token ids are left by then
+        watch(InputProcessor, "_check_params")
+    serve(monkeypatch, "generate", check)
+    assert threads.keys() >= {"read_body"}
+    assert ("render_chat" in threads) == (path != "/v1/completions")
+    here = threading.current_thread()
+    assert {thread is not here for thread in threads.values()} == {is_large}
+
+
 LONG_TEXT = "the cat sat on the mat. " * 600_000  # 14 MB
 LONG_CHAT = [{"role": "user", "content": LONG_TEXT}]
 
@@ -277,23 +323,40 @@ def test_a_request_whose_client_leaves_is_not_prepared_to_its_end(path):
         engine, begun, count = ScriptedEngine("a"), asyncio.Event(), 0
         tokenize = engine.tokenize
 
-        async def watched_tokenize(prompt, **options):
+        async def watched_tokenize(text, **options):
             nonlocal count
             count += 1
             if count == 10 or path == "/tokenize":
                 begun.set()
             if path == "/tokenize":
                 await asyncio.Event().wait()  # until it is cancelled
-            return await tokenize(prompt, **options)
+            return await tokenize(text, **options)
 
         engine.tokenize = watched_tokenize
-        prompt = ["a"] * 1000 if path == "/v1/completions" else "a"
-        body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
+        given = ["a"] * 1000 if path == "/v1/completions" else "a"
+        body = json.dumps({"prompt": given, "max_tokens": 1}).encode()
         async with open_stream(make_app(engine), path, body):
             await begun.wait()
         assert count < 1000 and not engine.requests
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "not JSON"),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "too many digits"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"prompt": "\xff"}', "not utf-8"),
+        (b"null", "valid dictionary"),
+    ],
+)
+def test_what_is_no_json_object_is_refused(body, message):
+    client = make_client(ScriptedEngine("a"))
+    headers = {"Content-Type": "application/json"}
+    answer = client.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400 and message in answer.json()["message"]
 
 
 def holds_many(annotation: Any) -> bool:

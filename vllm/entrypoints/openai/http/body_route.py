@@ -53,11 +53,13 @@ class BodyRoute(APIRoute):
         try:
             body = json.loads(data)
         except json.JSONDecodeError as error:
-            raise _invalid("json_invalid", error.pos, "JSON decode error", error.msg) from None
-        except ValueError as error:  # not UTF-8, or an integer of thousands of digits
-            raise _invalid("json_invalid", 0, "JSON decode error", str(error)) from None
+            raise _not_json(error.pos, error.msg) from None
+        except UnicodeDecodeError as error:
+            raise _not_json(error.start, f"not {error.encoding}") from None
+        except ValueError:  # Python's own limit
+            raise _not_json(0, "an integer has too many digits") from None
         except RecursionError:
-            raise _invalid("json_invalid", 0, "JSON decode error", "nested too deeply") from None
+            raise _not_json(0, "nested too deeply") from None
         if isinstance(body, dict):
             for kind in _body_classes(self.body_field.field_info.annotation):
                 check_limits(kind, body, args)
@@ -87,11 +89,11 @@ def _body_classes(annotation: Any) -> list[type]:
     return [kind for part in getattr(annotation, "__args__", ()) for kind in _body_classes(part)]
 
 
-def _invalid(kind: str, position: int, message: str, reason: str) -> RequestValidationError:
+def _not_json(position: int, reason: str) -> RequestValidationError:
     error = {
-        "type": kind,
+        "type": "json_invalid",
         "loc": ("body", position),
-        "msg": message,
+        "msg": "JSON decode error",
         "input": {},
         "ctx": {"error": reason},
     }
