@@ -152,7 +152,7 @@ def test_numbers_of_another_byte_order_are_refused():
 @pytest.mark.parametrize(
     "data",
     [b"", b"P", b"PK", b"PK\3\4" * 20, bytes(100), b"x" * 100, pickle.dumps(NUMBERS), b"\xff" * 64],
-    ids=repr,
+    ids=["nothing", "P", "PK", "headers", "zeros", "text", "pickle", "ones"],
 )
 def test_bytes_that_are_no_such_file_are_refused(data):
     with pytest.raises(TensorFileError):
