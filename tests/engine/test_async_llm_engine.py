@@ -23,6 +23,7 @@ from vllm.errors import (
 )
 from vllm.messages import EngineOutput, Finished, FinishReason
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
+from vllm.structured_output.compiler import GrammarCompiler
 from vllm.transformers_utils.token_bytes import TextLengthBound
 
 STOPPED = Finished(FinishReason.STOP)
@@ -440,5 +441,38 @@ def test_the_line_of_statistics_is_written_on_request_and_at_its_pace(run, monke
         assert len(logged) == 1 and "generation throughput" in logged[0][0]
         assert not await engine.is_tracing_enabled()
         assert engine._stats_task is not None and not engine._stats_task.done()
+
+    run(check)
+
+
+def test_other_requests_go_on_while_a_grammar_is_compiled(run):
+    async def check(engine, client):
+        compiling, may_end = threading.Event(), threading.Event()
+
+        def attach_grammar(request):
+            compiling.set()
+            assert may_end.wait(120)
+            raise RequestError("guided_regex: compiled at last", param="guided_regex")
+
+        engine.input_processor.attach_grammar = attach_grammar
+        engine.input_processor.attach_cached_grammar = lambda request: None
+        guided = GuidedDecodingParams(regex="a", field="guided_regex")
+        slow = asyncio.create_task(collect(engine, "slow", guided_decoding=guided))
+        await asyncio.to_thread(compiling.wait, 120)
+        assert (await collect(engine, "other"))[-1].finished
+        assert not slow.done()
+        may_end.set()
+        with pytest.raises(RequestError, match="compiled at last"):
+            await slow
+
+    run(check)
+
+
+def test_what_compiles_is_started_while_the_core_loads(run, monkeypatch):
+    started = []
+    monkeypatch.setattr(GrammarCompiler, "start", lambda self: started.append(self))
+
+    async def check(engine, client):
+        assert started == [engine.input_processor.grammar_compiler]
 
     run(check)
