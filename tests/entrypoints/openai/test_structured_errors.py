@@ -58,7 +58,7 @@ def of_messages(**fields):
             "output_config.format",
         ),
     ],
-    ids=lambda value: str(value)[:30],
+    ids=lambda value: getattr(value, "__name__", str(value)[:30]),
 )
 def test_the_form_keeps_the_name_of_its_field(make, fields, name):
     body = make(**fields)
