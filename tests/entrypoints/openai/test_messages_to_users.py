@@ -48,7 +48,11 @@ def message(content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
 
 
-NAMED_TOOL = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
+NAMED_TOOL = (
+    'none, auto, required, {"type": "function", "function": {"name": ...}}, {"type": "custom", '
+    '"custom": {"name": ...}}, or {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or '
+    '"required", "tools": [...]}}'
+)
 MESSAGES: list[tuple[str, Any, str]] = [
     # ---- beam search: the user has sent n, and no logprobs
     (
