@@ -29,6 +29,13 @@ if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse names of tests that differ between processes, as these could not share the tests."""
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: its name holds an address; give it an id")
+
+
 @pytest.fixture(autouse=True)
 def same_numbers_in_each_run() -> None:
     """What a test draws without a generator of its own."""

@@ -36,6 +36,7 @@ PUBLIC_NAMES: dict[str, tuple[str, ...]] = {
     "vllm.entrypoints.openai.serving_models": ("BaseModelPath",),
     "vllm.assets.image": ("ImageAsset",),
     "vllm.assets.audio": ("AudioAsset",),
+    "vllm.assets.video": ("VideoAsset",),
     "vllm.multimodal.utils": (
         *("fetch_image", "fetch_audio", "encode_image_base64", "encode_audio_base64"),
     ),

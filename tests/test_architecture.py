@@ -46,6 +46,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "hpu_check": {"attention", "distributed", "ops", "platforms"},
     "engine": {
+        "bucketing",
         "core",
         "executor",
         "model_executor",

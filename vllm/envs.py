@@ -87,7 +87,7 @@ class Envs:
         "positions; what it then writes may be of poor quality.",
     )
     VLLM_ASSETS_CACHE: str | None = _general(
-        None, "Folder with pictures and sounds for the examples (`vllm.assets`)."
+        None, "Folder with pictures, sounds and videos for the examples (`vllm.assets`)."
     )
     VLLM_IMAGE_FETCH_TIMEOUT: int = _general(
         5, "Seconds that `vllm.multimodal.utils.fetch_image` waits for an answer.", at_least=1

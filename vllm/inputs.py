@@ -1,11 +1,8 @@
 """The forms a prompt may have."""
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from typing_extensions import NotRequired
-
-if TYPE_CHECKING:
-    import torch
 
 
 class TextPrompt(TypedDict):
@@ -31,10 +28,10 @@ class TokensPrompt(TypedDict):
 
 
 class EmbedsPrompt(TypedDict):
-    """A prompt as embeddings of its tokens, in place of the tokens."""
+    """A prompt as embeddings, for an engine with `enable_prompt_embeds`."""
 
-    prompt_embeds: "torch.Tensor"
-    """[tokens, hidden_size]."""
+    prompt_embeds: Any
+    """Tensor of torch or array of numpy [tokens, size of the model's embeddings]."""
     cache_salt: NotRequired[str]
 
 
@@ -46,5 +43,5 @@ class ExplicitEncoderDecoderPrompt(TypedDict):
     mm_processor_kwargs: NotRequired[dict[str, Any]]
 
 
-PromptType = str | list[int] | TextPrompt | TokensPrompt
+PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 """A string is tokenised with the tokenizer's special tokens (BOS); a list holds token ids."""

@@ -5,6 +5,7 @@
     ModelRunnerOutput  ModelRunner -> Scheduler          the sampled tokens
     EngineOutput       EngineCore -> OutputProcessor     what is new for each request
     SchedulerStats     EngineCore -> metrics             how full it is, and what it has done
+    CacheEvent         KVCacheManager -> subscribers     what becomes of the prefix cache
 
 A running request has a `row`: its index in every per-request array of the scheduler and of the
 runner, from admission until it finishes or is preempted. Per-step data are arrays over rows, so
@@ -12,6 +13,7 @@ that a steady decode step costs a few numpy calls and not a Python loop.
 """
 
 from enum import IntEnum
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -51,6 +53,24 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """Of the vocabulary it was compiled for."""
 
 
+class TokenEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
+    """Embeddings that the model takes in place of those of some prompt tokens."""
+
+    start: int
+    """Position of the first of them in the prompt."""
+    shape: tuple[int, int]
+    """[n, size of the model's embeddings]; n tokens in a row."""
+    dtype: str
+    """float16, bfloat16, float32 or float64; the runner rounds to the model's."""
+    data: bytes
+    """Row-major, little-endian."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last of them."""
+        return self.start + self.shape[0]
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request, ready to be scheduled."""
 
@@ -78,6 +98,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Of a request to a pooling model, which samples nothing; None: it generates."""
     token_type_ids: list[int] | None = None
     """One per prompt token, for models that tell the parts of a pair apart; None: all 0."""
+    embeddings: tuple[TokenEmbeddings, ...] = ()
+    """In order of their positions. The tokens that they replace are placeholders, and
+    `cache_extra_keys` has a key of each."""
+
+    @property
+    def known_prompt_token_ids(self) -> list[int] | None:
+        """The prompt as the user's tokens; None when it was given as embeddings."""
+        return None if self.embeddings else self.prompt_token_ids
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,3 +239,47 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     """When requests were admitted for the first time, in seconds of `time.time()`."""
     pooled: dict[str, FloatArray] = {}
     """Results of a pooling model, [numbers] or [tokens, numbers], of requests in `finished`."""
+
+
+class _CacheEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
+    """Told apart by the name of the class, which is the first entry of the array."""
+
+
+class BlockStored(_CacheEvent, frozen=True, kw_only=True):
+    """Blocks that follow each other can be found from now on."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    """Of the block before the first of them; None: they begin a prompt."""
+    token_ids: list[int]
+    """Of all of the blocks."""
+    block_size: int
+    """Tokens of each."""
+    lora_id: int | None
+
+
+class BlockRemoved(_CacheEvent, frozen=True, kw_only=True):
+    """Blocks cannot be found any more."""
+
+    block_hashes: list[int]
+
+
+class AllBlocksCleared(_CacheEvent, frozen=True, kw_only=True):
+    """No block can be found any more."""
+
+
+CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Events of one step."""
+
+    ts: float
+    """Seconds of `time.time()`."""
+    events: list[Any]
+
+
+class KVEventBatch(EventBatch, frozen=True, kw_only=True):
+    """Events of the KV cache."""
+
+    events: list[CacheEvent]

@@ -69,7 +69,7 @@ class RequestOutput:
     Attributes:
         request_id: the id the request was added with.
         prompt: the prompt text, or None when token ids were given.
-        prompt_token_ids: tokens of the prompt as it was run.
+        prompt_token_ids: tokens of the prompt as it was run; None for a prompt of embeddings.
         prompt_logprobs: per prompt position, None for the first, or None when not asked for.
         outputs: one per sample, ordered by index.
         finished: every sample has ended.

@@ -135,7 +135,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         presence_penalty: subtracted from logits of tokens in the output so far; [-2, 2].
         frequency_penalty: the same, times the number of occurrences; [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens in the
-            prompt or output; above 0, 1 is off (CTRL, arXiv:1909.05858).
+            prompt or output; above 0, 1 is off (CTRL, arXiv:1909.05858). A prompt of embeddings
+            has no tokens: as in transformers, only the output counts.
         temperature: divides the logits; 0 is greedy.
         top_p: keep the smallest set of tokens with this probability; (0, 1] (arXiv:1904.09751).
         top_k: keep the k most likely tokens; 0 or -1 is off.

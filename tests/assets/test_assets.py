@@ -2,6 +2,7 @@
 
 import struct
 import sys
+import types
 import zlib
 
 import numpy as np
@@ -11,6 +12,7 @@ from tests.utils import fake_pillow
 from vllm import envs
 from vllm.assets.audio import AudioAsset
 from vllm.assets.image import ImageAsset
+from vllm.assets.video import VideoAsset
 from vllm.errors import RequestError
 from vllm.utils.media import write_wav
 
@@ -60,11 +62,48 @@ def test_a_sound_is_read_as_samples_and_their_rate(own_folder):
     np.testing.assert_allclose(samples, wave, atol=1e-4)
 
 
+class FakeCapture:
+    """A video of five frames of one pixel; frame i has blue i."""
+
+    def __init__(self, path):
+        self.frames = [np.array([[[i, 7, 9]]], np.uint8) for i in range(5)]
+        self.is_video = path.endswith("call.mp4")
+
+    def get(self, _):
+        return float(len(self.frames)) if self.is_video else 0.0
+
+    def read(self):
+        return True, self.frames.pop(0)
+
+    def release(self):
+        pass
+
+
+@pytest.mark.parametrize(("num_frames", "taken"), [(-1, range(5)), (3, (0, 2, 4)), (9, range(5))])
+def test_frames_of_a_video_are_taken_evenly_and_in_rgb(own_folder, monkeypatch, num_frames, taken):
+    opencv = types.SimpleNamespace(VideoCapture=FakeCapture, CAP_PROP_FRAME_COUNT=7)
+    monkeypatch.setitem(sys.modules, "cv2", opencv)
+    for name in ("call", "other"):
+        (own_folder / f"{name}.mp4").touch()
+    frames = VideoAsset("call", num_frames).np_ndarrays
+    assert frames[:, 0, 0].tolist() == [[9, 7, i] for i in taken]
+    with pytest.raises(RequestError, match="is no video that OpenCV can read"):
+        VideoAsset("other.mp4").np_ndarrays  # noqa: B018
+
+
+def test_without_opencv_it_is_named(own_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    (own_folder / "call.mp4").touch()
+    with pytest.raises(RequestError, match="videos need OpenCV, which is not installed: pip"):
+        VideoAsset("call").np_ndarrays  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("asset", "message"),
     [
         (ImageAsset("duck"), r"no asset 'duck' \(cherry_blossom, stop_sign would be there\)"),
         (ImageAsset("duck"), r"Put duck\.jpg into a folder and name that folder in VLLM_ASSETS"),
+        (VideoAsset("baby_reading"), r"no asset 'baby_reading': assets are not downloaded"),
         (AudioAsset("mary_had_lamb"), r"no asset 'mary_had_lamb': assets are not downloaded"),
     ],
 )

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.core.cache_follower import CacheFollower
 from vllm.config import SchedulerConfig
+from vllm.core.cache_events import CacheEventLog
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.messages import (
@@ -73,7 +75,8 @@ def make_scheduler(
     """A scheduler; `num_blocks` counts the usable ones, `limits` are of SchedulerConfig."""
     defaults = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128}
     config = SchedulerConfig(**{**defaults, **limits})
-    return Scheduler(config, KVCacheManager(num_blocks + 1, block_size, enable_caching))
+    events = CacheEventLog(block_size)
+    return Scheduler(config, KVCacheManager(num_blocks + 1, block_size, enable_caching, events))
 
 
 def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]:
@@ -306,6 +309,7 @@ class Loop:
         self.runner = FakeRunner(scheduler.cache.block_size, is_split, fails_at)
         self.results: dict[str, Result] = {}
         self.num_steps = 0
+        self.follower = CacheFollower()
         self._in_flight: deque[ModelRunnerOutput] = deque()
         self._given: list[tuple[EngineOutput, EngineOutput]] = []
 
@@ -320,7 +324,15 @@ class Loop:
             result = self.results.get(request_id)
             if result is not None and result.finished is None:
                 result.finished = Finished(FinishReason.ABORT)
+        self.follow()
         check_scheduler(self.scheduler)
+
+    def follow(self) -> None:
+        """Take in what the cache tells about itself; it is all that there is to know."""
+        cache = self.scheduler.cache
+        assert cache._events is not None
+        self.follower.follow(cache._events.take())
+        self.follower.check(cache.pool)
 
     def step(self) -> dict[str, int]:
         """Schedule and execute one step, take in the oldest; the tokens each request got."""
@@ -328,6 +340,7 @@ class Loop:
         step = scheduler.schedule()
         scheduled = num_scheduled(scheduler, step)
         check_step(scheduler, step)
+        self.follow()
         check_scheduler(scheduler)
         self.num_steps += 1
         if len(step.rows):
@@ -358,6 +371,7 @@ class Loop:
 
     def _take_in(self, runner_output: ModelRunnerOutput) -> None:
         output = self.scheduler.update(runner_output)
+        self.follow()
         check_scheduler(self.scheduler)
         self._given.append((output, copy.deepcopy(output)))
         assert len(set(output.request_ids)) == len(output.request_ids)

@@ -75,6 +75,30 @@ class Page:
         script = f"[...document.querySelectorAll({json.dumps(selector)})]"
         return self.evaluate(f"{script}.map(e => e.innerText).join(' ')")
 
+    def is_shown(self, selector: str) -> bool:
+        """Whether the first element of a selector can be seen."""
+        return self.evaluate(f"document.querySelector({json.dumps(selector)}).checkVisibility()")
+
+    def click(self, selector: str) -> None:
+        """Click the first element of a selector; it has to be there and in use."""
+        found = f"document.querySelector({json.dumps(selector)})"
+        assert self.evaluate(f"{found} && !{found}.disabled"), f"{selector} cannot be clicked"
+        self.evaluate(f"{found}.click()")
+
+    def fill(self, selector: str, text: str) -> None:
+        """Put a text, as if typed, into the first field of a selector."""
+        self.evaluate(
+            f"(() => {{ const field = document.querySelector({json.dumps(selector)});"
+            f"field.value = {json.dumps(text)};"
+            "for (const name of ['input', 'change'])"
+            "  field.dispatchEvent(new Event(name, {bubbles: true})); })()"
+        )
+
+    def wait_for_text(self, selector: str, text: str) -> None:
+        """Until the first element of a selector shows a text."""
+        found = f"document.querySelector({json.dumps(selector)})"
+        self.wait_for(f"{found} && {found}.innerText.includes({json.dumps(text)})")
+
     def wait_for(self, expression: str) -> None:
         """Until a JavaScript expression is true."""
         deadline = time.monotonic() + _TIMEOUT_S

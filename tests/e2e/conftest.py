@@ -1,10 +1,11 @@
-"""Models of the parity tests."""
+"""Models of the parity tests, and the browser of the pages."""
 
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.browser import Page, chromium_page
 from tests.tiny_models import make_tiny_model
 from vllm.assets import BUNDLED_MODEL
 
@@ -20,3 +21,19 @@ def models(tmp_path_factory: pytest.TempPathFactory):
         return make_tiny_model(family, tmp_path_factory.mktemp(family))
 
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory):
+    """A tab of the one browser of a module."""
+    with chromium_page(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture
+def page(browser: Page):
+    """The tab. No test may leave an exception, blocked content or anything stored behind."""
+    browser.complaints.clear()
+    yield browser
+    browser.evaluate("sessionStorage.clear(); localStorage.clear()")
+    assert browser.complaints == []

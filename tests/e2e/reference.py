@@ -1,6 +1,7 @@
 """Greedy generation and log-probabilities by `transformers`, one prompt at a time."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +17,12 @@ class Reference:
 
     Attributes:
         token_ids: greedy output.
+        prompt: token ids, or embeddings.
         logprobs: [prompt + output - 1, vocab] of every token after the first, float32.
         margins: per output token, how far the likeliest logit is above the second.
     """
 
-    prompt: list[int]
+    prompt: list[int] | torch.Tensor
     token_ids: list[int]
     logprobs: torch.Tensor
     margins: list[float]
@@ -40,27 +42,34 @@ def random_prompts(count: int, longest: int, vocab_size: int, seed: int = 0) -> 
 
 
 @torch.inference_mode()
-def generate(folder: Path, prompts: list[list[int]], max_tokens: int) -> list[Reference]:
-    """Greedy continuations in float32; end tokens do not end them."""
+def generate(
+    folder: Path, prompts: Sequence[list[int] | torch.Tensor], max_tokens: int
+) -> list[Reference]:
+    """Greedy continuations in float32, of token ids or embeddings [T, size]; end tokens do not
+    end them."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()
     return [_one(model, prompt, max_tokens) for prompt in prompts]
 
 
-def _one(model: torch.nn.Module, prompt: list[int], max_tokens: int) -> Reference:
-    input_ids, cache = torch.tensor([prompt]), None
+def _one(model: torch.nn.Module, prompt: list[int] | torch.Tensor, max_tokens: int) -> Reference:
+    cache = None
+    if isinstance(prompt, torch.Tensor):
+        inputs = {"inputs_embeds": prompt[None]}
+    else:
+        inputs = {"input_ids": torch.tensor([prompt])}
     token_ids: list[int] = []
     margins: list[float] = []
     rows: list[torch.Tensor] = []
     for _ in range(max_tokens):
-        output = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+        output = model(**inputs, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         logits = output.logits[0].float()
         rows.append(logits.log_softmax(-1))
         best = logits[-1].topk(2)
         margins.append(float(best.values[0] - best.values[1]))
         token_ids.append(int(best.indices[0]))
-        input_ids = torch.tensor([[token_ids[-1]]])
+        inputs = {"input_ids": torch.tensor([[token_ids[-1]]])}
     return Reference(prompt, token_ids, torch.cat(rows), margins)
 
 

@@ -1,6 +1,7 @@
 """`vllm run-batch` with the bundled model."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -47,8 +48,10 @@ def read_records(folder):
 def test_a_batch_gets_the_answers_of_the_server(tmp_path):
     write_requests(tmp_path / "in.jsonl", REQUESTS)
     process = start_batch(tmp_path)
-    assert process.wait(600) == 0, (tmp_path / "log").read_text()
-    assert "5 requests in" in (tmp_path / "log").read_text()
+    assert process.wait(600) == 1, (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert re.search(r"5 requests in .* s: 3 answered, 2 failed\n", log)
+    assert "1 failed: The model `nobody` does not exist" in log
     with start_server() as server:
         online = [server.request("POST", url, body) for url, body in REQUESTS]
     records = read_records(tmp_path)

@@ -1,11 +1,12 @@
 """The examples of clients run as they are, and so do the commands that talk to a server."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-from tests.e2e.server import ROOT, start_server
+from tests.e2e.server import ROOT, free_port, start_server
 
 pytestmark = pytest.mark.e2e
 
@@ -14,8 +15,22 @@ KEY = "sesame"
 
 
 @pytest.fixture(scope="module")
-def server():
-    with start_server("--api-key", KEY) as server:
+def ports():
+    """Of the events of the KV cache, and of their replay."""
+    return free_port(), free_port()
+
+
+@pytest.fixture(scope="module")
+def server(ports):
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "topic": "kv-events",
+        "endpoint": f"tcp://*:{ports[0]}",
+        "replay_endpoint": f"tcp://*:{ports[1]}",
+    }
+    flags = ("--enable-prompt-embeds", "--kv-events-config", json.dumps(events))
+    with start_server("--api-key", KEY, *flags) as server:
         yield server
 
 
@@ -32,11 +47,17 @@ def run(server, *command, typed=""):
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_and_prints(server, example):
+def test_an_example_runs_and_prints(server, ports, example):
     pytest.importorskip("openai")
-    done = run(server, str(example))
+    more, shown = (), ""
+    if example.stem == "kv_events_subscriber":
+        more = ("--port", str(ports[0]), "--replay-port", str(ports[1]))
+        shown = "stored "
+    elif example.stem == "prompt_embeds":
+        shown = "the same as of the text: True"
+    done = run(server, str(example), *more)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip()
+    assert done.stdout.strip() and shown in done.stdout
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr[-2000:]
 
 

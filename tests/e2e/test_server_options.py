@@ -1,6 +1,8 @@
 """A live server with everything an operator turns on: keys, JSON logs, request ids and traces."""
 
+import gzip
 import json
+import mmap
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +14,7 @@ from tests.e2e.server import start_server
 pytestmark = pytest.mark.e2e
 
 KEY = "sesame"
+EXTENSION = "tests.e2e.worker_extension.WorkerExtension"
 AUTHORISED = {"Authorization": f"Bearer {KEY}"}
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PROCESSORS = "tests.engine.processors_for_tests"
@@ -45,13 +48,21 @@ def collector():
 
 
 @pytest.fixture(scope="module")
-def server(collector):
+def traces(tmp_path_factory):
+    """Folder for what the profiler writes."""
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def server(collector, traces):
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     variables = {"VLLM_LOGGING_FORMAT": "json", "VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": KEY}
     flags = ("--enable-request-id-headers", "--log-requests", "--max-log-len", "6")
     flags += ("--otlp-traces-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces")
-    flags += ("--max-request-bytes", "1000", "--max-n", "2")
+    flags += ("--max-request-bytes", "1000", "--max-n", "2", "--num-gpu-blocks-override", "2000")
     flags += ("--logits-processor-pattern", PROCESSORS.replace(".", r"\.") + r"\..*")
+    flags += ("--enable-sleep-mode", "--worker-extension-cls", EXTENSION)
+    variables["VLLM_TORCH_PROFILER_DIR"] = str(traces)
     with start_server(*flags, variables=variables) as server:
         yield server
 
@@ -128,13 +139,65 @@ def test_requests_name_their_logits_processors(server, path):
         ("GET", "/server_info", 200),
         ("POST", "/reset_prefix_cache", 200),
         ("GET", "/is_sleeping", 200),
-        ("POST", "/sleep", 501),
+        ("POST", "/sleep?level=3", 400),
         ("POST", "/v1/load_lora_adapter", 404),
     ],
 )
 def test_development_routes(server, method, path, status):
     answer = server.request(method, path, **AUTHORISED)
     assert answer[0] == status and KEY.encode() not in answer[2]
+
+
+def call_workers(server, method, **arguments):
+    body = {"method": method, "kwargs": arguments}
+    status, _, answer = server.request("POST", "/collective_rpc", body, **AUTHORISED)
+    assert status == 200, answer
+    return json.loads(answer)["results"][0]
+
+
+def complete(server):
+    body = {**BODY, "temperature": 0, "max_tokens": 8}
+    status, _, answer = server.request("POST", "/v1/completions", body, **AUTHORISED)
+    return status, json.loads(answer)
+
+
+def test_a_server_sleeps_gives_memory_back_and_wakes_up_as_it_was(server):
+    def post(path):
+        return server.request("POST", path, **AUTHORISED)[0]
+
+    expected = complete(server)[1]["choices"][0]["text"]
+    cache_bytes = call_workers(server, "fill_cache")
+    assert post("/reset_prefix_cache") == 200
+    awake = call_workers(server, "describe", text="x")
+    assert awake["text"] == "x"
+    assert post("/sleep?level=1") == 200
+    asleep = call_workers(server, "describe")
+    given_back = (awake["resident_pages"] - asleep["resident_pages"]) * mmap.PAGESIZE
+    assert given_back > 0.9 * cache_bytes
+    assert server.request("GET", "/health")[0] == 200
+    status, answer = complete(server)
+    assert status == 503 and "POST /wake_up" in answer["message"]
+    assert post("/wake_up?tags=weights") == 200
+    answer = server.request("GET", "/is_sleeping", **AUTHORISED)[2]
+    assert json.loads(answer) == {"is_sleeping": True}
+    assert post("/wake_up?tags=kv_cache") == 200
+    assert complete(server)[1]["choices"][0]["text"] == expected
+
+
+def test_a_call_to_the_workers_that_is_wrong_says_why(server):
+    for method, status, word in (("nothing", 400, b"no method"), ("get_model", 400, b"be sent")):
+        body = {"method": method}
+        answer = server.request("POST", "/collective_rpc", body, **AUTHORISED)
+        assert answer[0] == status and word in answer[2]
+
+
+def test_a_trace_is_written_between_two_requests(server, traces):
+    assert server.request("POST", "/stop_profile", **AUTHORISED)[0] == 400
+    assert server.request("POST", "/start_profile", **AUTHORISED)[0] == 200
+    assert complete(server)[0] == 200
+    assert server.request("POST", "/stop_profile", **AUTHORISED)[0] == 200
+    (path,) = traces.iterdir()
+    assert b'"name": "step ' in gzip.decompress(path.read_bytes())
 
 
 def test_every_line_of_the_log_is_json_and_holds_no_key_and_no_whole_prompt(server):
@@ -146,7 +209,7 @@ def test_every_line_of_the_log_is_json_and_holds_no_key_and_no_whole_prompt(serv
         lines = whole_lines(server)
     assert {200, 401} <= completion_statuses(lines)
     messages = [line["message"] for line in lines]
-    assert any(message.startswith("ready in") for message in messages)  # the engine's own
+    assert any(message.startswith("KV cache: ") for message in messages)  # the engine's own
     assert any('"prompt": "import..."' in message for message in messages)
     assert not any(KEY in message or "import os" in message for message in messages)
 

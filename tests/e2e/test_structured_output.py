@@ -12,6 +12,7 @@ import pytest
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.structured_output.schemas import random_pattern, random_schema
 from vllm import LLM, SamplingParams
+from vllm.engine.wire import AddRequests, decode_to_core, encode
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind
 
 PROMPTS = ["data = ", "import json\n", "def read(path):\n    ", '{"a": 1}\n']
@@ -220,6 +221,19 @@ def test_a_grammar_is_compiled_once_and_attached(llm):
     assert processor.attach_grammar(attached) is attached
     _, free = processor.process("f", "x = ", SamplingParams())
     assert processor.attach_grammar(free) is free
+
+
+@pytest.mark.parametrize("limit", [2**64, 1e308])
+def test_a_schema_may_hold_numbers_that_no_message_to_the_core_can(llm, limit):
+    processor = llm.llm_engine.input_processor
+    schema = {"type": "integer", "maximum": limit, "title": 2**64}
+    params = SamplingParams(guided_decoding=GuidedDecodingParams(json=schema))
+    _, request = processor.process("r", "x = ", params)
+    attached = processor.attach_grammar(request)
+    (received,) = decode_to_core(encode(AddRequests(requests=[attached]))).requests
+    assert received.grammar == attached.grammar
+    assert received.sampling_params.guided_decoding is not None, "tells that the output has a form"
+    assert params.guided_decoding.json is schema, "the user's parameters stay as they are"
 
 
 def test_a_request_whose_grammar_was_not_attached_ends(llm):

@@ -9,9 +9,18 @@ import numpy as np
 
 from tests.engine.tokenizers_for_tests import BUNDLED_MODEL
 from vllm.config import CacheConfig, ModelArch, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.errors import CapacityError
-from vllm.messages import EngineOutput, EngineRequest, Finished, FinishReason, LogprobRows
+from vllm.errors import CapacityError, EngineAsleepError
+from vllm.executor.worker_call import call_worker
+from vllm.messages import (
+    EngineOutput,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    LogprobRows,
+    SchedulerStats,
+)
 
+TAGS = ("weights", "kv_cache")
 Reply = Callable[[EngineRequest], list[int]]
 
 
@@ -57,6 +66,7 @@ class FakeEngineCore:
         aborted: ids of requests that were there when aborted.
         fail: raised by the next step, once.
         errors: request id -> message; the request fails instead of giving its next token.
+        worker: whose methods can be called.
     """
 
     def __init__(self, reply: Reply = lambda request: [10], capacity: int = 10**6) -> None:
@@ -68,9 +78,13 @@ class FakeEngineCore:
         self.fail: BaseException | None = None
         self.errors: dict[str, str] = {}
         self.calls: Counter[str] = Counter()
+        self.worker: Any = object()
+        self.sleeping_tags: list[str] = []
         self._num_output: Counter[str] = Counter()
 
     def add_request(self, request: EngineRequest) -> None:
+        if self.sleeping_tags:
+            raise EngineAsleepError(self.sleeping_tags)
         if request.max_total_tokens > self.capacity:
             raise CapacityError(f"needs {request.max_total_tokens} tokens of {self.capacity}")
         self.added[request.request_id] = self.running[request.request_id] = request
@@ -85,6 +99,23 @@ class FakeEngineCore:
 
     def reset_prefix_cache(self) -> bool:
         return not self.running
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None) -> list[Any]:
+        return [call_worker(self.worker, method, args, kwargs or {})]
+
+    def sleep(self, level: int = 1) -> None:
+        if self.running:
+            raise CapacityError(f"{len(self.running)} requests run", status=409)
+        self.sleeping_tags = ["weights", "kv_cache"]
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.sleeping_tags = [tag for tag in self.sleeping_tags if tag not in (tags or TAGS)]
+
+    def is_sleeping(self) -> bool:
+        return bool(self.sleeping_tags)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(num_running=len(self.running), num_kv_blocks=100)
 
     def shutdown(self) -> None:
         self.calls["shutdown"] += 1

@@ -53,11 +53,12 @@ def test_waiting_tokens_are_those_that_have_not_begun():
 
 
 def test_a_start_tells_its_pace(monkeypatch):
-    clock = iter([0.0, 10.0, 16.0, 16.0])
-    monkeypatch.setattr("vllm.engine.startup_state.time.monotonic", lambda: next(clock))
+    clock = [10.0]
+    monkeypatch.setattr("vllm.engine.startup_state.time.monotonic", lambda: clock[0])
     startup = Startup()
     startup.report("warm-up", 0, 8)
     assert startup.eta_seconds is None
+    clock[0] = 16.0
     startup.report("warm-up", 2, 8)
     assert startup.eta_seconds == pytest.approx(18.0)
     startup.set_ready()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
-from vllm.engine import core_supervisor
+from vllm.engine import async_llm_engine, core_supervisor
 from vllm.engine.admission import AdmissionLimits
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor
@@ -20,11 +20,13 @@ from vllm.errors import (
     RequestError,
     RequestTimeoutError,
     TextTooLongError,
+    WorkerCallError,
 )
 from vllm.messages import EngineOutput, Finished, FinishReason
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.transformers_utils.token_bytes import TextLengthBound
+from vllm.utils.deadline_worker import DeadlineWorker
 
 STOPPED = Finished(FinishReason.STOP)
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -381,6 +383,46 @@ def test_who_leaves_the_slow_lane_gives_its_turn_up(run):
     run(check)
 
 
+def test_a_huge_text_is_tokenised_in_a_process_as_a_short_one_is(run, monkeypatch):
+    monkeypatch.setattr(async_llm_engine, "HUGE_TEXT_CHARS", 20_000)
+
+    async def check(engine, client):
+        text = "import os\n" * 2000
+        expected = engine.input_processor.tokenize(text).token_ids
+        prompt = {"prompt": text, "add_special_tokens": False, "cache_salt": "s"}
+        tokenized = await engine.tokenize(prompt)
+        assert tokenized.token_ids == expected[1:]
+        assert (tokenized.text, tokenized.cache_salt) == (text, "s")
+        (*_, output) = await collect(engine, prompt=text, truncate_prompt_tokens=20)
+        assert output.prompt_token_ids == expected[-20:] and output.prompt == text
+        with pytest.raises(RequestError, match="not valid text"):
+            await engine.tokenize(text + "\ud800")
+
+    run(check)
+
+
+def test_who_leaves_ends_the_process_that_tokenises(run, monkeypatch):
+    workers, has_begun = [], threading.Event()
+    call = DeadlineWorker.call
+
+    def watched_call(self, argument, timeout_s):
+        workers.append(self)
+        has_begun.set()
+        return call(self, argument, timeout_s)
+
+    async def check(engine, client):
+        monkeypatch.setattr(DeadlineWorker, "call", watched_call)
+        task = asyncio.ensure_future(engine.tokenize("import os\n" * 10**6))
+        await asyncio.to_thread(has_begun.wait)
+        process = workers[0]._process
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert process.poll() is not None
+
+    run(check)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -411,9 +453,9 @@ def test_a_request_for_many_samples_is_sent_once(run):
 def test_what_is_not_available_is_refused(run):
     async def check(engine, client):
         for more in ({"lora_request": "x"}, {"prompt_adapter_request": "x"}):
-            with pytest.raises(RequestError, match=r"(?i)leave (it|lora_request) out"):
+            with pytest.raises(RequestError, match="this version runs no"):
                 await anext(engine.generate("a", params(), "r", **more))
-        with pytest.raises(RequestError, match="not enabled"):
+        with pytest.raises(RequestError, match="runs no LoRA adapters"):
             await engine.add_lora("x")
 
     run(check)
@@ -441,6 +483,112 @@ def test_the_line_of_statistics_is_written_on_request_and_at_its_pace(run, monke
         assert len(logged) == 1 and "generation throughput" in logged[0][0]
         assert not await engine.is_tracing_enabled()
         assert engine._stats_task is not None and not engine._stats_task.done()
+
+    run(check)
+
+
+class Worker:
+    """Methods for the engine to call."""
+
+    def __init__(self) -> None:
+        self.profiles: list[str] = []
+
+    def add(self, a: int, b: int = 0) -> dict[str, int]:
+        return {"sum": a + b}
+
+    def fail(self) -> None:
+        raise KeyError("layer 3")
+
+    def give(self) -> object:
+        return object()
+
+    def start_profile(self) -> None:
+        self.profiles.append("start")
+
+    def stop_profile(self) -> str:
+        self.profiles.append("stop")
+        return "rank0.json"
+
+
+def test_methods_of_the_workers_are_called_by_name(run):
+    async def check(engine, client):
+        client.core.worker = worker = Worker()
+        assert await engine.collective_rpc("add", args=(1,), kwargs={"b": 2}) == [{"sum": 3}]
+        await engine.start_profile()
+        await engine.stop_profile()
+        assert worker.profiles == ["start", "stop"]
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "error", "message"),
+    [
+        ("nothing", (), RequestError, "no method 'nothing'"),
+        ("add", (), RequestError, "'add'.*missing a required argument"),
+        ("add", (object(),), RequestError, "arguments cannot be sent"),
+        ("give", (), RequestError, "the result of collective_rpc cannot be sent"),
+        ("fail", (), WorkerCallError, "KeyError: 'layer 3'"),
+        (len, (), RequestError, "takes the name of a method"),
+    ],
+)
+def test_a_call_that_fails_is_the_callers_and_the_engine_goes_on(run, method, args, error, message):
+    async def check(engine, client):
+        client.core.worker = Worker()
+        with pytest.raises(error, match=message):
+            await engine.collective_rpc(method, args=args)
+        assert (await collect(engine))[-1].finished
+
+    run(check)
+
+
+def test_a_call_that_takes_too_long_is_not_waited_for(run):
+    async def check(engine, client):
+        client.core.worker = Worker()
+        client.is_held = True
+        with pytest.raises(RequestTimeoutError, match=r"'add' took longer than timeout=0.01"):
+            await engine.collective_rpc("add", 0.01, (1,))
+        client.is_held = False
+        assert await engine.collective_rpc("add", 60, (4,)) == [{"sum": 4}]
+
+    run(check)
+
+
+def test_a_sleeping_engine_refuses_requests_and_stays_alive(run):
+    async def check(engine, client):
+        first = engine.generate("a", params(max_tokens=3), "first")
+        await anext(first)
+        with pytest.raises(CapacityError) as refusal:
+            await engine.sleep()
+        assert refusal.value.status == 409
+        await first.aclose()
+        await engine.sleep(2)
+        assert await engine.is_sleeping()
+        with pytest.raises(CapacityError, match="wake_up") as refusal:
+            await collect(engine)
+        assert refusal.value.status == 503
+        await engine.check_health()
+        await engine.wake_up(["weights"])
+        assert await engine.is_sleeping()
+        await engine.wake_up()
+        assert not await engine.is_sleeping()
+        assert (await collect(engine))[-1].finished
+
+    run(check)
+
+
+def test_the_settings_of_the_engine_can_be_asked_for(run):
+    async def check(engine, client):
+        config = engine.vllm_config
+        assert await engine.get_model_config() is config.model
+        assert await engine.get_parallel_config() is config.parallel
+        assert await engine.get_decoding_config() is config.structured_output
+        assert await engine.get_lora_config() is None and await engine.list_loras() == set()
+        assert not await engine.is_tracing_enabled()
+        await engine.reset_mm_cache()
+        for refused in (engine.add_lora(None), engine.remove_lora(1), engine.pin_lora(1)):
+            with pytest.raises(RequestError, match="runs no LoRA adapters"):
+                await refused
 
     run(check)
 

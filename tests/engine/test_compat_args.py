@@ -108,7 +108,7 @@ def test_flags_of_the_fork_are_accepted(capsys):
     "flags",
     [
         ["--enable-lora"],
-        ["--cpu-offload-gb", "1.5"],
+        ["--kv-transfer-config", "{}"],
         ["--speculative-config", '{"model": "x"}'],
     ],
 )

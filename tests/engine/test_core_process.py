@@ -136,3 +136,22 @@ def test_a_core_ends_with_its_parent_however_that_ends(how):
     parent.wait(120)
     parent.stdout.close()
     wait_until(lambda: not core.is_running() or core.status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.parametrize("has_process", [False, True])
+def test_a_process_that_was_only_prepared_is_ended(tmp_path, monkeypatch, has_process):
+    """Also when nobody waits for it any more while it is made."""
+    monkeypatch.setattr("vllm.engine.core_client.tempfile.tempdir", str(tmp_path))
+    before = {child.pid for child in psutil.Process().children()}
+    engine = AsyncLLM(EngineArgs(**SMALL))
+
+    async def main():
+        engine.prepare()
+        await asyncio.sleep(0)
+        while has_process and engine.core_pid is None:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    engine.shutdown()
+    assert {child.pid for child in psutil.Process().children()} <= before
+    assert list(tmp_path.iterdir()) == []

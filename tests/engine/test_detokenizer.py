@@ -106,6 +106,13 @@ def test_output_joins_the_prompt_with_the_space_that_decoding_both_shows(make, p
     assert before + "".join(stream(tokenizer, token_ids, prompt_ids)) == both
 
 
+def test_output_that_follows_an_unknown_prompt_keeps_its_first_space():
+    tokenizer = sentencepiece()
+    token_ids = encode(tokenizer, "hat on a mat")
+    assert DetokenizerFactory(tokenizer).create([]).push(token_ids).startswith("hat")
+    assert DetokenizerFactory(tokenizer).create(None).push(token_ids).startswith(" hat")
+
+
 @every_tokenizer
 def test_an_incomplete_character_at_the_end_reads_as_decode_shows_it(make):
     tokenizer = make()

@@ -11,7 +11,7 @@ from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.engine import run_ahead
 from vllm.engine.engine_core import EngineCore
 from vllm.engine.run_ahead import RunAhead
-from vllm.errors import EngineDeadError, RequestError
+from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, RequestError
 from vllm.executor import Executor
 from vllm.messages import EngineRequest, FinishReason, ModelRunnerOutput, SchedulerOutput
 from vllm.sampling_params import SamplingParams
@@ -96,23 +96,27 @@ class FakeExecutor(Executor):
         self.is_shut_down = True
 
 
-def make_core(run_ahead: RunAhead | None = None, **fails: Any) -> EngineCore:
+def make_core(
+    run_ahead: RunAhead | None = None, *, can_sleep: bool = False, **fails: Any
+) -> EngineCore:
     config = VllmConfig(
-        model=ModelConfig(),
+        model=ModelConfig(enable_sleep_mode=can_sleep),
         cache=CacheConfig(block_size=4),
         scheduler=SchedulerConfig(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=32),
     )
     return EngineCore(config, FakeExecutor(**fails), run_ahead or RunAhead(False))
 
 
-def make_request(request_id: str, max_tokens: int = 3, eos: int | None = None) -> EngineRequest:
+def make_request(
+    request_id: str, max_tokens: int = 3, eos: int | None = None, num_prompt: int = 3
+) -> EngineRequest:
     return EngineRequest(
         request_id=request_id,
-        prompt_token_ids=[1, 2, 3],
+        prompt_token_ids=list(range(1, num_prompt + 1)),
         sampling_params=SamplingParams(max_tokens=max_tokens),
         seed=0,
         eos_token_id=eos,
-        max_total_tokens=3 + max_tokens,
+        max_total_tokens=num_prompt + max_tokens,
         arrival_time=0.0,
     )
 
@@ -322,3 +326,108 @@ def test_a_request_that_waits_for_loading_can_be_aborted_and_refused():
     with pytest.raises(RequestError, match="max_model_len"):
         core.add_request(make_request("long", max_tokens=1000))
     assert not core.has_unfinished_requests()
+
+
+def test_workers_are_called_by_name_but_not_for_what_the_engine_does_itself():
+    core = make_core()
+    core.executor.worker_calls["add"] = lambda a, b: a + b
+    assert core.collective_rpc("add", args=(1,), kwargs={"b": 2}) == [3]
+    for name in ("load_model", "initialize_cache", "execute_model", "sleep", "wake_up"):
+        with pytest.raises(RequestError, match=f"{name}.*only the engine"):
+            core.collective_rpc(name)
+
+
+class SleepingWorker:
+    """What sleeps, and an error for the next time that it wakes up."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.tags: list[str] = []
+        self.error: Exception | None = None
+        core.executor.worker_calls = {
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
+            "sleeping_tags": lambda: list(self.tags),
+        }
+
+    def sleep(self, level: int) -> None:
+        self.tags = ["weights", "kv_cache"]
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        if self.error is not None:
+            raise self.error
+        self.tags = [tag for tag in self.tags if tags is not None and tag not in tags]
+
+
+def run_all(core: EngineCore) -> None:
+    while core.has_unfinished_requests():
+        core.step()
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_an_engine_that_sleeps_refuses_requests_until_all_of_it_is_awake(is_ahead):
+    core = make_core(RunAhead(is_ahead, min_share=0), can_sleep=True)
+    worker = SleepingWorker(core)
+    core.add_request(make_request("a"))
+    run_all(core)
+    core.sleep(1)
+    assert core.is_sleeping()
+    for awake in (["kv_cache"], ["weights"]):
+        with pytest.raises(EngineAsleepError, match="wake_up") as refusal:
+            core.add_request(make_request("b"))
+        assert refusal.value.status == 503
+        core.wake_up(awake)
+    assert not core.is_sleeping()
+    core.add_request(make_request("b"))
+    run_all(core)
+    assert worker.tags == []
+
+
+def test_nothing_sleeps_while_requests_run_and_no_step_is_in_flight_then():
+    core = make_core(RunAhead(True, min_share=0), can_sleep=True)
+    SleepingWorker(core)
+    core.add_request(make_request("a", max_tokens=9))
+    core.step()
+    with pytest.raises(CapacityError, match=r"requests run or wait \(now 1\)") as refusal:
+        core.sleep()
+    assert refusal.value.status == 409 and not core.is_sleeping()
+    core.abort_requests(["a"])
+    assert core.has_unfinished_requests()  # the step that was started ahead
+    core.sleep()
+    log = core.executor.log
+    assert log[-3:-2] == ["result 1"] and log[-2] == "call sleep"
+    assert not core.has_unfinished_requests()
+
+
+def test_an_engine_forgets_its_prefixes_in_its_sleep():
+    core = make_core(can_sleep=True)
+    SleepingWorker(core)
+    found = []
+    for name in ("first", "second", "after"):
+        if name == "after":
+            core.sleep()
+            core.wake_up()
+        core.add_request(make_request(name, max_tokens=9, num_prompt=12))
+        found.append(core.step().num_cached_tokens[name])
+        run_all(core)
+    assert found == [0, 8, 0]
+
+
+def test_an_engine_whose_wake_up_fails_still_sleeps():
+    core = make_core(can_sleep=True)
+    worker = SleepingWorker(core)
+    core.sleep(2)
+    worker.error = ValueError("the file has gone")
+    with pytest.raises(ValueError, match="gone"):
+        core.wake_up()
+    assert core.is_sleeping()
+    worker.error = None
+    core.wake_up()
+    assert not core.is_sleeping()
+
+
+def test_sleep_mode_must_be_on():
+    core = make_core()
+    for call in (core.sleep, core.wake_up):
+        with pytest.raises(RequestError, match="--enable-sleep-mode"):
+            call()
+    assert not core.is_sleeping()

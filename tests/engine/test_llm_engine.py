@@ -2,12 +2,14 @@
 
 import gc
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from tests.engine.fakes import FakeEngineCore, make_config
 from tests.engine.tokenizers_for_tests import byte_level
 from vllm.assets import BUNDLED_MODEL
+from vllm.config import ObservabilityConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
 from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
@@ -195,3 +197,42 @@ def test_the_configs_are_where_users_look_for_them():
     assert engine.get_vllm_config() is engine.vllm_config
     assert engine.model_config.max_model_len == engine.scheduler_config.max_model_len == 64
     assert engine.cache_config.block_size == 16
+
+
+def test_statistics_are_counted_unless_they_are_off():
+    engine = make_engine()
+    engine.add_request("a", [5, 6, 7], SamplingParams(max_tokens=2))
+    run(engine)
+    found = {metric.name: metric for metric in engine.get_metrics()}
+    assert found["vllm:prompt_tokens"].value == 3 and found["vllm:generation_tokens"].value == 2
+    assert found["vllm:e2e_request_latency_seconds"].count == 1
+    silent = replace(make_config(), observability=ObservabilityConfig(disable_log_stats=True))
+    engine = LLMEngine(silent, FakeEngineCore(), byte_level(), {})
+    engine.add_request("a", [5], SamplingParams(max_tokens=1))
+    assert run(engine)[-1].finished
+    with pytest.raises(RequestError, match="disable_log_stats=False"):
+        engine.get_metrics()
+    engine.do_log_stats()
+
+
+def test_the_settings_of_the_engine_can_be_asked_for():
+    engine = make_engine()
+    config = engine.vllm_config
+    assert engine.get_model_config() is config.model is engine.model_config
+    assert engine.get_scheduler_config() is config.scheduler
+    assert engine.get_parallel_config() is config.parallel
+    assert engine.get_decoding_config() is config.structured_output
+    assert engine.get_lora_config() is None and engine.list_loras() == set()
+    assert engine.get_tokenizer_group() is engine.get_tokenizer()
+    assert engine.reset_mm_cache() and not engine.is_tracing_enabled()
+    for refused in (engine.add_lora, engine.remove_lora, engine.pin_lora):
+        with pytest.raises(RequestError, match="runs no LoRA adapters"):
+            refused(1)
+
+
+def test_an_engine_that_is_shut_down_cannot_be_controlled():
+    engine = make_engine()
+    engine.shutdown()
+    for call in (engine.sleep, engine.wake_up, lambda: engine.collective_rpc("stats")):
+        with pytest.raises(EngineDeadError):
+            call()

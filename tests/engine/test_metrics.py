@@ -15,6 +15,7 @@ from vllm.engine.metrics import (
     one_two_five,
 )
 from vllm.engine.metrics_history import HISTORY_S, RateHistory
+from vllm.engine.metrics_reader import Counter, Gauge, Histogram, read_metrics
 from vllm.engine.metrics_registry import expose, process_collectors
 from vllm.messages import RunnerStats, SchedulerStats
 
@@ -277,3 +278,27 @@ def test_a_histogram_adds_up(metrics):
         expected = sum(value <= bound for value in values)
         assert samples[f"{prefix}_bucket le={bound}"] == expected
     assert samples[f"{prefix}_sum"] == pytest.approx(sum(values))
+
+
+def test_the_objects_of_get_metrics_are_the_numbers_of_the_page(metrics):
+    metrics.record_output(SchedulerStats(num_running=3), IterationStats(5, 2, [0.5], [0.02]))
+    page, found = scrape(metrics), read_metrics(metrics)
+    assert {metric.name for metric in found} == set(TYPES)
+    kinds = {"gauge": Gauge, "counter": Counter, "histogram": Histogram}
+    assert all(type(metric) is kinds[TYPES[metric.name]] for metric in found)
+    by_name = {metric.name: metric for metric in found}
+    running, prompt = by_name["vllm:num_requests_running"], by_name["vllm:prompt_tokens"]
+    assert (running.value, running.labels) == (3.0, LABELS)
+    assert prompt.value == page["prompt_tokens_total"] == 5 and type(prompt.value) is int
+    first = by_name["vllm:time_to_first_token_seconds"]
+    assert (first.count, first.sum) == (1, 0.5)
+    assert (first.buckets["0.25"], first.buckets["0.5"], first.buckets["+Inf"]) == (0, 1, 1)
+    reasons = {m.labels["finished_reason"] for m in found if m.name == "vllm:request_success"}
+    assert reasons == {"stop", "length", "abort", "error"}
+
+
+def test_programs_find_these_objects_under_their_old_name():
+    from vllm.v1.metrics import reader
+
+    assert (reader.Gauge, reader.Counter, reader.Histogram) == (Gauge, Counter, Histogram)
+    assert issubclass(reader.Vector, reader.Metric)

@@ -10,6 +10,7 @@ import pytest
 from vllm import envs
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import LoadConfig, VllmConfig
+from vllm.config.fields import config_fields, config_sections
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.transformers_utils.generation_config import load_generation_defaults
@@ -38,6 +39,12 @@ def test_the_default_config_is_complete():
     assert config.cache.block_size == 16
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 2048)
     assert config.cache.kv_cache_space_bytes is None
+
+
+def test_what_is_said_about_observability_arrives():
+    config = resolve(disable_log_stats=True, kv_events_config={"topic": "x"})
+    assert config.observability.disable_log_stats
+    assert config.observability.kv_events.topic == "x"
 
 
 def test_making_a_config_changes_nothing():
@@ -90,6 +97,22 @@ def test_a_length_beyond_the_model_names_both_numbers_and_the_way_out():
     assert """hf_overrides='{"max_position_embeddings": 4096}'""" in message
     overridden = resolve(max_model_len=4096, hf_overrides={"max_position_embeddings": 4096})
     assert overridden.scheduler.max_model_len == 4096
+
+
+def test_weights_are_not_downloaded_for_settings_that_are_wrong(monkeypatch):
+    asked = []
+
+    def find(name, revision, download_dir, ignore_patterns, load_format, token):
+        asked.append((name, load_format))
+        return BUNDLED_MODEL
+
+    monkeypatch.setattr("vllm.engine.resolve_config.resolve_model_folder", find)
+    for wrong in ({"max_model_len": 4096}, {"quantization": "x"}, {"max_num_batched_tokens": 0}):
+        with pytest.raises(ConfigError):
+            resolve(model="some/model", **wrong)
+    assert ("some/model", "auto") not in asked
+    assert resolve(model="some/model").model.path == str(BUNDLED_MODEL)
+    assert asked[-1] == ("some/model", "auto")
 
 
 @pytest.fixture
@@ -244,6 +267,21 @@ def test_a_model_nobody_here_can_run_is_refused(tmp_path, changes, message):
         resolve(model=write_model(tmp_path, **changes))
 
 
+SWITCHES = {
+    field.name: (section, field.default)
+    for section, kind in config_sections(VllmConfig).items()
+    for field in config_fields(kind)
+    if field.kind == "bool"
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_every_switch_reaches_the_config(name):
+    section, default = SWITCHES[name]
+    config = EngineArgs(**{name: not default}).create_engine_config()
+    assert getattr(getattr(config, section), name) is (not default)
+
+
 def test_config_and_defaults_can_come_from_another_folder_than_the_weights(tmp_path):
     weights, elsewhere = tmp_path / "weights", tmp_path / "config"
     for folder in (weights, elsewhere):
@@ -301,3 +339,14 @@ def test_a_model_without_windows_stays_as_it_is():
     assert resolve(disable_sliding_window=True) == replace_model(
         resolve(), disable_sliding_window=True
     )
+
+
+def test_weights_on_the_host_are_what_the_cpu_has_anyway(capsys):
+    assert resolve(cpu_offload_gb=4) == resolve()
+    assert "cpu_offload_gb=4 has no effect: on the device 'cpu' all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [-1, float("inf"), float("nan")])
+def test_less_than_nothing_on_the_host_is_refused(number):
+    with pytest.raises(ConfigError, match="cpu_offload_gb must be at least 0, got"):
+        resolve(cpu_offload_gb=number)

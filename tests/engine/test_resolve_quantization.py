@@ -48,13 +48,20 @@ def test_without_the_kernels_there_is_none(monkeypatch):
         envs.get.cache_clear()
 
 
-def test_a_card_has_none(monkeypatch):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantization": "int8"}, "on the device 'hpu'; available: none"),
+        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds is not available on the device"),
+    ],
+)
+def test_a_card_has_none(monkeypatch, settings, message):
     monkeypatch.setenv("VLLM_HPU_SIM", "gaudi2")
     envs.get.cache_clear()
     resolve_platform.cache_clear()
     try:
-        with pytest.raises(ConfigError, match="on the device 'hpu'; available: none"):
-            resolve(quantization="int8", device="hpu")
+        with pytest.raises(ConfigError, match=message):
+            resolve(**settings, device="hpu")
     finally:
         monkeypatch.undo()
         envs.get.cache_clear()

@@ -22,6 +22,7 @@ class Playback(ThreadingHTTPServer):
         self.keys = []
         self.events = []
         self.refusal = None
+        self.prefix = "/v1/"
         self.models = [{"id": "first"}, {"id": "second"}]
 
     @property
@@ -31,6 +32,9 @@ class Playback(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
+        if not self.path.startswith(self.server.prefix):
+            self.answer(404, b'{"error": {"message": "Not Found"}}')
+            return
         self.answer(200, json.dumps({"data": self.server.models}).encode())
 
     def do_POST(self):
@@ -75,6 +79,22 @@ def run(capsys, monkeypatch, *argv, typed=""):
     code = main(argv)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("more", ["", "/"])
+def test_a_url_without_v1_is_tried_with_it(server, capsys, monkeypatch, more):
+    server.events = ANSWER
+    url = server.url.removesuffix("/v1") + more
+    assert run(capsys, monkeypatch, "chat", "--url", url, "-q", "Hi") == (0, "Hello\n", "")
+    assert [path for path, _ in server.asked] == ["/v1/chat/completions"]
+
+
+def test_a_server_without_these_routes_is_told_with_a_hint(server, capsys, monkeypatch):
+    server.prefix = "/elsewhere/"
+    url = server.url.removesuffix("/v1")
+    code, out, err = run(capsys, monkeypatch, "chat", "--url", url, "-q", "Hi")
+    assert (code, out) == (2, "")
+    assert err == "error: the server answers 404: Not Found. Does --url end in /v1?\n"
 
 
 def test_one_message_is_answered_in_full(server, capsys, monkeypatch):

@@ -2,8 +2,13 @@
 
 import pytest
 
+from tests.e2e.server import free_port
 from vllm.entrypoints.cli.flag_names import with_flags
 from vllm.entrypoints.cli.main import main
+from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.utils import FlexibleArgumentParser
+
+NAMES = make_arg_parser(FlexibleArgumentParser()).flag_names()
 
 
 def said_by(args, capsys):
@@ -81,4 +86,15 @@ def test_no_section_of_a_help_is_empty(command, capsys):
     ],
 )
 def test_names_of_settings_become_flags(message, told):
-    assert with_flags(message) == told
+    assert with_flags(message, NAMES) == told
+
+
+def test_a_benchmark_says_how_long_it_waits_for_a_server_and_that_it_has(capsys):
+    url = f"http://127.0.0.1:{free_port()}"
+    flags = ["--base-url", url, "--ready-check-timeout-sec", "0.1", "--random-vocab-size", "9"]
+    code, out, err = said_by(["bench", "serve", *flags], capsys)
+    assert (code, out) == (2, "")
+    waiting, given_up = err.splitlines()
+    assert waiting.startswith(f"waiting for {url}, up to 0.1 s (--ready-check-timeout-sec): ")
+    assert given_up.startswith(f"error: {url} does not answer within 0.1 s: ")
+    assert "Start the server, or name another one with --base-url" in given_up

@@ -322,6 +322,8 @@ def test_beams_come_best_first_with_prompt_output_and_text():
     params = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
     first, second = llm.beam_search(["import", {"prompt_token_ids": [5]}], params)
     assert [len(beam.tokens) - 1 for beam in second.sequences] == [3, 3]
+    entries = [e for position in second.sequences[0].logprobs for e in position.values()]
+    assert entries and all(isinstance(entry.decoded_token, str) for entry in entries)
     best, other = first.sequences
     assert best.tokens == [BOS, *encode("import"), 10, 10, 10]
     assert best.cum_logprob == pytest.approx(-1.5)

@@ -50,6 +50,12 @@ def test_only_public_methods_have_a_name(name):
         call_worker(Worker(), name, (), {})
 
 
+@pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((1, 2, 3), {}), ((1,), {"to": 2})])
+def test_wrong_arguments_are_the_callers_fault(args, kwargs):
+    with pytest.raises(RequestError, match=r"method 'scale'.*argument"):
+        call_worker(Worker(), "scale", args, kwargs)
+
+
 def test_an_extension_adds_methods_to_whatever_worker_there_is():
     assert resolve() is Worker
     extended = resolve(worker_extension_cls=f"{HERE}.Extension")

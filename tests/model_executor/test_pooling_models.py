@@ -14,10 +14,11 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.pooler import activate
-from vllm.model_executor.loader.checkpoint import find_files, iterate_tensors
+from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.model_loader import build_model, materialize
 from vllm.model_executor.loader.weights import load_weights
 from vllm.model_executor.models.interface import PoolingModel
+from vllm.transformers_utils.weight_files import find_files
 
 PROMPT = torch.arange(100, 130)
 

@@ -86,7 +86,7 @@ def test_the_memory_is_divided_as_in_the_published_logs(
 def test_the_profiling_run_books_what_the_largest_launches_need(mode):
     is_lazy, is_eager = MODES[mode]
     with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **FEW_BUCKETS) as bridge:
-        worker = loaded_worker(enforce_eager=is_eager)
+        worker = loaded_worker(enforce_eager=is_eager, enable_sleep_mode=True)
         used = bridge.card.memory.in_use_bytes
         with captured_log() as log:
             worker.initialize_cache()
@@ -96,6 +96,21 @@ def test_the_profiling_run_books_what_the_largest_launches_need(mode):
         assert 2 * logits < ledger.booked(MemoryClass.WORKSPACE) < 4 * logits
         text = next(line for line in log if line.startswith("Model profiling run took"))
         assert re.match(r"Model profiling run took [89]\.\d+ MiB of device memory \(2\d\.", text)
+        check_sleep(worker)
+
+
+def check_sleep(worker: HPUWorker) -> None:
+    """The memory of a worker goes and comes back, and its launches are known as before."""
+    memory, bridge = worker.bridge.card.memory, worker.bridge
+    awake, compilations = memory.in_use_bytes, bridge.counters().compilations
+    for level in (1, 2):
+        worker.sleep(level)
+        assert memory.in_use_bytes < awake / 1000
+        worker.wake_up()
+        assert memory.in_use_bytes == awake
+    for shape in worker.runner.launch_shapes(worker.runner.planner.catalog.decode[0]):
+        worker.runner.warm_up(shape, with_sampler=False)
+    assert bridge.counters().compilations == compilations
 
 
 @pytest.mark.parametrize(
@@ -179,6 +194,6 @@ def test_only_steps_that_compile_are_reported_otherwise():
 def test_a_cache_of_fp8_is_refused_in_one_line():
     with (
         simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS),
-        pytest.raises(ConfigError, match=r"^--kv-cache-dtype fp8 is available on cpu only; .*hpu$"),
+        pytest.raises(ConfigError, match=r"^kv_cache_dtype='fp8' is not available on .* 'hpu'; "),
     ):
         loaded_worker(kv_cache_dtype="fp8")

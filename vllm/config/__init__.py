@@ -7,6 +7,7 @@ flag (see `vllm.engine.arg_utils`). Nothing here imports torch or touches a devi
 from vllm.config.cache import CacheConfig
 from vllm.config.device import DeviceConfig
 from vllm.config.hpu import HPUConfig
+from vllm.config.kv_events import KVEventsConfig
 from vllm.config.load import LoadConfig
 from vllm.config.model import ModelArch, ModelConfig, RopeConfig
 from vllm.config.observability import ObservabilityConfig
@@ -20,6 +21,7 @@ __all__ = [
     "CacheConfig",
     "DeviceConfig",
     "HPUConfig",
+    "KVEventsConfig",
     "LoadConfig",
     "ModelArch",
     "ModelConfig",

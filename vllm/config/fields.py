@@ -15,7 +15,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Literal
 
@@ -207,6 +207,8 @@ def _to_mapping(value: object) -> Mapping[str, object]:
             ) from None
     if isinstance(value, Mapping):
         return dict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
     raise ValueError(f"must be a JSON object (a dict), got {value!r}")
 
 

@@ -1,9 +1,11 @@
 """How weights get from disk into the model."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from vllm.config.checks import check_one_of
+from vllm.errors import ConfigError
 
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 
@@ -29,5 +31,17 @@ class LoadConfig:
     use_tqdm_on_load: bool = True
     """Show a progress bar while loading weights."""
 
+    cpu_offload_gb: float = 0.0
+    """GiB of weights that the card is spared, for a model larger than it: so many layers stay in
+    the memory of the host, and each step copies them to the card. Needs enforce_eager. Without
+    effect on cpu."""
+
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.cpu_offload_gb) and self.cpu_offload_gb >= 0):
+            raise ConfigError(f"cpu_offload_gb must be at least 0, got {self.cpu_offload_gb}")
         check_one_of(self, "load_format", ("auto", "safetensors", "pt", "dummy"))
+
+    @property
+    def cpu_offload_bytes(self) -> int:
+        """Bytes of weights that the card is to be spared."""
+        return int(self.cpu_offload_gb * 2**30)

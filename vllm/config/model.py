@@ -102,6 +102,11 @@ class ModelArch:
         )
 
     @property
+    def embedding_size(self) -> int:
+        """Numbers of a token's embedding; OPT may project them to `hidden_size`."""
+        return int(self.hf_config.get("word_embed_proj_dim") or self.hidden_size)
+
+    @property
     def derived_max_model_len(self) -> int:
         """Longest sequence the position embedding was made for."""
         if self.rope is None:
@@ -243,6 +248,9 @@ class ModelConfig:
     max_logprobs: int = 20
     """Most log-probabilities a request may ask for per token."""
 
+    enable_prompt_embeds: bool = False
+    """Take prompts that are embeddings in place of tokens (`prompt_embeds`); on cpu only."""
+
     logits_processor_pattern: str | None = None
     """Regular expression that the whole qualified name of a logits processor must match for
     requests to use it by name. Whoever may send requests can then call what it matches, with
@@ -293,6 +301,11 @@ class ModelConfig:
                     f"logits_processor_pattern {self.logits_processor_pattern!r} is not a regular "
                     f"expression: {error}"
                 ) from None
+        if any(not name.strip() for name in self.served_model_name):
+            raise ConfigError(
+                "served_model_name must not be empty: give names that requests may use, or leave "
+                "it out"
+            )
 
     @property
     def resolved_arch(self) -> ModelArch:

@@ -28,6 +28,16 @@ class VllmConfig:
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     @property
+    def summary(self) -> str:
+        """Model and limits on one line, for logs."""
+        return (
+            f"{(self.model.served_model_name or (self.model.model,))[0]}, "
+            f"max_model_len {self.scheduler.max_model_len}, "
+            f"at most {self.scheduler.max_num_seqs} requests and "
+            f"{self.scheduler.max_num_batched_tokens} tokens per step"
+        )
+
+    @property
     def max_blocks_per_request(self) -> int:
         """Length of a block table: blocks of a request of `max_model_len` tokens."""
         return -(-self.scheduler.max_model_len // self.cache.block_size)

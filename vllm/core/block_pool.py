@@ -12,6 +12,7 @@ goes to the front: taking it loses nothing.
 
 from collections.abc import Iterable, Sequence
 
+from vllm.core.cache_events import CacheEventLog
 from vllm.messages import NULL_BLOCK_ID
 
 
@@ -20,9 +21,13 @@ class BlockPool:
 
     Block 0 is the null block: it belongs to nobody and is never allocated. As nothing else
     uses its links, it is the head of the (doubly linked, circular) free queue.
+
+    Args:
+        num_blocks: the null block included.
+        events: is told which contents cannot be found any more; None: nobody is.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, events: CacheEventLog | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and one more, got {num_blocks} blocks")
         self.num_blocks = num_blocks
@@ -32,6 +37,7 @@ class BlockPool:
         self._num_refs = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
+        self._events = events
 
     @property
     def num_usable_blocks(self) -> int:
@@ -50,6 +56,7 @@ class BlockPool:
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         next_, refs, hash_of = self._next, self._num_refs, self._hash_of
         block_ids = []
+        forgotten: list[bytes] = []
         block_id = next_[NULL_BLOCK_ID]
         for _ in range(count):
             block_ids.append(block_id)
@@ -58,11 +65,14 @@ class BlockPool:
             if old is not None:
                 del self._block_of[old]
                 hash_of[block_id] = None
+                forgotten.append(old)
             block_id = next_[block_id]
         # The queue now begins at the first block not taken.
         next_[NULL_BLOCK_ID] = block_id
         self._prev[block_id] = NULL_BLOCK_ID
         self.num_free -= count
+        if self._events is not None:
+            self._events.removed(forgotten)
         return block_ids
 
     def free(self, block_ids: Iterable[int]) -> None:
@@ -96,13 +106,20 @@ class BlockPool:
         """How many of the blocks nobody holds."""
         return sum(self._num_refs[block_id] == 0 for block_id in block_ids)
 
-    def remember(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> None:
-        """Make the contents of held blocks findable, except those that another block has too."""
+    def remember(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> list[int]:
+        """Make the contents of held blocks findable, except those that another block has too.
+
+        Returns:
+            Positions in the arguments of those that are findable now and were not before.
+        """
         block_of, hash_of = self._block_of, self._hash_of
-        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+        stored = []
+        for index, (block_id, block_hash) in enumerate(zip(block_ids, hashes, strict=True)):
             if hash_of[block_id] is None and block_hash not in block_of:
                 block_of[block_hash] = block_id
                 hash_of[block_id] = block_hash
+                stored.append(index)
+        return stored
 
     def forget_all(self) -> bool:
         """Drop the prefix cache. False, and no change, while any block is held."""
@@ -110,6 +127,8 @@ class BlockPool:
             return False
         self._block_of.clear()
         self._hash_of = [None] * self.num_blocks
+        if self._events is not None:
+            self._events.cleared()
         return True
 
     def _link(self, block_id: int, at_front: bool) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from vllm.core.block_hash import block_hashes, root_hash
 from vllm.core.block_pool import BlockPool
+from vllm.core.cache_events import CacheEventLog
 from vllm.request import Request
 
 
@@ -14,10 +15,18 @@ class KVCacheManager:
         num_blocks: blocks of the cache, the null block included.
         block_size: tokens per block.
         enable_caching: find and keep shared prefixes.
+        events: is told what becomes of the prefixes; None: nobody is.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool) -> None:
-        self.pool = BlockPool(num_blocks)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_caching: bool,
+        events: CacheEventLog | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, events)
+        self._events = events
         self.block_size = block_size
         self.enable_caching = enable_caching
         self._being_computed: set[int] = set()
@@ -73,7 +82,10 @@ class KVCacheManager:
         if end <= first or not self.enable_caching:
             return
         block_ids = request.block_ids[first:end]
-        self.pool.remember(block_ids, self._hashes(request, end)[first:])
+        hashes = self._hashes(request, end)
+        stored = self.pool.remember(block_ids, hashes[first:])
+        if self._events is not None:
+            self._events.stored(hashes, [first + i for i in stored], request.token_ids)
         self._being_computed.update(block_ids)
         request.num_cached_blocks = end
 

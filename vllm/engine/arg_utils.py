@@ -114,7 +114,21 @@ class EngineArgs:
         """
         from vllm.engine.resolve_config import resolve_config
 
-        return resolve_config({f.name: getattr(self, f.name) for f in fields(self)})
+        return resolve_config(self._settings())
+
+    def create_early_config(self) -> VllmConfig | None:
+        """The config, where it takes neither transformers nor a download; else None.
+
+        Raises:
+            ConfigError: the engine cannot start with these arguments, as far as that shows
+                without them.
+        """
+        from vllm.engine.early_config import resolve_early
+
+        return resolve_early(self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 class AsyncEngineArgs(EngineArgs):

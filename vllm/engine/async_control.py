@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
 from vllm.engine.core_supervisor import CoreSupervisor
-from vllm.engine.no_lora import refuse_lora
-from vllm.errors import RequestError
+from vllm.engine.unavailable import refuse_lora
+from vllm.errors import RequestError, RequestTimeoutError
 
 if TYPE_CHECKING:
     from vllm.engine.stats_log import StatsLog
@@ -68,7 +68,7 @@ class AsyncControl:
     # ---- LoRA -----------------------------------------------------------------------------
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """Adapters are not available yet.
+        """This version runs no adapters.
 
         Raises:
             RequestError: always.
@@ -76,11 +76,11 @@ class AsyncControl:
         refuse_lora("lora_request")
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Adapters are not available yet; raises as `add_lora`."""
+        """This version runs no adapters; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Adapters are not available yet; raises as `add_lora`."""
+        """This version runs no adapters; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     async def list_loras(self) -> set[int]:
@@ -118,7 +118,7 @@ class AsyncControl:
         Raises:
             RequestError: there is no such method, or an argument or the result cannot be sent.
             WorkerCallError: the method has raised.
-            TimeoutError: the call took longer than `timeout`.
+            RequestTimeoutError: (a TimeoutError) the call took longer than `timeout`.
             EngineDeadError: the core has died.
         """
         if not isinstance(method, str):
@@ -131,7 +131,12 @@ class AsyncControl:
             )
         await self.wait_ready()
         call = self._core.call("collective_rpc", method, None, list(args), dict(kwargs or {}))
-        results: list[Any] = await asyncio.wait_for(call, timeout)
+        try:
+            results: list[Any] = await asyncio.wait_for(call, timeout)
+        except asyncio.TimeoutError:
+            raise RequestTimeoutError(
+                f"collective_rpc {method!r} took longer than timeout={timeout} s; the call goes on"
+            ) from None
         return results
 
     async def sleep(self, level: int = 1) -> None:
@@ -142,7 +147,7 @@ class AsyncControl:
 
         Args:
             level: 1 keeps the content of the weights; 2 keeps nothing, and `wake_up` reads the
-                checkpoint again. See docs/sleep_mode.md.
+                checkpoint again. See docs/engine_control.md.
 
         Raises:
             RequestError: sleep mode is off, or there is no such level.

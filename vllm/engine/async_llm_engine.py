@@ -23,6 +23,7 @@ from vllm.engine.admission import Admission, AdmissionLimits
 from vllm.engine.async_control import AsyncControl
 from vllm.engine.core_supervisor import CoreSupervisor
 from vllm.engine.fan_out import fan_out
+from vllm.engine.huge_texts import HugeTexts
 from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor, TokenizedPrompt
 from vllm.engine.metrics import EngineMetrics
 from vllm.engine.output_processor import OutputProcessor
@@ -46,7 +47,8 @@ from vllm.errors import (
     RequestTimeoutError,
     TextTooLongError,
 )
-from vllm.inputs import PromptType
+from vllm.inputs import PromptType, TokensPrompt
+from vllm.logger import init_logger
 from vllm.messages import EngineRequest, SchedulerStats
 from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger(__name__)
 
 _Result = TypeVar("_Result")
 _Processed = tuple[str | None, EngineRequest]
@@ -79,6 +83,8 @@ class AsyncLLM(AsyncControl):
         limits: of what may wait, and how long.
         num_restarts: times that a core which died is started again.
         config: complete, in place of `engine_args`.
+        began: when whoever waits for the engine began to, in seconds of `time.monotonic()`; for
+            the log. None is when it starts.
 
     Attributes:
         stats: the latest that the core has told.
@@ -93,12 +99,14 @@ class AsyncLLM(AsyncControl):
         limits: AdmissionLimits | None = None,
         num_restarts: int = 0,
         config: VllmConfig | None = None,
+        began: float | None = None,
     ) -> None:
         assert (engine_args is None) != (config is None), "give one of engine_args and config"
         self.stats = SchedulerStats()
         self.metrics: EngineMetrics | None = None
         self._engine_args = engine_args
         self._config = config
+        self._began = began
         self._limits = limits or AdmissionLimits()
         self._core = CoreSupervisor(
             num_restarts,
@@ -112,6 +120,7 @@ class AsyncLLM(AsyncControl):
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._slow_lane = SlowLane("tokenise", lambda: self.input_processor)
         self._huge_lane = SlowLane("tokenise-huge", lambda: self.input_processor)
+        self._huge_texts = HugeTexts()
         self._grammar_lane = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammar")
         self._stats_task: asyncio.Task[None] | None = None
         self._is_shut_down = False
@@ -142,6 +151,10 @@ class AsyncLLM(AsyncControl):
         """How far the start has come."""
         return self._core.startup
 
+    def prepare(self) -> None:
+        """Begin to start the process of the core, beside what its owner does before `start`."""
+        self._core.prepare()
+
     async def start(self) -> None:
         """Load model and tokenizer, and wait until requests are computed.
 
@@ -169,6 +182,7 @@ class AsyncLLM(AsyncControl):
             self._stats_task.cancel()
         self._slow_lane.shutdown()
         self._huge_lane.shutdown()
+        self._huge_texts.shutdown()
         self._grammar_lane.shutdown(wait=False, cancel_futures=True)
         if self.is_loaded:
             self.input_processor.close()
@@ -191,8 +205,10 @@ class AsyncLLM(AsyncControl):
         return self._start_task
 
     async def _start(self) -> None:
+        began = time.monotonic() if self._began is None else self._began
         await self._core.start(self._resolve, self._load_frontend)
         assert self.metrics is not None
+        logger.info("ready in %.1f s: %s", time.monotonic() - began, self.vllm_config.summary)
         self._stats_log = StatsLog(self.metrics)
         if not self.vllm_config.observability.disable_log_stats:
             self._stats_task = asyncio.create_task(self._stats_log.run())
@@ -208,7 +224,10 @@ class AsyncLLM(AsyncControl):
         from vllm.transformers_utils.generation_config import load_generation_defaults
         from vllm.transformers_utils.tokenizer import load_tokenizer
 
+        began = time.monotonic()
         tokenizer = load_tokenizer(config.model)
+        if tokenizer is not None:
+            logger.info("start: loading the tokenizer took %.1f s", time.monotonic() - began)
         self.generation_defaults = dict(load_generation_defaults(config.model))
         self.input_processor = InputProcessor(config, tokenizer, self.generation_defaults)
         self.metrics = EngineMetrics(config.model.served_model_name[0], config)
@@ -265,7 +284,7 @@ class AsyncLLM(AsyncControl):
         text, request = await self._process(
             prompt,
             sampling_params,
-            lambda processor: processor.process(
+            lambda prompt, processor: processor.process(
                 request_id, prompt, sampling_params, arrival_time=arrival_time, priority=priority
             ),
         )
@@ -303,7 +322,7 @@ class AsyncLLM(AsyncControl):
         text, request = await self._process(
             prompt,
             pooling_params,
-            lambda processor: processor.process_pooling(
+            lambda prompt, processor: processor.process_pooling(
                 request_id, prompt, pooling_params, arrival_time=arrival_time, priority=priority
             ),
         )
@@ -323,17 +342,39 @@ class AsyncLLM(AsyncControl):
         self,
         prompt: PromptType,
         params: SamplingParams | PoolingParams,
-        process: Callable[[InputProcessor], _Processed],
+        process: Callable[[PromptType, InputProcessor], _Processed],
     ) -> _Processed:
         """Tokenise and check, in a slow lane where it takes long."""
         cost = preparation_cost(prompt, params)
         if cost < LONG_TEXT_CHARS:
-            return process(self.input_processor)
-        if params.truncate_prompt_tokens is None:
-            is_pooling = isinstance(params, PoolingParams)  # which needs no room for an output
+            return process(prompt, self.input_processor)
+        is_truncated = params.truncate_prompt_tokens is not None
+        is_pooling = isinstance(params, PoolingParams)
+        if not is_truncated:
+            num_output = 0 if is_pooling else 1  # an output needs room for a token at least
             max_model_len = self.vllm_config.scheduler.max_model_len
-            await self._refuse_long_text(prompt, max_model_len - (not is_pooling))
-        return await self.in_slow_lane(process, cost)
+            await self._refuse_long_text(prompt, max_model_len - num_output)
+        if not (is_truncated and is_pooling):  # these keep special tokens when they are cut
+            prompt = await self._encode_huge_text(prompt)
+        return await self.in_slow_lane(partial(process, prompt), cost)
+
+    async def _encode_huge_text(self, prompt: PromptType) -> PromptType:
+        """The prompt with its token ids, if its text is huge and can be left to a process."""
+        text = text_of(prompt)
+        if text is None or len(text) < HUGE_TEXT_CHARS:
+            return prompt
+        tokenizer = self.tokenizer
+        if tokenizer is None or not tokenizer.is_fast:
+            return prompt
+        self.input_processor.check_length(text, None)
+        given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+        token_ids = await self._huge_texts.encode(
+            tokenizer, text, add_special_tokens=bool(given.get("add_special_tokens", True))
+        )
+        made: TokensPrompt = {"prompt_token_ids": token_ids, "prompt": text}
+        if given.get("cache_salt") is not None:
+            made["cache_salt"] = given["cache_salt"]
+        return made
 
     async def tokenize(
         self, prompt: PromptType, *, is_long: bool = False, max_tokens: int | None = None
@@ -350,6 +391,7 @@ class AsyncLLM(AsyncControl):
             return self.input_processor.tokenize(prompt, max_tokens=max_tokens)
         if max_tokens is not None:
             await self._refuse_long_text(prompt, max_tokens)
+        prompt = await self._encode_huge_text(prompt)
         return await self.in_slow_lane(
             lambda processor: processor.tokenize(prompt, max_tokens=max_tokens), cost
         )

@@ -76,8 +76,8 @@ _PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which this version
 _DP_OFF = "it only matters with data parallelism, and this version runs on one device"
 _MULTIMODAL = "multimodal input"
 _MERGE = (
-    "the engine runs no adapters; merge_and_unload of peft merges one into the weights of its "
-    "model, and the merged model can be loaded"
+    "LoRA adapters; merge_and_unload of peft merges one into the weights of its model, and the "
+    "merged model can be loaded"
 )
 _PLUGGABLE = "replacing engine classes by name"
 
@@ -192,8 +192,6 @@ _ARGUMENTS = (
         "the loaders that load_format names have no settings",
     ),
     _missing("qlora_adapter_name_or_path", None, _MERGE),
-    _missing("enable_prompt_embeds", False, "embeddings as prompts"),
-    _missing("cpu_offload_gb", 0.0, "offloading weights to the host"),
     _missing(
         "speculative_config",
         None,
@@ -206,7 +204,6 @@ _ARGUMENTS = (
         "the engine runs no prompt adapters; a system prompt can hold instructions",
     ),
     _missing("data_parallel_size", 1, "data parallelism", aliases=("-dp",), refusal=ONE_DEVICE),
-    _missing("kv_events_config", None, "KV cache events"),
     _missing(
         "kv_transfer_config",
         None,

@@ -22,8 +22,9 @@ logger = init_logger(__name__)
 _MAX_SOCKET_PATH = 100
 """Bytes; the kernel takes 107."""
 
-_CHILD_DEFAULTS = {"GOMP_SPINCOUNT": "1000"}
-"""OpenMP threads that wait for the next loop give their core to the API process sooner."""
+_CHILD_DEFAULTS = {"GOMP_SPINCOUNT": "1000", "KINETO_LOG_LEVEL": "99"}
+"""OpenMP threads that wait for the next loop give their core to the API process sooner; torch's
+profiler does not write lines of its own between those of the log."""
 
 
 class CoreClient:

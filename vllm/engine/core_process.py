@@ -213,7 +213,7 @@ def _start_core(start: StartCore) -> EngineCore:
 
     for name, place in start.models.items():
         ModelRegistry.register_model(name, place)
-    startup.report("starting workers")
+    startup.report("starting the worker")
     config = start.config
     # In the log of a server, a progress bar is noise.
     load = replace(

@@ -27,8 +27,11 @@ from vllm.engine.wire import (
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.utils import startup
 
 logger = init_logger(__name__)
+
+_IMPORTING = "importing PyTorch and the engine"
 
 
 class CoreSupervisor:
@@ -65,6 +68,7 @@ class CoreSupervisor:
         self._ready: asyncio.Future[None] | None = None
         self._failure: CoreFailed | None = None
         self._restart_task: asyncio.Task[None] | None = None
+        self._spawning: asyncio.Task[asyncio.Future[None]] | None = None
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._is_stopped = False
@@ -73,6 +77,13 @@ class CoreSupervisor:
     def pid(self) -> int | None:
         """Process id of the core, while there is one."""
         return None if self._core is None else self._core.pid
+
+    def prepare(self) -> None:
+        """Begin to start the process, which imports what it needs until `start` configures it."""
+        if self._spawning is None:
+            self._spawning = asyncio.get_running_loop().create_task(self._start_process())
+            # Told to whoever starts it.
+            self._spawning.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def start(
         self, resolve: Callable[[], VllmConfig], meanwhile: Callable[[VllmConfig], None]
@@ -88,9 +99,10 @@ class CoreSupervisor:
             EngineDeadError: its process has ended.
         """
         try:
-            ready = await self._start_process()
-            self.startup.report("reading the model's configuration")
-            self._config = await asyncio.to_thread(resolve)
+            self.prepare()
+            assert self._spawning is not None
+            ready = await self._spawning
+            self._config = await asyncio.to_thread(self._resolve, resolve)
             await self._configure()
             await asyncio.to_thread(meanwhile, self._config)
             await ready
@@ -99,6 +111,14 @@ class CoreSupervisor:
             self._release()
             raise
         self.startup.set_ready()
+
+    def _resolve(self, resolve: Callable[[], VllmConfig]) -> VllmConfig:
+        """Run `resolve`, and tell what it waits for. In a thread."""
+        startup.listen(self.startup.report)
+        try:
+            return resolve()
+        finally:
+            startup.listen(None)
 
     def send(self, message: ToCore) -> None:
         """Send a message to the core that runs.
@@ -154,8 +174,13 @@ class CoreSupervisor:
     async def _start_process(self) -> "asyncio.Future[None]":
         """A process that waits for its config; the future is done when it is ready."""
         self._failure = None
-        self.startup.report("starting the engine process")
-        core = await asyncio.to_thread(CoreClient)
+        self.startup.report(_IMPORTING)
+        spawned = asyncio.get_running_loop().run_in_executor(None, CoreClient)
+        try:
+            core = await asyncio.shield(spawned)
+        except asyncio.CancelledError:  # the loop ends; the thread goes on
+            spawned.add_done_callback(lambda future: future.result().close())
+            raise
         if self._is_stopped:
             core.close()
             raise EngineDeadError("the engine was shut down")
@@ -166,7 +191,7 @@ class CoreSupervisor:
 
     async def _configure(self) -> None:
         if self._core is not None:
-            self.startup.report("loading the engine")
+            self.startup.report(_IMPORTING)
             await asyncio.to_thread(self._core.configure, self._config, ModelRegistry.plugins())
 
     def _on_message(self, message: FromCore) -> None:

@@ -131,7 +131,7 @@ class DetokenizerFactory:
 
     def create(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | None,
         *,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
@@ -139,14 +139,16 @@ class DetokenizerFactory:
         """A detokenizer for output that follows a prompt.
 
         Args:
-            prompt_token_ids: the prompt; its text is not repeated.
+            prompt_token_ids: the prompt; its text is not repeated. None: some text, not known.
             skip_special_tokens: leave special tokens out of the text.
             spaces_between_special_tokens: only tokenizers written in Python know it.
         """
         if self._decoding is not None:
             table = self._table(skip_special_tokens)
-            is_start = self._decoding.strips_first_space and not any(
-                table[token_id] for token_id in prompt_token_ids
+            is_start = (
+                self._decoding.strips_first_space
+                and prompt_token_ids is not None
+                and not any(table[token_id] for token_id in prompt_token_ids)
             )
             errors = "replace" if self._decoding.is_byte_level else _PER_BYTE
             return ByteDetokenizer(table, errors, is_start)
@@ -154,7 +156,9 @@ class DetokenizerFactory:
         def decode(token_ids: list[int]) -> str:
             return self._decode(token_ids, spaces_between_special_tokens)
 
-        return WindowDetokenizer(decode, self._shown_ids[skip_special_tokens], prompt_token_ids)
+        return WindowDetokenizer(
+            decode, self._shown_ids[skip_special_tokens], prompt_token_ids or ()
+        )
 
     def text_of(self, token_id: int) -> str:
         """The text of one token on its own, special ones too; U+FFFD for part of a character."""

@@ -5,7 +5,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
-from vllm.engine.no_lora import refuse_lora
+from vllm.engine.metrics import EngineMetrics
+from vllm.engine.metrics_reader import Metric, read_metrics
+from vllm.engine.stats_log import StatsLog
+from vllm.engine.unavailable import refuse_lora
+from vllm.errors import RequestError
 from vllm.executor import WorkerMethod
 
 if TYPE_CHECKING:
@@ -47,6 +51,8 @@ class EngineControl:
 
     vllm_config: VllmConfig
     engine_core: ControlledCore
+    metrics: EngineMetrics | None
+    _stats_log: StatsLog
 
     if TYPE_CHECKING:
 
@@ -91,10 +97,31 @@ class EngineControl:
         """False: traces of requests are the server's."""
         return False
 
+    # ---- statistics -----------------------------------------------------------------------
+
+    def get_metrics(self) -> list[Metric]:
+        """What was counted since the engine started: the numbers of a server's /metrics.
+
+        Raises:
+            RequestError: nothing is counted, as `disable_log_stats` is on.
+        """
+        if self.metrics is None:
+            raise RequestError(
+                "get_metrics: nothing is counted, as disable_log_stats is on, which LLM has for "
+                "its default; pass disable_log_stats=False"
+            )
+        return read_metrics(self.metrics)
+
+    def do_log_stats(self) -> None:
+        """Log the line of statistics of the time since the last call, if there was something to
+        do; nothing with `disable_log_stats`."""
+        if self.metrics is not None:
+            self._stats_log.log()
+
     # ---- LoRA -----------------------------------------------------------------------------
 
     def add_lora(self, lora_request: Any) -> bool:
-        """Adapters are not available yet.
+        """This version runs no adapters.
 
         Raises:
             RequestError: always.
@@ -102,11 +129,11 @@ class EngineControl:
         refuse_lora("lora_request")
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Adapters are not available yet; raises as `add_lora`."""
+        """This version runs no adapters; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Adapters are not available yet; raises as `add_lora`."""
+        """This version runs no adapters; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     def list_loras(self) -> set[int]:
@@ -158,7 +185,7 @@ class EngineControl:
 
         Args:
             level: 1 keeps the content of the weights; 2 keeps nothing, and `wake_up` reads the
-                checkpoint again. See docs/sleep_mode.md.
+                checkpoint again. See docs/engine_control.md.
 
         Raises:
             RequestError: sleep mode is off, or there is no such level.

@@ -10,8 +10,10 @@ from typing import Any, NoReturn
 import msgspec
 
 from vllm.config import VllmConfig
+from vllm.core.cache_events import CacheEventLog
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
+from vllm.engine.kv_event_publisher import KVEventPublisher
 from vllm.engine.named_processors import NamedProcessors
 from vllm.engine.run_ahead import RunAhead
 from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, RequestError
@@ -46,14 +48,23 @@ class EngineCore:
         executor: Executor | None = None,
         run_ahead: RunAhead | None = None,
     ) -> None:
-        started = time.perf_counter()
         self.config = config
         if config.observability.profiler_enabled:
             set_trace(open_trace(Path.cwd()))
-        self.executor = UniProcExecutor(config) if executor is None else executor
-        num_blocks = self.executor.initialize_cache()
+        self._publisher: KVEventPublisher | None = None
+        self._events: CacheEventLog | None = None
+        if config.observability.kv_events.is_published:
+            # First of all: whether its addresses are free is known before a model is loaded.
+            self._publisher = KVEventPublisher(config.observability.kv_events)
+            self._events = CacheEventLog(config.cache.block_size)
+        try:
+            self.executor = UniProcExecutor(config) if executor is None else executor
+            num_blocks = self.executor.initialize_cache()
+        except BaseException:
+            self._close_publisher()
+            raise
         cache = KVCacheManager(
-            num_blocks, config.cache.block_size, config.cache.enable_prefix_caching
+            num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, self._events
         )
         self.scheduler = Scheduler(config.scheduler, cache)
         self._run_ahead = run_ahead or RunAhead(
@@ -66,14 +77,6 @@ class EngineCore:
         self._sleeping_tags: list[str] = []
         # Not the exception: its traceback holds the engine, which then nobody could collect.
         self._failure: str | None = None
-        logger.info(
-            "ready in %.1f s: %s, max_model_len %d, at most %d requests and %d tokens per step",
-            time.perf_counter() - started,
-            (config.model.served_model_name or (config.model.model,))[0],
-            config.scheduler.max_model_len,
-            config.scheduler.max_num_seqs,
-            config.scheduler.max_num_batched_tokens,
-        )
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -103,6 +106,7 @@ class EngineCore:
         for request_id in ids:
             self._preparing.pop(request_id, None)
         self.scheduler.abort_requests(ids)
+        self._publish_events()
 
     def has_unfinished_requests(self) -> bool:
         """Something waits or runs, or a step is in flight whose requests have all left."""
@@ -132,6 +136,7 @@ class EngineCore:
         trace = get_trace()
         with trace.span("update"):
             result = self.scheduler.update(output)
+        self._publish_events()
         if trace.is_on:
             pool = self.scheduler.cache.pool
             used = pool.num_usable_blocks - pool.num_free
@@ -199,7 +204,9 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and no change, while requests run."""
-        return self.scheduler.cache.pool.forget_all()
+        is_done = self.scheduler.cache.pool.forget_all()
+        self._publish_events()
+        return is_done
 
     def is_sleeping(self) -> bool:
         """Weights or KV cache are given back."""
@@ -220,8 +227,8 @@ class EngineCore:
         num_requests = self.scheduler.num_unfinished_requests + len(self._preparing)
         if num_requests:
             raise CapacityError(
-                f"the engine cannot sleep while {num_requests} requests run or wait: let them "
-                f"end, or abort them, and call sleep again",
+                f"the engine cannot sleep while requests run or wait (now {num_requests}): let "
+                f"them end, or abort them, and call sleep again",
                 status=409,
             )
         while self._in_flight:  # steps whose requests have all left
@@ -292,7 +299,19 @@ class EngineCore:
         """Let the workers go and end the trace. Calling it again does nothing."""
         self._in_flight.clear()
         self.executor.shutdown()
+        self._close_publisher()
         get_trace().close()
+
+    def _publish_events(self) -> None:
+        """Tell what has become of the prefix cache since the last time."""
+        if self._publisher is None or self._events is None:
+            return
+        if events := self._events.take():
+            self._publisher.publish(events)
+
+    def _close_publisher(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -4,6 +4,7 @@ What can be wrong with a request is found here, before the core sees it. Only wh
 the KV cache is for the core to say.
 """
 
+import copy
 import operator
 import random
 import threading
@@ -17,11 +18,12 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.named_processors import NamedProcessors
 from vllm.engine.pooling_input import PoolingInput, refuse_generation
+from vllm.engine.prompt_embeds import PLACEHOLDER_TOKEN_ID, PromptEmbeds, key_of
 from vllm.errors import PromptTooLongError, RequestError, TextTooLongError
 from vllm.inputs import PromptType
-from vllm.messages import EngineRequest
+from vllm.messages import EngineRequest, Grammar, TokenEmbeddings
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import GuidedDecodingParams, SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.structured_output.spec import field_of, make_spec
 from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES, TextLengthBound
@@ -45,6 +47,8 @@ class TokenizedPrompt:
     token_ids: list[int]
     text: str | None
     cache_salt: str | None = None
+    embeddings: tuple[TokenEmbeddings, ...] = ()
+    """In place of the tokens, which are placeholders then."""
 
 
 class InputProcessor:
@@ -78,6 +82,7 @@ class InputProcessor:
         self._bad_words: tuple[list[str], list[list[int]]] | None = None
         """The newest bad words and their tokens: the prompts of one request share them."""
         self.pooling = PoolingInput(config, self)
+        self.prompt_embeds = PromptEmbeds(config.model, self._max_model_len)
         self._config_end_tokens = _as_ids(config.model.resolved_arch.hf_config.get("eos_token_id"))
         self._default_end_tokens = _as_ids(generation_defaults.get("eos_token_ids"))
         # Requests without a seed draw theirs from here, so that an offline run can be repeated.
@@ -128,9 +133,13 @@ class InputProcessor:
         refuse_generation(self._pooler)
         self._check_params(params)
         is_truncated = params.truncate_prompt_tokens is not None
-        tokenized = self.tokenize(
-            prompt, max_tokens=None if is_truncated else self._max_model_len - 1
-        )
+        if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
+            tokenized = self._read_embeddings(prompt)
+            _check_without_tokens(params)
+        else:
+            tokenized = self.tokenize(
+                prompt, max_tokens=None if is_truncated else self._max_model_len - 1
+            )
         token_ids = tokenized.token_ids
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
@@ -157,6 +166,8 @@ class InputProcessor:
             arrival_time=time.time() if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=tokenized.cache_salt,
+            cache_extra_keys=tuple(map(key_of, tokenized.embeddings)),
+            embeddings=tokenized.embeddings,
         )
 
     def process_pooling(
@@ -190,7 +201,7 @@ class InputProcessor:
         guided = request.sampling_params.guided_decoding
         if guided is None or request.grammar is not None:
             return request
-        return msgspec.structs.replace(request, grammar=self.grammar_compiler.compile(guided))
+        return _with_grammar(request, self.grammar_compiler.compile(guided))
 
     def attach_cached_grammar(self, request: EngineRequest) -> EngineRequest | None:
         """As `attach_grammar` if nothing has to be compiled, else None; does not block."""
@@ -198,7 +209,7 @@ class InputProcessor:
         if guided is None or request.grammar is not None:
             return request
         grammar = self.grammar_compiler.cached(guided)
-        return None if grammar is None else msgspec.structs.replace(request, grammar=grammar)
+        return None if grammar is None else _with_grammar(request, grammar)
 
     def close(self) -> None:
         """End the processes that compile grammars; what they compile fails."""
@@ -256,19 +267,20 @@ class InputProcessor:
                 f"'encoder_prompt', as {_FORMS}",
                 param="prompt",
             )
+        if prompt.get("prompt_embeds") is not None:
+            raise RequestError(
+                "prompt_embeds: only generation takes embeddings; send text or token ids here",
+                param="prompt_embeds",
+            )
         if unknown := [key for key in prompt if key not in _KEYS | _MEDIA_KEYS]:
             raise RequestError(
                 f"a prompt has no {', '.join(map(repr, unknown))}: expected {_FORMS}",
                 param="prompt",
             )
-        text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+        text, salt = prompt.get("prompt"), _cache_salt_of(prompt)
         if text is not None and not isinstance(text, str):
             raise RequestError(
                 f"'prompt' of a prompt must be a string, got {type(text).__name__}", param="prompt"
-            )
-        if salt is not None and (not isinstance(salt, str) or not salt):
-            raise RequestError(
-                f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt"
             )
         if prompt.get("prompt_token_ids") is not None:
             return TokenizedPrompt(self._check_prompt_ids(prompt["prompt_token_ids"]), text, salt)
@@ -277,6 +289,18 @@ class InputProcessor:
         add_special_tokens = bool(prompt.get("add_special_tokens", True))
         token_ids = self._encode(text, add_special_tokens, max_tokens=max_tokens)
         return TokenizedPrompt(token_ids, text, salt)
+
+    def _read_embeddings(self, prompt: Mapping[str, Any]) -> TokenizedPrompt:
+        others = {"prompt_embeds", "cache_salt"}
+        if more := [key for key in prompt if key not in others and prompt[key] is not None]:
+            raise RequestError(
+                f"a prompt with prompt_embeds has no {', '.join(map(repr, more))}: the embeddings "
+                "are the whole prompt",
+                param="prompt",
+            )
+        embeddings = self.prompt_embeds.read(prompt["prompt_embeds"])
+        placeholders = [PLACEHOLDER_TOKEN_ID] * embeddings.shape[0]
+        return TokenizedPrompt(placeholders, None, _cache_salt_of(prompt), (embeddings,))
 
     def _encode(
         self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
@@ -407,6 +431,38 @@ class InputProcessor:
                     f"bad_words has {word!r}, which the model cannot write", param="bad_words"
                 )
         return list({tuple(token_ids): token_ids for token_ids in sequences}.values())
+
+
+def _cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
+    salt = prompt.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(
+            f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt"
+        )
+    return salt
+
+
+def _check_without_tokens(params: SamplingParams) -> None:
+    """Refuse what needs the tokens of a prompt that has none."""
+    if not isinstance(params, SamplingParams):
+        return
+    for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+        if getattr(params, name) is not None:
+            raise RequestError(
+                f"{name} needs the tokens of the prompt, and prompt_embeds has none; leave it out",
+                param=name,
+            )
+
+
+def _with_grammar(request: EngineRequest, grammar: Grammar) -> EngineRequest:
+    """The request with its grammar, and without the schema that it was compiled from.
+
+    The core needs to know only that there is one; and a schema may hold integers beyond 64 bits,
+    which no message to the core can.
+    """
+    params = copy.copy(request.sampling_params)
+    params.guided_decoding = GuidedDecodingParams()
+    return msgspec.structs.replace(request, sampling_params=params, grammar=grammar)
 
 
 def _as_ids(value: int | Sequence[int] | None) -> list[int]:

@@ -4,6 +4,7 @@ Joins the three parts and decides nothing itself: `InputProcessor` checks and to
 engine core computes, `OutputProcessor` makes text. Not thread-safe.
 """
 
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,15 @@ from vllm.config import VllmConfig
 from vllm.engine.engine_control import ControlledCore, EngineControl
 from vllm.engine.fan_out import fan_out
 from vllm.engine.input_processor import InputProcessor
+from vllm.engine.metrics import EngineMetrics
 from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.stats_log import StatsLog
+from vllm.engine.stats_recorder import StatsRecorder
 from vllm.engine.unavailable import refuse
 from vllm.errors import EngineDeadError, RequestError
 from vllm.inputs import PromptType
-from vllm.messages import EngineOutput, EngineRequest
+from vllm.logger import init_logger
+from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
 from vllm.outputs import AnyRequestOutput
 from vllm.platforms import resolve_platform
 from vllm.pooling_params import PoolingParams
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger(__name__)
 
 
 class Core(ControlledCore, Protocol):
@@ -49,6 +56,10 @@ class Core(ControlledCore, Protocol):
         """Something waits or runs."""
         ...
 
+    def stats(self) -> SchedulerStats:
+        """How full it is, and what it has done."""
+        ...
+
     def shutdown(self) -> None:
         """Release the device."""
         ...
@@ -66,6 +77,7 @@ class LLMEngine(EngineControl):
     Attributes:
         vllm_config, model_config, cache_config, scheduler_config, parallel_config,
         device_config, load_config: what the engine runs with.
+        metrics: what was counted; None with `disable_log_stats`.
     """
 
     def __init__(
@@ -85,18 +97,34 @@ class LLMEngine(EngineControl):
         self.generation_defaults = dict(generation_defaults)
         self.engine_core: Core = core
         self.input_processor = InputProcessor(config, tokenizer, generation_defaults)
-        self.output_processor = OutputProcessor(tokenizer)
+        self.metrics: EngineMetrics | None = None
+        self._recorder: StatsRecorder | None = None
+        if not config.observability.disable_log_stats:
+            name = (config.model.served_model_name or (config.model.model,))[0]
+            self.metrics = EngineMetrics(name, config)
+            self._recorder = StatsRecorder(self.metrics)
+            self._stats_log = StatsLog(self.metrics)
+        self.output_processor = OutputProcessor(tokenizer, self._recorder)
         # Runs when the engine is collected or the interpreter exits, whichever comes first.
         self._release = weakref.finalize(self, core.shutdown)
 
     @classmethod
-    def from_engine_args(cls, engine_args: "EngineArgs") -> "LLMEngine":
+    def from_engine_args(
+        cls, engine_args: "EngineArgs", usage_context: Any = None, stat_loggers: Any = None
+    ) -> "LLMEngine":
         """Load what the arguments describe.
+
+        Args:
+            engine_args: of the engine.
+            usage_context, stat_loggers: taken, and without effect.
 
         Raises:
             ConfigError: the engine cannot start with them.
         """
-        return cls.from_vllm_config(engine_args.create_engine_config())
+        began = time.monotonic()
+        engine = cls.from_vllm_config(engine_args.create_engine_config())
+        logger.info("ready in %.1f s: %s", time.monotonic() - began, engine.vllm_config.summary)
+        return engine
 
     @classmethod
     def from_vllm_config(cls, config: VllmConfig) -> "LLMEngine":
@@ -205,6 +233,8 @@ class LLMEngine(EngineControl):
         outputs, stopped = self.output_processor.process(self.engine_core.step())
         if stopped:
             self.engine_core.abort_requests(stopped)
+        if self._recorder is not None:
+            self._recorder.end_message(self.engine_core.stats())
         if self.has_unfinished_requests() and not self.engine_core.has_unfinished_requests():
             # Better told than waited for, without end.
             lost = ", ".join(self.output_processor.unfinished_request_ids)

@@ -95,9 +95,10 @@ class OutputProcessor:
         first = core_requests[0]
         kind = RequestState if first.pooling_params is None else PoolingState
         request = kind(request_id, prompt, first.prompt_token_ids, params, first.arrival_time)
+        request.has_known_prompt = first.known_prompt_token_ids is not None
         text_of = self._text_of(params)
         for index, core_request in enumerate(core_requests):
-            text = self._make_text(params, first.prompt_token_ids)
+            text = self._make_text(params, first.known_prompt_token_ids)
             sample = SampleState(request, index, core_request.request_id, text, text_of)
             request.add_sample(sample)
             self._samples[core_request.request_id] = sample
@@ -205,7 +206,7 @@ class OutputProcessor:
         return self._detokenizers.text_of
 
     def _make_text(
-        self, params: SamplingParams, prompt_token_ids: Sequence[int]
+        self, params: SamplingParams, prompt_token_ids: Sequence[int] | None
     ) -> OutputText | None:
         if self._detokenizers is None or not params.detokenize:
             return None

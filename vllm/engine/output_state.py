@@ -189,6 +189,7 @@ class RequestState:
         samples: ordered by index.
         num_running: samples that have not ended.
         num_cached_tokens: None until it is known.
+        has_known_prompt: False when the tokens of the prompt stand for embeddings.
     """
 
     def __init__(
@@ -207,6 +208,7 @@ class RequestState:
         self.num_running = 0
         self.metrics = RequestMetrics(arrival_time)
         self.num_cached_tokens: int | None = None
+        self.has_known_prompt = True
         self._is_delta = params.output_kind is RequestOutputKind.DELTA
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
@@ -242,7 +244,7 @@ class RequestState:
         output = RequestOutput(
             self.request_id,
             self._prompt,
-            self._prompt_token_ids,
+            self._prompt_token_ids if self.has_known_prompt else None,
             prompt_logprobs,
             [sample.output(is_delta) for sample in samples],
             is_finished,

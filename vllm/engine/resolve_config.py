@@ -25,8 +25,10 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.config.fields import config_fields
+from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType
-from vllm.engine.resolve_hpu import resolve_hpu_config
+from vllm.engine.resolve_hpu import refuse_variables, resolve_hpu_config
+from vllm.engine.resolve_offload import resolve_offload
 from vllm.engine.resolve_pooling import resolve_pooler
 from vllm.engine.resolve_quantization import check_quantization
 from vllm.engine.resolve_windows import resolve_windows
@@ -55,36 +57,79 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     Raises:
         ConfigError: the engine cannot start with these settings.
     """
+    check_settings(settings)
     platform = resolve_platform(settings["device"])
     load = _section(LoadConfig, settings)
     model = _resolve_model(_section(ModelConfig, settings), load)
     check_quantization(model, platform)
+    _check_prompt_embeds(model, platform)
+    load = resolve_offload(load, model, platform)
     if model.pooler is not None:
         settings = _for_pooling(settings, model.pooler)
-    parallel = _section(ParallelConfig, settings)
-    cache = _section(
-        CacheConfig,
+    assert model.max_model_len is not None
+    scheduler = _resolve_scheduler(settings, platform, model.max_model_len)
+    cache = _resolve_cache(settings, platform)
+    observability = _section(
+        ObservabilityConfig,
         settings,
-        block_size=_given(settings["block_size"], platform.default_block_size),
-        kv_cache_space_bytes=_kv_cache_space_bytes(),
+        profiler_enabled=envs.get().VLLM_PROFILER_ENABLED,
+        torch_profiler_dir=_profiler_folder(),
     )
+    if observability.kv_events.enable_kv_cache_events and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "kv_events_config: enable_kv_cache_events tells of the prefix cache, which is off for "
+            "this model or by --no-enable-prefix-caching; leave one of them out"
+        )
     hpu = resolve_hpu_config(enable_prefix_caching=cache.enable_prefix_caching)
+    # Last: nothing of what is downloaded could be used if one of the above were wrong.
     return VllmConfig(
-        model=model,
+        model=replace(model, path=str(_model_folder(model, load, load.load_format))),
         cache=cache,
-        scheduler=_resolve_scheduler(settings, platform, model),
-        parallel=parallel,
+        scheduler=scheduler,
+        parallel=_section(ParallelConfig, settings),
         device=_resolve_device(platform),
         load=replace(load, hf_token=None),  # everything is downloaded: no process needs the secret
         hpu=hpu,
         structured_output=_section(StructuredOutputConfig, settings),
-        observability=_section(
-            ObservabilityConfig,
-            settings,
-            profiler_enabled=envs.get().VLLM_PROFILER_ENABLED,
-            torch_profiler_dir=_profiler_folder(),
-        ),
+        observability=observability,
     )
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse what is wrong with settings whatever the model is. Reads no file, asks no hub.
+
+    Raises:
+        ConfigError: a value is out of range, or two of them contradict each other.
+    """
+    platform = resolve_platform(settings["device"])
+    of_no_model = (
+        LoadConfig,
+        ModelConfig,
+        ParallelConfig,
+        StructuredOutputConfig,
+        ObservabilityConfig,
+    )
+    for section in of_no_model:
+        _section(cast(type, section), settings)
+    _resolve_cache(settings, platform)
+    refuse_variables()
+    if settings["max_model_len"] is not None:
+        _resolve_scheduler(settings, platform, settings["max_model_len"])
+
+
+def _check_prompt_embeds(model: ModelConfig, platform: Platform) -> None:
+    if not model.enable_prompt_embeds:
+        return
+    if not platform.can_replace_embeddings:
+        raise ConfigError(
+            f"--enable-prompt-embeds is not available on the device {platform.name!r}: it has no "
+            "launches that take embeddings. Leave the flag out, or use --device cpu"
+        )
+    if model.pooler is not None:
+        raise ConfigError(
+            f"--enable-prompt-embeds needs a model that generates; '{model.model}' runs with "
+            "pooling. Leave the flag out"
+        )
 
 
 def _section(config_class: type[_Config], settings: Mapping[str, Any], **resolved: Any) -> _Config:
@@ -94,6 +139,21 @@ def _section(config_class: type[_Config], settings: Mapping[str, Any], **resolve
 
 def _given(value: int | None, default: int) -> int:
     return default if value is None else value
+
+
+def _resolve_cache(settings: Mapping[str, Any], platform: Platform) -> CacheConfig:
+    cache = _section(
+        CacheConfig,
+        settings,
+        block_size=_given(settings["block_size"], platform.default_block_size),
+        kv_cache_space_bytes=_kv_cache_space_bytes(),
+    )
+    if cache.kv_cache_dtype not in platform.kv_cache_dtypes:
+        raise ConfigError(
+            f"kv_cache_dtype={cache.kv_cache_dtype!r} is not available on the device "
+            f"{platform.name!r}; available: {', '.join(platform.kv_cache_dtypes)}"
+        )
+    return cache
 
 
 def _kv_cache_space_bytes() -> int | None:
@@ -120,38 +180,29 @@ def _resolve_device(platform: Platform) -> DeviceConfig:
 
 
 def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
-    name = asked.model or str(BUNDLED_MODEL)
-    folder = resolve_model_folder(
-        name,
-        asked.revision,
-        load.download_dir,
-        load.ignore_patterns,
-        load.load_format,
-        load.hf_token,
-    )
+    folder = _model_folder(asked, load, "dummy")  # without weights: they may take an hour
     config_folder = folder
     if asked.hf_config_path is not None:
         config_folder = _metadata_folder(asked.hf_config_path, asked.revision, load)
     raw = read_hf_config(config_folder, asked.hf_overrides)
-    _check_architecture(raw, config_folder)
+    check_architecture(raw, config_folder)
     arch = _read_arch(asked, load, raw, config_folder)
     arch, window = resolve_windows(asked, arch)
     arch = _allow_long_positions(asked.max_model_len, arch)
     pooler, recommended_len = resolve_pooler(asked, arch, folder)
-    max_model_len = _resolve_max_model_len(asked, arch)
+    max_model_len = resolve_max_model_len(asked, arch)
     if asked.max_model_len is None:
         limits = (max_model_len, window, recommended_len)
         max_model_len = min(limit for limit in limits if limit is not None)
     return replace(
         asked,
-        model=name,
+        model=model_name(asked),
         served_model_name=asked.served_model_name or (asked.model or folder.name,),
         tokenizer=_resolve_tokenizer(asked, load, folder),
         dtype=_resolve_dtype(asked, arch),
         max_model_len=max_model_len,
         arch=arch,
         pooler=pooler,
-        path=str(folder),
         hf_config_path=None if asked.hf_config_path is None else str(config_folder),
     )
 
@@ -172,7 +223,7 @@ def _read_arch(
                 asked.code_revision,
             )
         elif "AutoConfig" in (raw.get("auto_map") or {}):
-            source = asked.hf_config_path or asked.model or str(BUNDLED_MODEL)
+            source = asked.hf_config_path or model_name(asked)
             code_folder = _metadata_folder(source, asked.code_revision, load)
     return ModelArch.from_hf(
         complete_hf_config(
@@ -186,8 +237,28 @@ def _read_arch(
     )
 
 
-def _check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
-    """Refuse what no model class runs, before transformers is even imported."""
+def model_name(asked: ModelConfig) -> str:
+    """Folder or hub name of the model."""
+    return asked.model or str(BUNDLED_MODEL)
+
+
+def _model_folder(asked: ModelConfig, load: LoadConfig, load_format: LoadFormat) -> Path:
+    return resolve_model_folder(
+        model_name(asked),
+        asked.revision,
+        load.download_dir,
+        load.ignore_patterns,
+        load_format,
+        load.hf_token,
+    )
+
+
+def check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
+    """Refuse what no model class runs, before transformers is even imported.
+
+    Raises:
+        ConfigError: config.json names no architecture, or one that is not supported.
+    """
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ConfigError(f"config.json of '{folder}' names no architecture (key 'architectures')")
@@ -201,7 +272,7 @@ def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> st
         return None
     if asked.tokenizer is None and asked.tokenizer_revision in (None, asked.revision):
         return str(folder)
-    name = asked.tokenizer or asked.model or str(BUNDLED_MODEL)
+    name = asked.tokenizer or model_name(asked)
     return str(_metadata_folder(name, asked.tokenizer_revision, load))
 
 
@@ -244,7 +315,12 @@ def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelAr
     return longer
 
 
-def _resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
+def resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
+    """The length that was asked for, or what the model allows.
+
+    Raises:
+        ConfigError: the model takes fewer tokens.
+    """
     derived = arch.derived_max_model_len
     if asked.max_model_len is None:
         return derived
@@ -280,9 +356,8 @@ def _for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[s
 
 
 def _resolve_scheduler(
-    settings: Mapping[str, Any], platform: Platform, model: ModelConfig
+    settings: Mapping[str, Any], platform: Platform, max_model_len: int
 ) -> SchedulerConfig:
-    assert model.max_model_len is not None
     max_num_seqs = settings["max_num_seqs"]
     max_num_batched_tokens = settings["max_num_batched_tokens"]
     if max_num_seqs is None:
@@ -292,11 +367,11 @@ def _resolve_scheduler(
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(platform.default_max_num_batched_tokens, max_num_seqs)
         if not settings["enable_chunked_prefill"]:
-            max_num_batched_tokens = max(max_num_batched_tokens, model.max_model_len)
+            max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
     return _section(
         SchedulerConfig,
         settings,
-        max_model_len=model.max_model_len,
+        max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )

@@ -22,11 +22,7 @@ def resolve_hpu_config(*, enable_prefix_caching: bool) -> HPUConfig:
         ConfigError: two variables contradict each other, or one of the Gaudi fork asks for a
             feature without which the engine would compute something else.
     """
-    for variable in envs.refused():
-        raise ConfigError(
-            f"environment variable {variable.name} is set: {variable.reason}: not available in "
-            "this version; unset it to run without"
-        )
+    refuse_variables()
     settings = envs.get()
     contiguous_pa = settings.VLLM_CONTIGUOUS_PA
     return HPUConfig(
@@ -57,6 +53,19 @@ def resolve_hpu_config(*, enable_prefix_caching: bool) -> HPUConfig:
             settings.VLLM_HPU_LOG_STEP_CPU_FALLBACKS, settings.VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL
         ),
     )
+
+
+def refuse_variables() -> None:
+    """Refuse variables of the Gaudi fork without which the engine would compute something else.
+
+    Raises:
+        ConfigError: one is set.
+    """
+    for variable in envs.refused():
+        raise ConfigError(
+            f"environment variable {variable.name} is set: {variable.reason}: not available in "
+            "this version; unset it to run without"
+        )
 
 
 def bucket_variables(settings: envs.Envs) -> tuple[tuple[str, int], ...]:

@@ -69,6 +69,8 @@ def preparation_cost(prompt: PromptType, params: SamplingParams | PoolingParams)
             cost += _form_size(params.guided_decoding)
     if (text := text_of(prompt)) is not None:
         return cost + len(text)
+    if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
+        return cost + LONG_TEXT_CHARS  # megabytes to check and to hash
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     return cost + (len(ids) // _IDS_PER_CHAR if isinstance(ids, (list, tuple)) else 0)
 

@@ -3,8 +3,18 @@
 import asyncio
 import time
 
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
 _MIN_ETA_DONE = 2
 """Units of work that must be done before an estimate is worth telling."""
+
+_LOG_INTERVAL_S = 10.0
+"""Between two lines about the progress of one phase."""
+
+_NOT_STARTED = "waiting to start"
+_ENDS = ("ready", "failed")
 
 
 class Startup:
@@ -15,14 +25,16 @@ class Startup:
         done: units of work of this phase that are done.
         total: units of work of this phase; 0 is not known.
         error: why it failed, or None.
+        finished_phases: name and seconds of each phase of the latest start that has ended.
     """
 
     def __init__(self) -> None:
-        self.phase = "waiting to start"
+        self.phase = _NOT_STARTED
         self.done = 0
         self.total = 0
         self.error: BaseException | None = None
-        self._phase_began = time.monotonic()
+        self.finished_phases: list[tuple[str, float]] = []
+        self._phase_began = self._logged = time.monotonic()
         self._changed = asyncio.Event()
 
     @property
@@ -35,14 +47,40 @@ class Startup:
         """Seconds until the end of this phase at its pace so far; None: not known."""
         if self.is_ready or self.total <= 0 or self.done < _MIN_ETA_DONE:
             return None
-        elapsed = time.monotonic() - self._phase_began
-        return elapsed / self.done * max(0, self.total - self.done)
+        return self._elapsed_s() / self.done * max(0, self.total - self.done)
 
     def report(self, phase: str, done: int = 0, total: int = 0) -> None:
         """The start has come this far."""
         if phase != self.phase:
-            self._phase_began = time.monotonic()
+            self._log_change(phase)
+            self._note_end()
+            self._phase_began = self._logged = time.monotonic()
         self.phase, self.done, self.total = phase, done, total
+        if total and time.monotonic() - self._logged >= _LOG_INTERVAL_S:
+            self._logged = time.monotonic()
+            eta_s = self.eta_seconds
+            left = "" if eta_s is None else f", about {eta_s:.0f} s left"
+            logger.info("start: %s: %d of %d%s", phase, done, total, left)
+
+    def _log_change(self, phase: str) -> None:
+        """One line per phase: what begins, and how long the one before it took."""
+        if phase in _ENDS:
+            if self.phase not in (_NOT_STARTED, *_ENDS):
+                logger.info("start: %s took %.1f s", self.phase, self._elapsed_s())
+        elif self.phase in (_NOT_STARTED, *_ENDS):
+            logger.info("start: %s", phase)
+        else:
+            logger.info("start: %s took %.1f s; %s", self.phase, self._elapsed_s(), phase)
+
+    def _note_end(self) -> None:
+        """Of the phase so far; what comes after the end of a start belongs to another start."""
+        if self.phase in _ENDS:
+            self.finished_phases = []
+        elif self.phase != _NOT_STARTED:
+            self.finished_phases.append((self.phase, self._elapsed_s()))
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._phase_began
 
     def set_ready(self) -> None:
         """Those who wait go on."""

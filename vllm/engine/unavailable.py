@@ -1,7 +1,7 @@
 """Arguments of the public methods that ask for what this version does not have."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from vllm.errors import RequestError
 
@@ -16,18 +16,33 @@ def refuse(**given: Any) -> None:
         RequestError: one is given; says what this version does, and what to do.
     """
     for name, value in given.items():
-        values = value if isinstance(value, Sequence) else [value]
+        values = value if isinstance(value, list | tuple) else [value]
         if (asked := next((each for each in values if each is not None), None)) is not None:
             raise RequestError(f"{name}{_REASONS[name](asked)}", param=name)
+
+
+def refuse_lora(param: str) -> NoReturn:
+    """Refuse a call that is about LoRA adapters.
+
+    Args:
+        param: the argument that names one.
+
+    Raises:
+        RequestError: always.
+    """
+    raise RequestError(f"{param}: {_NO_LORA}", param=param)
+
+
+_NO_LORA = (
+    "this version runs no LoRA adapters. Merge the adapter into the weights of its model "
+    "(merge_and_unload of peft) and load the merged model"
+)
 
 
 def _lora(adapter: Any) -> str:
     named = getattr(adapter, "lora_name", None)
     which = "" if named is None else f" {named!r}"
-    return (
-        f"{which}: this version runs no LoRA adapters. Merge the adapter into the weights of its "
-        f"model (merge_and_unload of peft), load the merged model, and leave lora_request out"
-    )
+    return f"{which}: {_NO_LORA}, and leave lora_request out"
 
 
 _REASONS: dict[str, Callable[[Any], str]] = {

@@ -18,7 +18,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
 from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.errors import describe_error, refuse_failed
@@ -119,11 +119,11 @@ def _body(prompt: str, output: RequestOutput) -> Mapping[str, Any]:
     return {"text": [prompt + sample.text for sample in output.outputs]}
 
 
-def load_server(engine_args: EngineArgs, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
+def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
     """The application of the OpenAI server, with /generate besides. Raises as that one's does."""
     from vllm.entrypoints.openai import app as openai_app
 
-    context, app = openai_app.load_server(engine_args, args)
+    context, app = openai_app.load_server(engine, args)
     app.include_router(router)
     return context, app
 
@@ -134,7 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from vllm.entrypoints.openai.api_server import run_server
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="api_server"))
-    return run_command(lambda: run_server(*read_args(parser.parse_args(argv)), load_server))
+    return run_command(
+        lambda: run_server(*read_args(parser.parse_args(argv)), load_server), parser.flag_names
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.engine.llm_engine import LLMEngine
+from vllm.engine.metrics_reader import Metric
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,6 +88,15 @@ class ControlMethods:
             RequestError: no trace has begun.
         """
         self.llm_engine.stop_profile()
+
+    def get_metrics(self) -> list[Metric]:
+        """What was counted since the LLM was made: the numbers of a server's /metrics, as objects
+        of `vllm.engine.metrics_reader`.
+
+        Raises:
+            RequestError: the LLM was made without `disable_log_stats=False`.
+        """
+        return self.llm_engine.get_metrics()
 
     def reset_prefix_cache(self, device: Any = None) -> bool:
         """Forget all cached prefixes. False, and no change, while requests run."""

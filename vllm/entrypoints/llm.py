@@ -42,7 +42,8 @@ class LLM(PoolingMethods, ControlMethods):
     Args:
         model: folder or Hugging Face name; None is the small model that comes with the package.
         engine_args: any field of `EngineArgs`, such as `tokenizer`, `tensor_parallel_size`,
-            `dtype`, `max_model_len`, `seed` or `enforce_eager`.
+            `dtype`, `max_model_len`, `seed` or `enforce_eager`. `disable_log_stats` is on
+            unless it is given; `get_metrics` needs it off.
 
     Attributes:
         llm_engine: the engine underneath.
@@ -55,6 +56,7 @@ class LLM(PoolingMethods, ControlMethods):
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
         from vllm.engine.arg_utils import EngineArgs
 
+        engine_args.setdefault("disable_log_stats", True)
         self._start(LLMEngine.from_engine_args(EngineArgs(model=model, **engine_args)))
 
     @classmethod

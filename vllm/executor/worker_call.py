@@ -1,5 +1,6 @@
 """Calls to a worker by the name of a method, and the class that has these methods."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,15 +51,19 @@ def call_worker(
         args, kwargs: of the call.
 
     Raises:
-        RequestError: the worker has no such method.
+        RequestError: the worker has no such method, or it does not take these arguments.
     """
     if callable(method):
         return method(worker, *args, **kwargs)
     found = None if method.startswith("_") else getattr(worker, method, None)
-    if not callable(found):
+    if not inspect.isroutine(found):
         raise RequestError(
             f"the workers have no method {method!r}; a class with methods of your own can be "
             f"given by --worker-extension-cls package.module.Class",
             param="method",
         )
+    try:
+        inspect.signature(found).bind(*args, **kwargs)
+    except TypeError as error:
+        raise RequestError(f"the method {method!r} of the workers: {error}", param="args") from None
     return found(*args, **kwargs)

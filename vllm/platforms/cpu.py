@@ -1,12 +1,13 @@
 """The CPU: the embedded default, with ragged launches and the kernels of `csrc/`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import psutil
 
 from vllm import envs
+from vllm.config.cache import CacheDType
 from vllm.platforms.interface import Platform
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ class CPUPlatform(Platform):
     default_max_num_batched_tokens = 2048
     worker_class = "vllm.worker.cpu_worker:CPUWorker"
     is_asynchronous = False
+    needs_static_shapes = False
+    kv_cache_dtypes = get_args(CacheDType)
+    has_own_memory = False
 
     @property
     def ops_class(self) -> str:
@@ -35,6 +39,11 @@ class CPUPlatform(Platform):
     def quantizations(self) -> tuple[str, ...]:
         """What the compiled kernels can multiply with."""
         return ("int8", "int4") if envs.get().VLLM_CPU_KERNELS else ()
+
+    @property
+    def can_replace_embeddings(self) -> bool:
+        """Launches may have any shape."""
+        return True
 
     def free_memory_bytes(self) -> int:
         """What the machine has available, or the container if that is less."""

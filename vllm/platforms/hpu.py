@@ -28,6 +28,9 @@ class HPUPlatform(Platform):
     default_max_num_batched_tokens = 8192
     worker_class = "vllm.worker.hpu_worker:HPUWorker"
     is_asynchronous = True
+    needs_static_shapes = True
+    kv_cache_dtypes = ("auto",)
+    has_own_memory = True
 
     def __init__(self, open_bridge: "Callable[[], HabanaBridge]") -> None:
         """

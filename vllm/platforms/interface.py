@@ -25,6 +25,13 @@ class Platform(ABC):
     """module:Class of the worker that drives this device."""
     is_asynchronous: ClassVar[bool]
     """A worker starts a step and returns; False: it returns when the step is computed."""
+    needs_static_shapes: ClassVar[bool]
+    """Each launch has the shape of a bucket; False: any shape."""
+    kv_cache_dtypes: ClassVar[tuple[str, ...]]
+    """Values of `--kv-cache-dtype` that run here."""
+
+    has_own_memory: ClassVar[bool]
+    """Weights are in a memory of the device, apart from that of the host."""
 
     @property
     @abstractmethod
@@ -35,6 +42,11 @@ class Platform(ABC):
     def quantizations(self) -> tuple[str, ...]:
         """Formats that dense weights can be rounded to while they are loaded."""
         return ()
+
+    @property
+    def can_replace_embeddings(self) -> bool:
+        """Its runner puts embeddings of requests in the place of those of tokens."""
+        return False
 
     @abstractmethod
     def free_memory_bytes(self) -> int:

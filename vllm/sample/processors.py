@@ -24,7 +24,7 @@ class RowProcessors:
 
     def __init__(self, request: EngineRequest, output_token_ids: Sequence[int]) -> None:
         # Lists of its own: a processor that changes them harms its own request only.
-        self._prompt_token_ids = list(request.prompt_token_ids)
+        self._prompt_token_ids = list(request.known_prompt_token_ids or ())
         self._output_token_ids = list(output_token_ids)
         processors = request.sampling_params.logits_processors or []
         self._processors = [(p, _num_arguments(p)) for p in processors]

@@ -132,7 +132,8 @@ class SamplingState:
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
             features |= Feature.PENALTIES
             # Presence and frequency are about the output only.
-            prompt = request.prompt_token_ids if params.repetition_penalty != 1 else []
+            known = request.known_prompt_token_ids or []
+            prompt = known if params.repetition_penalty != 1 else []
             self._counts.add(row, prompt, output_token_ids)
             self._recorded.add(row)
         constraints = RowConstraints(self._bias_tables.get(request), output_token_ids)

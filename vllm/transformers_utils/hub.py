@@ -5,6 +5,7 @@ from pathlib import Path
 
 from vllm.config.load import LoadFormat
 from vllm.errors import ConfigError
+from vllm.utils import startup
 
 _METADATA = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 _SAFETENSORS = ("*.safetensors",)
@@ -28,13 +29,9 @@ def resolve_model_folder(
     Raises:
         ConfigError: no such folder or repository, or the download failed.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = find_folder(name)
+    if path is not None:
         return path
-    if path.exists():
-        raise ConfigError(f"model {name!r} is a file; name the folder that holds its config.json")
-    if _looks_like_path(name):
-        raise ConfigError(f"model folder {name!r} does not exist")
 
     def download(*patterns: str) -> Path:
         return _download(name, revision, download_dir, patterns, ignore_patterns, token)
@@ -47,6 +44,29 @@ def resolve_model_folder(
     if load_format == "auto" and not any(folder.glob("*.safetensors")):
         return download(*_METADATA, *_PICKLES)
     return folder
+
+
+def find_folder(name: str) -> Path | None:
+    """The folder that a name is the path of; None for a name on the hub, which is not asked.
+
+    Raises:
+        ConfigError: the name is a path, and there is no folder.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"model {name!r} is a file; name the folder that holds its config.json")
+    if _looks_like_path(name):
+        raise ConfigError(f"model folder {name!r} does not exist")
+    return None
+
+
+def is_offline() -> bool:
+    """Whether models on the hub are looked for in the cache alone (HF_HUB_OFFLINE)."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def _looks_like_path(name: str) -> bool:
@@ -64,6 +84,7 @@ def _download(
 ) -> Path:
     from huggingface_hub import snapshot_download
 
+    startup.report(f"getting {name} from the hub")
     try:
         folder = snapshot_download(
             name,

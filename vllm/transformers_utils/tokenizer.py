@@ -85,6 +85,17 @@ def get_tokenizer(
     return result
 
 
+def check_tokenizer_files(folder: Path) -> None:
+    """Refuse a folder that has no file of a tokenizer. Opens none of them.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    reason = _what_lacks(folder)
+    if reason is not None:
+        raise ConfigError(_failure(str(folder), reason))
+
+
 def _is_generic(folder: Path) -> bool:
     """Whether `AutoTokenizer` would come to the class that has no code of a model in it.
 

@@ -34,6 +34,17 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             self._refuse(unknown, parsed)
         return parsed
 
+    def flag_names(self) -> set[str]:
+        """Names of all flags, those of subcommands included, as attributes of a namespace."""
+        names: set[str] = set()
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    names |= parser.flag_names()
+            elif any(flag.startswith("--") for flag in action.option_strings):
+                names.add(action.dest)
+        return names
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """As in argparse; the error names the nearest choice."""
         if action.choices is None or value in action.choices:

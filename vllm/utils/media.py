@@ -1,4 +1,7 @@
-"""Images and sounds: files and bytes to values and back. Pillow is imported when it is needed."""
+"""Images, sounds and videos: files and bytes to values and back.
+
+Pillow and OpenCV are imported when they are needed.
+"""
 
 import io
 import wave
@@ -15,6 +18,9 @@ if TYPE_CHECKING:
 
 Samples = NDArray[np.float32]
 """[n] of one channel or [channels, n], from -1 to 1."""
+
+Frames = NDArray[np.uint8]
+"""[frames, height, width, 3] in RGB."""
 
 _WAV_FORMS = {1: ("u1", 128, 2**7), 2: ("<i2", 0, 2**15), 4: ("<i4", 0, 2**31)}
 """Bytes of a sample -> its type, its value for silence, and how far it goes from there."""
@@ -76,6 +82,36 @@ def write_wav(samples: NDArray[Any], rate: int) -> bytes:
         file.setframerate(int(rate))
         file.writeframes((channels.T.clip(-1, 1) * _MAX_INT16).round().astype("<i2").tobytes())
     return buffer.getvalue()
+
+
+def read_video(path: Path, num_frames: int = -1) -> Frames:
+    """Frames of a video file, spread evenly over its length.
+
+    Args:
+        path: of the file.
+        num_frames: at most; -1 is all.
+
+    Raises:
+        RequestError: OpenCV is not installed, or the file is no video.
+    """
+    try:
+        import cv2
+    except ImportError:
+        raise RequestError(
+            "videos need OpenCV, which is not installed: pip install opencv-python-headless"
+        ) from None
+    capture = cv2.VideoCapture(str(path))
+    try:
+        total = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
+        count = total if num_frames < 0 else min(num_frames, total)
+        wanted = set(np.linspace(0, total - 1, count).round().astype(int).tolist())
+        read = (capture.read() for _ in range(total))
+        frames = [frame for i, (is_read, frame) in enumerate(read) if is_read and i in wanted]
+    finally:
+        capture.release()
+    if not frames:
+        raise RequestError(f"'{path}' is no video that OpenCV can read")
+    return np.stack([frame[..., ::-1] for frame in frames])  # OpenCV has blue first
 
 
 def read_file(path: Path) -> bytes:

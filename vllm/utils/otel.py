@@ -5,6 +5,7 @@ is made.
 """
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -68,9 +69,7 @@ class Tracer:
 
             processor = processor or BatchSpanProcessor(_make_exporter(endpoint))
         except ImportError as error:
-            raise ConfigError(
-                f"traces need OpenTelemetry (pip install 'vllm[otel]'): {error}"
-            ) from None
+            raise _not_installed(error) from None
         self._provider = TracerProvider(resource=Resource.create({"service.name": service_name}))
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("vllm")
@@ -100,6 +99,27 @@ class Tracer:
     def shutdown(self) -> None:
         """Send what is pending; takes a few seconds where the collector does not answer."""
         self._provider.shutdown()
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Refuse an endpoint that no tracer can be made for; sends nothing.
+
+    Raises:
+        ConfigError: the packages are not installed, or it is no address.
+    """
+    try:
+        _make_exporter(endpoint).shutdown()
+        import_module("opentelemetry.sdk.trace.export")
+    except ImportError as error:
+        raise _not_installed(error) from None
+    except ValueError as error:
+        raise ConfigError(
+            f"otlp_traces_endpoint={endpoint!r}: {error}. Give it as http://host:port."
+        ) from None
+
+
+def _not_installed(error: ImportError) -> ConfigError:
+    return ConfigError(f"traces need OpenTelemetry (pip install 'vllm[otel]'): {error}")
 
 
 def _make_exporter(endpoint: str) -> "SpanExporter":

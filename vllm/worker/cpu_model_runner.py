@@ -80,6 +80,8 @@ class CPUModelRunner(ModelRunner):
         metadata = model_input.metadata
         if self._fused is None or type(metadata) is not RaggedMetadata:
             return super()._forward(model_input)
+        if model_input.replaced is not None:
+            return super()._forward(model_input)  # the fused decoder knows token ids only
         return self._fused.forward(
             model_input.input_ids,
             model_input.positions,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from vllm.attention.backends.sdpa import (
     SDPAKernel,
@@ -37,6 +38,7 @@ from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
 from vllm.utils import startup
 from vllm.worker.hpu_model_runner import HPUModelRunner
+from vllm.worker.hpu_offload import choose_layers, stream_layers
 from vllm.worker.hpu_pooling_runner import HPUPoolingRunner, WholePromptRunner
 from vllm.worker.hpu_profile import profile_launches
 from vllm.worker.hpu_sleep import CardCache, CardWeights, SleepingGraphs
@@ -49,10 +51,19 @@ from vllm.worker.kv_cache import (
 )
 from vllm.worker.memory_profile import MemoryProfile, is_out_of_memory
 from vllm.worker.model_runner import StepHandle
+from vllm.worker.sleep import KV_CACHE, TAGS, WEIGHTS
 from vllm.worker.step_report import StepShape
 from vllm.worker.worker_base import WorkerBase
 
 logger = init_logger(__name__)
+
+_SLEEPS_WITH = {
+    MemoryClass.WEIGHTS: frozenset({WEIGHTS}),
+    MemoryClass.KV_CACHE: frozenset({KV_CACHE}),
+    MemoryClass.PREFILL_GRAPHS: frozenset(TAGS),
+    MemoryClass.DECODE_GRAPHS: frozenset(TAGS),
+}
+"""What is given back while one of these parts sleeps."""
 
 _PROFILE_BLOCKS = 2
 """KV blocks while the memory of a launch is measured: all its references are to one of them."""
@@ -63,20 +74,12 @@ class HPUWorker(WorkerBase):
 
     Args:
         config: of the engine.
-
-    Raises:
-        ConfigError: the KV cache is to hold another dtype than that of the model.
     """
 
     model: CausalLM | PoolingModel
     runner: HPUModelRunner
 
     def __init__(self, config: VllmConfig) -> None:
-        if config.cache.kv_cache_dtype != "auto":
-            raise ConfigError(
-                f"--kv-cache-dtype {config.cache.kv_cache_dtype} is available on cpu only; "
-                f"leave it out on hpu"
-            )
         platform = resolve_platform("hpu")
         assert isinstance(platform, HPUPlatform)
         self.platform = platform
@@ -95,13 +98,28 @@ class HPUWorker(WorkerBase):
         self.grammars.preload_beside_weights()
         with self._within_memory("the weights"), MemoryProfile(bridge) as total:
             with MemoryProfile(bridge) as loading:
-                self.model = load_model(self.config, TPGroup(), bridge.device)
+                self.model = self._load()
             logger.info("Pre-loading model weights on %s took %s", bridge.device, loading)
             with MemoryProfile(bridge) as wrapping:
                 kernel = _prompt_kernel(self.config, bridge.kernels, bridge.device)
                 self.runner = self._make_runner(self.model, kernel)
             logger.info("Wrapping in HPU Graph took %s", wrapping)
         logger.info("Loading model weights took in total %s", total)
+
+    def _load(self) -> CausalLM | PoolingModel:
+        """The model on the card; some of its layers on the host, if that was asked for."""
+        asked_bytes = self.config.load.cpu_offload_bytes
+        if not asked_bytes:
+            return load_model(self.config, TPGroup(), self.bridge.device)
+        layers: list[nn.Module] = []
+
+        def choose(model: nn.Module) -> list[nn.Module]:
+            layers.extend(choose_layers(model, asked_bytes))
+            return layers
+
+        model = load_model(self.config, TPGroup(), self.bridge.device, choose_host_layers=choose)
+        stream_layers(self.bridge, model, layers, asked_bytes)
+        return model
 
     def _make_runner(self, model: CausalLM | PoolingModel, kernel: SDPAKernel) -> HPUModelRunner:
         if isinstance(model, PoolingModel):
@@ -131,6 +149,7 @@ class HPUWorker(WorkerBase):
             self._prepare_launches(plan_buckets(self.config, num_blocks))
         logger.info("init_cache_engine took %s", total)
         self._graphs = SleepingGraphs(self.runner)
+        self._given_back: dict[MemoryClass, int] = {}
         self._set_memory(
             CardWeights(self.model, self.config.model.path or "", self._build_model, self.bridge),
             CardCache(self.bridge, self._release_caches, lambda: self._bind_caches(num_blocks)),
@@ -144,12 +163,25 @@ class HPUWorker(WorkerBase):
         """Throw the graphs away, which hold addresses, then give back what they point to."""
         self._graphs.release()
         super().sleep(level)
+        self._book_what_is_awake()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Take the memory again; when all of it is there, capture the graphs again."""
         super().wake_up(tags)
         if not self.sleeping_tags():
             self._graphs.capture()
+        self._book_what_is_awake()
+
+    def _book_what_is_awake(self) -> None:
+        """Let the ledger say what is on the card now; what sleeps keeps its budget."""
+        sleeping = self.sleeping_tags()
+        for cls, tags in _SLEEPS_WITH.items():
+            if not tags.isdisjoint(sleeping):
+                booked = self.ledger.booked(cls)
+                self.ledger.release(cls, booked)
+                self._given_back[cls] = self._given_back.get(cls, 0) + booked
+            else:
+                self.ledger.book(cls, self._given_back.pop(cls, 0))
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
         """Start a step; at most one other is in flight. With a step report on, it has ended
@@ -283,7 +315,8 @@ class HPUWorker(WorkerBase):
         scheduler = self.config.scheduler
         return ConfigError(
             f"no memory for {what}: the card has {total}, of which weights in "
-            f"{self.config.model.dtype_name} come first. Use a smaller model or dtype, or lower "
+            f"{self.config.model.dtype_name} come first. Use a smaller model or dtype, keep some "
+            f"of the weights on the host (--cpu-offload-gb, with --enforce-eager), or lower "
             f"--max-num-batched-tokens ({scheduler.max_num_batched_tokens}), --max-num-seqs "
             f"({scheduler.max_num_seqs}) or --max-model-len ({scheduler.max_model_len})"
         )

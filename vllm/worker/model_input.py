@@ -8,6 +8,8 @@ from torch import Tensor
 
 from vllm.attention import RaggedMetadata
 from vllm.messages import IntArray
+from vllm.model_executor.layers.embedding import ReplacedTokens
+from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.launch import Launch
 
@@ -25,12 +27,26 @@ class ModelInput:
     """Indices into the launch's rows of those that sample a token."""
     logits_indices: Tensor | None
     """[len(sampled)] int64: the token whose logits each of them samples from; None: all T."""
+    replaced: ReplacedTokens | None = None
+    """Tokens that embeddings of requests take the place of; None: no token of the launch."""
 
 
 def build_ragged_input(
-    batch: InputBatch, launch: Launch, block_size: int, device: torch.device
+    batch: InputBatch,
+    launch: Launch,
+    block_size: int,
+    device: torch.device,
+    embeddings: EmbeddingRows | None = None,
 ) -> ModelInput:
-    """Flatten the scheduled tokens of the rows, in order of the rows."""
+    """Flatten the scheduled tokens of the rows, in order of the rows.
+
+    Args:
+        batch: has the rows.
+        launch: which of them run.
+        block_size: tokens of a block.
+        device: for the tensors.
+        embeddings: of the rows; None: none has any.
+    """
     rows, start, count = launch.rows, launch.num_computed_tokens, launch.num_scheduled_tokens
     seq_lens = start + count
     num_decodes = int((count == 1).sum())
@@ -67,4 +83,5 @@ def build_ragged_input(
         metadata=metadata,
         sampled=sampled,
         logits_indices=None if all_tokens else torch.from_numpy(last).to(device),
+        replaced=None if embeddings is None else embeddings.select(launch, query_start_loc),
     )

@@ -17,6 +17,7 @@ from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
+from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
 from vllm.worker.launch import Launch, LaunchPlanner, RaggedPlanner
 from vllm.worker.model_input import ModelInput, build_ragged_input
@@ -96,6 +97,10 @@ class ModelRunner:
         self.grammars = grammars or GrammarMatchers(config)
         self.prompt_logprobs = PromptLogprobs(model, self.sampler)
         self.planner: LaunchPlanner = RaggedPlanner()
+        self.embeddings: EmbeddingRows | None = None
+        """Of requests whose prompts have some; None: the engine takes none."""
+        if config.model.enable_prompt_embeds:
+            self.embeddings = EmbeddingRows(model, device)
         self._in_flight: StepHandle | None = None
         self._num_steps = 0
         self._num_useful_tokens = 0
@@ -142,16 +147,22 @@ class ModelRunner:
         for row in step.freed_rows:
             self.sampling.remove(row)
             self.prompt_logprobs.remove(row)
+            if self.embeddings is not None:
+                self.embeddings.remove(row)
         self.batch.update(step)
         for new in step.new_requests:
             has_form = new.request.sampling_params.guided_decoding is not None
             matcher = self.grammars.matcher(new.request, new.output_token_ids) if has_form else None
             self.sampling.add(new.row, new.request, new.output_token_ids, matcher)
             self.prompt_logprobs.add(new.row, new.request)
+            if self.embeddings is not None:
+                self.embeddings.add(new.row, new.request)
 
     @torch.inference_mode()
     def _run(self, launch: Launch) -> LaunchResult:
-        model_input = build_ragged_input(self.batch, launch, self.block_size, self.device)
+        model_input = build_ragged_input(
+            self.batch, launch, self.block_size, self.device, self.embeddings
+        )
         self.sampling.start_masks(launch.rows[model_input.sampled])
         hidden_states = self._forward(model_input)
         starts = np.cumsum(launch.num_scheduled_tokens) - launch.num_scheduled_tokens
@@ -166,7 +177,11 @@ class ModelRunner:
 
     def _forward(self, model_input: ModelInput) -> Tensor:
         with attention_metadata(model_input.metadata):
-            return self.model(model_input.input_ids, model_input.positions)
+            if model_input.replaced is None:
+                return self.model(model_input.input_ids, model_input.positions)
+            assert self.embeddings is not None
+            with self.embeddings.replacing(model_input.replaced):
+                return self.model(model_input.input_ids, model_input.positions)
 
     def _sample(self, logits: Tensor, rows: IntArray) -> SamplerOutput:
         """Sample for each row of the logits."""

@@ -30,6 +30,11 @@ class TorchProfile:
         self._folder = None if folder is None else Path(folder)
         self._worker_name = worker_name
         self._profile: Any = None
+        if folder is not None:
+            # The first trace of a process takes seconds of imports, for which requests would wait;
+            # and the profiler wants to be set up by the thread that has imported torch.
+            with _new_profile():
+                pass
 
     def start(self) -> None:
         """Begin a trace.
@@ -45,8 +50,7 @@ class TorchProfile:
         if self._profile is not None:
             raise RequestError("start_profile: a trace has begun already; end it by stop_profile")
         self._folder.mkdir(parents=True, exist_ok=True)
-        activities = torch.profiler.supported_activities()
-        profile: Any = torch.profiler.profile(activities=activities, record_shapes=True)
+        profile = _new_profile()
         profile.start()
         self._profile = profile
         logger.info("Profiling enabled. Traces will be saved to: %s", self._folder)
@@ -74,3 +78,9 @@ class TorchProfile:
         return torch.profiler.record_function(
             f"step {step.step_id}: {len(step.rows)} requests, {step.num_tokens} tokens"
         )
+
+
+def _new_profile() -> Any:
+    """Of all devices that this torch can profile."""
+    activities = torch.profiler.supported_activities()
+    return torch.profiler.profile(activities=activities, record_shapes=True)

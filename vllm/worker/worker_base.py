@@ -3,7 +3,7 @@
 Callers reach these methods by name; see `vllm.executor.Executor.collective_rpc`.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from vllm.worker.sleep import KV_CACHE, WEIGHTS, Sleep, SleepingWeights, SleepPa
 from vllm.worker.torch_profile import TorchProfile
 
 
-class WorkerBase:
+class WorkerBase(ABC):
     """A worker: one device, its model and its KV cache.
 
     Args:

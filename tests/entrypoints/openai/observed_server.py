@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, HTTPException
-from starlette.types import Scope
 
 from tests.engine.fakes import make_config
 from vllm.engine.metrics import EngineMetrics, FinishedRequestStats, IterationStats
 from vllm.engine.startup_state import Startup
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.middleware.auth import Authentication
-from vllm.entrypoints.openai.operations import metrics_route, status_page
+from vllm.entrypoints.openai.operations import metrics_route
+from vllm.entrypoints.openai.pages.routes import page_routers
 from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.messages import RunnerStats, SchedulerStats
 
@@ -29,9 +29,11 @@ class FakeEngine:
         self.startup = Startup()
         self.metrics = EngineMetrics(MODEL, make_config(max_model_len=2048))
 
-    def work(self, num_tokens: int = 64, num_waiting: int = 3) -> None:
-        """A step of a busy Gaudi."""
-        stats = SchedulerStats(
+    def work(
+        self, num_tokens: int = 64, num_waiting: int = 3, stats: SchedulerStats | None = None
+    ) -> None:
+        """A step of a busy Gaudi, or one with other figures."""
+        stats = stats or SchedulerStats(
             num_running=6,
             num_waiting=num_waiting,
             kv_cache_usage=0.421,
@@ -71,13 +73,6 @@ class FakeEngine:
         )
 
 
-class _GuardBehindThePage(Authentication):
-    """Lets everybody see the page, as the server does; its figures need a key."""
-
-    def _may_pass(self, scope: Scope) -> bool:
-        return scope["path"] == "/" or super()._may_pass(scope)
-
-
 def make_app(engine: FakeEngine, keys: tuple[str, ...] = ()) -> FastAPI:
     """The server; POST /v1/things/{number} answers with that status."""
     app = FastAPI()
@@ -90,11 +85,11 @@ def make_app(engine: FakeEngine, keys: tuple[str, ...] = ()) -> FastAPI:
             raise RuntimeError("broken")
         raise HTTPException(number)
 
-    routers = (things, metrics_route.router, status_page.router)
+    routers = (things, metrics_route.router, *page_routers(ServerArgs()))
     for router in routers:
         app.include_router(router)
     if keys:
-        app.add_middleware(_GuardBehindThePage, keys=keys)
+        app.add_middleware(Authentication, keys=keys)
     metrics_route.count_http(app, routers)
     return app
 

@@ -1,6 +1,7 @@
-"""A pooling engine behind the interface of the asynchronous one, in the process of the test."""
+"""A real engine behind the interface of the asynchronous one, in the process of the test."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ from vllm import LLM
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.server_args import ServerArgs
-from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput
+from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
 
 
 class InlineEngine(FakeEngine):
@@ -27,8 +29,13 @@ class InlineEngine(FakeEngine):
         self.vllm_config = llm.llm_engine.vllm_config
         self.input_processor = llm.llm_engine.input_processor
         self.asked: dict[str, tuple[int, Mapping[str, str] | None]] = {}
+        self.generation_defaults = llm.llm_engine.generation_defaults
         self._engine = llm.llm_engine
-        self._outputs: dict[str, AnyRequestOutput] = {}
+        self._outputs: dict[str, deque[AnyRequestOutput]] = {}
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._engine.tokenizer
 
     async def tokenize(
         self, prompt: Any, *, is_long: bool = False, max_tokens: int | None = None
@@ -51,14 +58,37 @@ class InlineEngine(FakeEngine):
         priority: int = 0,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         self.asked[request_id] = (priority, trace_headers)
-        self._engine.add_request(request_id, prompt, pooling_params, priority=priority)
+        async for output in self._run(request_id, prompt, pooling_params, priority):
+            yield output
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async for output in self._run(request_id, prompt, sampling_params, priority):
+            yield output
+
+    async def _run(
+        self, request_id: str, prompt: Any, params: SamplingParams | PoolingParams, priority: int
+    ) -> AsyncGenerator[Any, None]:
+        self._engine.add_request(request_id, prompt, params, priority=priority)
+        mine = self._outputs[request_id] = deque()
         try:
-            while request_id not in self._outputs:
-                await asyncio.sleep(0)
-                for output in self._engine.step():
-                    self._outputs[output.request_id] = output
-            yield self._outputs.pop(request_id)  # type: ignore[misc]
+            while True:
+                while not mine:
+                    await asyncio.sleep(0)
+                    for output in self._engine.step():
+                        self._outputs[output.request_id].append(output)
+                yield (output := mine.popleft())
+                if output.finished:
+                    return
         finally:
+            del self._outputs[request_id]
             self._engine.abort_request(request_id)
 
 

@@ -14,13 +14,20 @@ from vllm.entrypoints.openai.server_args import ServerArgs
 
 
 class FakeEngine:
-    """What the server asks of an engine besides generating."""
+    """What the server asks of an engine besides generating.
+
+    Attributes:
+        controls: calls that control the engine, with their arguments.
+        answer: of all of them; an exception is raised.
+    """
 
     def __init__(self, *, is_ready: bool = True) -> None:
         self.startup = Startup()
         if is_ready:
             self.startup.set_ready()
         self.is_cache_free = True
+        self.controls: list[tuple[Any, ...]] = []
+        self.answer: Any = None
         self.vllm_config = SimpleNamespace(
             model=SimpleNamespace(served_model_name=("fake",), model="fake")
         )
@@ -31,6 +38,30 @@ class FakeEngine:
 
     async def reset_prefix_cache(self) -> bool:
         return self.is_cache_free
+
+    async def collective_rpc(self, method: str, timeout: Any, args: Any, kwargs: Any) -> list[Any]:
+        return await self._control("collective_rpc", method, timeout, args, kwargs)
+
+    async def sleep(self, level: int) -> None:
+        await self._control("sleep", level)
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        await self._control("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        return bool(await self._control("is_sleeping"))
+
+    async def start_profile(self) -> None:
+        await self._control("start_profile")
+
+    async def stop_profile(self) -> None:
+        await self._control("stop_profile")
+
+    async def _control(self, name: str, *args: Any) -> Any:
+        self.controls.append((name, *args))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
 
 
 def make_app(*, is_ready: bool = True, **settings: Any) -> tuple[FastAPI, ServerContext]:

@@ -1,4 +1,4 @@
-"""API keys guard every route but the probes."""
+"""API keys guard every route but the probes and the pages, whose figures they guard."""
 
 from base64 import b64encode
 
@@ -6,7 +6,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.server_fakes import make_app, make_client
-from vllm.entrypoints.openai.middleware.asgi import PROBES
+from vllm.entrypoints.openai.middleware.asgi import PAGES, PROBES
 
 KEYS = ("first-key", "second-key")
 
@@ -38,19 +38,28 @@ def test_one_of_the_keys_is_needed(headers, status):
         assert response.json() == {"error": "Unauthorized"}
 
 
-def test_a_browser_asks_for_the_key_of_a_page():
-    client = make_client(api_key=KEYS)
-    for path, scheme in (("/", "Basic"), ("/docs", "Basic"), ("/v1/models", "Bearer")):
-        assert client.get(path).headers["www-authenticate"].partition(" ")[0] == scheme
+def test_a_browser_does_not_ask_for_user_and_password():
+    """Pages ask for the key; credentials of a browser would go with requests of other sites too."""
+    response = make_client(api_key=KEYS).get("/openapi.json")
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
 
 
-def test_every_route_but_the_probes_is_guarded():
+def test_every_route_but_probes_and_empty_pages_is_guarded():
     app, _ = make_app(api_key=KEYS, dev_mode=True)
     client = TestClient(app)
-    paths = {"/openapi.json", "/docs", "/", "/metrics", "/unknown", *app.openapi()["paths"]}
+    paths = {
+        "/openapi.json",
+        "/docs",
+        "/",
+        "/status",
+        "/metrics",
+        "/unknown",
+        *app.openapi()["paths"],
+    }
+    paths |= {"/chat.json", "/status.json"}
     assert {"/version", "/server_info"} | PROBES <= paths
     for path in paths:
-        is_open = path in PROBES
+        is_open = path in PROBES | PAGES
         for method in ("GET", "POST"):
             status = client.request(method, path).status_code
             assert (status != 401) == is_open, (method, path)

@@ -49,6 +49,7 @@ def test_two_models_are_one_too_many():
         (["--allowed-origins", "a", "b"], "allowed_origins", ("a", "b")),
         (["--middleware", "a.b", "--middleware", "c.d"], "middleware", ("a.b", "c.d")),
         (["--no-status-page"], "status_page", False),
+        (["--disable-web-ui"], "disable_web_ui", True),
         (["--reasoning-parser", "qwen3"], "reasoning_parser", "qwen3"),
         (["--otlp-traces-endpoint", "http://t"], "otlp_traces_endpoint", "http://t"),
         (["--max_queued_requests", "3"], "max_queued_requests", 3),

@@ -1,10 +1,16 @@
 """POST /v1/completions over a scripted core."""
 
+import base64
+import dataclasses
+
+import numpy
 import pytest
+import safetensors.numpy
 
 from tests.engine.tokenizers_for_tests import byte_level
 from tests.entrypoints.openai.fakes import MODEL, FakeAsyncLLM, client_of
 from tests.entrypoints.openai.sse_reader import chunks_of, text_of
+from vllm.engine.input_processor import InputProcessor
 from vllm.entrypoints.openai.completion.serving import router
 from vllm.messages import EngineRequest
 
@@ -223,6 +229,34 @@ def test_the_id_of_the_client_is_taken_when_it_is_harmless(client, engine):
     assert engine.calls[0]["trace_headers"] == {"traceparent": "00-1-2-01"}
 
 
+def test_embeddings_come_before_texts(client, engine):
+    config = engine.vllm_config
+    model = dataclasses.replace(config.model, enable_prompt_embeds=True)
+    engine.input_processor = InputProcessor(
+        dataclasses.replace(config, model=model), TOKENIZER, engine.generation_defaults
+    )
+    tensor = numpy.ones((3, model.resolved_arch.embedding_size), numpy.float32)
+    encoded = base64.b64encode(safetensors.numpy.save({"x": tensor})).decode()
+    for more, num_tokens, num_choices in (
+        ({"prompt": ""}, 3, 2),
+        ({"prompt": None, "prompt_embeds": [encoded, encoded]}, 6, 4),
+        ({"prompt": "a b"}, 6, 4),
+    ):
+        engine.seen.clear()
+        body = complete(client, **{"prompt_embeds": encoded, "n": 2, "max_tokens": 2, **more})
+        assert [c["index"] for c in body["choices"]] == list(range(num_choices))
+        assert all(c["text"] for c in body["choices"])
+        assert body["usage"]["prompt_tokens"] == num_tokens
+        kinds = ["prompt_embeds" in prompt for prompt, _, _ in engine.seen]
+        assert kinds[0] and len(kinds) == num_choices / 2
+        assert all(kinds) == (not more["prompt"])
+    fields = {"prompt": None, "prompt_embeds": encoded, "prompt_logprobs": 1}
+    response = client.post(PATH, json=fields)
+    assert (response.status_code, response.json()["param"]) == (400, "prompt_logprobs")
+    events = client.post(PATH, json={"prompt_embeds": encoded, "stream": True}).text
+    assert text_of(chunks_of(events))
+
+
 WRONG = [
     ({"prompt": None}, "prompt", 400),
     ({"prompt": ""}, "prompt", 400),
@@ -235,6 +269,12 @@ WRONG = [
     ({"prompt": ["a"] * 4}, "prompt", 400),
     ({"prompt": [1] * 300}, "max_tokens", 400),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds", 400),
+    ({"prompt_embeds": 5}, "prompt_embeds", 400),
+    ({"prompt_embeds": [], "prompt": None}, "prompt", 400),
+    ({"prompt_embeds": "AAAA", "echo": True}, "echo", 400),
+    ({"prompt_embeds": "AAAA", "use_beam_search": True}, "use_beam_search", 400),
+    ({"prompt_embeds": "AAAA", "truncate_prompt_tokens": 2}, "truncate_prompt_tokens", 400),
+    ({"prompt_embeds": ["AAAA"] * 3}, "prompt", 400),
     ({"suffix": "x"}, "suffix", 400),
     ({"model": "unknown"}, "model", 404),
     ({"model": 5}, "model", 400),

@@ -1,11 +1,19 @@
 """What a connection may send before a request is complete."""
 
 import asyncio
+import contextlib
+import socket
 
+import pytest
 import uvicorn
 
 from vllm.entrypoints.openai.http import http_protocol
-from vllm.entrypoints.openai.http.http_protocol import MAX_HEAD_BYTES, BoundedHttpProtocol
+from vllm.entrypoints.openai.http.http_protocol import (
+    MAX_HEAD_BYTES,
+    BoundedHttpProtocol,
+    with_body_timeout,
+)
+from vllm.entrypoints.openai.middleware.limits import BodyLimits
 
 
 async def app(scope, receive, send):
@@ -21,19 +29,28 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": body})
 
 
-async def talk(*parts, pause_s=0.0):
-    """What a server answers to the parts, to the end of the connection."""
-    config = uvicorn.Config(
-        app, http=BoundedHttpProtocol, ws="none", lifespan="off", log_config=None
-    )
+@contextlib.asynccontextmanager
+async def serve(application=app, protocol=BoundedHttpProtocol):
+    """The port of a server."""
+    config = uvicorn.Config(application, http=protocol, ws="none", lifespan="off", log_config=None)
     config.load()
     state = uvicorn.server.ServerState()
     loop = asyncio.get_running_loop()
     server = await loop.create_server(
-        lambda: BoundedHttpProtocol(config, state, {}, _loop=loop), "127.0.0.1", 0
+        lambda: protocol(config, state, {}, _loop=loop), "127.0.0.1", 0
     )
     try:
-        port = server.sockets[0].getsockname()[1]
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        await server.wait_closed()
+        while state.connections:
+            await asyncio.sleep(0.001)
+
+
+async def talk(*parts, pause_s=0.0, **options):
+    """What a server answers to the parts, to the end of the connection."""
+    async with serve(**options) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for part in parts:
             writer.write(part)
@@ -42,9 +59,28 @@ async def talk(*parts, pause_s=0.0):
         answer = await asyncio.wait_for(reader.read(), 120)
         writer.close()
         return answer
-    finally:
-        server.close()
-        await server.wait_closed()
+
+
+async def trickle(head, piece, **options):
+    """What a server answers to a client that sends small pieces until nobody takes them."""
+    answer = b""
+
+    async def read(reader):
+        nonlocal answer
+        while part := await reader.read(65536):
+            answer += part
+
+    async with serve(**options) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reading = asyncio.ensure_future(read(reader))
+        with contextlib.suppress(ConnectionError):
+            writer.write(head)
+            while not writer.is_closing():
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.005)
+        await asyncio.gather(reading, return_exceptions=True)
+    return answer
 
 
 def run(*parts, **options):
@@ -86,3 +122,96 @@ def test_a_connection_that_sends_no_request_is_closed(monkeypatch):
     monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.05)
     assert run() == b""
     assert run(b"GET / HT") == b""
+
+
+async def refuse_at_once(scope, receive, send):
+    """As a missing key is refused: the body is not read."""
+    await send(
+        {"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]}
+    )
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def never_answer(scope, receive, send):
+    """As the server does while it is being loaded."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+JSON_REQUEST = (
+    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
+CHUNKED_REQUEST = (
+    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+
+
+def send_and_read(port, data):
+    """As a plain client does: send everything, then read to the end."""
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(data)
+        answer = b""
+        while part := client.recv(65536):
+            answer += part
+        return answer
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_client_that_sends_everything_first_reads_413(is_chunked):
+    size = 20 * 2**20
+    data = JSON_REQUEST % size + b"x" * size
+    if is_chunked:
+        data = CHUNKED_REQUEST + b"%x\r\n" % size + b"x" * size + b"\r\n0\r\n\r\n"
+
+    async def main():
+        async with serve(BodyLimits(app, max_bytes=2**20, timeout_s=60.0)) as port:
+            return await asyncio.to_thread(send_and_read, port, data)
+
+    answer = asyncio.run(main())
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"1048576 bytes (--max-request-bytes)" in answer
+
+
+def test_a_body_without_end_is_read_for_a_while_only(monkeypatch):
+    monkeypatch.setattr(http_protocol, "MAX_LINGER_BYTES", 2**20)
+    application = BodyLimits(app, max_bytes=100, timeout_s=60.0)
+    asyncio.run(trickle(JSON_REQUEST % 10**12, b"x" * 2**16, application=application))
+
+
+@pytest.mark.parametrize("head", [JSON_REQUEST % 1000, CHUNKED_REQUEST])
+def test_a_trickled_body_ends_with_408(head, monkeypatch):
+    monkeypatch.setattr(http_protocol, "_BODY_GRACE_S", 0.05)
+    piece = b"x" if b"Length" in head else b"1\r\nx\r\n"
+    application = BodyLimits(app, max_bytes=2**20, timeout_s=0.05)
+    answer = asyncio.run(
+        trickle(head, piece, application=application, protocol=with_body_timeout(0.05))
+    )
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"--body-timeout" in answer
+
+
+def test_a_trickled_body_that_nobody_reads_ends_with_408(monkeypatch):
+    monkeypatch.setattr(http_protocol, "_BODY_GRACE_S", 0.05)
+    head = JSON_REQUEST % 1000
+    options = {"application": never_answer, "protocol": with_body_timeout(0.05)}
+    assert asyncio.run(trickle(head, b"x", **options)).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_trickled_body_that_was_refused_ends(monkeypatch):
+    monkeypatch.setattr(http_protocol, "LINGER_TIMEOUT_S", 0.1)
+    answer = asyncio.run(trickle(JSON_REQUEST % 10**6, b"x", application=refuse_at_once))
+    assert answer.startswith(b"HTTP/1.1 401 ")
+
+
+def test_empty_lines_between_requests_do_not_keep_a_connection(monkeypatch):
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.1)
+    answer = asyncio.run(trickle(REQUEST % (3, b"keep-alive") + b"abc", b"\r\n"))
+    assert answer.endswith(b"\r\n\r\n3")
+
+
+def test_a_connection_can_be_used_again_when_a_refused_body_has_come():
+    request = JSON_REQUEST % 5
+    last = request.replace(b"Host: a", b"Host: a\r\nConnection: close")
+    parts = (request, b"12345", request, b"12345", last, b"12345")
+    answer = run(*parts, pause_s=0.01, application=refuse_at_once)
+    assert answer.count(b"HTTP/1.1 401 ") == 3

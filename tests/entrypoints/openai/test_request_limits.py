@@ -5,8 +5,11 @@ counts the turns of the event loop: in every second there must be some.
 """
 
 import asyncio
+import json
+import re
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import httpx
@@ -15,8 +18,13 @@ import pytest
 
 from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
-from tests.entrypoints.openai.scripted_engine import TEMPLATE
-from vllm.config import PoolerConfig
+from tests.entrypoints.openai.scripted_engine import (
+    TEMPLATE,
+    ScriptedEngine,
+    make_app,
+    open_stream,
+)
+from vllm.config import ModelConfig, PoolerConfig
 from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.entrypoints.openai.app import _routers, build_app
 from vllm.entrypoints.openai.context import ServerContext
@@ -107,7 +115,7 @@ CASES = [
         lambda k: {"allowed_token_ids": [i % VOCAB_SIZE for i in range(k)], "n": 128},
     ),
     on_completions("max_request_values", lambda k: {"user_data": [1] * (k - 5)}),
-    on_completions("max_request_values", lambda k: {"user_data": [{"a": 1}] * ((k - 5) // 2)}),
+    on_completions("max_request_names", lambda k: {"user_data": [{"a": 1}] * (k - 3)}),
     on_completions(
         "max_request_values",
         lambda k: {"prompt": [[5]] * 1024, "allowed_token_ids": [1] * (k // 1024 + k % 1024)},
@@ -135,7 +143,7 @@ CASES = [
     ),
     Case("/v1/messages", "max_stop_strings", lambda k: {**MESSAGE, "stop_sequences": ["x"] * k}),
     Case("/tokenize", "max_messages", lambda k: {"messages": users(k)}),
-    Case("/detokenize", "max_request_values", lambda k: {"tokens": [300] * (k - 2)}),
+    Case("/detokenize", "max_detokenize_tokens", lambda k: {"tokens": [300] * k}),
     Case("/v1/embeddings", "max_batch_prompts", lambda k: {"input": ["a b c"] * k}, "embed"),
     Case("/v1/embeddings", "max_batch_prompts", lambda k: {"input": [[5] * 500] * k}, "embed"),
     Case("/v1/embeddings", "max_messages", lambda k: {"messages": users(k)}, "embed"),
@@ -263,6 +271,31 @@ def test_a_text_of_megabytes_is_refused_before_it_is_tokenised(task, path, body,
     serve(monkeypatch, task, check)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_request_whose_client_leaves_is_not_prepared_to_its_end(path):
+    async def main():
+        engine, begun, count = ScriptedEngine("a"), asyncio.Event(), 0
+        tokenize = engine.tokenize
+
+        async def watched_tokenize(prompt, **options):
+            nonlocal count
+            count += 1
+            if count == 10 or path == "/tokenize":
+                begun.set()
+            if path == "/tokenize":
+                await asyncio.Event().wait()  # until it is cancelled
+            return await tokenize(prompt, **options)
+
+        engine.tokenize = watched_tokenize
+        prompt = ["a"] * 1000 if path == "/v1/completions" else "a"
+        body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
+        async with open_stream(make_app(engine), path, body):
+            await begun.wait()
+        assert count < 1000 and not engine.requests
+
+    asyncio.run(main())
+
+
 def holds_many(annotation: Any) -> bool:
     """Whether a field of this type can be a list or an object of any size."""
     origin = get_origin(annotation)
@@ -301,14 +334,25 @@ def test_every_route_with_a_body_reads_it_within_the_limits():
     assert [r.path for r in routes_with_bodies() if not isinstance(r, BodyRoute)] == []
 
 
+def test_the_page_about_limits_names_every_limit_with_its_default():
+    page = (Path(__file__).parents[3] / "docs" / "limits.md").read_text()
+    rows = re.findall(r"\| ([\d,]+)(?: MiB)? \| `--([\w-]+)` \|", page)
+    defaults = {name.replace("-", "_"): int(most.replace(",", "")) for most, name in rows}
+    assert defaults.pop("max_logprobs") == ModelConfig(model="a").max_logprobs
+    assert defaults.pop("max_request_bytes") << 20 == ARGS.max_request_bytes
+    assert {name: getattr(ARGS, name) for name in defaults} == defaults
+    limits = {limit.setting for rows in LIMITS.values() for of in rows.values() for limit in of}
+    assert limits <= defaults.keys()
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("{}", 2),
-        ("[1, 2, 3]", 4),
-        (r'{"a": "x,y,[\"", "b": [{}]}', 5),
-        (r'["\\", ",", "\\\",["]', 4),
-        ('"text, with, commas"', 1),
+        ("{}", (2, 0)),
+        ("[1, 2, 3]", (4, 0)),
+        (r'{"a": "x:y,[\"", "b": [{}]}', (5, 2)),
+        (r'["\\", ",", "\\\",["]', (4, 0)),
+        ('"text: with, commas"', (1, 0)),
     ],
 )
 def test_values_are_counted_outside_of_texts(text, count):

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -10,6 +13,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse
 
 from vllm.entrypoints.openai import run_batch
+from vllm.entrypoints.openai.batch import files
 from vllm.entrypoints.openai.batch.lines import URLS, run_lines
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
@@ -125,7 +129,13 @@ def test_requests_that_run_are_ended_when_nothing_can_be_written():
 
 
 class FileServer(BaseHTTPRequestHandler):
-    """Serves one text at /in, and nothing else."""
+    """Serves one text at /in, takes another at /out, and nothing else."""
+
+    def do_PUT(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(201 if self.path == "/out" else 403)
+        self.end_headers()
+        self.server.received.append((self.path, body))
 
     def do_GET(self):
         self.send_response(200 if self.path == "/in" else 404)
@@ -136,25 +146,92 @@ class FileServer(BaseHTTPRequestHandler):
         """Stay silent."""
 
 
-def test_the_input_may_be_downloaded():
+@pytest.fixture
+def file_server():
     with HTTPServer(("127.0.0.1", 0), FileServer) as server:
+        server.received = []
+        server.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        with run_batch.open_input(f"{url}/in") as lines:
-            assert list(lines) == [b"one\n", b"two\n"]
-            lines.seek(0)
-            assert lines.readline() == b"one\n"
-        with pytest.raises(ConfigError, match="404"), run_batch.open_input(f"{url}/other"):
-            raise AssertionError("there is no such file")
+        yield server
         server.shutdown()
         thread.join()
+
+
+def test_the_input_may_be_downloaded(file_server):
+    with files.open_input(f"{file_server.url}/in") as lines:
+        assert list(lines) == [b"one\n", b"two\n"]
+        lines.seek(0)
+        assert lines.readline() == b"one\n"
+    with (
+        pytest.raises(ConfigError, match="the server answers 404"),
+        files.open_input(f"{file_server.url}/other"),
+    ):
+        raise AssertionError("there is no such file")
+
+
+def test_the_input_may_be_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(b"one\ntwo\n",))
+    writer.start()
+    with files.open_input(str(pipe)) as lines:
+        assert list(lines) == [b"one\n", b"two\n"]
+        lines.seek(0)
+        assert lines.readline() == b"one\n"
+    writer.join()
+
+
+def test_the_output_may_be_uploaded(file_server, tmp_path):
+    with files.open_output(f"{file_server.url}/out", str(tmp_path)) as output:
+        output.write(b"one\n")
+        output.write(b"two\n")
+        assert file_server.received == []
+    assert file_server.received == [("/out", b"one\ntwo\n")]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_upload_that_is_refused_leaves_the_answers_here(file_server, tmp_path, capsys):
+    with (
+        pytest.raises(ConfigError, match=r"cannot upload to .*/other': the server answers 403"),
+        files.open_output(f"{file_server.url}/other", str(tmp_path)) as output,
+    ):
+        output.write(b"one\n")
+    (kept,) = tmp_path.iterdir()
+    assert kept.read_bytes() == b"one\n"
+    assert str(kept) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+@pytest.mark.parametrize("is_pipe", [True, False])
+def test_the_output_may_be_standard_output_whatever_that_is(tmp_path, name, is_pipe):
+    code = (
+        "from vllm.entrypoints.openai.batch.files import open_output\n"
+        f"with open_output({name!r}) as output:\n    output.write(b'one')"
+    )
+    command = [sys.executable, "-c", code]
+    if is_pipe:
+        assert subprocess.run(command, capture_output=True, check=True).stdout == b"one"
+        return
+    path = tmp_path / "out"
+    with path.open("wb") as file:
+        subprocess.run(command, stdout=file, check=True)
+    assert path.read_bytes() == b"one"
+
+
+def test_the_output_may_be_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
+    with files.open_output(str(pipe)) as output:
+        output.write(b"one")
+    assert reader.communicate()[0] == b"one"
 
 
 def test_the_output_has_its_name_when_it_is_whole(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_bytes(b"old")
-    with run_batch.open_output(path) as output:
+    with files.open_output(str(path)) as output:
         output.write(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
@@ -167,7 +244,7 @@ def test_what_was_written_stays_beside_the_old_output_when_the_run_breaks_off(
 ):
     path = tmp_path / "out.jsonl"
     path.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), run_batch.open_output(path) as output:
+    with pytest.raises(KeyboardInterrupt), files.open_output(str(path)) as output:
         output.write(written)
         raise KeyboardInterrupt
     assert path.read_bytes() == b"old"
@@ -181,7 +258,13 @@ def test_what_was_written_stays_beside_the_old_output_when_the_run_breaks_off(
         (["-i", "{tmp}/none", "-o", "{tmp}/out"], "cannot read .*No such file"),
         (["-i", "http://127.0.0.1:1/x", "-o", "{tmp}/out"], "cannot download .*refused"),
         (["-i", "{tmp}/in", "-o", "{tmp}/none/out"], "cannot write .*No such file"),
-        (["-i", "{tmp}/in", "-o", "{tmp}"], "cannot write .*no file"),
+        (["-i", "{tmp}/in", "-o", "{tmp}"], "cannot write .*Is a directory"),
+        (["-i", "{tmp}/in", "-o", "http:///out"], "cannot write 'http:///out': it names no host"),
+        (
+            ["-i", "{tmp}/in", "-o", "http://h/out", "--output-tmp-dir", "{tmp}/none"],
+            "cannot write into .*none.*No such file",
+        ),
+        (["-i", "/etc/passwd", "-o", "{tmp}/out"], "holds no request. Its first line: this line"),
         (["-i", "{tmp}/in", "-o", "{tmp}/out", "--max-concurrent-requests", "0"], "at least 1"),
         (["-i", "{tmp}/in", "-o", "{tmp}/out", "--model", "{tmp}/none"], "none"),
     ],

@@ -155,3 +155,21 @@ def test_the_error_of_one_source_closes_the_others():
         asyncio.run(run())
     assert good.is_closed
     assert bad.is_closed
+
+
+def test_no_more_sources_run_at_a_time_than_may():
+    running, most = set(), []
+
+    async def source(name):
+        running.add(name)
+        most.append(len(running))
+        for step in range(30):
+            await asyncio.sleep(0)
+            yield step
+        running.discard(name)
+
+    async def run():
+        return [index async for index, _ in merge([source(i) for i in range(20)], 4)]
+
+    assert sorted(asyncio.run(run())) == sorted([*range(20)] * 30)
+    assert max(most) == 4

@@ -18,7 +18,7 @@ import uvicorn
 
 from tests.entrypoints.openai.server_fakes import FakeEngine, make_app
 from vllm.entrypoints.openai.http import uvicorn_server
-from vllm.entrypoints.openai.http.tls import refresh_certificate
+from vllm.entrypoints.openai.http.tls import check_certificates, refresh_certificate
 from vllm.entrypoints.openai.http.uvicorn_server import bind, serve
 from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.errors import ConfigError, EngineDeadError
@@ -256,6 +256,16 @@ def common_name(port):
     return "second" if b"second" in data else "first"
 
 
+def test_a_certificate_needs_its_own_key(make_certificate, tmp_path):
+    key, _ = make_certificate("first")
+    other = shutil.copy(key, tmp_path / "other.pem")
+    key, certificate = make_certificate("second")
+    check_certificates(ServerArgs(ssl_certfile=certificate, ssl_keyfile=key))
+    for wrong, reason in ((str(other), "key values mismatch"), (None, "it is not")):
+        with pytest.raises(ConfigError, match=f"cannot be used: {reason}.* its own private key"):
+            check_certificates(ServerArgs(ssl_certfile=certificate, ssl_keyfile=wrong))
+
+
 def test_a_certificate_that_changes_is_loaded_again(make_certificate, monkeypatch):
     monkeypatch.setattr(uvicorn_server, "_CERTIFICATE_CHECK_S", 0.05)
     key, certificate = make_certificate("first")
@@ -296,3 +306,23 @@ def test_a_certificate_that_is_missing_is_an_error():
     args = ServerArgs(**LOCAL, ssl_certfile="/no/cert")
     with bind(args) as listener, pytest.raises(ConfigError, match="TLS"):
         serve(lambda: None, args, listener)
+
+
+@pytest.mark.parametrize(
+    ("settings", "address"),
+    [
+        ({}, "http://localhost:"),
+        ({"host": "127.0.0.1"}, "http://127.0.0.1:"),
+        ({"ssl_certfile": "c", "host": "localhost"}, "https://127.0.0.1:"),
+        ({"disable_web_ui": True}, None),
+    ],
+)
+def test_the_log_says_where_to_chat(settings, address, monkeypatch):
+    lines = []
+    monkeypatch.setattr(uvicorn_server.logger, "info", lambda text, *a: lines.append(text % a))
+    args = ServerArgs(port=0, **settings)
+    with bind(args) as listener:
+        port = listener.getsockname()[1]
+        uvicorn_server._log_address(listener, args)
+    expected = [] if address is None else [f"chat page: {address}{port}/"]
+    assert [line for line in lines if line.startswith("chat page")] == expected

@@ -22,8 +22,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         ("--batch-size", 8, "prompts"),
         ("--input-len", 32, "tokens of each prompt"),
         ("--output-len", 128, "tokens of each output"),
-        ("--num-iters", 30, "times that count"),
-        ("--num-iters-warmup", 10, "times before, which do not"),
+        ("--num-iters", 30, "measured runs of the batch"),
+        ("--num-iters-warmup", 10, "runs before those, which are not measured"),
     ):
         text = f"{help} (default: {default})"
         group.add_argument(flag, type=int, default=default, metavar="N", help=text)

@@ -39,7 +39,7 @@ def check_args(args: argparse.Namespace) -> None:
             if "=" not in pair:
                 raise ConfigError(f"{name} must be like KEY=VALUE, got {pair!r}")
     if not args.request_rate > 0 or not args.burstiness > 0:
-        raise ConfigError("request_rate and burstiness must be above 0")
+        raise ConfigError("--request-rate and --burstiness must be above 0")
     for name, least in (("max_concurrency", 1), ("random_vocab_size", 1), ("num_warmups", 0)):
         if (value := getattr(args, name)) is not None and value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
@@ -56,8 +56,13 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         help="openai: /v1/completions; openai-chat: /v1/chat/completions (default: openai)",
     )
     add("--base-url", metavar="URL", help="in place of host and port, such as https://host/path")
-    add("--host", default="127.0.0.1", metavar="TEXT", help="(default: 127.0.0.1)")
-    add("--port", type=int, default=8000, metavar="N", help="(default: 8000)")
+    add(
+        "--host",
+        default="127.0.0.1",
+        metavar="TEXT",
+        help="host of the server (default: 127.0.0.1)",
+    )
+    add("--port", type=int, default=8000, metavar="N", help="its port (default: 8000)")
     add("--endpoint", metavar="PATH", help="path of the requests, if it is not the usual one")
     add("--model", metavar="TEXT", help="not set: the first that the server lists")
     add("--served-model-name", metavar="TEXT", help="in requests, if it is not --model")
@@ -112,8 +117,18 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
 def _add_request_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
     add = group.add_argument
-    add("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals (default: 0)")
-    add("--tokenizer", metavar="TEXT", help="makes random prompts; not set: the model's")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of random prompts and of the times when they are sent (default: 0)",
+    )
+    add(
+        "--tokenizer",
+        metavar="TEXT",
+        help="tokenizer that makes the random prompts; not set: the model's",
+    )
     add("--tokenizer-mode", choices=("auto", "slow"), default="auto", help="(default: auto)")
     add("--trust-remote-code", action="store_true", help="run code that comes with the tokenizer")
     add(

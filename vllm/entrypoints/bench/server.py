@@ -60,10 +60,17 @@ async def find_model(client: HttpClient, timeout_s: float) -> ServedModel:
             text = response.body[:200].decode("utf-8", "replace")
             raise ConfigError(f"{client.base_url}/v1/models: {reason}: {text}")
         if time.monotonic() >= deadline_s:
-            raise ConfigError(f"{client.base_url} does not answer: {reason}")
+            waited = f" within {timeout_s:g} s" if timeout_s else ""
+            raise ConfigError(
+                f"{client.base_url} does not answer{waited}: {reason}. Start the server, or name "
+                f"another one with --base-url; --ready-check-timeout-sec says how long to wait."
+            )
         if not is_waiting:
             is_waiting = True
-            sys.stderr.write(f"waiting for {client.base_url} ({reason})\n")
+            sys.stderr.write(
+                f"waiting for {client.base_url}, up to {timeout_s:g} s "
+                f"(--ready-check-timeout-sec): {reason}\n"
+            )
         await asyncio.sleep(0.5)
 
 

@@ -16,6 +16,7 @@ from vllm import envs
 from vllm.errors import ConfigError, RequestError
 from vllm.utils import FlexibleArgumentParser
 
+_PREFIX = "/v1"
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_LINE_BYTES = 16 * 2**20
 """Of one event; a longer one is no answer to a terminal."""
@@ -25,7 +26,8 @@ class ApiClient:
     """One server.
 
     Args:
-        url: with the path before the routes, such as http://localhost:8000/v1.
+        url: with the path before the routes, such as http://localhost:8000/v1. Without /v1 at its
+            end, it is tried with it too.
         api_key: None sends none.
 
     Raises:
@@ -78,18 +80,36 @@ class ApiClient:
         path: str,
         body: Mapping[str, Any] | None,
     ) -> http.client.HTTPResponse:
-        target = self._url.path.rstrip("/") + path
+        response = self._request(connection, method, path, body)
+        if response.status == 404 and not self._url.path.rstrip("/").endswith(_PREFIX):
+            refusal = f"{_describe_refusal(response)}. Does --url end in {_PREFIX}?"
+            given = self._url
+            self._url = given._replace(path=given.path.rstrip("/") + _PREFIX)
+            connection.close()
+            response = self._request(connection, method, path, body)
+            if response.status == 404:
+                self._url = given
+                raise RequestError(refusal)
+        if response.status != 200:
+            raise RequestError(_describe_refusal(response))
+        return response
+
+    def _request(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+    ) -> http.client.HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
         try:
             connection.connect()
             connection.sock.settimeout(None)  # an answer may take its time
+            target = self._url.path.rstrip("/") + path
             connection.request(method, target, data, self._headers)
-            response = connection.getresponse()
+            return connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise ConfigError(f"no answer from {self._url.geturl()}: {error}") from None
-        if response.status != 200:
-            raise RequestError(_describe_refusal(response))
-        return response
 
 
 def _split(url: str) -> SplitResult:
@@ -153,16 +173,23 @@ def add_client_flags(parser: FlexibleArgumentParser) -> None:
     parser.add_argument(
         "--url",
         default="http://localhost:8000/v1",
-        help="of the server (default: http://localhost:8000/v1)",
+        help="address of the server, with the /v1 of its routes (default: "
+        "http://localhost:8000/v1)",
     )
     parser.add_argument(
-        "--model-name", metavar="NAME", help="model to ask for; not given: the server's first"
+        "--model-name",
+        metavar="NAME",
+        help="model to use; not given: the first that the server lists",
     )
     parser.add_argument(
-        "--api-key", metavar="KEY", help="key of the server; not given: VLLM_API_KEY"
+        "--api-key", metavar="KEY", help="API key that the server asks for; not given: VLLM_API_KEY"
     )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
-    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="most tokens that an answer may have"
+    )
+    parser.add_argument(
+        "--temperature", type=float, metavar="X", help="how random answers are; 0: not"
+    )
 
 
 def connect(args: argparse.Namespace) -> tuple[ApiClient, dict[str, Any]]:

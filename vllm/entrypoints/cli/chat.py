@@ -16,7 +16,9 @@ def add_parser(
         description="Talk to a model on a server. Ctrl-C ends an answer, Ctrl-D the conversation.",
     )
     add_client_flags(parser)
-    parser.add_argument("--system-prompt", metavar="TEXT", help="begins the conversation")
+    parser.add_argument(
+        "--system-prompt", metavar="TEXT", help="system message that the conversation begins with"
+    )
     parser.add_argument("-q", "--quick", metavar="TEXT", help="send one message and exit")
     return parser
 

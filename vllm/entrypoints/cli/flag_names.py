@@ -4,27 +4,39 @@ The engine's errors name the keywords of `LLM()`. Whoever typed flags is told fl
 """
 
 import re
-from functools import cache
+from collections.abc import Collection
 
 _VALUE = r"=(?P<quote>'?)(?P<value>[^\s':,;]+)(?P=quote)(?=[\s:,;.]|$)"
+_NOTHING = "(?!)"
 
 
-def with_flags(message: str) -> str:
+def with_flags(message: str, names: Collection[str]) -> str:
     """The message with flags in place of the names of settings.
 
     A name with an underscore is always one; another name, such as `port`, only before `=` or at
     the beginning, since it may be a word of the sentence.
 
-    >>> with_flags("max_num_seqs must be an integer of at least 1, got 0")
-    '--max-num-seqs must be an integer of at least 1, got 0'
-    >>> with_flags("tensor_parallel_size=2: this version runs on one device")
-    '--tensor-parallel-size 2: this version runs on one device'
-    >>> with_flags("quantization='x' is not available")
+    Args:
+        message: of an error.
+        names: of the settings that have a flag.
+
+    >>> with_flags("max_num_seqs must be at least 1", ["max_num_seqs"])
+    '--max-num-seqs must be at least 1'
+    >>> with_flags("quantization='x' is not available", ["quantization"])
     '--quantization x is not available'
-    >>> with_flags("enable_lora=True: not available")
+    >>> with_flags("enable_lora=True: not available", ["enable_lora"])
     '--enable-lora: not available'
     """
-    return _pattern().sub(_to_flag, message)
+    if not names:
+        return message
+    long = "|".join(name for name in sorted(names) if "_" in name) or _NOTHING
+    short = "|".join(name for name in sorted(names) if "_" not in name) or _NOTHING
+    before, after = r"(?<![\w./'\"\-])", r"(?![\w.])"
+    pattern = re.compile(
+        rf"{before}(?P<name>(?:{long}){after}|(?:{short})(?==)|^(?:{short})(?= must| needs))"
+        rf"(?:{_VALUE}|(?P<equals>=)(?=['\[{{A-Z]))?"
+    )
+    return pattern.sub(_to_flag, message)
 
 
 def _to_flag(match: "re.Match[str]") -> str:
@@ -35,17 +47,3 @@ def _to_flag(match: "re.Match[str]") -> str:
     if value == "False":
         return f"--no-{flag[2:]}"
     return flag if value == "True" else f"{flag} {value}"
-
-
-@cache
-def _pattern() -> "re.Pattern[str]":
-    from vllm.entrypoints.openai.cli_args import known_names
-
-    names = known_names()
-    long = "|".join(name for name in names if "_" in name)
-    short = "|".join(name for name in names if "_" not in name)
-    before, after = r"(?<![\w./'\"\-])", r"(?![\w.])"
-    return re.compile(
-        rf"{before}(?P<name>(?:{long}){after}|(?:{short})(?==)|^(?:{short})(?= must| needs))"
-        rf"(?:{_VALUE}|(?P<equals>=)(?=['\[{{A-Z]))?"
-    )

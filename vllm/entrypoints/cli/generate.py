@@ -42,12 +42,18 @@ def add_parser(
     sampling.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="output tokens (default: 128)"
     )
-    sampling.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
+    sampling.add_argument(
+        "--temperature", type=float, metavar="X", help="how random outputs are; 0: not"
+    )
     sampling.add_argument("--top-p", type=float, metavar="X", help="nucleus sampling")
-    sampling.add_argument("--top-k", type=int, metavar="N", help="0 is off")
+    sampling.add_argument(
+        "--top-k", type=int, metavar="N", help="most likely tokens to choose from; 0: all"
+    )
     sampling.add_argument("--n", type=int, metavar="N", help="outputs per prompt")
     # No --seed: that of the engine flags already makes the whole run reproducible.
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
+    sampling.add_argument(
+        "--stop", action="append", metavar="TEXT", help="text that ends an output; may be repeated"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     return EngineArgs.add_cli_args(parser)
 

@@ -5,17 +5,19 @@ Only the module of the command that was given is imported, and it imports torch 
 inside `run`, so that `--help` and a bad flag answer at once. `run` may return an exit code; None
 is 0.
 
-Exit codes: 0 done, 1 the engine failed, 2 bad flags, settings or input, 130 interrupted.
+Exit codes: 0 done, 1 the engine or a request of a batch failed, 2 bad flags, settings or input, 130
+interrupted.
 """
 
 import difflib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from vllm.entrypoints.cli.flag_names import with_flags
 from vllm.errors import ConfigError, RequestError, VllmError
 from vllm.utils import FlexibleArgumentParser
 from vllm.version import __version__
@@ -35,8 +37,11 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Flag errors and `--help` exit from argparse."""
 
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser: FlexibleArgumentParser | None = None
+
     def run() -> int | None:
-        words = list(sys.argv[1:] if argv is None else argv)
+        nonlocal parser
         parser = _create_parser(words)
         if not words:
             parser.print_help()
@@ -47,17 +52,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int | None = args.run(args)
         return code
 
-    return run_command(run)
+    return run_command(run, lambda: () if parser is None else parser.flag_names())
 
 
-def run_command(run: Callable[[], int | None]) -> int:
-    """Run a program's main function; its exit code, or that of the error it raises."""
+def run_command(run: Callable[[], int | None], flag_names: Callable[[], Collection[str]]) -> int:
+    """Run a program's main function; its exit code, or that of the error it raises.
+
+    Args:
+        run: the function.
+        flag_names: settings that its command line has flags for, so that an error names the
+            flag. Called when there is an error.
+    """
     try:
         code = run()
     except (ConfigError, RequestError) as error:
-        return _fail(error, 2)
+        return _fail(error, 2, flag_names())
     except VllmError as error:
-        return _fail(error, 1)
+        return _fail(error, 1, flag_names())
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -68,7 +79,11 @@ def run_command(run: Callable[[], int | None]) -> int:
 
 
 def _create_parser(words: Sequence[str]) -> FlexibleArgumentParser:
-    parser = FlexibleArgumentParser(prog="vllm", description="LLM inference on Gaudi and CPU.")
+    parser = FlexibleArgumentParser(
+        prog="vllm",
+        description="LLM inference on Gaudi and CPU.",
+        epilog="'vllm COMMAND --help' lists the flags of a command. To begin: vllm serve MODEL",
+    )
     parser.add_argument("-v", "--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     given = next((word for word in words if not word.startswith("-")), None)
@@ -98,12 +113,10 @@ def _find_mistake(word: str) -> str | None:
     )
 
 
-def _fail(error: VllmError, code: int) -> int:
+def _fail(error: VllmError, code: int, names: Collection[str]) -> int:
     text = " ".join(str(error).split())
     if isinstance(error, ConfigError):
-        from vllm.entrypoints.cli.flag_names import with_flags
-
-        text = with_flags(text)
+        text = with_flags(text, names)
     sys.stderr.write(f"error: {text}\n")
     return code
 

@@ -1,8 +1,8 @@
 """The OpenAI-compatible server: `vllm serve`, or `python -m vllm.entrypoints.openai.api_server`.
 
-The socket is bound first and served at once. The application is imported, and the engine starts,
-while it answers: who asks meanwhile is told how far it is (`early_app`, `health`), or waits
-(`gate`). So nothing is imported here that takes long.
+Flags are checked first (`start_checks`); then the socket is bound and served at once. The
+application is imported, and the engine starts, while it answers: who asks meanwhile is told how far
+it is (`early_app`, `health`), or waits (`gate`). So nothing is imported here that takes long.
 """
 
 import sys
@@ -13,14 +13,16 @@ from vllm.entrypoints.openai.cli_args import exit_after_help, make_arg_parser, r
 from vllm.entrypoints.openai.log_setup import configure_logs
 from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.utils import FlexibleArgumentParser
+from vllm.utils.startup import process_start
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.engine.async_llm_engine import AsyncLLM
     from vllm.entrypoints.openai.context import ServerContext
 
-    LoadServer = Callable[[EngineArgs, ServerArgs], tuple[ServerContext, FastAPI]]
+    LoadServer = Callable[[AsyncLLM, ServerArgs], tuple[ServerContext, FastAPI]]
 
 
 def build_app(context: "ServerContext") -> "FastAPI":
@@ -50,29 +52,53 @@ def run_server(
         ConfigError: the engine or the server cannot start with these arguments.
         EngineDeadError: the engine has died.
     """
-    from vllm.entrypoints.openai.http.uvicorn_server import bind, serve
-
-    def load() -> "tuple[ServerContext, FastAPI]":
-        from vllm.entrypoints.openai import app
-
-        return (load_server or app.load_server)(engine_args, args)
+    from vllm.entrypoints.openai.start_checks import check_start
 
     configure_logs(args)
+    config = check_start(engine_args, args)
+
+    from vllm.entrypoints.openai.http.uvicorn_server import bind, serve
+
     with bind(args) as listener:
-        return serve(load, args, listener)
+        from vllm.engine.admission import AdmissionLimits
+        from vllm.engine.async_llm_engine import AsyncLLM
+
+        engine = AsyncLLM(
+            engine_args if config is None else None,
+            config=config,
+            limits=AdmissionLimits(
+                max_queued_requests=args.max_queued_requests,
+                max_queued_tokens=args.max_queued_tokens,
+                request_timeout=args.request_timeout,
+            ),
+            num_restarts=args.restart_engine,
+            began=process_start(),
+        )
+
+        def load() -> "tuple[ServerContext, FastAPI]":
+            from vllm.entrypoints.openai import app
+
+            return (load_server or app.load_server)(engine, args)
+
+        try:
+            # Its process imports for as long as this one does: at the same time.
+            return serve(load, args, listener, engine.prepare)
+        finally:
+            engine.shutdown()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server as a program of its own; the exit code."""
     from vllm.entrypoints.cli.main import run_command
 
+    parser = make_arg_parser(FlexibleArgumentParser(prog="api_server"))
+
     def run() -> int:
-        parser = make_arg_parser(FlexibleArgumentParser(prog="api_server"))
         engine_args, args = read_args(parser.parse_args(argv))
         exit_after_help(args)
         return run_server(engine_args, args)
 
-    return run_command(run)
+    return run_command(run, parser.flag_names)
 
 
 if __name__ == "__main__":

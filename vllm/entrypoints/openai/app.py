@@ -1,11 +1,11 @@
 """The application: all routes of the server, and what stands in front of them."""
 
 import time
-from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.entrypoints.openai import (
     serving_audio,
     serving_invocations,
@@ -26,24 +26,14 @@ from vllm.entrypoints.openai.middleware.load import CountRequests
 from vllm.entrypoints.openai.middleware.request_id import RequestIds
 from vllm.entrypoints.openai.middleware.request_log import RequestLog
 from vllm.entrypoints.openai.middleware.user_middleware import add_user_middleware
-from vllm.entrypoints.openai.operations import (
-    dev_routes,
-    docs_page,
-    health,
-    metrics_route,
-    status_page,
-)
+from vllm.entrypoints.openai.operations import dev_routes, health, metrics_route, profile_routes
+from vllm.entrypoints.openai.pages.routes import page_routers
 from vllm.entrypoints.openai.pooling import classify as serving_classify
 from vllm.entrypoints.openai.pooling import embedding as serving_embedding
 from vllm.entrypoints.openai.pooling import score as serving_score
 from vllm.entrypoints.openai.responses import serving as serving_responses
 from vllm.entrypoints.openai.server_args import ServerArgs
-from vllm.entrypoints.openai.tool_parsers.flags import check_parser_flags
 from vllm.version import __version__
-
-if TYPE_CHECKING:
-    from vllm.engine.arg_utils import EngineArgs
-
 
 _MODEL_ROUTES = (
     # Routes are tried in this order: those that are asked most come first.
@@ -90,13 +80,11 @@ def build_app(context: ServerContext) -> FastAPI:
 
 def _routers(args: ServerArgs) -> list[APIRouter]:
     modules = [*_MODEL_ROUTES, health, metrics_route]
-    if not args.disable_fastapi_docs:
-        modules.append(docs_page)
-    if args.status_page:
-        modules.append(status_page)
     if args.dev_mode:
         modules.append(dev_routes)
-    return [module.router for module in modules]
+    if args.can_profile:
+        modules.append(profile_routes)
+    return [*(module.router for module in modules), *page_routers(args)]
 
 
 def _add_middleware(app: FastAPI, context: ServerContext) -> None:
@@ -106,7 +94,7 @@ def _add_middleware(app: FastAPI, context: ServerContext) -> None:
     if args.log_requests:
         app.add_middleware(RequestLog, max_log_len=args.max_log_len)
     app.add_middleware(Gate, context=context, routes=app)
-    app.add_middleware(BodyLimits, max_bytes=args.max_request_bytes)
+    app.add_middleware(BodyLimits, max_bytes=args.max_request_bytes, timeout_s=args.body_timeout)
     add_user_middleware(app, args.middleware)
     if args.api_key:
         app.add_middleware(Authentication, keys=args.api_key)
@@ -134,24 +122,11 @@ def _add_tracing(app: FastAPI, context: ServerContext, endpoint: str) -> None:
     app.add_middleware(RequestSpans, context=context, tracer=context.tracer)
 
 
-def load_server(engine_args: "EngineArgs", args: ServerArgs) -> tuple[ServerContext, FastAPI]:
-    """The application around an engine that is not started.
+def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
+    """The application around an engine, which may start later.
 
     Raises:
-        ConfigError: a parser, middleware or tracing cannot be used.
+        ConfigError: middleware or tracing cannot be used.
     """
-    from vllm.engine.admission import AdmissionLimits
-    from vllm.engine.async_llm_engine import AsyncLLM
-
-    check_parser_flags(args)
-    engine = AsyncLLM(
-        engine_args,
-        limits=AdmissionLimits(
-            max_queued_requests=args.max_queued_requests,
-            max_queued_tokens=args.max_queued_tokens,
-            request_timeout=args.request_timeout,
-        ),
-        num_restarts=args.restart_engine,
-    )
     context = ServerContext(args, engine, created=time.time())
     return context, build_app(context)

@@ -1,9 +1,11 @@
 """From exceptions to bodies and status codes: the one place where that is decided.
 
 RequestError          its status (400, 404)   BadRequestError, NotFoundError
-CapacityError         400 or 503              BadRequestError, ServiceUnavailableError
+CapacityError         400 or 409              BadRequestError, ConflictError
+                      503                     ServiceUnavailableError
 RequestTimeoutError   504                     TimeoutError
 EngineDeadError       500                     EngineDeadError
+WorkerCallError       500                     Internal Server Error
 pydantic              400, naming the fields  Bad Request
 GenerationError       500                     Internal Server Error
 anything else         500, without details    Internal Server Error
@@ -30,6 +32,7 @@ from vllm.errors import (
     RequestError,
     RequestTimeoutError,
     VllmError,
+    WorkerCallError,
 )
 from vllm.logger import init_logger
 from vllm.outputs import CompletionOutput
@@ -92,14 +95,15 @@ def describe_error(error: BaseException) -> ErrorInfo:
         return ErrorInfo(error.status, "BadRequestError", message, error.param)
     if isinstance(error, CapacityError):
         if error.status < 500:
-            return ErrorInfo(error.status, "BadRequestError", message)
+            kind = "ConflictError" if error.status == 409 else "BadRequestError"
+            return ErrorInfo(error.status, kind, message)
         headers = {"Retry-After": _RETRY_AFTER_S}
         return ErrorInfo(error.status, "ServiceUnavailableError", message, headers=headers)
     if isinstance(error, RequestTimeoutError):
         return ErrorInfo(error.status, "TimeoutError", message)
     if isinstance(error, EngineDeadError):
         return ErrorInfo(500, _ENGINE_DEAD, message)
-    if isinstance(error, GenerationError):
+    if isinstance(error, (GenerationError, WorkerCallError)):
         return ErrorInfo(500, _INTERNAL, message)
     logger.error("a request failed with an unexpected error", exc_info=error)
     return ErrorInfo(500, _INTERNAL, "the server failed to answer this request; see its log")

@@ -27,4 +27,5 @@ def configure_logs(args: ServerArgs) -> None:
         logging.config.dictConfig(config)
     # What a wrong setting raises depends on the handler or formatter that it is for.
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError) as error:
-        raise ConfigError(f"log_config_file={args.log_config_file!r}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"log_config_file={args.log_config_file!r}: {reason}") from error

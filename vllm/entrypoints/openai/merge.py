@@ -11,12 +11,18 @@ _MAX_AHEAD = 64
 """Items that all sources together may be ahead of the consumer."""
 
 
-async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+async def merge(
+    sources: Sequence[AsyncGenerator[T, None]], max_running: int | None = None
+) -> AsyncGenerator[tuple[int, T], None]:
     """(index of the source, item) in the order in which items come.
 
     Closes every source when it is closed itself, when a source raises, and at the end; what a
     source raises is raised. Sources are started one per turn of the event loop, so that many of
     them leave others their turns.
+
+    Args:
+        sources: to be merged.
+        max_running: so many run at a time, the first ones first; None is no limit.
     """
     if len(sources) == 1:  # no task, no queue: the usual case
         async with aclosing(sources[0]) as source:
@@ -26,9 +32,10 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
     queue: asyncio.Queue[tuple[int, T]] = asyncio.Queue(_MAX_AHEAD)
     pumps: list[asyncio.Future[None]] = []
     everything: asyncio.Future[list[None]] | None = None
+    turns = asyncio.Semaphore(max_running or len(sources))
     try:
         for index, source in enumerate(sources):
-            pumps.append(asyncio.ensure_future(_pump(index, source, queue)))
+            pumps.append(asyncio.ensure_future(_pump(index, source, queue, turns)))
             await asyncio.sleep(0)
         everything = asyncio.gather(*pumps)
         while not everything.done():
@@ -53,8 +60,11 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
 
 
 async def _pump(
-    index: int, source: AsyncGenerator[T, None], queue: "asyncio.Queue[tuple[int, T]]"
+    index: int,
+    source: AsyncGenerator[T, None],
+    queue: "asyncio.Queue[tuple[int, T]]",
+    turns: asyncio.Semaphore,
 ) -> None:
-    async with aclosing(source):
+    async with turns, aclosing(source):
         async for item in source:
             await queue.put((index, item))

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from vllm.config import VllmConfig
+from vllm.entrypoints.openai.context import ServerContext
 from vllm.errors import RequestError
-from vllm.inputs import PromptType, TokensPrompt
+from vllm.inputs import EmbedsPrompt, PromptType, TokensPrompt
 
 if TYPE_CHECKING:
     from vllm.engine.async_llm_engine import AsyncLLM
@@ -68,6 +69,41 @@ async def tokenize(
     if cache_salt is not None:
         made["cache_salt"] = cache_salt
     return made
+
+
+async def read_embeds(
+    engine: "AsyncLLM", text: str, *, truncate: int | None, cache_salt: str | None
+) -> EmbedsPrompt:
+    """The prompt that a request sends as base64 of a tensor, read and checked.
+
+    Raises:
+        RequestError: it is none for this model, or it would have to be truncated.
+    """
+    if truncate is not None:
+        raise RequestError(
+            "truncate_prompt_tokens needs the tokens of the prompt, and prompt_embeds has none; "
+            "leave it out",
+            param="truncate_prompt_tokens",
+        )
+    read = await engine.in_slow_lane(lambda processor: processor.prompt_embeds.read(text))
+    made: EmbedsPrompt = {"prompt_embeds": read}
+    if cache_salt is not None:
+        made["cache_salt"] = cache_salt
+    return made
+
+
+def max_running(context: ServerContext, num_samples: int = 1) -> int:
+    """Prompts of one request that the engine gets at a time.
+
+    A quarter more than its batch holds: the batch stays full, and the request of another client
+    waits for a few sequences and not for a whole batch of prompts.
+
+    Args:
+        context: of the server; its engine is ready.
+        num_samples: outputs per prompt.
+    """
+    most = context.config.scheduler.max_num_seqs
+    return max(1, (most + most // 4) // num_samples)
 
 
 def output_budget(

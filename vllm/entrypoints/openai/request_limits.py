@@ -93,7 +93,10 @@ LIMITS: dict[type, dict[str, tuple[Limit, ...]]] = {
         "tools": _TOOLS,
         "documents": (Limit("max_batch_prompts", "documents", _entries),),
     },
-    CompletionRequest: {"prompt": _PROMPTS},
+    CompletionRequest: {
+        "prompt": _PROMPTS,
+        "prompt_embeds": (Limit("max_batch_prompts", "prompts", _entries),),
+    },
     EmbeddingRequest: {"input": _PROMPTS, "messages": _MESSAGES},
     ClassificationRequest: {"input": _PROMPTS},
     ScoreRequest: {"text_1": _TEXTS, "text_2": _TEXTS},
@@ -106,7 +109,7 @@ LIMITS: dict[type, dict[str, tuple[Limit, ...]]] = {
         "stop": _STOP,
         "include": (Limit("max_request_values", "names", _entries),),
     },
-    DetokenizeRequest: {"tokens": (Limit("max_request_values", "tokens", _entries),)},
+    DetokenizeRequest: {"tokens": (Limit("max_detokenize_tokens", "tokens", _entries),)},
 }
 """Class of a body, or a base of it -> field -> what is limited."""
 
@@ -161,7 +164,7 @@ def check_limits(kind: type, body: Mapping[str, Any], args: ServerArgs) -> None:
 
 def _check_products(body: Mapping[str, Any], args: ServerArgs) -> None:
     """What a few bytes multiply: prompts with outputs, and prompts with what holds for each."""
-    num_prompts = _prompts(body.get("prompt"))
+    num_prompts = _prompts(body.get("prompt")) + _entries(body.get("prompt_embeds") or [])
     num_outputs = max(1, _number(body.get("n")), _number(body.get("best_of")))
     if num_prompts * num_outputs > args.max_batch_sequences:
         raise RequestError(
@@ -189,25 +192,33 @@ def check_num_values(body: bytes, args: ServerArgs) -> None:
         RequestError: it has more; says how many.
     """
     most = args.max_request_values
-    # What is inside texts is counted too, at first: no body has more values than this.
-    if body.count(b",") + body.count(b"[") + body.count(b"{") < most:
+    most_names = args.max_request_names
+    # What is inside texts is counted too, at first: no body has more than this.
+    num_values = body.count(b",") + body.count(b"[") + body.count(b"{") + 1
+    if num_values <= most and body.count(b":") <= most_names:
         return
-    num_values = count_values(body)
+    num_values, num_names = count_values(body)
     if num_values > most:
         raise RequestError(
             f"the body holds {num_values} JSON values (numbers, texts, lists and objects), more "
             f"than the {most} that this server takes (--max-request-values). Send less in one "
             f"request."
         )
+    if num_names > most_names:
+        raise RequestError(
+            f"the JSON objects of the body have {num_names} members, more than the {most_names} "
+            f"that this server takes (--max-request-names). Send less in one request."
+        )
 
 
-def count_values(body: bytes) -> int:
-    r"""Values in a JSON text: its lists, objects and what they hold; names do not count.
+def count_values(body: bytes) -> tuple[int, int]:
+    r"""Values in a JSON text (its lists, objects and what they hold), and names of members.
 
     >>> count_values(b'{"a": [1, 2, "b, \\", c"], "d": {}}')
-    6
+    (6, 2)
     """
     characters = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
-    is_inside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1
+    is_outside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1 == 0
     is_value = np.isin(characters, np.frombuffer(b",[{", np.uint8))
-    return int(np.count_nonzero(is_value & (is_inside == 0))) + 1
+    num_names = np.count_nonzero((characters == ord(":")) & is_outside)
+    return int(np.count_nonzero(is_value & is_outside)) + 1, int(num_names)

@@ -8,31 +8,30 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING
 
+from vllm.entrypoints.openai.batch.files import open_input, open_output
 from vllm.entrypoints.openai.cli_args import exit_after_help, make_arg_parser, read_args
 from vllm.entrypoints.openai.server_args import ServerArgs
-from vllm.errors import ConfigError
+from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
 from vllm.utils import FlexibleArgumentParser
+from vllm.utils.startup import process_start
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.openai.batch.lines import BatchCounts
 
 # Not __name__: this module is also run as a program.
 logger = init_logger("vllm.entrypoints.openai.run_batch")
 
-_DOWNLOAD_TIMEOUT_S = 60.0
-"""For a server to send some more of the input."""
+_SHOWN_FAILURES = 3
+"""Reasons of failed requests that the end tells."""
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
@@ -47,7 +46,17 @@ def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         help="requests: a file with one JSON object per line, or its http(s) URL",
     )
     group.add_argument(
-        "-o", "--output-file", required=True, metavar="FILE", help="where the answers go"
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help="where the answers go: a file, - for standard output, or an http(s) URL for a PUT",
+    )
+    group.add_argument(
+        "--output-tmp-dir",
+        metavar="DIR",
+        help="where the answers are kept until they are sent to a URL; not given: the system's "
+        "folder for temporary files",
     )
     group.add_argument(
         "--max-concurrent-requests",
@@ -60,13 +69,14 @@ def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer all requests of the input file; the exit code, which is 1 when the engine died.
+    """Answer all requests of the input file; the exit code, which is 1 when one of them failed.
 
     Raises:
         ConfigError: flags, input or output cannot be used; the output file is as it was.
     """
     given = vars(args)
-    source, target = given.pop("input_file"), Path(given.pop("output_file"))
+    source, target = given.pop("input_file"), given.pop("output_file")
+    folder = given.pop("output_tmp_dir")
     max_concurrent = given.pop("max_concurrent_requests")
     if max_concurrent < 1:
         raise ConfigError(f"max_concurrent_requests must be at least 1, got {max_concurrent}")
@@ -74,20 +84,24 @@ def run(args: argparse.Namespace) -> int:
     exit_after_help(server_args)
 
     from vllm.entrypoints.openai.log_setup import configure_logs
+    from vllm.entrypoints.openai.start_checks import check_start
 
     configure_logs(server_args)
-    with open_input(source) as lines, open_output(target) as output:
-        num_lines = sum(1 for line in lines if line.strip())
-        lines.seek(0)
+    config = check_start(engine_args, server_args)
+    with open_input(source) as lines, open_output(target, folder) as output:
+        num_lines = _count_lines(source, lines)
         with _progress(num_lines, output.write) as sink:
             try:
-                return asyncio.run(_run(engine_args, server_args, lines, sink, max_concurrent))
+                return asyncio.run(
+                    _run(engine_args, config, server_args, lines, sink, max_concurrent)
+                )
             except asyncio.CancelledError:
                 raise KeyboardInterrupt from None  # SIGTERM ends a batch as Ctrl-C does
 
 
 async def _run(
     engine_args: "EngineArgs",
+    config: "VllmConfig | None",
     args: ServerArgs,
     lines: IO[bytes],
     sink: Callable[[bytes], object],
@@ -107,75 +121,66 @@ async def _run(
         args, api_key=(), middleware=(), max_queued_requests=None, disable_uvicorn_access_log=True
     )
     limits = AdmissionLimits(request_timeout=args.request_timeout)
-    engine = AsyncLLM(engine_args, limits=limits, num_restarts=args.restart_engine)
+    engine = AsyncLLM(
+        engine_args if config is None else None,
+        config=config,
+        limits=limits,
+        num_restarts=args.restart_engine,
+        began=process_start(),
+    )
     context = ServerContext(args, engine, created=time.time())
     try:
-        app = build_app(context)
+        # Its process imports for as long as this one does: at the same time.
+        engine.prepare()
+        app = await asyncio.to_thread(build_app, context)
         await engine.start()
         context.has_been_ready = True
         begin = time.perf_counter()
         counts = await run_lines(app, lines, sink, max_concurrent)
         elapsed_s = time.perf_counter() - begin
-        logger.info(
-            "%d requests in %.1f s, %d failed", counts.num_written, elapsed_s, counts.num_failed
-        )
-        return 1 if engine.errored else 0
+        _log_end(counts, elapsed_s)
+        return 1 if engine.errored or counts.num_failed else 0
     finally:
         engine.shutdown()
 
 
-@contextlib.contextmanager
-def open_input(source: str) -> Iterator[IO[bytes]]:
-    """The input, which can be read twice.
+def _count_lines(source: str, lines: IO[bytes]) -> int:
+    """Lines that are not blank; `lines` is at its beginning again.
 
     Raises:
-        ConfigError: it is not there, or cannot be downloaded.
+        ConfigError: none of them is a request, so that no model need be loaded for them.
     """
-    if not source.startswith(("http://", "https://")):
-        try:
-            file = open(source, "rb")  # noqa: SIM115
-        except OSError as error:
-            raise ConfigError(f"cannot read {source!r}: {error.strerror}") from None
-        with file:
-            yield file
-        return
-    with tempfile.TemporaryFile() as copy:
-        try:
-            with urllib.request.urlopen(source, timeout=_DOWNLOAD_TIMEOUT_S) as response:
-                shutil.copyfileobj(response, copy)
-        except OSError as error:  # URLError and HTTPError are such
-            raise ConfigError(f"cannot download {source!r}: {error}") from None
-        copy.seek(0)
-        yield cast(IO[bytes], copy)
+    from vllm.entrypoints.openai.batch.lines import check_line
+
+    num_lines, first_error, has_request = 0, None, False
+    for line in lines:
+        if not line.strip():
+            continue
+        num_lines += 1
+        if not has_request:
+            try:
+                check_line(line)
+                has_request = True
+            except RequestError as error:
+                first_error = first_error or error
+    lines.seek(0)
+    if first_error is not None and not has_request:
+        raise ConfigError(f"{source!r} holds no request. Its first line: {first_error}")
+    return num_lines
 
 
-@contextlib.contextmanager
-def open_output(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes its name when everything is written.
-
-    When it does not come to that, what was written stays beside it, and the log says where. Every
-    write is in the file at once: a process that is killed loses none.
-
-    Raises:
-        ConfigError: there can be no such file.
-    """
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"cannot write {str(path)!r}: it is there, and no file")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        file = partial.open("xb", buffering=0)
-    except OSError as error:
-        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}") from None
-    try:
-        with file:
-            yield file
-    except BaseException:
-        if partial.stat().st_size:
-            logger.warning("the answers so far are in %s", partial)
-        else:
-            partial.unlink()
-        raise
-    partial.replace(path)
+def _log_end(counts: "BatchCounts", elapsed_s: float) -> None:
+    logger.info(
+        "%d requests in %.1f s: %d answered, %d failed",
+        counts.num_written,
+        elapsed_s,
+        counts.num_written - counts.num_failed,
+        counts.num_failed,
+    )
+    for reason, count in counts.failures.most_common(_SHOWN_FAILURES):
+        logger.warning("%d failed: %s", count, reason)
+    if len(counts.failures) > _SHOWN_FAILURES:
+        logger.warning("others failed for %d more reasons", len(counts.failures) - _SHOWN_FAILURES)
 
 
 @contextlib.contextmanager
@@ -199,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from vllm.entrypoints.cli.main import run_command
 
     parser = add_arguments(FlexibleArgumentParser(prog="run_batch"))
-    return run_command(lambda: run(parser.parse_args(argv)))
+    return run_command(lambda: run(parser.parse_args(argv)), parser.flag_names)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ class ServerArgs:
 
     api_key: tuple[str, ...] = ()
     """Keys of which a client must send one as `Authorization: Bearer KEY`, or `x-api-key`. Guards
-    every route but the health ones. Not set: VLLM_API_KEY, or everyone is served."""
+    every route but the health ones and the pages at /, /status and /docs, which hold nothing and
+    ask for a key themselves. Not set: VLLM_API_KEY, or everyone is served."""
 
     root_path: str = ""
     """Path under which a proxy serves this server."""
@@ -79,6 +80,9 @@ class ServerArgs:
     max_request_bytes: int = 16 * 2**20
     """Largest request body; larger ones get 413."""
 
+    body_timeout: float = 60.0
+    """Seconds for the body of a request to arrive, however slowly; then it gets 408."""
+
     max_n: int = 128
     """Most outputs that a request may ask for (n, best_of)."""
 
@@ -115,11 +119,17 @@ class ServerArgs:
     max_allowed_token_ids: int = 2**18
     """Most entries of allowed_token_ids."""
 
+    max_detokenize_tokens: int = 2**17
+    """Most tokens of a request to /detokenize."""
+
     max_choices: int = 4096
     """Most entries of guided_choice."""
 
     max_request_values: int = 2**20
     """Most JSON values (numbers, texts, lists, objects) in one request body, wherever they are."""
+
+    max_request_names: int = 2**17
+    """Most names of JSON objects' members in one request body, wherever they are."""
 
     shutdown_timeout: float = 30.0
     """Seconds for running requests to end after SIGTERM or Ctrl-C; a second signal ends at once."""
@@ -177,8 +187,11 @@ class ServerArgs:
     disable_fastapi_docs: bool = False
     """No /docs and no /openapi.json."""
 
+    disable_web_ui: bool = False
+    """No chat page at /: the status page is there."""
+
     status_page: bool = True
-    """Show a status page at /."""
+    """Show a status page at /status."""
 
     log_requests: bool = False
     """Log the body of each request, prompts included."""
@@ -204,6 +217,9 @@ class ServerArgs:
     dev_mode: bool = field(default=False, metadata={"cli": False})
     """Serve the routes for development too (VLLM_SERVER_DEV_MODE)."""
 
+    can_profile: bool = field(default=False, metadata={"cli": False})
+    """Serve the routes that begin and end a trace (VLLM_TORCH_PROFILER_DIR is set)."""
+
     keep_alive_s: int = field(default=5, metadata={"cli": False})
     """Seconds that a connection without a request stays open (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)."""
 
@@ -214,9 +230,11 @@ class ServerArgs:
             check_one_of(self, "log_format", ("text", "json"))
         check_at_least(self, 1, "max_request_bytes", "max_n", "max_batch_prompts")
         check_at_least(self, 1, "max_batch_sequences", "max_messages", "max_request_values")
+        check_at_least(self, 1, "max_request_names")
         check_at_least(self, 0, "restart_engine", "max_stop_strings", "max_stop_token_ids")
         check_at_least(self, 0, "max_bad_words", "max_word_chars", "max_logit_bias", "max_tools")
-        check_at_least(self, 0, "max_allowed_token_ids", "max_choices", "max_logits_processors")
+        check_at_least(self, 0, "max_allowed_token_ids", "max_choices", "max_detokenize_tokens")
+        check_at_least(self, 0, "max_logits_processors")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be 0 to 65535, got {self.port}")
         if self.enable_auto_tool_choice and not self.tool_call_parser:
@@ -231,10 +249,14 @@ class ServerArgs:
             raise ConfigError("allow_credentials needs allowed_origins without *")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile needs ssl_certfile")
+        if self.ssl_ca_certs and not self.ssl_certfile:
+            raise ConfigError("ssl_ca_certs needs ssl_certfile")
         if self.ssl_cert_reqs not in (0, 1, 2):
             raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout must be at least 0, got {self.shutdown_timeout}")
+        if self.body_timeout <= 0:
+            raise ConfigError(f"body_timeout must be above 0, got {self.body_timeout}")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout must be above 0, got {self.request_timeout}")
         for name in ("max_queued_requests", "max_queued_tokens", "max_log_len"):
@@ -242,6 +264,11 @@ class ServerArgs:
                 check_at_least(self, 0, name)
         if any(not key for key in self.api_key):
             raise ConfigError("api_key must not be empty")
+        if any(key != key.strip() or not key.isprintable() for key in self.api_key):
+            raise ConfigError(
+                "api_key has a line break, another control character, or spaces around it: no "
+                "client can send that in a header. Give the key alone."
+            )
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with /, got {self.root_path!r}")
         for name in ("lora_modules", "prompt_adapters"):

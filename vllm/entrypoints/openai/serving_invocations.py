@@ -4,11 +4,14 @@ The request is handed to the route of that API as if it had been sent there, so 
 answers and errors are the same.
 """
 
+from functools import partial
+
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from vllm.entrypoints.openai.http import off_loop
 from vllm.entrypoints.openai.protocol.base import STREAMED
 from vllm.entrypoints.openai.validation_text import NO_BODY
 from vllm.errors import RequestError
@@ -41,7 +44,9 @@ async def invoke(request: Request) -> Response:
     body = await request.body()
     if not body:
         raise RequestError(NO_BODY)
-    return _Forward(request, find_target(body), body)
+    off_loop.mark_request(len(body))
+    target = await off_loop.run(partial(find_target, body))
+    return _Forward(request, target, body)
 
 
 def find_target(body: bytes) -> str:

@@ -8,9 +8,10 @@ from starlette.responses import Response
 from vllm.engine.input_processor import InputProcessor
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chunks import json_response
-from vllm.entrypoints.openai.context import get_context
+from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.http import off_loop
 from vllm.entrypoints.openai.http.body_route import BodyRoute
+from vllm.entrypoints.openai.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.prompts import tokenize
 from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.tokenization import (
@@ -33,7 +34,10 @@ _ERRORS = error_responses(400, 404)
 @router.post("/tokenize", response_model=TokenizeResponse, responses=_ERRORS)
 async def tokenize_prompt(request: Request, body: TokenizeRequest) -> Response:
     """The tokens of a text, or of a conversation, as the model would get them."""
-    context = get_context(request)
+    return await run_until_disconnect(request, _tokenize(get_context(request), body))
+
+
+async def _tokenize(context: ServerContext, body: TokenizeRequest) -> Response:
     check_model(context, body.model)
     if isinstance(body, TokenizeChatRequest):
         prompt = await chat_prompt(context, body)
@@ -64,10 +68,13 @@ async def tokenize_prompt(request: Request, body: TokenizeRequest) -> Response:
     return await off_loop.run(partial(json_response, answer), is_large=is_large)
 
 
-@router.post("/detokenize", responses=_ERRORS)
-async def detokenize_tokens(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
+@router.post("/detokenize", response_model=DetokenizeResponse, responses=_ERRORS)
+async def detokenize_tokens(request: Request, body: DetokenizeRequest) -> Response:
     """The text of some tokens, special ones too."""
-    context = get_context(request)
+    return await run_until_disconnect(request, _detokenize(get_context(request), body))
+
+
+async def _detokenize(context: ServerContext, body: DetokenizeRequest) -> Response:
     check_model(context, body.model)
     engine = context.engine
     await engine.get_tokenizer()  # raises when there is none
@@ -82,6 +89,9 @@ async def detokenize_tokens(request: Request, body: DetokenizeRequest) -> Detoke
         assert processor.tokenizer is not None
         return str(processor.tokenizer.decode(body.tokens))
 
-    if len(body.tokens) < _MANY_TOKENS:
-        return DetokenizeResponse(prompt=decode(engine.input_processor))
-    return DetokenizeResponse(prompt=await engine.in_slow_lane(decode))
+    is_large = len(body.tokens) >= _MANY_TOKENS
+    if is_large:
+        text = await engine.in_slow_lane(decode)
+    else:
+        text = decode(engine.input_processor)
+    return await off_loop.run(partial(json_response, {"prompt": text}), is_large=is_large)

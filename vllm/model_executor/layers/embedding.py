@@ -1,11 +1,23 @@
 """Token embeddings and the output head, with the vocabulary split over ranks."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.slice import Slice, SlicedModule
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedTokens:
+    """Tokens of a launch whose embeddings are given, and not looked up."""
+
+    indices: Tensor
+    """[m] int64: which of the T tokens."""
+    embeddings: Tensor
+    """[m, embedding_dim] in any floating type."""
 
 
 class VocabParallelEmbedding(SlicedModule):

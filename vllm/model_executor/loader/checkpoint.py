@@ -4,10 +4,9 @@ Reads safetensors and PyTorch `.bin` files. Knows no model. Nothing here can run
 checkpoint: `.bin` files are unpickled with `weights_only=True`.
 """
 
-import json
 import pickle
 import zipfile
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,60 +18,24 @@ from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.loader.safetensors_file import read_safetensors
 
-_INDEX_NAMES = {
-    "safetensors": ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),
-    "pt": ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin"),
-}
-"""Form -> single file, index of a sharded checkpoint, shards without an index."""
-
-
-def find_files(folder: Path, load_format: str) -> list[Path]:
-    """The files that hold the weights.
-
-    Args:
-        folder: the model's folder.
-        load_format: "safetensors", "pt", or "auto" for the first of the two that is there.
-
-    Raises:
-        WeightLoadError: there are none, or the index names a file that is not there.
-    """
-    forms = ("safetensors", "pt") if load_format == "auto" else (load_format,)
-    for form in forms:
-        single, index, pattern = _INDEX_NAMES[form]
-        if (folder / single).is_file():
-            return [folder / single]
-        if (folder / index).is_file():
-            return _read_index(folder / index)
-        if shards := sorted(folder.glob(pattern)):
-            return shards
-    wanted = " or ".join(name for form in forms for name in _INDEX_NAMES[form][:2])
-    raise WeightLoadError(f"no weights in {folder}: expected {wanted}")
-
-
-def _read_index(path: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WeightLoadError(f"{path} is not a readable index: {error!r}") from error
-    files = [path.parent / name for name in names]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise WeightLoadError(
-            f"{len(missing)} of {len(files)} files named by {path} are missing: "
-            f"{name_some(missing)}"
-        )
-    return files
-
 
 def iterate_tensors(
-    files: list[Path], show_progress: bool
+    files: list[Path], show_progress: bool, on_file: Callable[[int], None] | None = None
 ) -> Generator[tuple[str, Source], None, None]:
     """Every tensor of the files with its name. A `Source` is valid until the next one.
+
+    Args:
+        files: from `find_files`.
+        show_progress: show a bar.
+        on_file: called before each file with the number of those that are done.
 
     Raises:
         WeightLoadError: a file is damaged or is not what its name says.
     """
-    for path in tqdm(files, desc="Loading checkpoint files", disable=not show_progress):
+    bar = tqdm(files, desc="Loading checkpoint files", disable=not show_progress)
+    for num_done, path in enumerate(bar):
+        if on_file is not None:
+            on_file(num_done)
         yield from read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
 
 
@@ -98,13 +61,3 @@ def _read_bin(path: Path) -> Iterator[tuple[str, Source]]:
 
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def name_some(names: list[str], most: int = 10) -> str:
-    """The names in one line; after `most` of them only how many more.
-
-    >>> name_some(["a", "b", "c"], most=2)
-    'a, b and 1 more'
-    """
-    text = ", ".join(names[:most])
-    return text if len(names) <= most else f"{text} and {len(names) - most} more"

@@ -6,7 +6,7 @@ stored in another form as soon as it is complete, before the next one gets memor
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -18,12 +18,13 @@ from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.loader.checkpoint import find_files, iterate_tensors
+from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.dummy import fill_with_dummy_weights
 from vllm.model_executor.loader.weights import load_weights
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.quantization import quantization_of
+from vllm.transformers_utils.weight_files import find_files
 from vllm.utils import startup
 
 logger = init_logger(__name__)
@@ -34,6 +35,7 @@ def load_model(
     tp: TPGroup,
     device: torch.device,
     finish_layer: Callable[[ParallelLinear], object] | None = None,
+    choose_host_layers: Callable[[nn.Module], Iterable[nn.Module]] | None = None,
 ) -> CausalLM | PoolingModel:
     """The model of `config` with its weights on `device`, ready to run.
 
@@ -46,31 +48,38 @@ def load_model(
         device: where the parameters go.
         finish_layer: called with each linear layer once it is filled; may store its weight in
             another form.
+        choose_host_layers: called with the model, still without memory; gives the modules whose
+            parameters go to the memory of the host.
 
     Raises:
         ConfigError: the architecture or format is not supported, or cannot be split over tp.
         WeightLoadError: the checkpoint is missing, damaged or does not fit the model.
     """
     started = time.perf_counter()
-    startup.report("loading weights")
     arch = config.model.resolved_arch
     is_pooling = config.model.pooler is not None
     model = build_model(arch, tp, getattr(torch, config.model.dtype_name), is_pooling=is_pooling)
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    phase = f"loading {num_bytes / 2**30:.2f} GiB of weights"
+    startup.report(phase)
 
     def finish(module: nn.Module) -> None:
         if finish_layer is not None and isinstance(module, ParallelLinear):
             finish_layer(module)
 
+    on_host = [] if choose_host_layers is None else choose_host_layers(model)
     if config.load.load_format == "dummy":
-        materialize(model, device)
+        materialize(model, device, on_host)
         fill_with_dummy_weights(model, config.model.seed)
         for module in model.modules():
             finish(module)
     else:
-        memory = ParameterMemory(model, device)
+        memory = ParameterMemory(model, device, on_host)
         files = find_files(Path(config.model.resolved_path), config.load.load_format)
-        with closing(iterate_tensors(files, config.load.use_tqdm_on_load)) as tensors:
+        show_bar = config.load.use_tqdm_on_load
+        with closing(
+            iterate_tensors(files, show_bar, lambda done: startup.report(phase, done, len(files)))
+        ) as tensors:
             load_weights(model, tensors, tp, prepare=memory.allocate, finish=finish)
         materialize_buffers(model, device)
     logger.info(
@@ -123,12 +132,12 @@ def _model_class(architecture: str, is_pooling: bool) -> type[CausalLM] | type[P
     return embedding_class(found)
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
+def materialize(model: nn.Module, device: torch.device, on_host: Iterable[nn.Module] = ()) -> None:
     """Give every meta parameter uninitialised memory on `device`; move the buffers there.
 
-    Tied parameters stay one.
+    Tied parameters stay one. Parameters of the modules `on_host` get memory of the host.
     """
-    memory = ParameterMemory(model, device)
+    memory = ParameterMemory(model, device, on_host)
     for module in model.modules():
         memory.allocate(module)
     materialize_buffers(model, device)
@@ -148,10 +157,14 @@ class ParameterMemory:
     Args:
         model: built on the meta device.
         device: where the parameters go.
+        on_host: modules whose parameters, those of modules in them too, stay on the host.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, on_host: Iterable[nn.Module] = ()
+    ) -> None:
         self._device = device
+        self._on_host = {module for outer in on_host for module in outer.modules()}
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, param in module.named_parameters(recurse=False):
@@ -165,7 +178,8 @@ class ParameterMemory:
         for param in list(module.parameters(recurse=False)):
             if param.is_meta:
                 # Not empty_like: of a meta tensor, that imports sympy.
-                memory = torch.empty(param.shape, dtype=param.dtype, device=self._device)
+                device = torch.device("cpu") if module in self._on_host else self._device
+                memory = torch.empty(param.shape, dtype=param.dtype, device=device)
                 new = nn.Parameter(memory, requires_grad=False)
                 for owner, name in self._places.pop(id(param)):
                     setattr(owner, name, new)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Slice, SlicedModule, Source
-from vllm.model_executor.loader.checkpoint import name_some
 from vllm.model_executor.loader.kv_scales import load_kv_scale
 from vllm.model_executor.models.interface import LoadableModel
+from vllm.transformers_utils.weight_files import name_some
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class OPTDecoder(nn.Module):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__()
         config, size = arch.hf_config, arch.hidden_size
-        self.embed_size = int(config.get("word_embed_proj_dim") or size)
+        self.embed_size = arch.embedding_size
         self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, self.embed_size, tp)
         self.embed_positions = LearnedPositionalEmbedding(
             arch.max_position_embeddings, size, _POSITION_OFFSET

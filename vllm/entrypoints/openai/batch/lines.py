@@ -4,6 +4,7 @@ Every line that is not blank gives one record, whatever is wrong with it.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,8 +43,14 @@ class BatchCounts:
     """How far a batch has come."""
 
     num_written: int = 0
-    num_failed: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    """How many requests failed, by what was said about them."""
     _waiting: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def num_failed(self) -> int:
+        """Requests without an answer."""
+        return self.failures.total()
 
 
 async def run_lines(
@@ -83,7 +90,8 @@ async def _work(
     waiting = counts._waiting
     for index, line in numbered:
         record = await answer_line(app, line)
-        counts.num_failed += record["error"] is not None
+        if record["error"] is not None:
+            counts.failures[_reason(record["error"])] += 1
         waiting[index] = msgspec.json.encode(record) + b"\n"
         # A record waits for those of the lines before it.
         while (ready := waiting.pop(counts.num_written, None)) is not None:
@@ -125,6 +133,21 @@ def _read_line(line: bytes) -> _Line:
     if body.stream:
         raise RequestError("a batch does not stream: leave stream out", param="stream")
     return request
+
+
+def check_line(line: bytes) -> None:
+    """Refuse a line that is no request. What its route would say about the body is not looked at.
+
+    Raises:
+        RequestError: it is none.
+    """
+    _read_line(line)
+
+
+def _reason(error: dict[str, Any]) -> str:
+    """What an error body says, in either of its forms."""
+    inner = error.get("error")
+    return str((inner if isinstance(inner, dict) else error).get("message") or "no reason given")
 
 
 def _custom_id(line: bytes) -> str | None:

@@ -8,17 +8,17 @@ import asyncio
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from vllm.entrypoints.chat_utils import ChatOptions, Message, render_chat
+from vllm.entrypoints.openai.chat.template_flag import load_chat_template
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.http import off_loop
 from vllm.entrypoints.openai.prompts import tokenize
 from vllm.entrypoints.openai.protocol.chat import ChatFields
-from vllm.errors import ConfigError, RequestError
+from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.utils.deadline_worker import (
     CallFailed,
@@ -108,25 +108,6 @@ def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) 
         tools=tools or None,
         template_kwargs=kwargs,
     )
-
-
-@functools.lru_cache(maxsize=4)
-def load_chat_template(value: str | None) -> str | None:
-    """The template that `--chat-template` means: the content of a file, or the text itself.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if value is None or "{{" in value or "{%" in value:
-        return value
-    path = Path(value).expanduser()
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"chat_template: {value!r} is no template (which has {{{{ or {{%), and no file that "
-            f"can be read: {error}"
-        ) from error
 
 
 def _is_name(tokenizer: "PreTrainedTokenizerBase", template: str) -> bool:

@@ -50,7 +50,7 @@ def render(argument: dict[str, Any]) -> str:
         "add_generation_prompt": argument["add_generation_prompt"],
     }
     try:
-        text = _environment().from_string(without_generation_tags(source)).render(**values)
+        text = make_environment().from_string(without_generation_tags(source)).render(**values)
     except MemoryError:
         raise RequestError("needs too much memory") from None
     if argument["continue_final_message"]:
@@ -72,7 +72,7 @@ def _mark_end(message: dict[str, Any]) -> None:
         raise RequestError("continue_final_message: the final message has no text")
 
 
-def _environment() -> jinja2.Environment:
+def make_environment() -> jinja2.Environment:
     """As templates of the Hugging Face hub expect it."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]

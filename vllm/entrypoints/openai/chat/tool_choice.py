@@ -96,14 +96,16 @@ def _call_schema(
     """One call. Definitions inside of it move to the top, where references look for them."""
     parameters = dict(tool.parameters or _ANY_OBJECT)
     prefixes = {}
+    own_names: list[str] = []
     for place in ("$defs", "definitions"):
         own = parameters.pop(place, None)
         if isinstance(own, dict):
             prefixes[f"#/{place}/"] = f"#/$defs/{index}_"
             definitions.update({f"{index}_{name}": own[name] for name in own})
+            own_names += [f"{index}_{name}" for name in own]
     if prefixes:
         parameters = _move_references(parameters, prefixes, _MAX_SCHEMA_DEPTH)
-        for name in [name for name in definitions if name.startswith(f"{index}_")]:
+        for name in own_names:
             definitions[name] = _move_references(definitions[name], prefixes, _MAX_SCHEMA_DEPTH)
     return {
         "type": "object",

@@ -1,12 +1,15 @@
 """What a completion shows of one sample: its text, behind the echo of the prompt if asked for."""
 
+import functools
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
+from vllm.engine.prompt_embeds import PLACEHOLDER_TOKEN_ID
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.logprob_forms import CompletionLogprobs
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
-from vllm.inputs import TokensPrompt
+from vllm.inputs import EmbedsPrompt, TokensPrompt
+from vllm.messages import TokenEmbeddings
 from vllm.outputs import CompletionOutput, Logprob
 
 
@@ -14,23 +17,31 @@ class CompletionPrompt:
     """One prompt of a request.
 
     Attributes:
-        token_ids: as the engine gets them.
+        token_ids: as the engine gets them; placeholders where it gets embeddings.
         for_engine: the prompt without its text, which the engine would only carry along.
         is_echo_only: no output is asked for, only the prompt and its log-probabilities.
         logprobs: of the prompt's tokens, set when they are known.
     """
 
     def __init__(
-        self, context: ServerContext, body: CompletionRequest, prompt: TokensPrompt
+        self, context: ServerContext, body: CompletionRequest, prompt: TokensPrompt | EmbedsPrompt
     ) -> None:
         self.body = body
-        self.token_ids = prompt["prompt_token_ids"]
-        self.for_engine: TokensPrompt = {"prompt_token_ids": self.token_ids}
+        self.for_engine: TokensPrompt | EmbedsPrompt
+        self._text: str | None = None
+        embeds = prompt.get("prompt_embeds")
+        if isinstance(embeds, TokenEmbeddings):
+            self.token_ids = [PLACEHOLDER_TOKEN_ID] * embeds.shape[0]
+            self.for_engine = {"prompt_embeds": embeds}
+        else:
+            tokens = cast(TokensPrompt, prompt)
+            self.token_ids = tokens["prompt_token_ids"]
+            self.for_engine = {"prompt_token_ids": self.token_ids}
+            self._text = tokens.get("prompt")
         if "cache_salt" in prompt:
             self.for_engine["cache_salt"] = prompt["cache_salt"]
         self.is_echo_only = bool(body.echo) and body.max_tokens == 0
         self.logprobs: Sequence[dict[int, Logprob] | None] | None = None
-        self._text = prompt.get("prompt")
         self._is_text = self._text is not None
         self._context = context
 
@@ -53,11 +64,14 @@ class CompletionPrompt:
             return self._context.args.return_tokens_as_token_ids
         return self.body.return_tokens_as_token_ids
 
-    @property
+    @functools.cached_property
     def hidden_tokens(self) -> Collection[int]:
-        """Special tokens, unless the prompt was given as tokens or is a text that names them."""
+        """Special tokens, unless the prompt was given as tokens or is a text that names them.
+
+        Of interest to log-probabilities only; without them none, since every text is searched.
+        """
         tokenizer = self._context.engine.tokenizer
-        if tokenizer is None or not self._is_text:
+        if tokenizer is None or not self._is_text or self.body.logprobs is None:
             return ()
         pairs = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
         return {token_id for token_id, token in pairs if token not in self.text}

@@ -21,7 +21,9 @@ from vllm.entrypoints.openai.http.sse import DONE, EventStream, run_until_discon
 from vllm.entrypoints.openai.logprob_forms import prompt_logprobs
 from vllm.entrypoints.openai.merge import merge
 from vllm.entrypoints.openai.prompts import (
+    max_running,
     output_budget,
+    read_embeds,
     request_id_of,
     tokenize,
     trace_headers_of,
@@ -95,11 +97,23 @@ class _Completion:
         """
         check_model(context, body.model)
         check_sampling_fields(body)
-        given = body.prompts()
-        if not given:
+        given, embeds = body.prompts(), body.embeds()
+        if not given and not embeds:
             raise RequestError("prompt: the list is empty", param="prompt")
         is_long = sum(len(prompt) for prompt in given) > LONG_TEXT_CHARS
-        prompts = []
+        prompts = [
+            CompletionPrompt(
+                context,
+                body,
+                await read_embeds(
+                    context.engine,
+                    each,
+                    truncate=body.truncate_prompt_tokens,
+                    cache_salt=body.cache_salt,
+                ),
+            )
+            for each in embeds
+        ]
         for prompt in given:
             await asyncio.sleep(0)  # others get their turn between two prompts
             tokenized = await tokenize(
@@ -228,7 +242,10 @@ class _Completion:
         for params in self._all_params:
             params.output_kind = kind
         return self._checked(
-            merge([self._generate(index, each) for index, each in enumerate(self._all_params)])
+            merge(
+                [self._generate(index, each) for index, each in enumerate(self._all_params)],
+                max_running(self._context, self._all_params[0].n),
+            )
         )
 
     async def _checked(
@@ -276,7 +293,7 @@ class _Completion:
             self._engine.generation_defaults,
             max_tokens=self._num_wanted(prompt),
             logprobs=body.logprobs,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
             guided=guided_decoding(body),
         )
         if body.echo and body.logprobs is not None and params.prompt_logprobs is None:

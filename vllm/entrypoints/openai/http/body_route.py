@@ -54,6 +54,8 @@ class BodyRoute(APIRoute):
             body = json.loads(data)
         except json.JSONDecodeError as error:
             raise _invalid("json_invalid", error.pos, "JSON decode error", error.msg) from None
+        except ValueError as error:  # not UTF-8, or an integer of thousands of digits
+            raise _invalid("json_invalid", 0, "JSON decode error", str(error)) from None
         except RecursionError:
             raise _invalid("json_invalid", 0, "JSON decode error", "nested too deeply") from None
         if isinstance(body, dict):

@@ -1,12 +1,15 @@
 """What answers in the first moments, while the application is still being imported.
 
-Knows no framework: importing one takes longer than starting to listen.
+Probes, and the pages for people, which tell that the server is starting. Knows no framework:
+importing one takes longer than starting to listen.
 """
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
+
+from vllm.entrypoints.openai.pages.web_page import load_page
 
 _Message = MutableMapping[str, Any]
 _Send = Callable[[_Message], Awaitable[None]]
@@ -25,13 +28,17 @@ _CLOSING = json.dumps(
         "code": 503,
     }
 ).encode()
+_FIGURES = json.dumps({"state": "starting", **_PHASE, "eta_s": None}).encode()
 _ANSWERS = {
     "/livez": (200, b'{"status":"alive"}'),
     "/startupz": (503, _STARTING),
     "/readyz": (503, _STARTING),
     "/health": (503, b""),
     "/ping": (503, b""),
+    "/chat.json": (200, _FIGURES),
+    "/status.json": (200, _FIGURES),
 }
+_JSON = {"content-type": "application/json", "cache-control": "no-store"}
 
 
 class EarlyApp:
@@ -39,10 +46,12 @@ class EarlyApp:
 
     Args:
         root_path: of the server.
+        pages: name of the page for each path that has one.
     """
 
-    def __init__(self, root_path: str = "") -> None:
+    def __init__(self, root_path: str = "", pages: Mapping[str, str] | None = None) -> None:
         self._root_path = root_path
+        self._pages = pages or {}
         self._app: App | None = None
         self._is_decided = asyncio.Event()
 
@@ -57,7 +66,12 @@ class EarlyApp:
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         if self._app is None and scope["type"] == "http":
-            early = _ANSWERS.get(scope["path"].removeprefix(self._root_path))
+            path = scope["path"].removeprefix(self._root_path)
+            if path in self._pages:
+                page = load_page(self._pages[path])
+                await _answer(send, 200, page.body, page.headers)
+                return
+            early = _ANSWERS.get(path)
             if early is not None:
                 await _answer(send, *early)
                 return
@@ -69,10 +83,10 @@ class EarlyApp:
             await self._app(scope, receive, send)
 
 
-async def _answer(send: _Send, status: int, body: bytes) -> None:
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+async def _answer(
+    send: _Send, status: int, body: bytes, headers: Mapping[str, str] = _JSON
+) -> None:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    raw.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": body})

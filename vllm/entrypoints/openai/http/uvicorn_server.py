@@ -6,10 +6,12 @@ ends at once. An engine that dies takes the process with it, after its requests 
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
 import stat
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +20,9 @@ import uvloop
 
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.http.early_app import EarlyApp
-from vllm.entrypoints.openai.http.http_protocol import BoundedHttpProtocol
+from vllm.entrypoints.openai.http.http_protocol import with_body_timeout
 from vllm.entrypoints.openai.http.tls import refresh_certificate
+from vllm.entrypoints.openai.pages.page_paths import page_paths
 from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.logger import init_logger
@@ -65,6 +68,8 @@ def _bind_tcp(host: str | None, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason += ". Choose another --port (0 takes a free one), or end who listens there."
         raise ConfigError(f"cannot listen on {address} port {port}: {reason}") from None
     return listener
 
@@ -88,7 +93,12 @@ Load = Callable[[], "tuple[ServerContext, FastAPI]"]
 """Makes the application, its engine not started; takes a while."""
 
 
-def serve(load: Load, args: ServerArgs, listener: socket.socket) -> int:
+def serve(
+    load: Load,
+    args: ServerArgs,
+    listener: socket.socket,
+    on_start: Callable[[], None] | None = None,
+) -> int:
     """Serve until the process is to end; the exit code.
 
     Args:
@@ -96,15 +106,16 @@ def serve(load: Load, args: ServerArgs, listener: socket.socket) -> int:
             here, and shut down.
         args: of the server.
         listener: from `bind`.
+        on_start: called in the event loop, before `load`.
 
     Raises:
         ConfigError: the engine, the application or TLS cannot start with its arguments.
         EngineDeadError: the engine has died, or could not be started.
     """
-    early = EarlyApp(args.root_path)
+    early = EarlyApp(args.root_path, page_paths(args))
     config = uvicorn.Config(
         early,
-        http=BoundedHttpProtocol,
+        http=with_body_timeout(args.body_timeout),
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -124,19 +135,25 @@ def serve(load: Load, args: ServerArgs, listener: socket.socket) -> int:
         config.load()
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(f"TLS: {error}") from None
-    return uvloop.run(_Server(config, early, load, args).run_until_end(listener))
+    return uvloop.run(_Server(config, early, load, args, on_start).run_until_end(listener))
 
 
 class _Server(uvicorn.Server):
     """Ends when a signal, the start of the engine or its death says so."""
 
     def __init__(
-        self, config: uvicorn.Config, early: EarlyApp, load: Load, args: ServerArgs
+        self,
+        config: uvicorn.Config,
+        early: EarlyApp,
+        load: Load,
+        args: ServerArgs,
+        on_start: Callable[[], None] | None,
     ) -> None:
         super().__init__(config)
         self._early = early
         self._load = load
         self._args = args
+        self._on_start = on_start
         self._context: ServerContext | None = None
         self._is_draining = False
         self._exit_code = 0
@@ -170,10 +187,14 @@ class _Server(uvicorn.Server):
 
     async def _start(self) -> None:
         """Load the application, then start its engine."""
+        began = time.monotonic()
         try:
+            if self._on_start is not None:
+                self._on_start()
             context, app = await asyncio.to_thread(self._load)
             if self._is_draining:
                 return
+            logger.info("start: importing the server took %.1f s", time.monotonic() - began)
             self._context = context
             context.engine.on_death(self._on_death)
             self._early.pass_on_to(app)
@@ -182,7 +203,6 @@ class _Server(uvicorn.Server):
             self._end(error)
         else:
             context.has_been_ready = True
-            logger.info("ready: %s", ", ".join(context.model_names))
             if app.openapi_url is not None:
                 # Takes long: not while the engine starts, and not in the request that asks first.
                 await asyncio.to_thread(app.openapi)
@@ -266,5 +286,14 @@ def _log_address(listener: socket.socket, args: ServerArgs) -> None:
     host, port = listener.getsockname()[:2]
     scheme = "https" if args.ssl_certfile else "http"
     logger.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
+    if not args.disable_web_ui:
+        logger.info("chat page: %s://%s:%d/", scheme, _name_for_browsers(host), port)
     if host in ("0.0.0.0", "::") and not args.api_key:
         logger.warning("everyone who reaches this machine is served: there is no --api-key")
+
+
+def _name_for_browsers(host: str) -> str:
+    """The host in an address that can be opened on this machine."""
+    if host in ("0.0.0.0", "::"):
+        return "localhost"
+    return f"[{host}]" if ":" in host else host

@@ -6,13 +6,13 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm.entrypoints.openai.middleware.asgi import PROBES, get_header, route_path
+from vllm.entrypoints.openai.middleware.asgi import PAGE_FIGURES, PROBES, get_header, route_path
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-_QUIET = PROBES | {"/metrics"}
-"""Asked every few seconds by machines: their lines are at level DEBUG."""
+_QUIET = PROBES | PAGE_FIGURES | {"/metrics"}
+"""Asked every few seconds by machines and pages: their lines are at level DEBUG."""
 _MAX_PATH_CHARS = 200
 
 

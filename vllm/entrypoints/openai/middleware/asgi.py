@@ -14,6 +14,12 @@ from vllm.entrypoints.openai.messages.errors import error_body
 PROBES = frozenset({"/livez", "/startupz", "/readyz", "/health", "/ping"})
 """Paths that tell a machine how the server is; free of keys, logs, limits and waiting."""
 
+PAGES = frozenset({"/", "/status", "/docs"})
+"""Pages that hold nothing of this server: they ask for a key where what they show needs one."""
+
+PAGE_FIGURES = frozenset({"/chat.json", "/status.json"})
+"""What these pages ask for again and again, also before there is a model."""
+
 
 def route_path(scope: Scope) -> str:
     """The path as the router sees it, without `root_path`: what guards a route must not look at

@@ -8,10 +8,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import ErrorInfo
-from vllm.entrypoints.openai.middleware.asgi import PROBES, get_header, refuse, route_path
-
-_PAGES = {"/", "/docs"}
-"""What people open in a browser: it asks them for user (any) and password (a key)."""
+from vllm.entrypoints.openai.middleware.asgi import PAGES, PROBES, get_header, refuse, route_path
 
 _MESSAGE = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
 
@@ -19,7 +16,8 @@ _MESSAGE = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: 
 class Authentication:
     """Lets requests through that bring one of the keys.
 
-    The health routes are open, and OPTIONS, which browsers send without headers.
+    The health routes are open, the pages that ask for a key themselves, and OPTIONS, which
+    browsers send without headers.
 
     Args:
         app: behind it.
@@ -37,7 +35,7 @@ class Authentication:
         await self.app(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if scope["method"] == "OPTIONS" or route_path(scope) in PROBES:
+        if scope["method"] == "OPTIONS" or route_path(scope) in PROBES | PAGES:
             return True
         given = _given_key(scope)
         if given is None:
@@ -60,7 +58,7 @@ def _given_key(scope: Scope) -> bytes | None:
 
 
 def _password(credentials: str) -> bytes | None:
-    """Of Basic authentication (RFC 7617), which is what a browser asks its user for."""
+    """Of Basic authentication (RFC 7617): user (any) and password (a key)."""
     try:
         return base64.b64decode(credentials, validate=True).partition(b":")[2]
     except ValueError:
@@ -68,8 +66,7 @@ def _password(credentials: str) -> bytes | None:
 
 
 async def _answer_401(scope: Scope, receive: Receive, send: Send) -> None:
-    is_page = route_path(scope) in _PAGES
-    headers = {"WWW-Authenticate": 'Basic realm="vllm", charset="UTF-8"' if is_page else "Bearer"}
+    headers = {"WWW-Authenticate": "Bearer"}
     if route_path(scope).startswith("/v1/messages"):
         info = ErrorInfo(401, "Unauthorized", _MESSAGE, headers=headers)
         await refuse(scope, receive, send, info)

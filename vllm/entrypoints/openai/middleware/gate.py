@@ -9,21 +9,30 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.errors import ErrorInfo, describe_error
-from vllm.entrypoints.openai.middleware.asgi import PROBES, refuse, replay, route_path
+from vllm.entrypoints.openai.middleware.asgi import (
+    PAGE_FIGURES,
+    PAGES,
+    PROBES,
+    refuse,
+    replay,
+    route_path,
+)
 from vllm.errors import EngineDeadError
 
-UNGATED = PROBES | {
-    "/",
-    "/version",
-    "/load",
-    "/metrics",
-    "/docs",
-    "/openapi.json",
-    "/server_info",
-}
+UNGATED = (
+    PROBES
+    | PAGES
+    | PAGE_FIGURES
+    | {
+        "/version",
+        "/load",
+        "/metrics",
+        "/openapi.json",
+        "/server_info",
+    }
+)
 """Paths that can be answered without a model."""
 
-_UNGATED_PREFIX = "/status"
 _MAX_EARLY_REQUESTS = 1024
 """Requests that wait for the start when `max_queued_requests` does not say."""
 _UNKNOWN_ETA_S = 5
@@ -79,8 +88,7 @@ class Gate:
         context = self._context
         if context.engine.startup.is_ready and not context.is_draining:
             return True
-        path = route_path(scope)
-        if path in UNGATED or path.startswith(_UNGATED_PREFIX):
+        if route_path(scope) in UNGATED:
             return True
         return all(route.matches(scope)[0] is Match.NONE for route in self._routes.routes)
 

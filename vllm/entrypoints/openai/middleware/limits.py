@@ -10,10 +10,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.entrypoints.openai.middleware.asgi import get_header, refuse, replay, route_path
+from vllm.utils.memory_trim import MemoryTrim
 
-BODY_TIMEOUT_S = 60.0
-"""For a body to arrive as a whole."""
-
+_HUGE_BODY_BYTES = 2**20
+"""After requests from here on, memory is given back to the system."""
 _ANY_TYPE_PREFIX = "/v1/audio/"
 """These take files, not JSON."""
 
@@ -27,10 +27,11 @@ class BodyLimits:
         timeout_s: for it to arrive.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self.app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._memory = MemoryTrim()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,13 +47,19 @@ class BodyLimits:
             await refuse(scope, receive, send, self._too_large())
             return
         except asyncio.TimeoutError:
-            message = f"the body did not arrive within {self._timeout_s:g} s"
+            message = f"the body did not arrive within {self._timeout_s:g} s (--body-timeout)"
             info = ErrorInfo(408, "Request Timeout", message, headers=_CLOSE)
             await refuse(scope, receive, send, info)
             return
         if body is not None:
-            whole = {"type": "http.request", "body": body, "more_body": False}
-            await self.app(scope, replay(whole, receive), send)
+            num_bytes = len(body)
+            receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
+            del body  # whoever takes it holds it no longer than needed
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                if num_bytes >= _HUGE_BODY_BYTES:
+                    self._memory.soon()
 
     def _check_headers(self, scope: Scope) -> ErrorInfo | None:
         length = get_header(scope, b"content-length")
@@ -89,8 +96,8 @@ class BodyLimits:
 
     def _too_large(self) -> ErrorInfo:
         message = (
-            f"the body is larger than {self._max_bytes} bytes (max_request_bytes): send fewer or "
-            f"shorter inputs"
+            f"the body is larger than {self._max_bytes} bytes (--max-request-bytes): send fewer "
+            f"or shorter inputs"
         )
         return ErrorInfo(413, "Payload Too Large", message, headers=_CLOSE)
 

@@ -1,11 +1,13 @@
 """The parameters of each request in the log, for --log-requests."""
 
 import json
+from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm.entrypoints.openai.http import off_loop
 from vllm.entrypoints.openai.middleware.asgi import get_header, route_path
 from vllm.logger import init_logger
 
@@ -31,8 +33,9 @@ class RequestLog:
 
         async def watch() -> Message:
             message = await receive()
-            if message.get("body"):
-                self._log(scope, message["body"])
+            if body := message.get("body"):
+                is_large = len(body) >= off_loop.LARGE_BODY_BYTES
+                await off_loop.run(partial(self._log, scope, body), is_large=is_large)
             return message
 
         await self.app(scope, watch, send)

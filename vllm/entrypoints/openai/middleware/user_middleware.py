@@ -3,14 +3,15 @@
 import inspect
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Any
-
-from fastapi import FastAPI
+from typing import TYPE_CHECKING, Any
 
 from vllm.errors import ConfigError
 
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
-def add_user_middleware(app: FastAPI, names: Iterable[str]) -> None:
+
+def add_user_middleware(app: "FastAPI", names: Iterable[str]) -> None:
     """Put them around the routes; the first name is the outermost.
 
     A class is ASGI middleware, constructed with the application behind it; a coroutine function
@@ -20,18 +21,27 @@ def add_user_middleware(app: FastAPI, names: Iterable[str]) -> None:
         ConfigError: a name cannot be imported, or is neither.
     """
     for name in reversed(tuple(names)):
-        found = _find(name)
+        found = find_middleware(name)
         if inspect.isclass(found):
             app.add_middleware(found)  # type: ignore[arg-type]
-        elif inspect.iscoroutinefunction(found):
-            app.middleware("http")(found)
         else:
-            raise ConfigError(f"middleware {name!r} is neither a class nor a coroutine function")
+            app.middleware("http")(found)
 
 
-def _find(name: str) -> Any:
+def find_middleware(name: str) -> Any:
+    """The class, or the coroutine function, that a name means. Runs the module it is in.
+
+    Raises:
+        ConfigError: it cannot be imported, or is neither.
+    """
     module, _, attribute = name.rpartition(".")
     try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"middleware {name!r} cannot be imported: {error}") from None
+        found = getattr(import_module(module), attribute)
+    except Exception as error:  # a program from outside; it may raise anything
+        raise ConfigError(
+            f"middleware={name!r} cannot be imported: {type(error).__name__}: {error}. Give it as "
+            f"module.name, of a module that Python finds."
+        ) from error
+    if not inspect.isclass(found) and not inspect.iscoroutinefunction(found):
+        raise ConfigError(f"middleware={name!r} is neither a class nor a coroutine function")
+    return found

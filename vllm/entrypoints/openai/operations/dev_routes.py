@@ -2,16 +2,30 @@
 
 import dataclasses
 import json
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+import msgspec
+from fastapi import APIRouter, Query, Request
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from vllm.entrypoints.openai.context import get_context
 from vllm.entrypoints.openai.errors import ErrorInfo
+from vllm.entrypoints.openai.protocol.base import RequestBody
 
 router = APIRouter(tags=["development"])
 
-_NO_SLEEP = ErrorInfo(501, "Not Implemented", "this engine has no sleep mode")
+Tags = Annotated[list[str] | None, Query(description="weights, kv_cache or both")]
+
+
+class WorkerCall(RequestBody):
+    """A method of the workers, and what to call it with."""
+
+    method: str
+    args: list[Any] = Field(default_factory=list)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds to wait for the results."""
 
 
 @router.get("/server_info")
@@ -36,19 +50,34 @@ async def reset_prefix_cache(request: Request) -> Response:
     return JSONResponse(info.body(), status_code=info.status)
 
 
+@router.post("/collective_rpc")
+async def collective_rpc(request: Request, call: WorkerCall) -> Response:
+    """Call a method of all workers by its name; the results, one per worker.
+
+    Every method of the workers can be called, so this is for those who may run code here.
+    """
+    results = await get_context(request).engine.collective_rpc(
+        call.method, call.timeout, call.args, call.kwargs
+    )
+    body = msgspec.json.encode({"results": results})  # bytes in base64, and NaN as null
+    return Response(body, media_type="application/json")
+
+
 @router.post("/sleep")
-async def sleep() -> JSONResponse:
-    """Refused: there is no sleep mode."""
-    return JSONResponse(_NO_SLEEP.body(), status_code=_NO_SLEEP.status)
+async def sleep(request: Request, level: int = 1) -> Response:
+    """Give the memory of weights and KV cache back; 409 while requests run."""
+    await get_context(request).engine.sleep(level)
+    return Response(status_code=200)
 
 
 @router.post("/wake_up")
-async def wake_up() -> JSONResponse:
-    """Refused: there is no sleep mode."""
-    return JSONResponse(_NO_SLEEP.body(), status_code=_NO_SLEEP.status)
+async def wake_up(request: Request, tags: Tags = None) -> Response:
+    """Take the memory again: of all, or of the parts that `tags` names."""
+    await get_context(request).engine.wake_up(tags)
+    return Response(status_code=200)
 
 
 @router.get("/is_sleeping")
-async def is_sleeping() -> JSONResponse:
-    """Never."""
-    return JSONResponse({"is_sleeping": False})
+async def is_sleeping(request: Request) -> JSONResponse:
+    """Whether weights or KV cache are given back."""
+    return JSONResponse({"is_sleeping": await get_context(request).engine.is_sleeping()})

@@ -11,6 +11,7 @@ from vllm.engine.pooling_input import require_task
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.http.body_route import BodyRoute
+from vllm.entrypoints.openai.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.pooling.run import (
     list_response,
     pool,
@@ -62,7 +63,7 @@ async def _respond(
 ) -> Response:
     """The response with the results under `key`."""
     own_id = response_id(request, prefix)
-    prompts = await _prompts(context, body)
+    prompts = await run_until_disconnect(request, _prompts(context, body))
     outputs = await pool(context, request, body, prompts, own_id, dimensions=body.dimensions)
     is_base64 = body.encoding_format == "base64"
     kind = "embedding" if key == "embedding" else "pooling"

@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.errors import GenerationError
 from vllm.entrypoints.openai.http import off_loop
 from vllm.entrypoints.openai.http.sse import run_until_disconnect
-from vllm.entrypoints.openai.prompts import request_id_of, trace_headers_of
+from vllm.entrypoints.openai.prompts import max_running, request_id_of, trace_headers_of
 from vllm.entrypoints.openai.protocol.base import now, random_id, usage_dict
 from vllm.entrypoints.openai.protocol.pooling import PoolingFields
 from vllm.errors import RequestError
@@ -96,7 +96,13 @@ async def pool(
         finally:
             await results.aclose()
 
-    return await run_until_disconnect(request, _all(run_one, prompts))
+    turns = asyncio.Semaphore(max_running(context))
+
+    async def run_in_turn(index: int, prompt: PromptType) -> Pooled:
+        async with turns:
+            return await run_one(index, prompt)
+
+    return await run_until_disconnect(request, _all(run_in_turn, prompts))
 
 
 async def _all(

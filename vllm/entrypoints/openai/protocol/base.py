@@ -61,7 +61,8 @@ class RequestBody(RequestModel):
         """
         for name, value in data.items() if isinstance(data, dict) else ():
             try:
-                json.dumps([name, value], ensure_ascii=False, allow_nan=False).encode()
+                name.encode()
+                _check_encodable(value)
             except UnicodeEncodeError:
                 raise _wrong(
                     "not_unicode", name, "holds a lone surrogate, which is no text"
@@ -71,6 +72,14 @@ class RequestBody(RequestModel):
             except RecursionError:
                 raise _wrong("nested_too_deeply", name, "is nested too deeply") from None
         return data
+
+
+def _check_encodable(value: Any) -> None:
+    """Raise what encoding the value as JSON raises; at once for the two kinds that can be long."""
+    if isinstance(value, str):
+        value.encode()
+    elif not (isinstance(value, list) and set(map(type, value)) == {int}):
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 
 
 def field_error(name: str, message: str) -> PydanticCustomError:

@@ -3,10 +3,11 @@
 The server itself reads lines as they come and leaves their bodies to the routes (`batch/lines`).
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import model_validator
 
+from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import RequestModel, ResponseModel
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest, CompletionResponse
@@ -43,13 +44,14 @@ class BatchRequestInput(RequestModel):
     custom_id: str
     method: str
     url: str
-    body: BatchRequestInputBody
+    body: Annotated[BatchRequestInputBody, accepts("the body of a request to the route of url")]
 
     @model_validator(mode="before")
     @classmethod
     def _read_body(cls, data: Any) -> Any:
         """By its route: some bodies would fit several classes."""
-        kind = _BODIES.get(data.get("url", "")) if isinstance(data, dict) else None
+        url = data.get("url") if isinstance(data, dict) else None
+        kind = _BODIES.get(url) if isinstance(url, str) else None
         if kind is None or not isinstance(data.get("body"), dict):
             return data
         return {**data, "body": kind.model_validate(data["body"])}

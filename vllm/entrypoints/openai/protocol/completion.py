@@ -8,7 +8,6 @@ from vllm.entrypoints.openai.protocol.accepts import accepts
 from vllm.entrypoints.openai.protocol.base import (
     Int32,
     Int64,
-    Json,
     ListOf,
     ResponseModel,
     TokenId,
@@ -29,7 +28,10 @@ class CompletionRequest(SamplingFields):
         ListOf[TokenId] | ListOf[ListOf[TokenId]] | str | ListOf[str] | None,
         accepts("text, token ids, or a list of either"),
     ] = None
-    prompt_embeds: Json | None = None
+    prompt_embeds: Annotated[
+        str | ListOf[str] | None, accepts("a string of base64 or a list of such strings")
+    ] = None
+    """Base64 of files with one tensor each, of `torch.save` or safetensors: one prompt each."""
     suffix: str | None = None
     max_tokens: Int64 | None = DEFAULT_MAX_TOKENS
     logprobs: Int32 | None = None
@@ -40,8 +42,8 @@ class CompletionRequest(SamplingFields):
         if self.logprobs is not None and self.logprobs < 0:
             raise field_error("logprobs", "must be at least 0")
         if self.prompt_embeds is not None:
-            raise field_error("prompt_embeds", "not available in this server: send text or tokens")
-        if self.prompt is None:
+            self._check_embeds()
+        elif self.prompt is None:
             raise field_error("prompt", "is missing")
         if self.suffix:
             raise field_error("suffix", "suffix is not currently supported")
@@ -49,9 +51,21 @@ class CompletionRequest(SamplingFields):
             raise field_error("max_tokens", "must be at least 1, except with echo=true")
         return self
 
+    def _check_embeds(self) -> None:
+        for name in ("echo", "use_beam_search"):
+            if getattr(self, name):
+                raise field_error(name, "not available with prompt_embeds, which has no tokens")
+
+    def embeds(self) -> list[str]:
+        """The prompts that are embeddings, one by one; their choices come first."""
+        embeds = self.prompt_embeds
+        return [embeds] if isinstance(embeds, str) else list(embeds or ())
+
     def prompts(self) -> list[str | list[int]]:
-        """The prompts one by one."""
+        """The prompts that are text or tokens, one by one."""
         prompt = self.prompt
+        if self.prompt_embeds is not None and prompt in ("", None):
+            return []  # clients of OpenAI cannot leave it out
         if isinstance(prompt, str):
             return [prompt]
         if prompt and isinstance(prompt[0], int):

@@ -72,7 +72,7 @@ def as_messages(instructions: str | None, items: Iterable[Item]) -> list[Message
         conversation.add_system(instructions)
     for item in items:
         conversation.add(item)
-    return conversation.messages
+    return conversation.finish()
 
 
 def read_string(
@@ -101,6 +101,8 @@ class _Conversation:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
+        self._system: list[str] = []
+        """Texts of the first message, while it is a system message."""
         self._names: dict[str, str] = {}
         """Id of a call -> name of its tool."""
         self._add: dict[str, Callable[[Item], None]] = {
@@ -116,10 +118,18 @@ class _Conversation:
         self._add[item["type"]](item)
 
     def add_system(self, text: str) -> None:
+        if not self.messages:
+            self._system.append(text)
         if len(self.messages) == 1 and self.messages[0]["role"] == "system":
-            self.messages[0]["content"] += f"\n\n{text}"
+            self._system.append(text)
         else:
             self.messages.append({"role": "system", "content": text})
+
+    def finish(self) -> list[Message]:
+        """The messages, when all items were added."""
+        if self._system:
+            self.messages[0]["content"] = "\n\n".join(self._system)
+        return self.messages
 
     def _add_message(self, item: Item) -> None:
         text = "\n".join(_text_of(part) for part in item["content"])

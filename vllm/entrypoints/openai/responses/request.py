@@ -146,7 +146,8 @@ def _allowed_tools(
         )
     if not keys:
         raise RequestError("tool_choice allows none of the tools", param="tool_choice")
-    return [tool for tool in tools if _key_of(tool) in keys], mode
+    allowed = set(keys)
+    return [tool for tool in tools if _key_of(tool) in allowed], mode
 
 
 def _named_in(where: str, tool: Any) -> tuple[Any, Any]:

@@ -1,24 +1,16 @@
-"""The status page: GET / is a page that needs nothing from elsewhere, GET /status.json its figures.
+"""GET /status.json: what the status page shows. Ids and numbers, no prompt and no answer."""
 
-The page holds no secrets, so it needs no key; its figures do. Neither knows a prompt.
-"""
-
-import base64
-import hashlib
 import time
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from vllm import assets
 from vllm.engine.metrics import EngineMetrics, FinishedRequestStats
 from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.operations.metrics_route import engine_metrics
-from vllm.version import __version__
+from vllm.entrypoints.openai.pages.fresh_json import fresh_json
+from vllm.entrypoints.openai.pages.server_state import describe_server
 
 router = APIRouter(include_in_schema=False)
 
@@ -26,41 +18,18 @@ _MAX_ID_CHARS = 128
 """Clients may choose ids, as long as a header can be."""
 
 
-@router.api_route("/", methods=["GET", "HEAD"])
-async def page() -> Response:
-    """The page."""
-    body, policy = _page()
-    headers = {
-        "content-type": "text/html; charset=utf-8",
-        "content-security-policy": policy,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
-    return Response(body, headers=headers)
-
-
 @router.get("/status.json")
 async def status(request: Request) -> Response:
     """What the page shows."""
-    body = msgspec.json.encode(describe(get_context(request)))
-    headers = {"content-type": "application/json", "cache-control": "no-store"}
-    return Response(body, headers=headers)
+    return fresh_json(describe(get_context(request)))
 
 
 def describe(context: ServerContext) -> dict[str, Any]:
     """The server and its engine. Times and rates are per second; None is not known (yet)."""
-    startup = context.engine.startup
-    eta = startup.eta_seconds
-    server = {
-        "version": __version__,
-        "state": _state(context),
-        "phase": startup.phase,
-        "done": startup.done,
-        "total": startup.total,
-        "eta_s": None if eta is None else round(eta, 1),
+    server = describe_server(context) | {
         "uptime_s": round(max(0.0, time.time() - context.created), 1),
         "in_progress": context.num_in_progress,
+        "has_chat_page": not context.args.disable_web_ui,
     }
     metrics = engine_metrics(context)
     return server if metrics is None else server | _describe_engine(metrics)
@@ -71,6 +40,7 @@ def _describe_engine(metrics: EngineMetrics) -> dict[str, Any]:
     runner = totals.runner
     return {
         "model": metrics.model_name,
+        "generates": config.model.pooler is None,
         "device": config.device.device,
         "dtype": config.model.dtype_name,
         "max_model_len": config.scheduler.max_model_len,
@@ -112,40 +82,9 @@ def _describe_request(request: FinishedRequestStats) -> dict[str, Any]:
     }
 
 
-def _state(context: ServerContext) -> str:
-    startup = context.engine.startup
-    if context.is_draining:
-        return "draining"
-    if startup.error is not None:
-        return "failed"
-    return "ready" if startup.is_ready else "starting"
-
-
 def _share(part: int, whole: int) -> float | None:
     return round(part / whole, 4) if whole else None
 
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)
-
-
-@cache
-def _page() -> tuple[bytes, str]:
-    """The page and its content security policy: its own style and script run, and nothing else."""
-    folder = files(assets) / "status_page"
-    html, style, script = (
-        folder.joinpath(name).read_text(encoding="utf-8")
-        for name in ("page.html", "style.css", "script.js")
-    )
-    policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    )
-    filled = html.replace("/* style.css */", style).replace("/* script.js */", script)
-    return filled.encode(), policy
-
-
-def _hash(text: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    return f"'sha256-{digest}'"

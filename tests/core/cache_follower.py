@@ -1,0 +1,39 @@
+"""Follows the prefix cache of an engine by its events alone, as a router does."""
+
+from typing import Any
+
+from vllm.core.cache_events import public_hash
+from vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+
+
+class CacheFollower:
+    """The blocks that an engine says it holds.
+
+    Attributes:
+        blocks: hash -> (hash of the block before it, its tokens).
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+
+    def follow(self, events: list[CacheEvent]) -> None:
+        """Take events in, and find those that cannot be right."""
+        for event in events:
+            if isinstance(event, BlockStored):
+                size, parent = event.block_size, event.parent_block_hash
+                assert event.block_hashes and len(event.token_ids) == size * len(event.block_hashes)
+                for index, block_hash in enumerate(event.block_hashes):
+                    assert block_hash not in self.blocks, "stored twice"
+                    tokens = tuple(event.token_ids[index * size : (index + 1) * size])
+                    self.blocks[block_hash] = (parent, tokens)
+                    parent = block_hash
+            elif isinstance(event, BlockRemoved):
+                for block_hash in event.block_hashes:
+                    assert self.blocks.pop(block_hash, None), "removed and was not there"
+            else:
+                assert isinstance(event, AllBlocksCleared)
+                self.blocks.clear()
+
+    def check(self, pool: Any) -> None:
+        """It knows exactly what the pool can find."""
+        assert self.blocks.keys() == {public_hash(known) for known in pool._block_of}

@@ -1,0 +1,160 @@
+"""Prompts that are embeddings give what `transformers` gives for the same `inputs_embeds`."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.reference import assert_same_tokens, generate
+from tests.tiny_models import FAMILIES
+from vllm import LLM, SamplingParams
+from vllm.errors import ConfigError, RequestError
+
+MAX_TOKENS = 20
+LENGTHS = (1, 2, 16, 17, 33, 48, 65, 100)
+"""33 and 65 leave one token for the last chunk of 32."""
+CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
+TINY_CACHE = {"num_gpu_blocks_override": 14, "enable_prefix_caching": False, **CHUNKS}
+GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False}
+
+
+def make_llm(folder, **settings) -> LLM:
+    return LLM(
+        **{
+            "model": str(folder),
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "max_model_len": 160,
+            "num_gpu_blocks_override": 100,
+            "enable_prompt_embeds": True,
+            **settings,
+        }
+    )
+
+
+def table_of(folder, dtype=torch.float32) -> torch.Tensor:
+    """[vocab, size] of the embeddings of tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.get_input_embeddings().weight.detach()
+
+
+def make_embeds(table: torch.Tensor, length: int, seed: int = 0) -> torch.Tensor:
+    """Near to those of tokens, but of none."""
+    generator = torch.Generator().manual_seed(seed + length)
+    token_ids = torch.randint(16, len(table), (length,), generator=generator)
+    noise = torch.randn(length, table.shape[1], generator=generator)
+    return table[token_ids] + 0.3 * table.std() * noise
+
+
+def as_prompt(embeds):
+    return {"prompt_embeds": embeds} if isinstance(embeds, torch.Tensor) else embeds
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_logprobs_equal_transformers(family, models):
+    table = table_of(models(family))
+    embeds = [make_embeds(table, length) for length in LENGTHS]
+    tokens = [list(range(20, 20 + length)) for length in (1, 20, 40)]
+    prompts = [*embeds, *tokens]
+    want = generate(models(family), prompts, MAX_TOKENS)
+    params = SamplingParams(**GREEDY, logprobs=3)
+    for settings in ({}, CHUNKS, TINY_CACHE):
+        llm = make_llm(models(family), **settings)
+        found = llm.generate([as_prompt(p) for p in prompts], params, use_tqdm=False)
+        for output, reference in zip(found, want, strict=True):
+            completion = output.outputs[0]
+            assert_same_tokens(completion.token_ids, reference)
+            if completion.token_ids != reference.token_ids:
+                continue  # transformers itself was undecided
+            for entries, row in zip(
+                completion.logprobs, reference.logprobs[-MAX_TOKENS:], strict=True
+            ):
+                got = torch.tensor([entry.logprob for entry in entries.values()])
+                torch.testing.assert_close(got, row[list(entries)], atol=1e-4, rtol=0)
+        scheduler = llm.llm_engine.engine_core.scheduler
+        assert (scheduler.num_preemptions > 0) == (settings is TINY_CACHE)
+
+
+def test_the_embeddings_of_tokens_give_what_the_tokens_give(models):
+    """The fused decoder and step, which read token ids, and the modules have the same bits."""
+    table = table_of(models("bundled"), torch.bfloat16)
+    tokens = [[(7 * i * i + length) % 4096 for i in range(length)] for length in LENGTHS]
+    embeds = [as_prompt(table[token_ids]) for token_ids in tokens]
+    llm = make_llm(models("bundled"), dtype="bfloat16", **CHUNKS)
+
+    def run(prompts, **more):
+        found = llm.generate(prompts, SamplingParams(**GREEDY, **more), use_tqdm=False)
+        return [(out.outputs[0].token_ids, out.outputs[0].logprobs) for out in found]
+
+    assert run(embeds, logprobs=2) == run(tokens, logprobs=2)
+    for each, token_ids in zip(embeds, tokens, strict=True):
+        llm.reset_prefix_cache()  # alone, the last chunk is a step that looks like a decode
+        assert run([each]) == run([token_ids])
+
+
+def test_equal_embeddings_share_cached_blocks_and_others_never_do(models):
+    table = table_of(models("llama"))
+    llm = make_llm(models("llama"))
+    first, second = make_embeds(table, 40), make_embeds(table, 40, seed=1)
+    params = SamplingParams(**GREEDY)
+
+    def run(prompt):
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        return output.outputs[0].token_ids, output.num_cached_tokens
+
+    one, two = run(as_prompt(first)), run(as_prompt(second))
+    assert (one[1], two[1]) == (0, 0) and one[0] != two[0]
+    assert run({"prompt_token_ids": [0] * 40})[1] == 0  # the placeholders as tokens
+    assert run(as_prompt(first)) == (one[0], 32)
+    assert run({**as_prompt(first), "cache_salt": "x"}) == (one[0], 0)
+    assert run(as_prompt(torch.cat([first[:39], second[39:]])))[1] == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_extreme_embeddings_harm_no_other_request(family, models):
+    """Whatever they leave in the KV cache is never read by a request that gets the blocks later."""
+    llm = make_llm(models(family), dtype="bfloat16", **TINY_CACHE)
+    tokens = [list(range(20, 20 + length)) for length in (1, 15, 33, 40)]
+    params = SamplingParams(**GREEDY)
+
+    def run(prompts):
+        return [out.outputs[0] for out in llm.generate(prompts, params, use_tqdm=False)]
+
+    alone = [sample.token_ids for sample in run(tokens)]
+    extreme = [as_prompt(torch.full((n, 64), 3e38) * (-1) ** torch.arange(64)) for n in (7, 60)]
+    run(extreme)
+    both = run([*tokens, *extreme])
+    assert [sample.token_ids for sample in both[:4]] == alone
+    if family == "opt":  # whose residual stream is not normalised at once
+        assert [sample.finish_reason for sample in both[4:]] == ["error", "error"]
+    assert [sample.token_ids for sample in run(tokens)] == alone
+
+
+def test_penalties_and_processors_know_no_token_of_such_a_prompt(models):
+    table = table_of(models("llama"))
+    llm = make_llm(models("llama"))
+    seen = []
+
+    def look(prompt_ids, output_ids, logits):
+        seen.append((list(prompt_ids), len(output_ids)))
+        assert logits[0] == logits[0].clamp(max=99)
+        logits[0] = 100.0  # the placeholder's id; a penalty on it would show in the next token
+        return logits
+
+    params = SamplingParams(
+        **{**GREEDY, "max_tokens": 2}, repetition_penalty=5.0, logits_processors=[look]
+    )
+    (output,) = llm.generate(as_prompt(make_embeds(table, 20)), params, use_tqdm=False)
+    assert seen == [([], 0), ([], 1)]
+    assert output.outputs[0].token_ids[0] == 0
+
+
+def test_beam_search_and_pooling_models_refuse_them(models):
+    llm = make_llm(models("llama"))
+    from vllm.sampling_params import BeamSearchParams
+
+    with pytest.raises(RequestError, match="only generation takes embeddings"):
+        llm.beam_search(
+            [as_prompt(torch.zeros(3, 64))], BeamSearchParams(beam_width=2, max_tokens=2)
+        )
+    with pytest.raises(ConfigError, match="--enable-prompt-embeds needs a model that generates"):
+        make_llm(models("llama"), task="embed")

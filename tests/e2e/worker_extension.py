@@ -1,0 +1,26 @@
+"""Methods that tests add to the workers of an engine."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class WorkerExtension:
+    """Mixed into the worker."""
+
+    runner: Any
+    device: Any
+
+    def describe(self, text: str = "") -> dict[str, Any]:
+        """Where the worker computes, and its memory in use."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return {"text": text, "device": str(self.device), "resident_pages": pages}
+
+    def fill_cache(self) -> int:
+        """Write every byte of the KV cache; how many there are."""
+        layers = self.runner.attention_layers
+        caches = [cache for m in layers for cache in (m.key_cache, m.value_cache)]
+        for cache in caches:
+            cache.view(torch.uint8).fill_(1)
+        return sum(cache.nbytes for cache in caches)

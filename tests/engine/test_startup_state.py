@@ -1,0 +1,58 @@
+"""The log of a start: a line per phase, and progress of those that take long."""
+
+import logging
+
+import pytest
+
+from vllm.engine import startup_state
+from vllm.engine.startup_state import Startup
+
+
+@pytest.fixture
+def lines():
+    """What is logged."""
+    found = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    startup_state.logger.addHandler(handler)
+    yield found
+    startup_state.logger.removeHandler(handler)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(startup_state.time, "monotonic", lambda: clock[0])
+    return clock
+
+
+def test_each_phase_is_a_line_with_the_time_of_the_one_before(lines, now):
+    startup = Startup()
+    startup.report("importing")
+    now[0] += 2.5
+    startup.report("loading weights")
+    startup.report("loading weights", 1, 3)
+    now[0] += 4
+    startup.set_ready()
+    startup.set_unready("restarting the engine")
+    now[0] += 1
+    startup.set_failed(RuntimeError())
+    assert lines == [
+        "start: importing",
+        "start: importing took 2.5 s; loading weights",
+        "start: loading weights took 4.0 s",
+        "start: restarting the engine",
+        "start: restarting the engine took 1.0 s",
+    ]
+
+
+def test_a_long_phase_tells_its_progress_now_and_then(lines, now):
+    startup = Startup()
+    for done in range(30):
+        startup.report("loading weights", done, 30)
+        now[0] += 1
+    assert lines == [
+        "start: loading weights",
+        "start: loading weights: 10 of 30, about 20 s left",
+        "start: loading weights: 20 of 30, about 10 s left",
+    ]

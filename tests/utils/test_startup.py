@@ -1,0 +1,36 @@
+"""When this process began, and how far a start is."""
+
+import subprocess
+import sys
+import time
+
+from vllm.utils import startup
+
+
+def test_a_process_began_after_its_parent_asked_and_before_its_first_line():
+    code = (
+        "import time; first_line = time.monotonic()\n"
+        "from vllm.utils.startup import process_start\n"
+        "print(process_start(), first_line)"
+    )
+    asked = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    began, first_line = map(float, result.stdout.split())
+    tick = 0.011  # the system counts in hundredths of a second
+    assert asked - tick <= began <= first_line + tick
+
+
+def test_without_the_system_s_word_it_is_the_import(monkeypatch, tmp_path):
+    monkeypatch.setattr(startup, "_STAT", tmp_path / "none")
+    assert startup.process_start() == startup._imported
+
+
+def test_reports_reach_the_listener_and_nobody_else():
+    heard = []
+    startup.listen(lambda *report: heard.append(report))
+    try:
+        startup.report("loading", 1, 2)
+    finally:
+        startup.listen(None)
+    startup.report("unheard")
+    assert heard == [("loading", 1, 2)]

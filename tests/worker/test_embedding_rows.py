@@ -1,0 +1,99 @@
+"""Embeddings of requests in the place of those of tokens, launch by launch."""
+
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.worker.test_input_batch import int_array, new_request
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.messages import EngineRequest, TokenEmbeddings
+from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.worker.embedding_rows import EmbeddingRows
+from vllm.worker.launch import Launch
+
+SIZE = 4
+
+
+def make_model(*modules) -> nn.Module:
+    model = nn.Module()
+    model.head = ParallelLMHead(16, SIZE, TPGroup())
+    for index, module in enumerate(modules or [VocabParallelEmbedding(16, SIZE, TPGroup())]):
+        module.weight.data = torch.arange(16.0)[:, None].repeat(1, SIZE)
+        model.add_module(str(index), module)
+    return model
+
+
+def request_with(*spans: tuple[int, int]) -> EngineRequest:
+    """Embeddings at (start, count); each is 100 plus its position."""
+    embeddings = []
+    for start, count in spans:
+        values = np.repeat(np.arange(start, start + count, dtype=np.float32) + 100, SIZE)
+        embeddings.append(
+            TokenEmbeddings(
+                start=start, shape=(count, SIZE), dtype="float32", data=values.tobytes()
+            )
+        )
+    request = new_request(0, [0] * 12).request
+    return msgspec.structs.replace(request, embeddings=tuple(embeddings))
+
+
+def run(rows: EmbeddingRows, model: nn.Module, *scheduled: tuple[int, int, int]) -> list[float]:
+    """The embeddings of a launch of (row, first position, number of tokens); token 7 everywhere."""
+    ids, first, count = (int_array(*column) for column in zip(*scheduled, strict=True))
+    starts = np.cumsum(count) - count
+    replaced = rows.select(Launch(ids, first, count), starts.astype(np.int32))
+    input_ids = torch.full((int(count.sum()),), 7)
+    (embedding,) = [m for m in model.children() if type(m) is VocabParallelEmbedding]
+    if replaced is None:
+        return embedding(input_ids)[:, 0].tolist()
+    with rows.replacing(replaced):
+        found = embedding(input_ids)
+    assert (found == found[:, :1]).all()
+    return found[:, 0].tolist()
+
+
+def test_tokens_of_any_span_are_replaced_in_every_cut_of_the_prompt():
+    model = make_model()
+    rows = EmbeddingRows(model, torch.device("cpu"))
+    rows.add(3, request_with((1, 2), (5, 3)))
+    whole = [7, 101, 102, 7, 7, 105, 106, 107, 7, 7]
+    for size in range(1, 11):
+        parts = [run(rows, model, (3, i, min(size, 10 - i))) for i in range(0, 10, size)]
+        assert list(itertools.chain(*parts)) == whole
+    both = run(rows, model, (0, 4, 1), (3, 2, 4), (1, 0, 2))
+    assert both == [7, 102, 7, 7, 105, 7, 7]
+
+
+def test_other_rows_and_later_requests_of_the_row_keep_their_tokens():
+    model = make_model()
+    rows = EmbeddingRows(model, torch.device("cpu"))
+    rows.add(0, request_with((0, 4)))
+    rows.add(1, new_request(1, [7] * 4).request)
+    assert rows.select(Launch(int_array(1), int_array(0), int_array(4)), int_array(0)) is None
+    assert run(rows, model, (1, 0, 2), (0, 0, 2)) == [7, 7, 100, 101]
+    rows.remove(0)
+    rows.remove(1)
+    assert run(rows, model, (1, 0, 2), (0, 0, 2)) == [7] * 4
+
+
+def test_a_launch_that_fails_leaves_nothing_for_the_next():
+    model = make_model()
+    rows = EmbeddingRows(model, torch.device("cpu"))
+    rows.add(0, request_with((0, 4)))
+    replaced = rows.select(Launch(int_array(0), int_array(0), int_array(4)), int_array(0))
+    with pytest.raises(RuntimeError, match="lost"), rows.replacing(replaced):
+        raise RuntimeError("lost")
+    (embedding,) = [m for m in model.children() if type(m) is VocabParallelEmbedding]
+    assert embedding(torch.tensor([7, 7]))[:, 0].tolist() == [7, 7]
+
+
+def test_a_model_without_one_table_of_embeddings_is_refused():
+    table = [VocabParallelEmbedding(16, SIZE, TPGroup()) for _ in range(2)]
+    for model, count in ((make_model(*table), 2), (nn.Linear(2, 2), 0)):
+        with pytest.raises(ConfigError, match=f"has {count} tables of token embeddings"):
+            EmbeddingRows(model, torch.device("cpu"))

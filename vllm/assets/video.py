@@ -1,0 +1,38 @@
+"""Videos for examples."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm.assets.base import find_asset
+from vllm.utils.media import Frames, read_video
+
+
+@dataclass(frozen=True)
+class VideoAsset:
+    """A video: a file in the folder that `VLLM_ASSETS_CACHE` names. The package has none.
+
+    Attributes:
+        name: of the file; without a suffix, it is .mp4.
+        num_frames: at most, spread evenly over the length; -1 is all.
+    """
+
+    name: str
+    num_frames: int = -1
+
+    @property
+    def path(self) -> Path:
+        """The file.
+
+        Raises:
+            RequestError: there is none of this name.
+        """
+        return find_asset(self.name.removesuffix(".mp4"), (".mp4",))
+
+    @property
+    def np_ndarrays(self) -> Frames:
+        """Its frames, [frames, height, width, 3] in RGB.
+
+        Raises:
+            RequestError: there is no such file, it is no video, or OpenCV is not installed.
+        """
+        return read_video(self.path, self.num_frames)

@@ -1,0 +1,74 @@
+"""What becomes of the prefix cache, for those who follow it from outside.
+
+The cache writes events down here, in the order in which they happen; whoever publishes them takes
+them. A router that knows which blocks an engine holds can send it the requests that share them.
+"""
+
+from collections.abc import Sequence
+
+from vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+
+_HASH_BYTES = 8
+"""Of a block's 32 that outsiders see: subscribers take 64-bit integers."""
+
+
+class CacheEventLog:
+    """Events since they were last taken.
+
+    Args:
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._events: list[CacheEvent] = []
+
+    def stored(
+        self, hashes: Sequence[bytes], stored: Sequence[int], token_ids: Sequence[int]
+    ) -> None:
+        """Blocks of a request can be found from now on.
+
+        Args:
+            hashes: of all blocks of the request up to the last of these.
+            stored: indices into `hashes`, ascending; the others are not new.
+            token_ids: of the request.
+        """
+        first = 0
+        for position, index in enumerate(stored):
+            if position + 1 < len(stored) and stored[position + 1] == index + 1:
+                continue  # goes on without a gap
+            self._append_run(hashes, stored[first], index + 1, token_ids)
+            first = position + 1
+
+    def removed(self, hashes: Sequence[bytes]) -> None:
+        """Blocks cannot be found any more."""
+        if hashes:
+            self._events.append(BlockRemoved(block_hashes=list(map(public_hash, hashes))))
+
+    def cleared(self) -> None:
+        """No block can be found any more."""
+        self._events.append(AllBlocksCleared())
+
+    def take(self) -> list[CacheEvent]:
+        """The events, which are then forgotten here."""
+        events, self._events = self._events, []
+        return events
+
+    def _append_run(
+        self, hashes: Sequence[bytes], start: int, end: int, token_ids: Sequence[int]
+    ) -> None:
+        size = self._block_size
+        self._events.append(
+            BlockStored(
+                block_hashes=list(map(public_hash, hashes[start:end])),
+                parent_block_hash=public_hash(hashes[start - 1]) if start else None,
+                token_ids=list(token_ids[start * size : end * size]),
+                block_size=size,
+                lora_id=None,
+            )
+        )
+
+
+def public_hash(block_hash: bytes) -> int:
+    """The hash of a block as events have it: its last 64 bits."""
+    return int.from_bytes(block_hash[-_HASH_BYTES:], "big")

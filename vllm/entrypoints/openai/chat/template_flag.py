@@ -1,0 +1,50 @@
+"""What `--chat-template` means. Loads no transformers, and jinja2 only to check."""
+
+import functools
+from pathlib import Path
+
+from vllm.errors import ConfigError
+
+_SHOWN_CHARS = 60
+
+
+@functools.lru_cache(maxsize=4)
+def load_chat_template(value: str | None) -> str | None:
+    """The template that `--chat-template` means: the content of a file, or the text itself.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if value is None or "{{" in value or "{%" in value:
+        return value
+    path = Path(value).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"chat_template={value!r}: it is no file that can be read ({reason}), and no template, "
+            f"which has {{{{ or {{%. Name a file, or give the template itself."
+        ) from error
+
+
+def check_chat_template(value: str) -> None:
+    """Refuse a template that no conversation can be rendered with. Renders nothing.
+
+    Raises:
+        ConfigError: it cannot be read, or is not Jinja.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    from vllm.entrypoints.chat_utils import without_generation_tags
+    from vllm.entrypoints.openai.chat.template_worker import make_environment
+
+    source = load_chat_template(value) or ""
+    try:
+        make_environment().from_string(without_generation_tags(source))
+    except TemplateSyntaxError as error:
+        shown = value if len(value) <= _SHOWN_CHARS else f"{value[:_SHOWN_CHARS]}..."
+        raise ConfigError(
+            f"chat_template={shown!r}: line {error.lineno} is not valid Jinja: {error.message}. "
+            f"Correct it, or leave it out to use the model's own template."
+        ) from None

@@ -1,0 +1,60 @@
+"""Which files of a folder hold the weights of its model. Opens none of them; loads no torch."""
+
+import json
+from pathlib import Path
+
+from vllm.errors import WeightLoadError
+
+_INDEX_NAMES = {
+    "safetensors": ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),
+    "pt": ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin"),
+}
+"""Form -> single file, index of a sharded checkpoint, shards without an index."""
+
+
+def find_files(folder: Path, load_format: str) -> list[Path]:
+    """The files that hold the weights.
+
+    Args:
+        folder: the model's folder.
+        load_format: "safetensors", "pt", or "auto" for the first of the two that is there.
+
+    Raises:
+        WeightLoadError: there are none, or the index names a file that is not there.
+    """
+    forms = ("safetensors", "pt") if load_format == "auto" else (load_format,)
+    for form in forms:
+        single, index, pattern = _INDEX_NAMES[form]
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            return _read_index(folder / index)
+        if shards := sorted(folder.glob(pattern)):
+            return shards
+    wanted = " or ".join(name for form in forms for name in _INDEX_NAMES[form][:2])
+    raise WeightLoadError(f"no weights in {folder}: expected {wanted}")
+
+
+def _read_index(path: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise WeightLoadError(f"{path} is not a readable index: {error!r}") from error
+    files = [path.parent / name for name in names]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise WeightLoadError(
+            f"{len(missing)} of {len(files)} files named by {path} are missing: "
+            f"{name_some(missing)}"
+        )
+    return files
+
+
+def name_some(names: list[str], most: int = 10) -> str:
+    """The names in one line; after `most` of them only how many more.
+
+    >>> name_some(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    text = ", ".join(names[:most])
+    return text if len(names) <= most else f"{text} and {len(names) - most} more"

@@ -1,0 +1,301 @@
+"""Reads the one tensor in a file that a stranger sent, made by `torch.save` or safetensors.
+
+`torch.load` is not used, not even with `weights_only=True`: it builds whatever tensor the file
+describes (sparse, quantized, nested, with any sizes and strides) before anyone can check it. Here
+the description is read as data and checked before any number is touched; nothing is unpickled or
+called. Needs no torch.
+"""
+
+import io
+import math
+import pickletools
+import struct
+import zipfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_MAX_ENTRIES = 64
+"""Files inside a `torch.save` file of one tensor; there are seven today."""
+_MAX_PICKLE_BYTES = 4096
+"""Of its description; a plain tensor needs some 200."""
+_END_RECORD = struct.Struct("<4s4H2LH")
+"""The end of a zip file, of which the fifth field is the number of its entries."""
+
+_NUMPY_TYPES = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4", "float64": "<f8"}
+"""numpy has no bfloat16: its bits."""
+_STORAGE_DTYPES = {
+    "torch HalfStorage": "float16",
+    "torch BFloat16Storage": "bfloat16",
+    "torch FloatStorage": "float32",
+    "torch DoubleStorage": "float64",
+}
+_SAFETENSORS_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+_REBUILD_TENSOR = "torch._utils _rebuild_tensor_v2"
+_REBUILD_PARAMETER = "torch._utils _rebuild_parameter"
+_ORDERED_DICT = "collections OrderedDict"
+_GLOBALS = {_REBUILD_TENSOR, _REBUILD_PARAMETER, _ORDERED_DICT, *_STORAGE_DTYPES}
+
+
+class TensorFileError(ValueError):
+    """The file holds no tensor of the kind that is read; the message says what it holds."""
+
+
+class RawTensor(NamedTuple):
+    """A dense tensor without the library that made it."""
+
+    dtype: str
+    """float16, bfloat16, float32 or float64."""
+    shape: tuple[int, ...]
+    data: bytes
+    """In row-major order, little-endian."""
+
+
+class _Storage(NamedTuple):
+    dtype: str
+    key: str
+
+
+class _View(NamedTuple):
+    """A tensor as `torch.save` describes it."""
+
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Global(str):
+    """The name of a function or class, which is never looked up."""
+
+
+def read_tensor_file(data: bytes) -> RawTensor:
+    """The tensor of a `torch.save` file or of a safetensors file with one tensor.
+
+    Raises:
+        TensorFileError: it is none, or its tensor is not dense floating point, or it describes
+            elements that the file does not have.
+    """
+    try:
+        return _read_torch(data) if data[:2] == b"PK" else _read_safetensors(data)
+    except TensorFileError:
+        raise
+    # What the readers of zip files and pickles raise for bytes that are none.
+    except (
+        *(zipfile.BadZipFile, KeyError, ValueError, TypeError, IndexError, EOFError),
+        *(OSError, RuntimeError, NotImplementedError, OverflowError, struct.error),
+    ) as error:
+        raise TensorFileError(
+            f"is no file of torch.save and none of safetensors ({type(error).__name__})"
+        ) from None
+
+
+def _read_torch(data: bytes) -> RawTensor:
+    _check_num_entries(data)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (pickle_name,) = [n for n in archive.namelist() if n.endswith("/data.pkl")]
+        folder = pickle_name.removesuffix("data.pkl")
+        view = _read_description(_read_entry(archive, pickle_name, _MAX_PICKLE_BYTES))
+        if folder + "byteorder" in archive.namelist():
+            order = _read_entry(archive, folder + "byteorder", 16)
+            if order != b"little":
+                raise TensorFileError("is in another byte order than little-endian")
+        stored = _read_entry(archive, f"{folder}data/{view.storage.key}", len(data))
+    return _gather(view, stored)
+
+
+def _check_num_entries(data: bytes) -> None:
+    """Before the list of entries is read, which may be as long as the file."""
+    if len(data) < _END_RECORD.size:
+        raise TensorFileError("is cut off")
+    end = _END_RECORD.unpack(data[-_END_RECORD.size :])
+    if end[0] != b"PK\5\6" or end[4] > _MAX_ENTRIES:
+        raise TensorFileError("is a zip file, but not one of torch.save")
+
+
+def _read_entry(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
+    entry = archive.getinfo(name)
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > most:
+        raise TensorFileError(f"has an entry {name!r} that is compressed or too large")
+    return archive.read(entry)
+
+
+def _gather(view: _View, stored: bytes) -> RawTensor:
+    """The elements of a view in row-major order, none of them from outside of its storage."""
+    kind = np.dtype(_NUMPY_TYPES[view.storage.dtype])
+    elements = np.frombuffer(stored, kind, len(stored) // kind.itemsize)
+    if math.prod(view.shape) > len(elements):
+        raise TensorFileError(
+            f"describes {list(view.shape)} elements, but holds {len(elements)}; save "
+            "`tensor.contiguous()` if it was expanded"
+        )
+    last = view.offset + sum(
+        (size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)
+    )
+    if 0 in view.shape:
+        return RawTensor(view.storage.dtype, view.shape, b"")
+    if last >= len(elements):
+        raise TensorFileError(f"has {len(elements)} elements, and its tensor needs number {last}")
+    strides = [stride * kind.itemsize for stride in view.strides]
+    gathered = np.lib.stride_tricks.as_strided(elements[view.offset :], view.shape, strides)
+    return RawTensor(view.storage.dtype, view.shape, gathered.tobytes())
+
+
+def _read_safetensors(data: bytes) -> RawTensor:
+    from safetensors import SafetensorError, deserialize
+
+    try:
+        found = deserialize(data)
+    except SafetensorError as error:
+        raise ValueError from error
+    if len(found) != 1:
+        raise TensorFileError(f"holds {len(found)} tensors, and must hold one")
+    ((_, tensor),) = found
+    dtype = _SAFETENSORS_DTYPES.get(tensor["dtype"])
+    if dtype is None:
+        raise TensorFileError(f"holds a tensor of {tensor['dtype']}; {_accepted()}")
+    return RawTensor(dtype, tuple(tensor["shape"]), bytes(tensor["data"]))
+
+
+def _accepted() -> str:
+    return f"it must be one of {', '.join(_NUMPY_TYPES)}"
+
+
+# ---- the description of a tensor by torch.save ------------------------------------------------
+
+
+def _read_description(data: bytes) -> _View:
+    """What the pickle of a tensor says.
+
+    A pickle is a program for a machine with a stack. Of its operations, those are known here that
+    put numbers, texts and tuples on the stack; a call is taken as a description of its result.
+    """
+    if b"\\" in data:  # an escape sequence, which no name of a tensor's needs
+        raise TensorFileError("describes its tensor in a way that is not known")
+    reader = _DescriptionReader()
+    for operation, argument, _ in pickletools.genops(data):
+        if operation.name == "STOP":
+            break
+        reader.take(operation.name, argument)
+    (found,) = reader.stack
+    if not isinstance(found, _View):
+        raise TensorFileError(f"holds {_name(found)}, and must hold one dense tensor")
+    return found
+
+
+class _DescriptionReader:
+    """The stack, and what was put aside to be used again."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+
+    def take(self, name: str, argument: Any) -> None:
+        """Follow one operation.
+
+        Raises:
+            TensorFileError: the description of a dense tensor has no such operation.
+        """
+        if name in _PUSHED:
+            self.stack.append(argument)
+        elif name in _CONSTANTS:
+            self.stack.append(_CONSTANTS[name])
+        elif name in _TUPLE_SIZES:
+            size = _TUPLE_SIZES[name]
+            self._put(len(self.stack) - size, tuple)
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            self._memo[argument] = self.stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            self.stack.append(self._memo[argument])
+        elif name in _ACTIONS:
+            _ACTIONS[name](self, argument)
+        elif name not in ("PROTO", "FRAME"):
+            raise TensorFileError(f"holds something else than one dense tensor ({name})")
+
+    def _put(self, start: int, make: Callable[[list[Any]], Any]) -> None:
+        """Replace the top of the stack, from `start` on, by what is made of it."""
+        if start < 0:
+            raise IndexError("the stack is empty")
+        self.stack[start:] = [make(self.stack[start:])]
+
+    def _mark(self, _: Any) -> None:
+        self._marks.append(len(self.stack))
+
+    def _tuple(self, _: Any) -> None:
+        self._put(self._marks.pop(), tuple)
+
+    def _memoize(self, _: Any) -> None:
+        self._memo[len(self._memo)] = self.stack[-1]
+
+    def _global(self, name: str) -> None:
+        if name not in _GLOBALS:
+            raise TensorFileError(f"holds {name.replace(' ', '.')!r}, and must hold a dense tensor")
+        self.stack.append(_Global(name))
+
+    def _stack_global(self, _: Any) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self._global(f"{module} {name}")
+
+    def _persistent_id(self, _: Any) -> None:
+        self._put(len(self.stack) - 1, lambda top: _storage_of(top[0]))
+
+    def _reduce(self, _: Any) -> None:
+        self._put(len(self.stack) - 2, lambda top: _result_of(*top))
+
+
+_PUSHED = {
+    *("BININT", "BININT1", "BININT2", "LONG1", "LONG4"),
+    *("BINUNICODE", "SHORT_BINUNICODE"),
+}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_TUPLE_SIZES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_ACTIONS: dict[str, Callable[[_DescriptionReader, Any], None]] = {
+    "MARK": _DescriptionReader._mark,
+    "TUPLE": _DescriptionReader._tuple,
+    "MEMOIZE": _DescriptionReader._memoize,
+    "GLOBAL": _DescriptionReader._global,
+    "STACK_GLOBAL": _DescriptionReader._stack_global,
+    "BINPERSID": _DescriptionReader._persistent_id,
+    "REDUCE": _DescriptionReader._reduce,
+}
+
+
+def _storage_of(saved_id: Any) -> _Storage:
+    """("storage", its type, key, place, number of elements)"""
+    word, kind, key, *_ = saved_id
+    dtype = _STORAGE_DTYPES.get(kind) if isinstance(kind, _Global) else None
+    if word != "storage" or dtype is None or not isinstance(key, str):
+        raise TensorFileError(f"holds a storage of another type; {_accepted()}")
+    return _Storage(dtype, key)
+
+
+def _result_of(function: Any, arguments: Any) -> Any:
+    """What a call of one of `_GLOBALS` describes."""
+    if not isinstance(function, _Global):
+        raise TensorFileError("calls what is no function")
+    if function == _ORDERED_DICT and arguments == ():
+        return _Global(_ORDERED_DICT)  # no hooks
+    if function == _REBUILD_PARAMETER and isinstance(arguments[0], _View):
+        return arguments[0]
+    if function != _REBUILD_TENSOR:
+        raise TensorFileError(f"calls {_name(function)} with other arguments than torch.save")
+    storage, offset, shape, strides, *rest = arguments
+    if not isinstance(storage, _Storage) or len(rest) > 2 or not _are_sizes((offset,)):
+        raise TensorFileError("describes its tensor in a way that is not known")
+    if not _are_sizes(shape) or not _are_sizes(strides) or len(shape) != len(strides):
+        raise TensorFileError(f"describes a tensor of shape {shape!r} and strides {strides!r}")
+    return _View(storage, offset, shape, strides)
+
+
+def _are_sizes(values: Any) -> bool:
+    """Numbers of elements that an array could have."""
+    return isinstance(values, tuple) and all(
+        type(value) is int and 0 <= value < 2**48 for value in values
+    )
+
+
+def _name(found: Any) -> str:
+    """A short word for what is not a tensor."""
+    return repr(str(found)) if isinstance(found, _Global) else type(found).__name__
