@@ -5,6 +5,7 @@ the KV cache is for the core to say.
 """
 
 import copy
+import json
 import operator
 import random
 import threading
@@ -23,7 +24,7 @@ from vllm.errors import PromptTooLongError, RequestError, TextTooLongError
 from vllm.inputs import PromptType
 from vllm.messages import EngineRequest, Grammar, TokenEmbeddings
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import GuidedDecodingParams, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
 from vllm.structured_output.spec import field_of, make_spec
 from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES, TextLengthBound
@@ -455,13 +456,15 @@ def _check_without_tokens(params: SamplingParams) -> None:
 
 
 def _with_grammar(request: EngineRequest, grammar: Grammar) -> EngineRequest:
-    """The request with its grammar, and without the schema that it was compiled from.
+    """The request with its grammar, and with a JSON schema as text.
 
-    The core needs to know only that there is one; and a schema may hold integers beyond 64 bits,
-    which no message to the core can.
+    A schema may hold integers beyond 64 bits, which no message to the core can.
     """
-    params = copy.copy(request.sampling_params)
-    params.guided_decoding = GuidedDecodingParams()
+    params = request.sampling_params
+    guided = params.guided_decoding
+    if guided is not None and isinstance(guided.json, dict):
+        params = copy.copy(params)
+        params.guided_decoding = msgspec.structs.replace(guided, json=json.dumps(guided.json))
     return msgspec.structs.replace(request, sampling_params=params, grammar=grammar)
 
 

@@ -91,6 +91,12 @@ MESSAGES: list[tuple[str, Any, str]] = [
         prompt([[1], [1, -2]]),
         f"prompt {PROMPTS}; entry 1 of entry 1 is -2 (greater_than_equal)",
     ),
+    (
+        COMPLETION,
+        {"prompt_embeds": [3]},
+        "prompt_embeds must be a string of base64 or a list of such strings; entry 0 is 3 "
+        "(string_type)",
+    ),
     (COMPLETION, prompt({}), f"prompt {PROMPTS}; it is an object (list_type)"),
     ("/v1/embeddings", {"input": [1.5]}, f"input {PROMPTS}; entry 0 is 1.5 (string_type)"),
     ("/classify", {"input": ["a", []]}, f"input {PROMPTS}; entry 1 is an empty list (string_type)"),
@@ -135,7 +141,17 @@ MESSAGES: list[tuple[str, Any, str]] = [
     ),
     (
         CHAT,
-        chat(tool_choice={"function": {"name": 3}}),
+        chat(tool_choice={"type": "custom", "custom": {"name": 3}}),
+        f"tool_choice must be {NAMED_TOOL}; the name of its custom is 3 (string_type)",
+    ),
+    (
+        CHAT,
+        chat(tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": 3, "tools": []}}),
+        f"tool_choice must be {NAMED_TOOL}; the mode of its allowed_tools is 3 (literal_error)",
+    ),
+    (
+        CHAT,
+        chat(tool_choice={"type": "function", "function": {"name": 3}}),
         f"tool_choice must be {NAMED_TOOL}; the name of its function is 3 (string_type)",
     ),
     (

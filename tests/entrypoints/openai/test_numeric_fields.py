@@ -220,7 +220,7 @@ def test_every_route_with_a_body_is_tried():
     assert ROUTES.keys() == BODIES.keys()
     assert {name for name, _ in ROUTES["/v1/completions"]} > {
         *("n", "best_of", "temperature", "top_k", "seed", "length_penalty", "logit_bias"),
-        *("stop_token_ids", "prompt", "truncate_prompt_tokens", "prompt_embeds", "max_tokens"),
+        *("stop_token_ids", "prompt", "truncate_prompt_tokens", "logprobs", "max_tokens"),
     }
     assert {name for name, _ in ROUTES["/v1/messages"]} > {"thinking", "max_tokens", "top_p"}
 

@@ -30,9 +30,7 @@ def accepts(text: str) -> WrapValidator:
         try:
             return validate(value)
         except ValidationError as error:
-            # The first part of a location is the type that was tried; the rest is a path.
-            found = [(each["loc"][1:], each) for each in error.errors(include_url=False)]
-            path, best = max(found, key=lambda pair: [_sort_key(part) for part in pair[0]])
+            path, best = _most_telling(error.errors(include_url=False))
             raise PydanticCustomError(
                 best["type"],
                 "must be {accepted}; {detail}",
@@ -58,8 +56,27 @@ def show_value(value: Any) -> str:
         return f"of type {type(value).__name__}"
 
 
-def _sort_key(part: int | str) -> tuple[bool, int | str]:
-    return isinstance(part, str), part
+def _most_telling(errors: Sequence[Any]) -> tuple[Sequence[int | str], Any]:
+    """Path and error of the type that takes most of the value before it fails.
+
+    Of several types of objects it is the one that has the right name in the value.
+    """
+    # The first part of a location is the type that was tried; the rest is a path.
+    wrong_names = {each["loc"][0] for each in errors if each["loc"] and _is_of_name(each)}
+    found = [(each["loc"][1:], each) for each in errors]
+
+    def rank(pair: tuple[Sequence[int | str], Any]) -> tuple[bool, list[int]]:
+        path, each = pair
+        is_named = not each["loc"] or each["loc"][0] not in wrong_names
+        return is_named, [part if isinstance(part, int) else 0 for part in path]
+
+    return max(found, key=rank)
+
+
+def _is_of_name(error: Any) -> bool:
+    """Whether a key such as `type` has the name of another type of object."""
+    path = error["loc"][1:]
+    return error["type"] == "literal_error" and len(path) == 1 and isinstance(path[0], str)
 
 
 def _describe(path: Sequence[int | str], error: Any) -> str:
