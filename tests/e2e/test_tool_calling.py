@@ -5,9 +5,10 @@ then has to find its way through parser and protocol.
 """
 
 import json
+import re
 
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from tests.e2e.server import start_server
 
@@ -59,3 +60,96 @@ def test_the_text_is_content_where_no_tools_are_wanted(client):
     choice = client.chat.completions.create(**request).choices[0]
     assert (choice.message.content, choice.finish_reason) == (OUTPUT, "stop")
     assert not choice.message.tool_calls
+
+
+CUSTOM = {
+    "type": "custom",
+    "custom": {
+        "name": "dial",
+        "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": r"\d{3}-\d{4}"}},
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "custom", "custom": {"name": "dial"}}])
+def test_the_input_of_a_custom_tool_follows_its_grammar(client, choice):
+    request = {**REQUEST, "tools": [CUSTOM], "tool_choice": choice, "extra_body": {}}
+    [call] = client.chat.completions.create(**request).choices[0].message.tool_calls
+    assert (call.type, call.custom.name) == ("custom", "dial")
+    assert re.fullmatch(r"\d{3}-\d{4}", call.custom.input, re.ASCII)
+    chunks = list(client.chat.completions.create(**request, stream=True))
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    text = "".join(delta.custom["input"] for delta in deltas)
+    assert re.fullmatch(r"\d{3}-\d{4}", text, re.ASCII)
+
+
+def test_a_lark_grammar_constrains_a_custom_tool_of_a_response(client):
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "on" | "off"'}
+    tool = {"type": "custom", "name": "switch", "format": grammar}
+    choice = {"type": "custom", "name": "switch"}
+    response = client.responses.create(model="", input="x", tools=[tool], tool_choice=choice)
+    [item] = response.output
+    assert (item.type, item.name) == ("custom_tool_call", "switch")
+    assert item.input in ("on", "off")
+
+
+def test_allowed_tools_are_the_only_ones_that_are_called(client):
+    tools = [TOOL, {"type": "function", "function": {"name": "look"}}]
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "look"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    request = {**REQUEST, "tools": tools, "tool_choice": choice, "extra_body": {}}
+    request.update(parallel_tool_calls=False)
+    [call] = client.chat.completions.create(**request).choices[0].message.tool_calls
+    assert call.function.name == "look"
+
+
+UNIQUE = {"type": "array", "uniqueItems": True}
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (
+            "/chat/completions",
+            {
+                **CHAT,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": UNIQUE},
+                },
+            },
+            "response_format",
+        ),
+        ("/chat/completions", {**CHAT, "guided_json": UNIQUE}, "guided_json"),
+        ("/chat/completions", {**CHAT, "guided_regex": r"\y"}, "guided_regex"),
+        ("/chat/completions", {**CHAT, "guided_grammar": "x"}, "guided_grammar"),
+        ("/completions", {"prompt": "x", "guided_choice": []}, "guided_choice"),
+        (
+            "/chat/completions",
+            {
+                **CHAT,
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": UNIQUE}}],
+                "tool_choice": NAMED,
+            },
+            "tools",
+        ),
+        (
+            "/responses",
+            {
+                "input": "x",
+                "text": {"format": {"type": "json_schema", "name": "a", "schema": UNIQUE}},
+            },
+            "text.format",
+        ),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_form_that_cannot_be_enforced_is_refused_by_the_name_of_its_field(
+    client, path, body, field
+):
+    with pytest.raises(BadRequestError) as failure:
+        client.post(path, body=body, cast_to=object)
+    assert failure.value.param == field
+    assert failure.value.body["message"].startswith(f"{field}")

@@ -7,6 +7,7 @@ import pytest
 
 from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
+from tests.utils.test_deadline_worker import ends_within
 from vllm.engine import core_supervisor, preparation
 from vllm.engine.admission import AdmissionLimits
 from vllm.engine.async_llm_engine import AsyncLLM
@@ -24,6 +25,7 @@ from vllm.errors import (
 )
 from vllm.messages import EngineOutput, Finished, FinishReason
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
+from vllm.structured_output.compiler import GrammarCompiler
 from vllm.transformers_utils.token_bytes import TextLengthBound
 from vllm.utils.deadline_worker import DeadlineWorker
 
@@ -415,11 +417,11 @@ def test_who_leaves_ends_the_process_that_tokenises(run, monkeypatch):
         monkeypatch.setattr(DeadlineWorker, "call", watched_call)
         task = asyncio.ensure_future(engine.tokenize("import os\n" * 10**6))
         await asyncio.to_thread(has_begun.wait)
-        process = workers[0]._process
+        pid = workers[0].pid
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert process.poll() is not None
+        assert ends_within(pid, 50)
 
     run(check)
 
@@ -590,5 +592,38 @@ def test_the_settings_of_the_engine_can_be_asked_for(run):
         for refused in (engine.add_lora(None), engine.remove_lora(1), engine.pin_lora(1)):
             with pytest.raises(RequestError, match="runs no LoRA adapters"):
                 await refused
+
+    run(check)
+
+
+def test_other_requests_go_on_while_a_grammar_is_compiled(run):
+    async def check(engine, client):
+        compiling, may_end = threading.Event(), threading.Event()
+
+        def attach_grammar(request):
+            compiling.set()
+            assert may_end.wait(120)
+            raise RequestError("guided_regex: compiled at last", param="guided_regex")
+
+        engine.input_processor.attach_grammar = attach_grammar
+        engine.input_processor.attach_cached_grammar = lambda request: None
+        guided = GuidedDecodingParams(regex="a", field="guided_regex")
+        slow = asyncio.create_task(collect(engine, "slow", guided_decoding=guided))
+        await asyncio.to_thread(compiling.wait, 120)
+        assert (await collect(engine, "other"))[-1].finished
+        assert not slow.done()
+        may_end.set()
+        with pytest.raises(RequestError, match="compiled at last"):
+            await slow
+
+    run(check)
+
+
+def test_what_compiles_is_started_while_the_core_loads(run, monkeypatch):
+    started = []
+    monkeypatch.setattr(GrammarCompiler, "start", lambda self: started.append(self))
+
+    async def check(engine, client):
+        assert started == [engine.input_processor.grammar_compiler]
 
     run(check)

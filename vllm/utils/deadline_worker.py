@@ -81,6 +81,12 @@ class DeadlineWorker:
         self._child: Child | None = None
         self._release: weakref.finalize[..., DeadlineWorker] | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, while there is one."""
+        child = self._child
+        return None if child is None else child.pid
+
     def start(self) -> None:
         """Have the process ready for a call; nothing happens if it is.
 

@@ -131,11 +131,19 @@ class ChatCompletionAllowedToolChoiceParam(RequestModel):
     allowed_tools: AllowedTools
 
 
+def _choice_kind_of(value: Any) -> str:
+    if value is None or isinstance(value, (str, int, float, list)):
+        return f"{TAG_SIGN}word"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"{TAG_SIGN}{kind if kind in ('custom', 'allowed_tools') else 'function'}"
+
+
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"]
-    | ChatCompletionNamedToolChoiceParam
-    | ChatCompletionNamedToolChoiceCustomParam
-    | ChatCompletionAllowedToolChoiceParam,
+    Annotated[Literal["none", "auto", "required"], Tag(f"{TAG_SIGN}word")]
+    | Annotated[ChatCompletionNamedToolChoiceParam, Tag(f"{TAG_SIGN}function")]
+    | Annotated[ChatCompletionNamedToolChoiceCustomParam, Tag(f"{TAG_SIGN}custom")]
+    | Annotated[ChatCompletionAllowedToolChoiceParam, Tag(f"{TAG_SIGN}allowed_tools")],
+    Discriminator(_choice_kind_of),
     accepts(
         'none, auto, required, {"type": "function", "function": {"name": ...}}, {"type": "custom", '
         '"custom": {"name": ...}}, or {"type": "allowed_tools", "allowed_tools": {"mode": "auto" '
