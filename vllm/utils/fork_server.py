@@ -28,6 +28,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -46,8 +47,6 @@ _COMMAND = struct.Struct("<cQ")
 _FORK, _REAP = b"F", b"R"
 _FORK_TIMEOUT_S = 30.0
 _TOO_LONG = "the call took too long"
-_IMPORT_NICENESS = 10
-"""Of the thread that imports: the steps of an engine on the same cores go first."""
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from vllm.utils.fork_server import _serve; _serve()"
@@ -275,17 +274,14 @@ def _serve() -> None:
     message = control.recv(HEADER.unpack(header)[1], socket.MSG_WAITALL)
     start = msgspec.msgpack.decode(message, type=_Start)
     signal.setitimer(signal.ITIMER_REAL, start.timeout_s + ALARM_GRACE_S)
-    outcome: list[Handler | Exception] = []
-    thread = threading.Thread(target=_import, args=(start, outcome))
-    thread.start()
-    thread.join()
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    handler = outcome[0]
-    if isinstance(handler, Exception):
-        text = (str(handler) or repr(handler)).encode(errors="replace")
+    try:
+        handler = _find(start.target)(start.setup)
+    except Exception as error:  # whatever it is, it belongs to the parent
+        text = (str(error) or repr(error)).encode(errors="replace")
         control.sendall(HEADER.pack(FAILED, len(text)) + text)
         return
     serve_child = _find(start.child)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     # Children share what the collector does not touch.
     gc.collect()
     gc.freeze()
@@ -306,18 +302,9 @@ def _serve() -> None:
             control.sendall(_COMMAND.pack(_FORK, child))
 
 
-def _import(start: _Start, outcome: "list[Handler | Exception]") -> None:
-    """In a thread of its own, because a process cannot raise its priority again."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IMPORT_NICENESS)
-        outcome.append(_find(start.target)(start.setup))
-    except Exception as error:  # whatever it is, it belongs to the parent
-        outcome.append(error)
-
-
-def _find(place: str) -> "Callable[..., Handler]":
+def _find(place: str) -> Callable[..., Any]:
     module, _, name = place.partition(":")
-    found: Callable[..., Handler] = getattr(importlib.import_module(module), name)
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
 
 
