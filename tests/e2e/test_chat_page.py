@@ -62,7 +62,7 @@ def send(page: Page, text: str) -> None:
 def wait_for_answer(page: Page, text: str) -> None:
     """Until the last answer is complete and shows a text."""
     page.wait_for(f"document.querySelector('{ANSWER} .actions')")
-    assert text in page.text(ANSWER)
+    page.wait_for_text(ANSWER, text)  # long answers are drawn part by part
 
 
 def set_settings(page: Page, **texts: str) -> None:

@@ -50,10 +50,10 @@ def test_throughput_takes_the_prompts_of_a_file(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["latency", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["latency", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["latency", "--n", "2"], "n must be 1 when using greedy sampling (temperature 0), got 2"),
         (["throughput", "--n", "0"], "n must be at least 1, got 0"),
-        (["throughput", "--num-prompts", "0"], "num_prompts must be at least 1, got 0"),
+        (["throughput", "--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
     ],
 )
 def test_a_bad_number_is_refused_before_the_model_is_loaded(capsys, args, message):
