@@ -45,10 +45,10 @@ Request = tuple[str, dict[str, Any]]
 class Mix:
     """Draws requests of all kinds."""
 
-    def __init__(self, model: str, seed: int) -> None:
+    def __init__(self, model: str, seed: int, only: list[str]) -> None:
         self._model = model
         self._rng = random.Random(seed)
-        self._kinds: list[Callable[[], Request]] = [
+        kinds: list[Callable[[], Request]] = [
             self._completion,
             self._completion,
             self._chat,
@@ -61,6 +61,7 @@ class Mix:
             self._tokenize,
             self._wrong,
         ]
+        self._kinds = [kind for kind in kinds if not only or kind.__name__[1:] in only]
 
     def draw(self) -> tuple[str, Request, float | None]:
         """(kind, path and body, share of the answer after which the client leaves, or None)."""
@@ -193,7 +194,7 @@ async def run(url: str, process: Any, args: argparse.Namespace) -> dict[str, Any
     """All requests, and the memory while they ran."""
     client = HttpClient(url)
     model = (await find_model(client, START_TIMEOUT_S)).id
-    mix, memory = Mix(model, args.seed), Memory(process.pid)
+    mix, memory = Mix(model, args.seed, args.only), Memory(process.pid)
     statuses: dict[str, Counter[str]] = {}
     samples = [{"requests": 0, **memory.read()}]
     num_sent = num_done = 0
@@ -240,6 +241,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--every", type=int, default=250, help="requests between two readings")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", default=[], help="kinds of requests; none: all")
     args, engine_flags = parser.parse_known_args()
     server_flags = ["--disable-uvicorn-access-log", "--disable-log-stats"]
     server_flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
