@@ -83,7 +83,7 @@ class EngineControl:
         return self.vllm_config.structured_output
 
     def get_lora_config(self) -> None:
-        """None: LoRA adapters are not available yet."""
+        """None: this version runs no LoRA adapters."""
 
     def get_tokenizer_group(self) -> "PreTrainedTokenizerBase":
         """The tokenizer. There is one for all requests, as there are no adapters.
@@ -137,7 +137,7 @@ class EngineControl:
         refuse_lora("lora_id")
 
     def list_loras(self) -> set[int]:
-        """No adapter is loaded: they are not available yet."""
+        """The empty set: this version runs no adapters."""
         return set()
 
     # ---- the core and its workers ---------------------------------------------------------
@@ -147,7 +147,7 @@ class EngineControl:
         return self.engine_core.reset_prefix_cache()
 
     def reset_mm_cache(self) -> bool:
-        """True; nothing is cached, as there is no multimodal input yet."""
+        """Return True: this version reads text only, so there is no such cache."""
         return True
 
     def collective_rpc(

@@ -26,6 +26,7 @@ from vllm.entrypoints.openai.protocol.sampling import SamplingFields
 from vllm.entrypoints.openai.protocol.tokenization import DetokenizeRequest
 from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.errors import RequestError
+from vllm.utils.arguments import flag_of
 
 
 @dataclass(frozen=True)
@@ -117,15 +118,6 @@ _REPEATED = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token
 """Lists that are checked and kept for every prompt of a request."""
 
 
-def flag(setting: str) -> str:
-    """The flag of a field of `ServerArgs`, for errors.
-
-    >>> flag("max_bad_words")
-    '--max-bad-words'
-    """
-    return "--" + setting.replace("_", "-")
-
-
 @functools.cache
 def limits_of(kind: type) -> dict[str, tuple[Limit, ...]]:
     """Field -> what is limited, for a class of bodies and all of its bases."""
@@ -155,7 +147,7 @@ def check_limits(kind: type, body: Mapping[str, Any], args: ServerArgs) -> None:
             if count > most:
                 raise RequestError(
                     f"{name}: {count} {limit.unit} are more than the {most} that this server "
-                    f"takes ({flag(limit.setting)}). Use fewer.",
+                    f"takes ({flag_of(limit.setting)}). Use fewer.",
                     param=name,
                 )
     if issubclass(kind, CompletionRequest):
