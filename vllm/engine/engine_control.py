@@ -103,12 +103,12 @@ class EngineControl:
         """What was counted since the engine started: the numbers of a server's /metrics.
 
         Raises:
-            RequestError: nothing is counted, as `disable_log_stats` is on.
+            RequestError: the engine collects no metrics, as `disable_log_stats` is True.
         """
         if self.metrics is None:
             raise RequestError(
-                "get_metrics: nothing is counted, as disable_log_stats is on, which LLM has for "
-                "its default; pass disable_log_stats=False"
+                "get_metrics: this engine collects no metrics, as disable_log_stats is True (the "
+                "default of LLM). Create the engine with disable_log_stats=False"
             )
         return read_metrics(self.metrics)
 

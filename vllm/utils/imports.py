@@ -16,7 +16,7 @@ def load_user_class(setting: str, name: str) -> type:
     """The class that a user names as "package.module.Class" or "package.module:Class".
 
     Args:
-        setting: the flag that gives the name, for the message.
+        setting: keyword that gives the name, for the message.
         name: of the class.
 
     Raises:
@@ -27,10 +27,12 @@ def load_user_class(setting: str, name: str) -> type:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"{setting} {name!r} cannot be imported ({error}); give the name of a class as "
-            f"package.module.Class, of a package that is installed or lies in the folder in which "
+            f"{setting}={name!r} cannot be imported ({error}). Give a class as "
+            f"package.module.Class, from a package that is installed or is in the folder where "
             f"the program was started"
         ) from None
     if not isinstance(found, type):
-        raise ConfigError(f"{setting} {name!r} is not a class but a {type(found).__name__}")
+        raise ConfigError(
+            f"{setting}={name!r} must name a class, but it is a {type(found).__name__}"
+        )
     return found

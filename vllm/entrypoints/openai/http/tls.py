@@ -29,7 +29,9 @@ def check_certificates(args: ServerArgs) -> None:
             with open(path, "rb"):
                 pass
         except OSError as error:
-            raise ConfigError(f"{name}={path!r} cannot be read: {error.strerror}") from None
+            raise ConfigError(
+                f"{name}={path!r} cannot be read: {error.strerror}. Name a PEM file"
+            ) from None
     if args.ssl_certfile is None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -241,7 +241,7 @@ def _allowed_name(
     if not isinstance(name, str) or name not in known:
         raise field_error(
             "tool_choice",
-            f"{where} must be the {kind} of one of the tools, such as "
+            f"{where} must name a {kind} tool of the request, such as "
             f'{{"type": "{kind}", "{kind}": {{"name": ...}}}}; got {name!r:.100}',
         )
     return name
