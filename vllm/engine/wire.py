@@ -34,8 +34,8 @@ class StartCore(_Message, frozen=True, kw_only=True):
 
 
 class AddRequests(_Message, frozen=True, kw_only=True):
-    """Queue requests, each of which is sent once however many samples it wants: the core makes
-    them (`fan_out`). Those that are refused are told by `Refused`."""
+    """Queue requests. A request is sent once however many samples it wants: the core makes them
+    (`fan_out`). `Refused` answers for each request that the core refuses."""
 
     requests: list[EngineRequest]
 
