@@ -103,7 +103,7 @@ class ModelArch:
 
     @property
     def embedding_size(self) -> int:
-        """Numbers of a token's embedding; OPT may project them to `hidden_size`."""
+        """Size of a token's embedding; OPT may project them to `hidden_size`."""
         return int(self.hf_config.get("word_embed_proj_dim") or self.hidden_size)
 
     @property

@@ -34,7 +34,7 @@ _Batch = tuple[int, float, list[CacheEvent]]
 
 
 class KVEventPublisher:
-    """Sends batches of events to whoever listens, until it is closed.
+    """Sends batches of events to all subscribers, until it is closed.
 
     Args:
         config: with the publisher "zmq".

@@ -15,7 +15,7 @@ from vllm.messages import EngineRequest
 from vllm.sampling_params import LogitsProcessorConstructor, SamplingParams
 
 _ANY_FAILURE = (Exception, SystemExit)
-"""What code that a request names may raise without ending the engine."""
+"""Exceptions of code that a request names; they must not end the engine."""
 
 
 class NamedProcessors:

@@ -121,7 +121,7 @@ class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return cls(message=f"{type(error).__name__}: {error}", kind="worker")
 
     def exception(self) -> Exception:
-        """The exception for whoever has called."""
+        """The exception for the caller."""
         if self.kind == "request":
             return RequestError(self.message)
         if self.kind == "capacity":

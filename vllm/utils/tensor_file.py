@@ -74,14 +74,14 @@ def read_tensor_file(data: bytes) -> RawTensor:
     """The tensor of a `torch.save` file or of a safetensors file with one tensor.
 
     Raises:
-        TensorFileError: it is none, or its tensor is not dense floating point, or it describes
+        TensorFileError: it is neither, or its tensor is not dense floating point, or it describes
             elements that the file does not have.
     """
     try:
         return _read_torch(data) if data[:2] == b"PK" else _read_safetensors(data)
     except TensorFileError:
         raise
-    # What the readers of zip files and pickles raise for bytes that are none.
+    # What the readers of zip files and pickles raise for damaged files.
     except (
         *(zipfile.BadZipFile, KeyError, ValueError, TypeError, IndexError, EOFError),
         *(OSError, RuntimeError, NotImplementedError, OverflowError, struct.error),

@@ -1,4 +1,4 @@
-"""Certificates: whether they can be used, and those that change while the server runs."""
+"""TLS certificates: the check at the start, and the reload when their files change."""
 
 import asyncio
 import os
@@ -19,7 +19,8 @@ def check_certificates(args: ServerArgs) -> None:
     """Refuse files that TLS cannot start with.
 
     Raises:
-        ConfigError: one cannot be read, is not PEM, or the key is not that of the certificate.
+        ConfigError: a file cannot be read or is not PEM, or the key does not belong to the
+            certificate.
     """
     for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         path = getattr(args, name)

@@ -152,7 +152,7 @@ class UsageInfo(ResponseModel):
 
 
 class RequestResponseMetadata(ResponseModel):
-    """What is told of a request beside its response: its id and its tokens."""
+    """Metadata of a request beside its response: its id and its tokens."""
 
     request_id: str
     final_usage_info: UsageInfo | None = None
