@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _Result = TypeVar("_Result")
-_Processed = tuple[str | None, EngineRequest]
 
 
 _GRAMMAR_THREADS = 8

@@ -1,4 +1,4 @@
-"""Classes named by strings, so that naming one does not import it."""
+"""Classes and functions named by strings, so that naming one does not import it."""
 
 from importlib import import_module
 from typing import Any
@@ -12,6 +12,12 @@ def load_class(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def load_name(name: str) -> Any:
+    """The object that "package.module.name" names; raises what the import raises."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(module), attribute)
+
+
 def load_user_class(setting: str, name: str) -> type:
     """The class that a user names as "package.module.Class" or "package.module:Class".
 
@@ -22,9 +28,8 @@ def load_user_class(setting: str, name: str) -> type:
     Raises:
         ConfigError: it cannot be imported, or is no class.
     """
-    module, _, attribute = name.replace(":", ".").rpartition(".")
     try:
-        found = getattr(import_module(module), attribute)
+        found = load_name(name.replace(":", "."))
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{setting}={name!r} cannot be imported ({error}). Give a class as "
