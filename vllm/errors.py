@@ -64,8 +64,8 @@ class TextTooLongError(PromptTooLongError):
         RequestError.__init__(
             self,
             f"This model's maximum context length is {max_model_len} tokens. However, the prompt "
-            f"is a text of {num_bytes} bytes, which is longer than the {max_tokens} tokens that "
-            f"the prompt may have. Please reduce the length of the prompt.",
+            f"is a text of {num_bytes} bytes, which is longer than the prompt may be (at "
+            f"most {max_tokens} tokens). Please reduce the length of the prompt.",
             param="prompt",
         )
 
