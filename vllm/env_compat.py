@@ -38,16 +38,14 @@ _IN_PROCESS = (
     "socket file of its own"
 )
 _QUANTIZATION = "weights and cache are not quantized on a card yet"
-_MULTIMODAL = "prompts are text alone"
+_MULTIMODAL = "this version reads text only"
 _EXPERTS = "this version runs no mixture-of-experts models"
 _RECURRENT = "this version runs no models with recurrent state"
 _LATENT = "this version runs no models with latent attention"
 _LORA = "this version runs no LoRA adapters"
 _STRUCTURED = "compiled grammars are kept within grammar_cache_bytes"
-_DISAGGREGATED = "an engine computes its prompts itself"
-_TENSOR_PARALLEL = "this version runs on one device"
-_DATA_PARALLEL = "this version runs on one device"
-_PIPELINE_PARALLEL = "this version runs on one device"
+_DISAGGREGATED = "an engine computes all of a request itself"
+_ONE_DEVICE = "the engine runs on one device"
 _RAY = "the engine's own process runs the worker"
 _OTHER_DEVICE = "it is for another device"
 _OTHER_OPERATOR = "the operator it switches does not exist here"
@@ -218,13 +216,12 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_LORA_RESOLVER_CACHE_DIR",
     ),
     *_ignored(_STRUCTURED, "VLLM_XGRAMMAR_CACHE_MB VLLM_V0_USE_OUTLINES_CACHE"),
-    *_ignored("plugins are not available yet", "VLLM_PLUGINS"),
+    *_ignored("this version loads no plugins", "VLLM_PLUGINS"),
     # Processes, devices side by side, and the server.
-    *_ignored(_TENSOR_PARALLEL, "VLLM_ROW_PARALLEL_CHUNKS VLLM_ROW_PARALLEL_CHUNK_THRESHOLD"),
-    *_ignored(_PIPELINE_PARALLEL, "VLLM_PP_LAYER_PARTITION"),
     *_ignored(
-        _DATA_PARALLEL,
+        _ONE_DEVICE,
         """
+        VLLM_ROW_PARALLEL_CHUNKS VLLM_ROW_PARALLEL_CHUNK_THRESHOLD VLLM_PP_LAYER_PARTITION
         VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT
         VLLM_DISABLE_NCCL_FOR_DP_SYNCHRONIZATION
         """,

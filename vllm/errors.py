@@ -58,14 +58,14 @@ class PromptTooLongError(RequestError):
 
 
 class TextTooLongError(PromptTooLongError):
-    """The text of a prompt is too long, which is known without its exact number of tokens."""
+    """A text is certainly too long for a prompt; its exact number of tokens is not known."""
 
     def __init__(self, num_bytes: int, max_tokens: int, max_model_len: int) -> None:
         RequestError.__init__(
             self,
             f"This model's maximum context length is {max_model_len} tokens. However, the prompt "
-            f"is a text of {num_bytes} bytes, which are more tokens than the prompt may have (at "
-            f"most {max_tokens}). Please reduce the length of the prompt.",
+            f"is a text of {num_bytes} bytes, which is longer than the prompt may be (at "
+            f"most {max_tokens} tokens). Please reduce the length of the prompt.",
             param="prompt",
         )
 
@@ -96,10 +96,10 @@ class CapacityError(VllmError, ValueError):
 
 
 class EngineAsleepError(CapacityError):
-    """A request came while weights or KV cache are given back.
+    """A request came while the engine sleeps.
 
     Args:
-        tags: of what sleeps.
+        tags: the parts that sleep: weights, kv_cache or both.
     """
 
     def __init__(self, tags: Sequence[str]) -> None:

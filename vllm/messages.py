@@ -5,7 +5,7 @@
     ModelRunnerOutput  ModelRunner -> Scheduler          the sampled tokens
     EngineOutput       EngineCore -> OutputProcessor     what is new for each request
     SchedulerStats     EngineCore -> metrics             how full it is, and what it has done
-    CacheEvent         KVCacheManager -> subscribers     what becomes of the prefix cache
+    CacheEvent         KVCacheManager -> subscribers     a change of the prefix cache
 
 A running request has a `row`: its index in every per-request array of the scheduler and of the
 runner, from admission until it finishes or is preempted. Per-step data are arrays over rows, so
@@ -54,7 +54,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
-    """Embeddings that the model takes in place of those of some prompt tokens."""
+    """Embeddings that replace the embeddings of some prompt tokens."""
 
     start: int
     """Position of the first of them in the prompt."""

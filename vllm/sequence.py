@@ -1,4 +1,4 @@
-"""What is told of the tokens of a sequence, under the names of the V0 engine."""
+"""Facts about the tokens of a sequence, under the names of the V0 engine."""
 
 from vllm.outputs import Logprob, RequestMetrics
 

@@ -87,7 +87,7 @@ def test_frames_of_a_video_are_taken_evenly_and_in_rgb(own_folder, monkeypatch, 
         (own_folder / f"{name}.mp4").touch()
     frames = VideoAsset("call", num_frames).np_ndarrays
     assert frames[:, 0, 0].tolist() == [[9, 7, i] for i in taken]
-    with pytest.raises(RequestError, match="is no video that OpenCV can read"):
+    with pytest.raises(RequestError, match="OpenCV cannot read the video"):
         VideoAsset("other.mp4").np_ndarrays  # noqa: B018
 
 
@@ -101,7 +101,7 @@ def test_without_opencv_it_is_named(own_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("asset", "message"),
     [
-        (ImageAsset("duck"), r"no asset 'duck' \(cherry_blossom, stop_sign would be there\)"),
+        (ImageAsset("duck"), r"no asset 'duck' \(available: cherry_blossom, stop_sign\)"),
         (ImageAsset("duck"), r"Put duck\.jpg into a folder and name that folder in VLLM_ASSETS"),
         (VideoAsset("baby_reading"), r"no asset 'baby_reading': assets are not downloaded"),
         (AudioAsset("mary_had_lamb"), r"no asset 'mary_had_lamb': assets are not downloaded"),

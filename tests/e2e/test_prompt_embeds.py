@@ -156,5 +156,5 @@ def test_beam_search_and_pooling_models_refuse_them(models):
         llm.beam_search(
             [as_prompt(torch.zeros(3, 64))], BeamSearchParams(beam_width=2, max_tokens=2)
         )
-    with pytest.raises(ConfigError, match="--enable-prompt-embeds needs a model that generates"):
+    with pytest.raises(ConfigError, match="enable_prompt_embeds=True needs a model that generates"):
         make_llm(models("llama"), task="embed")

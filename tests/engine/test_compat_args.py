@@ -127,7 +127,7 @@ def test_limits_of_inputs_may_be_written_in_two_ways(text, capsys):
 def test_other_ways_are_refused(text, capsys):
     with pytest.raises(SystemExit):
         parse("--limit-mm-per-prompt", text)
-    assert "must be like image=1,video=0 or" in capsys.readouterr().err
+    assert "such as image=1,video=0 or" in capsys.readouterr().err
 
 
 def test_rope_arguments_go_into_the_overrides():

@@ -177,7 +177,7 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"topics": "x"}, "kv_events_config has no 'topics': it may have enable_kv_cache_events"),
+        ({"topics": "x"}, "kv_events_config has no key 'topics'; accepted: enable_kv_cache_events"),
         ({"publisher": "kafka"}, "kv_events_config: publisher must be one of null, zmq"),
         ({"endpoint": "localhost:5557"}, "endpoint must begin with tcp://, ipc:// or inproc://"),
         ({"replay_endpoint": 5558}, "replay_endpoint must begin with"),
@@ -206,5 +206,5 @@ def test_the_config_may_be_given_as_a_mapping_as_text_or_as_an_object():
 
 def test_events_need_the_prefix_cache():
     enabled = {"enable_kv_cache_events": True}
-    with pytest.raises(ConfigError, match="tells of the prefix cache, which is off"):
+    with pytest.raises(ConfigError, match="needs the prefix cache, which is off"):
         EngineArgs(kv_events_config=enabled, enable_prefix_caching=False).create_engine_config()

@@ -93,7 +93,7 @@ def test_other_embeddings_never_share_the_prefix_cache():
         (to_base64(EMBEDS.long()), "the decoded file holds 'torch.LongStorage'"),
         ("no base64!", "is not base64"),
         ("é", "is not base64"),
-        ("AAAA", "the decoded file is no file of torch.save"),
+        ("AAAA", "the decoded file is neither a torch.save"),
         ("A" * 10**6, "characters are more than a prompt"),
         (EMBEDS.tolist(), "must be a tensor or an array, got list"),
         (5, "must be a tensor or an array, got int"),

@@ -160,15 +160,15 @@ def test_a_length_within_the_model_stays_as_it_is(allow_long, capsys):
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0,
                               "original_max_position_embeddings": 2048}},
-            "scales positions by the factor of its rope_scaling",
+            "The factor of its rope_scaling sets the length",
         ),
-        ({"rope_parameters": None, "rope_theta": None}, "Its positions are learned"),
+        ({"rope_parameters": None, "rope_theta": None}, "Its position embedding is learned"),
     ],
 )  # fmt: skip
 def test_a_length_the_model_has_no_positions_for_is_never_allowed(
     tmp_path, allow_long, changes, cause
 ):
-    with pytest.raises(ConfigError, match=f"{cause}: VLLM_ALLOW_LONG_MAX_MODEL_LEN adds none"):
+    with pytest.raises(ConfigError, match=f"{cause}, so VLLM_ALLOW_LONG_MAX_MODEL_LEN cannot"):
         resolve(model=write_model(tmp_path, **changes), max_model_len=54321)
 
 
@@ -309,7 +309,9 @@ def test_a_token_is_neither_shown_nor_sent_to_another_process():
 
 def test_code_of_a_revision_without_permission_to_run_it_is_told(capsys):
     assert resolve(code_revision="abc") == replace_model(resolve(), code_revision="abc")
-    assert "code_revision=abc has no effect: code of the model runs with" in capsys.readouterr().err
+    assert (
+        "code_revision=abc has no effect: the model's own code runs with" in capsys.readouterr().err
+    )
 
 
 def replace_model(config: VllmConfig, **changes: Any) -> VllmConfig:

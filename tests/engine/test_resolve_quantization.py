@@ -52,7 +52,10 @@ def test_without_the_kernels_there_is_none(monkeypatch):
     ("settings", "message"),
     [
         ({"quantization": "int8"}, "on the device 'hpu'; available: none"),
-        ({"enable_prompt_embeds": True}, "--enable-prompt-embeds is not available on the device"),
+        (
+            {"enable_prompt_embeds": True},
+            "enable_prompt_embeds=True is not available on the device",
+        ),
     ],
 )
 def test_a_card_has_none(monkeypatch, settings, message):

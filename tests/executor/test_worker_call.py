@@ -67,10 +67,10 @@ def test_an_extension_adds_methods_to_whatever_worker_there_is():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"worker_cls": "nowhere.Worker"}, "--worker-cls 'nowhere.Worker' cannot be imported"),
-        ({"worker_cls": "Worker"}, "--worker-cls 'Worker' cannot be imported"),
-        ({"worker_cls": f"{HERE}.HERE"}, "is not a class but a str"),
-        ({"worker_extension_cls": f"{HERE}.Missing"}, "--worker-extension-cls .*Missing' cannot"),
+        ({"worker_cls": "nowhere.Worker"}, "worker_cls='nowhere.Worker' cannot be imported"),
+        ({"worker_cls": "Worker"}, "worker_cls='Worker' cannot be imported"),
+        ({"worker_cls": f"{HERE}.HERE"}, "must name a class, but it is a str"),
+        ({"worker_extension_cls": f"{HERE}.Missing"}, "worker_extension_cls=.*Missing' cannot"),
         ({"worker_extension_cls": f"{HERE}.Clash"}, "defines scale, which the worker has already"),
     ],
 )

@@ -94,9 +94,9 @@ def test_what_is_too_loud_is_cut_off():
     [
         ("file:///etc/passwd", "must begin with http:, https: or data:"),
         ("/etc/passwd", "must begin with http:, https: or data:"),
-        ("data:image/png;base64,?", "are no base64"),
-        ("data:image/png", "needs a comma"),
-        (data_url(b"!"), "this is no image that Pillow can read: cannot identify"),
+        ("data:image/png;base64,?", "does not hold base64"),
+        ("data:image/png", "must have a comma"),
+        (data_url(b"!"), "Pillow cannot read this image: cannot identify"),
         ("http://127.0.0.1:1/a", "cannot fetch 'http://127.0.0.1:1/a'"),
     ],
 )
@@ -107,7 +107,7 @@ def test_what_cannot_be_fetched_says_why(monkeypatch, url, message):
 
 
 def test_a_sound_of_another_form_says_how_to_convert_it():
-    with pytest.raises(RequestError, match=r"this is no WAV file.*ffmpeg -i FILE out\.wav"):
+    with pytest.raises(RequestError, match=r"this is not a WAV file.*ffmpeg -i FILE out\.wav"):
         fetch_audio("data:,OggS")
 
 

@@ -107,7 +107,7 @@ def test_a_pattern_that_may_match_anywhere_does_so_in_python(pattern):
         (r"a\P", r"\\P at position 1 must be followed by a property"),
         (r"[\p{L}-z]", r"bad character range \\p\{L\}-z at position 1"),
         (r"[a-\p{L}]", r"\\p\{L\} is a class"),
-        (r"\u{110000}", "number of no character"),
+        (r"\u{110000}", "not the number of a character"),
         (r"(?<n>a)(?P=n)", "back-references"),
         ("a++", "possessive repeat" if sys.version_info >= (3, 11) else "multiple repeat"),
     ],

@@ -95,5 +95,5 @@ def test_a_launch_that_fails_leaves_nothing_for_the_next():
 def test_a_model_without_one_table_of_embeddings_is_refused():
     table = [VocabParallelEmbedding(16, SIZE, TPGroup()) for _ in range(2)]
     for model, count in ((make_model(*table), 2), (nn.Linear(2, 2), 0)):
-        with pytest.raises(ConfigError, match=f"has {count} tables of token embeddings"):
+        with pytest.raises(ConfigError, match=f"one table of token embeddings.* has {count}"):
             EmbeddingRows(model, torch.device("cpu"))

@@ -27,7 +27,7 @@ def find_asset(name: str, suffixes: Sequence[str], packaged: Path | None = None)
             if (path := folder / f"{name}{suffix}").is_file():
                 return path
     there = sorted({p.stem for f in folders for s in suffixes for p in f.glob(f"*{s}")})
-    accepted = f" ({', '.join(there)} would be there)" if there else ""
+    accepted = f" (available: {', '.join(there)})" if there else ""
     raise RequestError(
         f"there is no asset {name!r}{accepted}: assets are not downloaded. Put "
         f"{name}{suffixes[0]} into a folder and name that folder in VLLM_ASSETS_CACHE"

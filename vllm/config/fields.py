@@ -20,6 +20,7 @@ from functools import cache
 from typing import Literal
 
 from vllm.errors import ConfigError
+from vllm.utils.arguments import flag_of
 
 FieldKind = Literal["bool", "int", "size", "float", "str", "str_or_bool", "strings", "mapping"]
 
@@ -51,7 +52,7 @@ class ConfigField:
     @property
     def flag(self) -> str:
         """The command-line flag, without aliases and without its `--no-` form."""
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     def convert(self, value: object) -> object:
         """A value given in Python or as text, in the type of the field; None is the default.

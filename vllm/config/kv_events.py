@@ -13,13 +13,13 @@ _TRANSPORTS = ("tcp://", "ipc://", "inproc://")
 
 @dataclass(frozen=True, kw_only=True)
 class KVEventsConfig:
-    """What is told about the prefix cache while it changes."""
+    """Whether and how changes of the prefix cache are published."""
 
     enable_kv_cache_events: bool = False
-    """Tell which blocks the prefix cache stores and removes."""
+    """Record which blocks the prefix cache stores and removes."""
 
     publisher: Publisher = "null"
-    """null: nobody is told; zmq: a ZMQ PUB socket."""
+    """null: events are not published; zmq: a ZMQ PUB socket publishes them."""
 
     endpoint: str = "tcp://*:5557"
     """Where the events are published. An address with * or ::, and one of ipc or inproc, is bound;
@@ -67,7 +67,7 @@ class KVEventsConfig:
         names = [f.name for f in fields(cls)]
         if unknown := [name for name in values if name not in names]:
             raise ConfigError(
-                f"kv_events_config has no {', '.join(map(repr, unknown))}: it may have "
+                f"kv_events_config has no key {', '.join(map(repr, unknown))}; accepted: "
                 f"{', '.join(names)}"
             )
         try:
@@ -77,5 +77,5 @@ class KVEventsConfig:
 
     @property
     def is_published(self) -> bool:
-        """Somebody may listen."""
+        """Whether events are recorded and published."""
         return self.enable_kv_cache_events and self.publisher != "null"

@@ -22,8 +22,8 @@ class LoadConfig:
     """Folder for downloaded models. Not set: the Hugging Face cache."""
 
     hf_token: str | bool | None = field(default=None, repr=False)
-    """Token for models of the Hugging Face hub that need one; given without a token, or true:
-    that of `hf auth login`. Not set: HF_TOKEN, or that of `hf auth login`."""
+    """Token for private or gated models of the Hugging Face hub. Without a value, or true: the
+    token of `hf auth login`. Not set: HF_TOKEN, or the token of `hf auth login`."""
 
     ignore_patterns: tuple[str, ...] = ("original/**/*",)
     """Files of a repository that are not downloaded."""
@@ -32,9 +32,9 @@ class LoadConfig:
     """Show a progress bar while loading weights."""
 
     cpu_offload_gb: float = 0.0
-    """GiB of weights that the card is spared, for a model larger than it: so many layers stay in
-    the memory of the host, and each step copies them to the card. Needs enforce_eager. Without
-    effect on cpu."""
+    """GiB of weights to keep in the memory of the host, for a model larger than the card: whole
+    layers stay there, and each step copies them to the card. Needs enforce_eager. Without effect
+    on cpu."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.cpu_offload_gb) and self.cpu_offload_gb >= 0):
@@ -43,5 +43,5 @@ class LoadConfig:
 
     @property
     def cpu_offload_bytes(self) -> int:
-        """Bytes of weights that the card is to be spared."""
+        """Bytes of weights to keep off the card."""
         return int(self.cpu_offload_gb * 2**30)

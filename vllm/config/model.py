@@ -103,7 +103,7 @@ class ModelArch:
 
     @property
     def embedding_size(self) -> int:
-        """Numbers of a token's embedding; OPT may project them to `hidden_size`."""
+        """Size of a token's embedding; OPT may project them to `hidden_size`."""
         return int(self.hf_config.get("word_embed_proj_dim") or self.hidden_size)
 
     @property
@@ -204,7 +204,7 @@ class ModelConfig:
 
     hf_config_path: str | None = None
     """Folder or Hugging Face name whose config.json and generation_config.json are read in place
-    of the model's. Not set: those of `model`."""
+    of the model's. Not set: the files of `model`."""
 
     tokenizer: str | None = None
     """Folder or name of the tokenizer. Not set: as `model`."""
@@ -249,13 +249,12 @@ class ModelConfig:
     """Most log-probabilities a request may ask for per token."""
 
     enable_prompt_embeds: bool = False
-    """Take prompts that are embeddings in place of tokens (`prompt_embeds`); on cpu only."""
+    """Accept embeddings as prompts in place of tokens (`prompt_embeds`); on cpu only."""
 
     logits_processor_pattern: str | None = None
     """Regular expression that the whole qualified name of a logits processor must match for
-    requests to use it by name. Whoever may send requests can then call what it matches, with
-    arguments of their own: let it match nothing but logits processors. Not set: requests can name
-    none."""
+    requests to use it by name. Clients can call everything that it matches, with arguments of
+    their choice: let it match nothing but logits processors. Not set: requests can name none."""
 
     generation_config: str = "auto"
     """Where default sampling parameters come from. auto: generation_config.json of the model;
@@ -275,7 +274,7 @@ class ModelConfig:
     """Neither compile the model nor record graphs."""
 
     enable_sleep_mode: bool = False
-    """Let `sleep` give the memory of weights and KV cache back until `wake_up`."""
+    """Allow sleep mode: `sleep` gives the memory of weights and KV cache back until `wake_up`."""
 
     arch: ModelArch | None = field(default=None, metadata={"cli": False})
     """Facts read from the model's config; set by the time an engine starts."""

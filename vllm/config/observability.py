@@ -16,8 +16,8 @@ class ObservabilityConfig:
 
     kv_events_config: Mapping[str, Any] = field(default_factory=dict)
     """Events of the KV cache (JSON): enable_kv_cache_events, publisher (null or zmq), endpoint,
-    replay_endpoint, buffer_steps, hwm, max_queue_size, topic; see docs/kv_events.md. Whoever can
-    reach the endpoint sees the token ids of all prompts."""
+    replay_endpoint, buffer_steps, hwm, max_queue_size, topic; see docs/kv_events.md. Everyone
+    who can reach the endpoint sees the token ids of all prompts and outputs."""
 
     profiler_enabled: bool = field(default=False, metadata={"cli": False})
     """Write a trace that Perfetto opens (VLLM_PROFILER_ENABLED)."""

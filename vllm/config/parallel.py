@@ -6,7 +6,8 @@ from typing import Literal
 from vllm.config.checks import check_at_least
 from vllm.errors import ConfigError
 
-ONE_DEVICE = "this version runs on one device"
+ONE_DEVICE = "the engine runs on one device"
+"""Why every kind of parallelism is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,10 @@ class ParallelConfig:
         check_at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size")
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: {ONE_DEVICE}. Leave it out.")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: not available in this version: {ONE_DEVICE}. "
+                    "Leave it out."
+                )
 
     @property
     def world_size(self) -> int:

@@ -24,7 +24,7 @@ class BlockPool:
 
     Args:
         num_blocks: the null block included.
-        events: is told which contents cannot be found any more; None: nobody is.
+        events: log of the contents that cannot be found any more; None: no log is kept.
     """
 
     def __init__(self, num_blocks: int, events: CacheEventLog | None = None) -> None:

@@ -1,6 +1,6 @@
-"""What becomes of the prefix cache, for those who follow it from outside.
+"""Events of the prefix cache, for programs that follow it from outside.
 
-The cache writes events down here, in the order in which they happen; whoever publishes them takes
+The cache appends events in the order in which they happen; the engine takes and publishes
 them. A router that knows which blocks an engine holds can send it the requests that share them.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 
 _HASH_BYTES = 8
-"""Of a block's 32 that outsiders see: subscribers take 64-bit integers."""
+"""Bytes of a block's hash (of 32) that events have: subscribers take 64-bit integers."""
 
 
 class CacheEventLog:

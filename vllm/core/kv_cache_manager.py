@@ -15,7 +15,7 @@ class KVCacheManager:
         num_blocks: blocks of the cache, the null block included.
         block_size: tokens per block.
         enable_caching: find and keep shared prefixes.
-        events: is told what becomes of the prefixes; None: nobody is.
+        events: log of the changes of the prefix cache; None: no log is kept.
     """
 
     def __init__(

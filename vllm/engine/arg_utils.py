@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.config.fields import ConfigField, config_fields, config_sections
 from vllm.engine.compat_args import COMPAT_ARGUMENTS, CompatArgument, accept
 from vllm.errors import ConfigError
+from vllm.utils.arguments import flag_of
 
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 _Class = TypeVar("_Class", bound=type)
@@ -91,7 +92,7 @@ class EngineArgs:
             for config_field in settings:
                 add_flag(group, config_field)
         for name, read in _HF_OVERRIDES.items():
-            flag, help = f"--{name.replace('_', '-')}", argparse.SUPPRESS
+            flag, help = flag_of(name), argparse.SUPPRESS
             convert = _checked(read, "hf_overrides")
             parser.add_argument(flag, type=convert, help=help, default=help)
         for argument in COMPAT_ARGUMENTS.values():

@@ -54,7 +54,7 @@ class AsyncControl:
         return (await self.get_vllm_config()).structured_output
 
     async def get_lora_config(self) -> None:
-        """None: LoRA adapters are not available yet."""
+        """None: this version runs no LoRA adapters."""
 
     async def is_tracing_enabled(self) -> bool:
         """False: traces of requests are the server's."""
@@ -84,7 +84,7 @@ class AsyncControl:
         refuse_lora("lora_id")
 
     async def list_loras(self) -> set[int]:
-        """No adapter is loaded: they are not available yet."""
+        """The empty set: this version runs no adapters."""
         return set()
 
     # ---- the core and its workers ---------------------------------------------------------
@@ -95,7 +95,7 @@ class AsyncControl:
         return bool(await self._core.call("reset_prefix_cache"))
 
     async def reset_mm_cache(self) -> None:
-        """Nothing: no multimodal input is cached, as there is none yet."""
+        """Do nothing: this version reads text only, so there is no such cache."""
 
     async def collective_rpc(
         self,

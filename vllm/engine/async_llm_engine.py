@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _Result = TypeVar("_Result")
-_Processed = tuple[str | None, EngineRequest]
 
 
 _GRAMMAR_THREADS = 8
@@ -70,7 +69,7 @@ class AsyncLLM(AsyncControl):
         limits: of what may wait, and how long.
         num_restarts: times that a core which died is started again.
         config: complete, in place of `engine_args`.
-        began: when whoever waits for the engine began to, in seconds of `time.monotonic()`; for
+        began: when the caller began to wait for the engine, in seconds of `time.monotonic()`; for
             the log. None is when it starts.
 
     Attributes:

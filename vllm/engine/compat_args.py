@@ -14,6 +14,7 @@ from typing import Any
 from vllm.config.parallel import ONE_DEVICE
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
+from vllm.utils.arguments import flag_of
 
 logger = init_logger(__name__)
 
@@ -26,7 +27,7 @@ class CompatArgument:
     off: Any
     """Its default there. The type decides the form of the flag."""
     reason: str
-    """Why it has no effect, or what this version does instead; a clause without a full stop."""
+    """Why it has no effect, or why it is not available; a clause without a full stop."""
     available: bool
     """True: accepted without effect. False: refused unless set to `off`."""
     also_off: tuple[Any, ...] = ()
@@ -35,12 +36,10 @@ class CompatArgument:
     read: Callable[[Any], Any] | None = None
     """Checks what was given and makes its value. Raises ConfigError with what comes after the
     argument's name in the message."""
-    refusal: str | None = None
-    """Why it is refused, in place of `reason`."""
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
 
 def _ignored(name: str, off: Any, reason: str, **more: Any) -> CompatArgument:
@@ -63,27 +62,26 @@ def _read_limits(given: Any) -> dict[str, Any]:
     except ValueError:
         pass
     raise ConfigError(
-        f'must be like image=1,video=0 or {{"image": 1}}, with a whole number each; got {given!r}'
+        'must be a whole number for each kind, such as image=1,video=0 or {"image": 1}; '
+        f"got {given!r}"
     )
 
 
 _V0_ONLY = "it belongs to the V0 scheduler, which does not exist here"
 _NO_CUDA_GRAPHS = "there are no CUDA graphs here"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
-_TEXT_ALONE = "prompts are text alone"
+_TEXT_ALONE = "this version reads text only"
 _LORA_OFF = "it only matters with LoRA adapters, which this version does not run"
 _PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which this version does not run"
-_DP_OFF = "it only matters with data parallelism, and this version runs on one device"
-_MULTIMODAL = "multimodal input"
+_DP_OFF = f"it only matters with data parallelism, and {ONE_DEVICE}"
 _MERGE = (
-    "LoRA adapters; merge_and_unload of peft merges one into the weights of its model, and the "
-    "merged model can be loaded"
+    "the engine runs no LoRA adapters; merge the adapter into the weights of its model "
+    "(merge_and_unload of peft) and load the merged model"
 )
-_PLUGGABLE = "replacing engine classes by name"
 
 
 def _read_compilation(given: Any) -> Any:
-    """What `-O3`, `-O 3`, a dict, its JSON, or an object of the fork says; its level is checked."""
+    """A level (`-O3`), a dict, its JSON, or an object of the fork; its level is checked."""
     try:
         content = json.loads(given) if isinstance(given, str) else given
     except ValueError:
@@ -149,13 +147,13 @@ _ARGUMENTS = (
     _ignored(
         "reasoning_parser",
         "",
-        "an engine gives whole texts; `vllm serve --reasoning-parser` takes the reasoning out of "
-        "them, and offline the parsers of vllm.reasoning do",
+        "the outputs of an engine include the reasoning; `vllm serve --reasoning-parser` separates "
+        "it, and so do the parsers of vllm.reasoning",
     ),
     _ignored(
         "limit_mm_per_prompt",
         None,
-        "prompts are text alone, so there is nothing to limit",
+        "this version reads text only, so there is nothing to limit",
         read=_read_limits,
     ),
     _ignored("weights_padding", False, "weights are laid out as the kernels of the device need"),
@@ -203,23 +201,23 @@ _ARGUMENTS = (
         False,
         "the engine runs no prompt adapters; a system prompt can hold instructions",
     ),
-    _missing("data_parallel_size", 1, "data parallelism", aliases=("-dp",), refusal=ONE_DEVICE),
+    _missing("data_parallel_size", 1, ONE_DEVICE, aliases=("-dp",)),
     _missing(
         "kv_transfer_config",
         None,
-        "an engine computes prompts and outputs of its requests itself, and exchanges no KV cache; "
-        "several servers can share the load behind a load balancer",
+        "an engine computes prompts and outputs of its requests itself and exchanges no KV cache; "
+        "put several servers behind a load balancer to share the load",
     ),
     _missing(
         "otlp_traces_endpoint",
         None,
-        "traces are those of requests to a server (`vllm serve --otlp-traces-endpoint`)",
+        "only a server traces its requests (`vllm serve --otlp-traces-endpoint`)",
     ),
     _missing(
         "collect_detailed_traces",
         None,
-        "a trace has one span for a request; what a step spends its time on is in the file that "
-        "VLLM_PROFILER_ENABLED=1 writes",
+        "a trace has one span per request; VLLM_PROFILER_ENABLED=1 writes a file with the time of "
+        "each part of a step",
     ),
     _missing(
         "scheduler_cls",
@@ -254,6 +252,6 @@ def accept(name: str, value: Any) -> None:
 
 
 def describe_refusal(argument: CompatArgument, value: Any) -> str:
-    """Why an argument that is not available is refused, and what to do."""
-    reason = argument.refusal or f"not available in this version: {argument.reason}"
+    """The message that refuses an argument which is not available."""
+    reason = f"not available in this version: {argument.reason}"
     return f"{argument.name}={value!r}: {reason}. Leave it out."

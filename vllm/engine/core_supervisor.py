@@ -82,7 +82,7 @@ class CoreSupervisor:
         """Begin to start the process, which imports what it needs until `start` configures it."""
         if self._spawning is None:
             self._spawning = asyncio.get_running_loop().create_task(self._start_process())
-            # Told to whoever starts it.
+            # `start` raises it.
             self._spawning.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def start(

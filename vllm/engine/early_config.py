@@ -1,7 +1,7 @@
-"""What shows of a config within a second: what is wrong with it, and often all of it.
+"""Resolve a config as far as that takes a second: its mistakes, and often all of it.
 
-Asks no hub and imports neither torch nor transformers, so that whoever mistyped a flag is told
-before anything slow begins. What it cannot know is left to `resolve_config`.
+Asks no hub and imports neither torch nor transformers, so that a mistyped flag is reported before
+anything slow begins. The rest is left to `resolve_config`.
 """
 
 from collections.abc import Mapping

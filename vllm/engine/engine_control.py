@@ -83,7 +83,7 @@ class EngineControl:
         return self.vllm_config.structured_output
 
     def get_lora_config(self) -> None:
-        """None: LoRA adapters are not available yet."""
+        """None: this version runs no LoRA adapters."""
 
     def get_tokenizer_group(self) -> "PreTrainedTokenizerBase":
         """The tokenizer. There is one for all requests, as there are no adapters.
@@ -103,12 +103,12 @@ class EngineControl:
         """What was counted since the engine started: the numbers of a server's /metrics.
 
         Raises:
-            RequestError: nothing is counted, as `disable_log_stats` is on.
+            RequestError: the engine collects no metrics, as `disable_log_stats` is True.
         """
         if self.metrics is None:
             raise RequestError(
-                "get_metrics: nothing is counted, as disable_log_stats is on, which LLM has for "
-                "its default; pass disable_log_stats=False"
+                "get_metrics: this engine collects no metrics, as disable_log_stats is True (the "
+                "default of LLM). Create the engine with disable_log_stats=False"
             )
         return read_metrics(self.metrics)
 
@@ -137,7 +137,7 @@ class EngineControl:
         refuse_lora("lora_id")
 
     def list_loras(self) -> set[int]:
-        """No adapter is loaded: they are not available yet."""
+        """The empty set: this version runs no adapters."""
         return set()
 
     # ---- the core and its workers ---------------------------------------------------------
@@ -147,7 +147,7 @@ class EngineControl:
         return self.engine_core.reset_prefix_cache()
 
     def reset_mm_cache(self) -> bool:
-        """True; nothing is cached, as there is no multimodal input yet."""
+        """Return True: this version reads text only, so there is no such cache."""
         return True
 
     def collective_rpc(

@@ -283,7 +283,7 @@ class EngineCore:
 
         Raises:
             RequestError: the workers have no such method, or only the engine may call it.
-            TimeoutError: the call took longer than `timeout` seconds; it goes on.
+            TimeoutError: the call took longer than `timeout` seconds; the call itself goes on.
             EngineDeadError: an earlier step failed.
         """
         self._check_alive()

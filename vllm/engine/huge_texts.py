@@ -45,6 +45,7 @@ class HugeTexts:
             RequestError: it takes too long, or too much memory.
         """
         argument = _HAS_SPECIAL_TOKENS.pack(add_special_tokens) + text.encode()
+        num_bytes = len(argument) - _HAS_SPECIAL_TOKENS.size
         async with self._turn:
             run = functools.partial(asyncio.get_running_loop().run_in_executor, self._thread)
             setup = await run(lambda: tokenizer.backend_tokenizer.to_str().encode())
@@ -55,14 +56,14 @@ class HugeTexts:
                 return await run(lambda: _as_list(worker.call(argument, DEADLINE_S)))
             except DeadlineExceeded:
                 raise RequestError(
-                    f"the prompt is a text of {len(argument)} bytes, which were not tokenised "
-                    f"within {DEADLINE_S:g} s. Send a shorter text.",
+                    f"the prompt is a text of {num_bytes} bytes: it was not tokenised within "
+                    f"{DEADLINE_S:g} s. Send a shorter text.",
                     param="prompt",
                 ) from None
             except WorkerDied:
                 raise RequestError(
-                    f"the prompt is a text of {len(argument)} bytes, which need too much memory "
-                    f"to be tokenised. Send a shorter text.",
+                    f"the prompt is a text of {num_bytes} bytes: there is not enough memory to "
+                    f"tokenise it. Send a shorter text.",
                     param="prompt",
                 ) from None
             finally:

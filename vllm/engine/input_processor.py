@@ -19,7 +19,7 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.named_processors import NamedProcessors
 from vllm.engine.pooling_input import PoolingInput, refuse_generation
-from vllm.engine.prompt_embeds import PLACEHOLDER_TOKEN_ID, PromptEmbeds, key_of
+from vllm.engine.prompt_embeds import PLACEHOLDER_TOKEN_ID, PromptEmbeds, key_of, needs_tokens
 from vllm.errors import PromptTooLongError, RequestError, TextTooLongError
 from vllm.inputs import PromptType
 from vllm.messages import EngineRequest, Grammar, TokenEmbeddings
@@ -300,8 +300,8 @@ class InputProcessor:
         others = {"prompt_embeds", "cache_salt"}
         if more := [key for key in prompt if key not in others and prompt[key] is not None]:
             raise RequestError(
-                f"a prompt with prompt_embeds has no {', '.join(map(repr, more))}: the embeddings "
-                "are the whole prompt",
+                f"a prompt with prompt_embeds must not have {', '.join(map(repr, more))}: the "
+                "embeddings are the whole prompt",
                 param="prompt",
             )
         embeddings = self.prompt_embeds.read(prompt["prompt_embeds"])
@@ -327,7 +327,7 @@ class InputProcessor:
         return self._check_prompt_ids(encoded["input_ids"])
 
     def check_length(self, text: str, max_tokens: int | None) -> None:
-        """Refuse what is no text, or has more than `max_tokens` tokens however it is tokenised.
+        """Refuse text that is not valid, or certainly has more than `max_tokens` tokens.
 
         Raises:
             RequestError: it is not valid Unicode.
@@ -454,10 +454,7 @@ def _check_without_tokens(params: SamplingParams) -> None:
         return
     for name in ("prompt_logprobs", "truncate_prompt_tokens"):
         if getattr(params, name) is not None:
-            raise RequestError(
-                f"{name} needs the tokens of the prompt, and prompt_embeds has none; leave it out",
-                param=name,
-            )
+            raise needs_tokens(name)
 
 
 def _with_grammar(request: EngineRequest, grammar: Grammar) -> EngineRequest:

@@ -24,7 +24,7 @@ from vllm.messages import CacheEvent, KVEventBatch
 logger = init_logger(__name__)
 
 _LINGER_MS = 1000
-"""For the last messages to be sent."""
+"""How long the sockets may still send when they are closed."""
 _CLOSE_POLL_S = 0.1
 _NUMBER_BYTES = 8
 _END_OF_REPLAY = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
@@ -34,7 +34,7 @@ _Batch = tuple[int, float, list[CacheEvent]]
 
 
 class KVEventPublisher:
-    """Sends batches of events to whoever listens, until it is closed.
+    """Sends batches of events to all subscribers, until it is closed.
 
     Args:
         config: with the publisher "zmq".
@@ -57,7 +57,7 @@ class KVEventPublisher:
             publisher = self._open(zmq.PUB, "endpoint", config.endpoint, config.hwm)
             threads = [threading.Thread(target=self._publish, args=(publisher,), daemon=True)]
             if config.replay_endpoint is not None:
-                # A replay is all that is kept, and its end.
+                # A replay sends all batches that are kept, and the end mark.
                 hwm = max(config.hwm, config.buffer_steps + 1) if config.hwm else 0
                 router = self._open(zmq.ROUTER, "replay_endpoint", config.replay_endpoint, hwm)
                 threads.append(threading.Thread(target=self._replay, args=(router,), daemon=True))
@@ -78,7 +78,7 @@ class KVEventPublisher:
         except queue.Full:
             if self._num_dropped % _DROPS_PER_WARNING == 0:
                 logger.warning(
-                    "%d batches of KV cache events are dropped, as %d wait already "
+                    "%d batches of KV cache events were dropped, as %d are waiting to be published "
                     "(max_queue_size of kv_events_config)",
                     self._num_dropped + 1,
                     self._queue.maxsize,
@@ -95,7 +95,7 @@ class KVEventPublisher:
                 self._queue.put(None, timeout=_CLOSE_POLL_S)
                 break
             except queue.Full:
-                continue  # it makes room, unless it has died
+                continue  # the thread makes room, unless it has died
         self._threads[0].join()
         self._context.term()  # ends the wait of the other thread, which closes its socket
 
@@ -134,7 +134,9 @@ class KVEventPublisher:
                 except zmq.ContextTerminated:
                     return
                 if len(rest) != 2 or rest[0] or len(rest[1]) != _NUMBER_BYTES:
-                    logger.debug("what came to the replay endpoint is no number of a batch")
+                    logger.debug(
+                        "the replay endpoint got a message that is not the number of a batch"
+                    )
                     continue
                 first = int.from_bytes(rest[1], "big")
                 with self._kept_lock:

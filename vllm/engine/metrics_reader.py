@@ -1,6 +1,6 @@
 """What `get_metrics` returns: the numbers of /metrics as objects.
 
-Names are those of /metrics without the ending `_total` of counters.
+Metrics have the same names as in /metrics; counters lack the ending `_total`.
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ class Gauge(Metric):
 
 @dataclass
 class Histogram(Metric):
-    """How many observations there were, by size."""
+    """Numbers of observations, by size."""
 
     count: int
     sum: float

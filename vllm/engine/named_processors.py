@@ -5,7 +5,6 @@ names; the engine core, where processors run, imports them.
 """
 
 import re
-from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -13,9 +12,10 @@ import msgspec
 from vllm.errors import RequestError
 from vllm.messages import EngineRequest
 from vllm.sampling_params import LogitsProcessorConstructor, SamplingParams
+from vllm.utils.imports import load_name
 
 _ANY_FAILURE = (Exception, SystemExit)
-"""What code that a request names may raise without ending the engine."""
+"""Exceptions of code that a request names; they must not end the engine."""
 
 
 class NamedProcessors:
@@ -94,9 +94,8 @@ def _name_of(processor: Any) -> str | None:
 
 
 def _import(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
     try:
-        return getattr(import_module(module), attribute)
+        return load_name(name)
     except _ANY_FAILURE as error:
         raise _refused(f"{name!r} cannot be imported: {_describe(error)}") from error
 

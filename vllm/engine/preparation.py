@@ -29,7 +29,7 @@ _Processed = tuple[str | None, EngineRequest]
 
 _NO_PARAMS = PoolingParams()
 _PIECE_CHARS = 64 * 1024
-"""Of a text of which it is only asked whether it is too long."""
+"""Size of the pieces in which a text is counted that may be too long."""
 
 
 class Preparation:

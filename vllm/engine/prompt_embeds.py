@@ -49,12 +49,14 @@ class PromptEmbeds:
                 `torch.save` or safetensors file with such a tensor; or what this has returned.
 
         Raises:
-            RequestError: the engine takes none, or it is something else.
+            RequestError: the engine takes no embeddings, or `value` is something else.
         """
         if isinstance(value, TokenEmbeddings):
             return value
         if not self._is_enabled:
-            raise _refused("this engine takes none; start it with --enable-prompt-embeds")
+            raise _refused(
+                "this engine takes no embeddings as prompts; start it with --enable-prompt-embeds"
+            )
         self._check_length(value)
         tensor = _decode(value) if isinstance(value, (str, bytes)) else _copy(value)
         shape = tensor.shape
@@ -143,6 +145,14 @@ def _as_floats(dtype: str, data: bytes) -> npt.NDArray[Any]:
         return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
     numbers = np.frombuffer(data, dtype)
     return numbers.astype(np.float32) if dtype == "float16" else numbers
+
+
+def needs_tokens(name: str) -> RequestError:
+    """The error of a field that needs the tokens of the prompt, which embeddings do not have."""
+    return RequestError(
+        f"{name} needs the tokens of the prompt, and prompt_embeds has none. Leave {name} out",
+        param=name,
+    )
 
 
 def _refused(problem: str) -> RequestError:

@@ -77,11 +77,12 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     )
     if observability.kv_events.enable_kv_cache_events and not cache.enable_prefix_caching:
         raise ConfigError(
-            "kv_events_config: enable_kv_cache_events tells of the prefix cache, which is off for "
-            "this model or by --no-enable-prefix-caching; leave one of them out"
+            "kv_events_config: enable_kv_cache_events needs the prefix cache, which is off "
+            "(enable_prefix_caching=False, or a pooling model). Leave kv_events_config out, or "
+            "turn the prefix cache on"
         )
     hpu = resolve_hpu_config(enable_prefix_caching=cache.enable_prefix_caching)
-    # Last: nothing of what is downloaded could be used if one of the above were wrong.
+    # Last, so that no weights are downloaded for settings that are wrong.
     return VllmConfig(
         model=replace(model, path=str(_model_folder(model, load, load.load_format))),
         cache=cache,
@@ -122,13 +123,13 @@ def _check_prompt_embeds(model: ModelConfig, platform: Platform) -> None:
         return
     if not platform.can_replace_embeddings:
         raise ConfigError(
-            f"--enable-prompt-embeds is not available on the device {platform.name!r}: it has no "
-            "launches that take embeddings. Leave the flag out, or use --device cpu"
+            f"enable_prompt_embeds=True is not available on the device {platform.name!r}, whose "
+            "launches take no embeddings. Leave it out, or use device='cpu'"
         )
     if model.pooler is not None:
         raise ConfigError(
-            f"--enable-prompt-embeds needs a model that generates; '{model.model}' runs with "
-            "pooling. Leave the flag out"
+            f"enable_prompt_embeds=True needs a model that generates; '{model.model}' runs with "
+            "pooling. Leave it out"
         )
 
 
@@ -219,7 +220,8 @@ def _read_arch(
     if asked.code_revision is not None:
         if not asked.trust_remote_code:
             logger.warning(
-                "code_revision=%s has no effect: code of the model runs with trust_remote_code",
+                "code_revision=%s has no effect: the model's own code runs with "
+                "trust_remote_code only",
                 asked.code_revision,
             )
         elif "AutoConfig" in (raw.get("auto_map") or {}):
@@ -335,14 +337,14 @@ def _describe_excess(max_model_len: int, arch: ModelArch) -> str:
         f"max_model_len={max_model_len}: the model takes at most {derived} tokens, by its "
         f"config.json. Lower it to {derived}."
     )
-    none = "VLLM_ALLOW_LONG_MAX_MODEL_LEN adds none."
+    cannot_grow = "so VLLM_ALLOW_LONG_MAX_MODEL_LEN cannot lift the limit."
     if arch.rope is None:
-        return f"{text} Its positions are learned: {none}"
+        return f"{text} Its position embedding is learned, {cannot_grow}"
     if arch.rope.rope_type == "yarn":
-        return f"{text} It scales positions by the factor of its rope_scaling: {none}"
+        return f"{text} The factor of its rope_scaling sets the length, {cannot_grow}"
     return (
-        f"{text} If it was made for more, say so with "
-        f"hf_overrides='{{\"max_position_embeddings\": {max_model_len}}}', or stretch its "
+        f"{text} If the model was trained for more, set "
+        f"hf_overrides='{{\"max_position_embeddings\": {max_model_len}}}', or scale its "
         f"positions with rope_scaling=JSON; VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 only lifts the limit."
     )
 

@@ -59,7 +59,7 @@ class SlowLane:
 
 
 def preparation_cost(prompt: PromptType, params: SamplingParams | PoolingParams) -> int:
-    """How expensive a request is to prepare, in characters of text; cheap to say."""
+    """How expensive a request is to prepare, in characters of text. Cheap to compute."""
     cost = 0
     if isinstance(params, SamplingParams):
         lists = (params.stop_token_ids, params.allowed_token_ids, params.logit_bias)

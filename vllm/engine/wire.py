@@ -34,8 +34,8 @@ class StartCore(_Message, frozen=True, kw_only=True):
 
 
 class AddRequests(_Message, frozen=True, kw_only=True):
-    """Queue requests, each of which is sent once however many samples it wants: the core makes
-    them (`fan_out`). Those that are refused are told by `Refused`."""
+    """Queue requests. A request is sent once however many samples it wants: the core makes them
+    (`fan_out`). `Refused` answers for each request that the core refuses."""
 
     requests: list[EngineRequest]
 
@@ -121,7 +121,7 @@ class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return cls(message=f"{type(error).__name__}: {error}", kind="worker")
 
     def exception(self) -> Exception:
-        """The exception for whoever has called."""
+        """The exception for the caller."""
         if self.kind == "request":
             return RequestError(self.message)
         if self.kind == "capacity":

@@ -120,7 +120,7 @@ def _body(prompt: str, output: RequestOutput) -> Mapping[str, Any]:
 
 
 def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
-    """The application of the OpenAI server, with /generate besides. Raises as that one's does."""
+    """The application of the OpenAI server, with /generate besides; raises as its `load_server`."""
     from vllm.entrypoints.openai import app as openai_app
 
     context, app = openai_app.load_server(engine, args)

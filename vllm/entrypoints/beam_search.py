@@ -137,7 +137,7 @@ def _search(
 
 
 def _num_logprobs(width: int) -> int:
-    """Candidates per beam: so many that end tokens cannot use up all of them."""
+    """Candidates per beam: enough that end tokens cannot use up all of them."""
     return 2 * width
 
 

@@ -26,16 +26,16 @@ def resolve_worker_class(parallel: ParallelConfig, platform_class: str) -> type:
     worker_class: type = (
         load_class(platform_class)
         if parallel.worker_cls == "auto"
-        else load_user_class("--worker-cls", parallel.worker_cls)
+        else load_user_class("worker_cls", parallel.worker_cls)
     )
     if not parallel.worker_extension_cls:
         return worker_class
-    extension = load_user_class("--worker-extension-cls", parallel.worker_extension_cls)
+    extension = load_user_class("worker_extension_cls", parallel.worker_extension_cls)
     both = sorted(n for n in dir(extension) if not n.startswith("__") and hasattr(worker_class, n))
     if both:
         raise ConfigError(
-            f"--worker-extension-cls {parallel.worker_extension_cls!r} defines "
-            f"{', '.join(both)}, which the worker has already; choose other names"
+            f"worker_extension_cls={parallel.worker_extension_cls!r} defines "
+            f"{', '.join(both)}, which the worker has already. Choose other names"
         )
     return type(worker_class.__name__, (worker_class, extension), {})
 

@@ -59,8 +59,8 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 def fingerprint(data: Tensor) -> bytes:
     """A short value that differs when the bytes do, but for a chance that does not matter.
 
-    Sums over rows and over columns, which read memory as fast as it goes; no protection against
-    somebody who wants two contents to look alike.
+    Sums over rows and over columns, which run at the speed of memory. This is no protection
+    against data that was made to have the same value.
 
     Args:
         data: [num_bytes] uint8 on the CPU, at an address that is a multiple of 8.
@@ -85,7 +85,7 @@ def replace_tensors(model: nn.Module, replacement: Callable[[str, Tensor], Tenso
 
     Args:
         model: any. What two modules share is replaced once and stays shared.
-        replacement: called with a name, that of its first place, and the tensor.
+        replacement: called with the name of the tensor's first place, and the tensor.
     """
     places: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
@@ -105,7 +105,7 @@ def replace_tensors(model: nn.Module, replacement: Callable[[str, Tensor], Tenso
 
 
 def copy_cache_scales(source: nn.Module, target: nn.Module) -> None:
-    """Give the attention layers of `target` the scales of fp8 caches of those of `source`."""
+    """Copy the scales of fp8 caches from the attention layers of `source` to those of `target`."""
     layers = [
         [m for m in model.modules() if isinstance(m, Attention)] for model in (source, target)
     ]

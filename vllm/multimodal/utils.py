@@ -75,11 +75,11 @@ def _fetch(url: str, timeout_s: int) -> bytes:
 def _read_data_url(url: str) -> bytes:
     head, comma, data = url.partition(",")
     if not comma:
-        raise RequestError("a data: URL needs a comma in front of its data")
+        raise RequestError("a data: URL must have a comma in front of its data")
     raw = unquote_to_bytes(data)
     if not head.endswith(";base64"):
         return raw
     try:
         return base64.b64decode(raw, validate=True)
     except binascii.Error as error:
-        raise RequestError(f"the data of this data: URL are no base64: {error}") from None
+        raise RequestError(f"the data: URL does not hold base64: {error}") from None

@@ -26,7 +26,7 @@ def discard(address: int, num_bytes: int) -> None:
     The system has whole pages only: parts of a page at both ends are cleared and kept.
 
     Args:
-        address: of memory that this process has allocated and nobody uses meanwhile.
+        address: of memory that this process has allocated and does not use meanwhile.
         num_bytes: of it.
 
     Raises:

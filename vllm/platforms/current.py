@@ -43,7 +43,7 @@ class CurrentPlatform:
         return platform.processor() or platform.machine()
 
     def seed_everything(self, seed: int | None = None) -> None:
-        """Seed Python's, numpy's and torch's generators, and that of the device; None: nothing.
+        """Seed the generators of Python, numpy, torch and the device; None seeds nothing.
 
         Requests have generators of their own; their seed is `SamplingParams.seed`.
         """

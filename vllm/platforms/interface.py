@@ -31,7 +31,7 @@ class Platform(ABC):
     """Values of `--kv-cache-dtype` that run here."""
 
     has_own_memory: ClassVar[bool]
-    """Weights are in a memory of the device, apart from that of the host."""
+    """The device has memory of its own for weights, apart from the host's."""
 
     @property
     @abstractmethod
@@ -45,7 +45,7 @@ class Platform(ABC):
 
     @property
     def can_replace_embeddings(self) -> bool:
-        """Its runner puts embeddings of requests in the place of those of tokens."""
+        """Its runner can replace the embeddings of tokens by embeddings of requests."""
         return False
 
     @abstractmethod

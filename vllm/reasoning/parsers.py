@@ -48,7 +48,7 @@ class ReasoningParser:
     def feed(
         self, delta_text: str, delta_token_ids: Sequence[int] = ()
     ) -> tuple[str | None, str | None]:
-        """Read on. Returns what there is now of (thoughts, answer), each None for nothing.
+        """Read on. Returns the new text of (thoughts, answer), each None if there is none.
 
         Args:
             delta_text: what the text grows by.

@@ -49,7 +49,7 @@ class ForeignReasoningParser:
     the server calls, and raises what the parser raises.
 
     Args:
-        parser: that of this output alone.
+        parser: a parser for this output alone.
         request: what it answers.
     """
 

@@ -59,7 +59,7 @@ class Translation(NamedTuple):
 
     text: str
     only_llguidance: str | None
-    """What of it xgrammar would take for something else; None: nothing."""
+    """The part of the pattern that xgrammar would misread; None: no part."""
 
 
 def translate(pattern: str, *, search: bool = False) -> Translation:

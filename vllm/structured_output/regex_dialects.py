@@ -24,7 +24,7 @@ _FIRST_STAND_IN, _LAST_STAND_IN = 0xD800, 0xDFFF
 
 
 class RegexError(ValueError):
-    """A pattern that is none, or has something that cannot be enforced; the message says what."""
+    """A pattern is not valid, or cannot be enforced; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,13 @@ class _Rewriter:
 
     def _character(self, code_point: int) -> str:
         if code_point > 0x10FFFF or 0xD800 <= code_point <= 0xDFFF:
-            raise RegexError(f"{code_point:X} at position {self._at} is the number of no character")
+            raise RegexError(
+                f"{code_point:X} at position {self._at} is not the number of a character"
+            )
         return f"\\U{code_point:08X}"
 
     def _refuse_surrogate(self) -> None:
-        raise RegexError(f"the surrogate at position {self._at} is no character of a text")
+        raise RegexError(f"the surrogate at position {self._at} must be part of a pair")
 
     def _write(self, size: int, text: str | None = None) -> None:
         """Read on by so many characters, and write them or another text."""

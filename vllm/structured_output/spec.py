@@ -59,7 +59,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def field_of(params: GuidedDecodingParams) -> str:
-    """What errors name: the field of the request, or that of `GuidedDecodingParams`.
+    """The field that errors name: of the request, or of `GuidedDecodingParams`.
 
     Raises:
         RequestError: nothing is asked.

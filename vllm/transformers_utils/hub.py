@@ -23,8 +23,8 @@ def resolve_model_folder(
     """The folder of a model: `name` itself when it is one, else a download from the hub.
 
     Weights are downloaded in one form only, safetensors before pickles; none for "dummy".
-    `HF_HUB_OFFLINE`, `HF_TOKEN` and the other variables of huggingface_hub apply; `token` comes
-    before `HF_TOKEN`, and True is that of `hf auth login`.
+    `HF_HUB_OFFLINE`, `HF_TOKEN` and the other variables of huggingface_hub apply; `token` has
+    priority over `HF_TOKEN`, and True is the token of `hf auth login`.
 
     Raises:
         ConfigError: no such folder or repository, or the download failed.

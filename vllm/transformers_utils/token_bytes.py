@@ -119,7 +119,7 @@ class TextLengthBound:
         self.max_bytes = max(len(to_bytes(token)) for token in backend.get_vocab(True))
 
     def min_tokens(self, text: str, num_bytes: int) -> int:
-        """Tokens that a text has at least, those of the template around it not counted.
+        """The least number of tokens of a text, without the tokens of the template around it.
 
         Args:
             text: valid Unicode.

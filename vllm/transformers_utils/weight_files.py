@@ -20,7 +20,7 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
         load_format: "safetensors", "pt", or "auto" for the first of the two that is there.
 
     Raises:
-        WeightLoadError: there are none, or the index names a file that is not there.
+        WeightLoadError: the folder has no weights, or the index names a file that is missing.
     """
     forms = ("safetensors", "pt") if load_format == "auto" else (load_format,)
     for form in forms:
@@ -51,7 +51,7 @@ def _read_index(path: Path) -> list[Path]:
 
 
 def name_some(names: list[str], most: int = 10) -> str:
-    """The names in one line; after `most` of them only how many more.
+    """The names in one line; after `most` names only the number of the others.
 
     >>> name_some(["a", "b", "c"], most=2)
     'a, b and 1 more'

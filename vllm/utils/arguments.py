@@ -7,6 +7,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 
+def flag_of(name: str) -> str:
+    """The command-line flag of a setting.
+
+    >>> flag_of("max_bad_words")
+    '--max-bad-words'
+    """
+    return "--" + name.replace("_", "-")
+
+
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """`--max_model_len` is `--max-model-len`; an unknown flag is answered with the nearest one.
 

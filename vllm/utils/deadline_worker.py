@@ -154,7 +154,7 @@ class DeadlineWorker:
 
 
 def _is_open(connection: socket.socket) -> bool:
-    """Whether the process at the other end lives; it never sends anything without being asked."""
+    """Whether the process at the other end lives; it sends nothing without a call."""
     connection.settimeout(0)
     try:
         return bool(connection.recv(1, socket.MSG_PEEK))

@@ -160,7 +160,7 @@ class ForkServer:
             return Child(pid, ours)
 
     def kill(self, child: Child) -> None:
-        """Kill a child, in the middle of a call if need be; whoever waits for it is told."""
+        """Kill a child, in the middle of a call if need be; the waiting caller gets WorkerDied."""
         # Without its server a child is another process's to wait for, and its id may be taken by
         # now. It ends by itself then: when its connection is closed, or by its alarm.
         if self.is_running:

@@ -1,4 +1,4 @@
-"""Classes named by strings, so that naming one does not import it."""
+"""Classes and functions named by strings, so that naming one does not import it."""
 
 from importlib import import_module
 from typing import Any
@@ -12,25 +12,32 @@ def load_class(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def load_name(name: str) -> Any:
+    """The object that "package.module.name" names; raises what the import raises."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(module), attribute)
+
+
 def load_user_class(setting: str, name: str) -> type:
     """The class that a user names as "package.module.Class" or "package.module:Class".
 
     Args:
-        setting: the flag that gives the name, for the message.
+        setting: keyword that gives the name, for the message.
         name: of the class.
 
     Raises:
         ConfigError: it cannot be imported, or is no class.
     """
-    module, _, attribute = name.replace(":", ".").rpartition(".")
     try:
-        found = getattr(import_module(module), attribute)
+        found = load_name(name.replace(":", "."))
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"{setting} {name!r} cannot be imported ({error}); give the name of a class as "
-            f"package.module.Class, of a package that is installed or lies in the folder in which "
+            f"{setting}={name!r} cannot be imported ({error}). Give a class as "
+            f"package.module.Class, from a package that is installed or is in the folder where "
             f"the program was started"
         ) from None
     if not isinstance(found, type):
-        raise ConfigError(f"{setting} {name!r} is not a class but a {type(found).__name__}")
+        raise ConfigError(
+            f"{setting}={name!r} must name a class, but it is a {type(found).__name__}"
+        )
     return found

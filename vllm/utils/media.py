@@ -42,7 +42,7 @@ def read_image(data: bytes, mode: str = "RGB") -> "Image":
     try:
         return Image.open(io.BytesIO(data)).convert(mode)
     except OSError as error:
-        raise RequestError(f"this is no image that Pillow can read: {error}") from error
+        raise RequestError(f"Pillow cannot read this image: {error}") from error
 
 
 def read_wav(data: bytes) -> tuple[Samples, int]:
@@ -60,7 +60,7 @@ def read_wav(data: bytes) -> tuple[Samples, int]:
             channels, rate = file.getnchannels(), file.getframerate()
     except (wave.Error, EOFError, KeyError) as error:
         raise RequestError(
-            f"this is no WAV file with samples of 8, 16 or 32 bits: {error}. Convert it, for "
+            f"this is not a WAV file with samples of 8, 16 or 32 bits: {error}. Convert it, for "
             f"example with: ffmpeg -i FILE out.wav"
         ) from None
     samples = (frames.astype(np.float32) - silence) / np.float32(scale)
@@ -110,7 +110,7 @@ def read_video(path: Path, num_frames: int = -1) -> Frames:
     finally:
         capture.release()
     if not frames:
-        raise RequestError(f"'{path}' is no video that OpenCV can read")
+        raise RequestError(f"OpenCV cannot read the video '{path}'")
     return np.stack([frame[..., ::-1] for frame in frames])  # OpenCV has blue first
 
 

@@ -74,20 +74,20 @@ def read_tensor_file(data: bytes) -> RawTensor:
     """The tensor of a `torch.save` file or of a safetensors file with one tensor.
 
     Raises:
-        TensorFileError: it is none, or its tensor is not dense floating point, or it describes
+        TensorFileError: it is neither, or its tensor is not dense floating point, or it describes
             elements that the file does not have.
     """
     try:
         return _read_torch(data) if data[:2] == b"PK" else _read_safetensors(data)
     except TensorFileError:
         raise
-    # What the readers of zip files and pickles raise for bytes that are none.
+    # What the readers of zip files and pickles raise for damaged files.
     except (
         *(zipfile.BadZipFile, KeyError, ValueError, TypeError, IndexError, EOFError),
         *(OSError, RuntimeError, NotImplementedError, OverflowError, struct.error),
     ) as error:
         raise TensorFileError(
-            f"is no file of torch.save and none of safetensors ({type(error).__name__})"
+            f"is neither a torch.save file nor a safetensors file ({type(error).__name__})"
         ) from None
 
 
@@ -100,7 +100,7 @@ def _read_torch(data: bytes) -> RawTensor:
         if folder + "byteorder" in archive.namelist():
             order = _read_entry(archive, folder + "byteorder", 16)
             if order != b"little":
-                raise TensorFileError("is in another byte order than little-endian")
+                raise TensorFileError("must be little-endian")
         stored = _read_entry(archive, f"{folder}data/{view.storage.key}", len(data))
     return _gather(view, stored)
 
@@ -111,7 +111,7 @@ def _check_num_entries(data: bytes) -> None:
         raise TensorFileError("is cut off")
     end = _END_RECORD.unpack(data[-_END_RECORD.size :])
     if end[0] != b"PK\5\6" or end[4] > _MAX_ENTRIES:
-        raise TensorFileError("is a zip file, but not one of torch.save")
+        raise TensorFileError("is a zip file, but not a torch.save file")
 
 
 def _read_entry(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
@@ -127,8 +127,8 @@ def _gather(view: _View, stored: bytes) -> RawTensor:
     elements = np.frombuffer(stored, kind, len(stored) // kind.itemsize)
     if math.prod(view.shape) > len(elements):
         raise TensorFileError(
-            f"describes {list(view.shape)} elements, but holds {len(elements)}; save "
-            "`tensor.contiguous()` if it was expanded"
+            f"describes a tensor of shape {list(view.shape)}, but holds {len(elements)} elements; "
+            "save `tensor.contiguous()` if it was expanded"
         )
     last = view.offset + sum(
         (size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True)
@@ -172,7 +172,7 @@ def _read_description(data: bytes) -> _View:
     put numbers, texts and tuples on the stack; a call is taken as a description of its result.
     """
     if b"\\" in data:  # an escape sequence, which no name of a tensor's needs
-        raise TensorFileError("describes its tensor in a way that is not known")
+        raise TensorFileError("describes its tensor in an unknown way")
     reader = _DescriptionReader()
     for operation, argument, _ in pickletools.genops(data):
         if operation.name == "STOP":
@@ -212,7 +212,7 @@ class _DescriptionReader:
         elif name in _ACTIONS:
             _ACTIONS[name](self, argument)
         elif name not in ("PROTO", "FRAME"):
-            raise TensorFileError(f"holds something else than one dense tensor ({name})")
+            raise TensorFileError(f"must hold one dense tensor and nothing else (found {name})")
 
     def _put(self, start: int, make: Callable[[list[Any]], Any]) -> None:
         """Replace the top of the stack, from `start` on, by what is made of it."""
@@ -274,7 +274,7 @@ def _storage_of(saved_id: Any) -> _Storage:
 def _result_of(function: Any, arguments: Any) -> Any:
     """What a call of one of `_GLOBALS` describes."""
     if not isinstance(function, _Global):
-        raise TensorFileError("calls what is no function")
+        raise TensorFileError("has a damaged description of its tensor")
     if function == _ORDERED_DICT and arguments == ():
         return _Global(_ORDERED_DICT)  # no hooks
     if function == _REBUILD_PARAMETER and isinstance(arguments[0], _View):
@@ -283,7 +283,7 @@ def _result_of(function: Any, arguments: Any) -> Any:
         raise TensorFileError(f"calls {_name(function)} with other arguments than torch.save")
     storage, offset, shape, strides, *rest = arguments
     if not isinstance(storage, _Storage) or len(rest) > 2 or not _are_sizes((offset,)):
-        raise TensorFileError("describes its tensor in a way that is not known")
+        raise TensorFileError("describes its tensor in an unknown way")
     if not _are_sizes(shape) or not _are_sizes(strides) or len(shape) != len(strides):
         raise TensorFileError(f"describes a tensor of shape {shape!r} and strides {strides!r}")
     return _View(storage, offset, shape, strides)

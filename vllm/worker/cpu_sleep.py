@@ -23,10 +23,10 @@ def check_can_sleep() -> None:
     """Refuse sleep mode on a system that cannot do it.
 
     Raises:
-        ConfigError: this is one.
+        ConfigError: the system is not Linux.
     """
     if not can_discard():
-        raise ConfigError("--enable-sleep-mode: on the CPU, sleep mode needs Linux; leave it out")
+        raise ConfigError("enable_sleep_mode=True needs Linux on the CPU. Leave it out")
 
 
 class HostWeights:

@@ -1,4 +1,4 @@
-"""Embeddings that requests bring in place of those of tokens. Models do not know of them.
+"""Embeddings of requests, which replace the embeddings of tokens. Models do not know of them.
 
 The module that looks up embeddings is followed by a hook, which puts those of requests over what
 was looked up for the placeholders. There is a hook only in an engine that takes embeddings, and it
@@ -102,14 +102,14 @@ def _find_embedding(model: nn.Module) -> nn.Module:
     ]
     if len(found) != 1:
         raise ConfigError(
-            f"--enable-prompt-embeds: {type(model).__name__} has {len(found)} tables of token "
-            "embeddings, and must have one. Leave the flag out"
+            f"enable_prompt_embeds=True needs a model with one table of token embeddings; "
+            f"{type(model).__name__} has {len(found)}. Leave it out"
         )
     return found[0]
 
 
 def _read(embeddings: TokenEmbeddings, begin: int, stop: int) -> Tensor:
-    """Those of the positions from `begin` to `stop`; the others are not copied."""
+    """The embeddings of the positions from `begin` to `stop`; the others are not copied."""
     dtype = getattr(torch, embeddings.dtype)
     size = embeddings.shape[1]
     width = size * dtype.itemsize

@@ -100,7 +100,7 @@ class StreamedLayers:
 
     def _before(self, slot: _Slot, number: int, layer: nn.Module, _: Any) -> None:
         params = list(layer.parameters())
-        if params[0] is not slot.params[0]:  # somebody has moved the model to other memory
+        if params[0] is not slot.params[0]:  # other code has moved the model to other memory
             slot.params, slot.held = params, None
         if slot.held != number:  # the first launch, or the last one was broken off
             self._fill(slot, number)
@@ -142,8 +142,8 @@ def stream_layers(
     spared_bytes = streamed.host_bytes - streamed.device_bytes
     if spared_bytes < asked_bytes:
         logger.warning(
-            "cpu_offload_gb asks for %s less on the card; with all layers on the host it is %s "
-            "less",
+            "cpu_offload_gb asks to keep %s off the card; with all layers on the host it is only "
+            "%s",
             format_bytes(asked_bytes),
             format_bytes(spared_bytes),
         )

@@ -128,7 +128,7 @@ REFUSED = [
             },
         },
         "tool_choice",
-        "allowed_tools.tools[0] must be the custom of one of the tools",
+        "allowed_tools.tools[0] must name a custom tool of the request",
     ),
 ]
 

@@ -32,9 +32,10 @@ from vllm.entrypoints.openai.app import _routers, build_app
 from vllm.entrypoints.openai.chat import prompt
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.http.body_route import BodyRoute, _body_classes
-from vllm.entrypoints.openai.request_limits import LIMITS, count_values, flag, limits_of
+from vllm.entrypoints.openai.request_limits import LIMITS, count_values, limits_of
 from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.messages import EngineOutput, Finished, FinishReason
+from vllm.utils.arguments import flag_of
 
 ARGS = ServerArgs(
     chat_template=TEMPLATE,
@@ -230,7 +231,7 @@ def test_the_largest_accepted_value_leaves_the_event_loop_to_others(case, monkey
             refused = await client.post(case.path, json=case.fill(most + 1), timeout=120)
         assert not heart.seconds_without
         assert refused.status_code == 400, refused.text[:500]
-        assert flag(case.setting) in refused.text and str(most) in refused.text
+        assert flag_of(case.setting) in refused.text and str(most) in refused.text
         assert engine.num_unfinished_requests == 0
 
     serve(monkeypatch, case.task, check)

@@ -52,9 +52,12 @@ def test_a_config_that_takes_neither_hub_nor_transformers_is_complete():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["-tp", "2"], "^tensor_parallel_size=2: this version runs on one device. Leave it out"),
-        (["-pp", "2"], "^pipeline_parallel_size=2: this version runs on one device. Leave it out"),
-        (["-dp", "2"], "^data_parallel_size=2: this version runs on one device. Leave it out"),
+        (["-tp", "2"], "^tensor_parallel_size=2: .*: the engine runs on one device. Leave it out"),
+        (
+            ["-pp", "2"],
+            "^pipeline_parallel_size=2: .*: the engine runs on one device. Leave it out",
+        ),
+        (["-dp", "2"], "^data_parallel_size=2: .*: the engine runs on one device. Leave it out"),
         (["--gpu-memory-utilization", "90"], "above 0 and at most 1, got 90.0.* 90 % is 0.9"),
         (["--quantization", "x"], "quantization='x' is not available .* available: int8 and int4"),
         (["--max-model-len", "4096"], "^max_model_len=4096: .* at most 2048 .* Lower it to 2048"),
@@ -73,7 +76,7 @@ def test_a_config_that_takes_neither_hub_nor_transformers_is_complete():
         (["--ssl-certfile", "/etc/passwd"], "ssl_certfile='/etc/passwd' cannot be used: .*PEM"),
         (["--ssl-ca-certs", "x"], "ssl_ca_certs needs ssl_certfile"),
         (["--api-key", "a\n"], "api_key has a line break"),
-        (["--chat-template", "/no/such"], "chat_template='/no/such': it is no file .*No such file"),
+        (["--chat-template", "/no/such"], "chat_template='/no/such' is not a file .*No such file"),
         (["--chat-template", "{{ a"], "line 1 is not valid Jinja: unexpected end of template"),
         (["--chat-template", "\n{% foo %}"], "line 2 is not valid Jinja: Encountered unknown tag"),
         (["--chat-template", "{{ a | foo }}"], "line 1 is not valid Jinja: No filter named 'foo'"),
@@ -95,7 +98,7 @@ def test_a_flag_that_no_server_can_start_with_is_named(flags, message):
     "flags", [["-tp", "2"], ["--block-size", "3"], ["--served-model-name", ""]]
 )
 def test_what_is_wrong_with_every_model_needs_no_hub(flags):
-    with pytest.raises(ConfigError, match=r"this version runs|power of two|must not be empty"):
+    with pytest.raises(ConfigError, match=r"runs on one device|power of two|must not be empty"):
         check("some/model-on-the-hub", *flags)
 
 

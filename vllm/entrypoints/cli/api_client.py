@@ -188,7 +188,7 @@ def add_client_flags(parser: FlexibleArgumentParser) -> None:
         "--max-tokens", type=int, metavar="N", help="most tokens that an answer may have"
     )
     parser.add_argument(
-        "--temperature", type=float, metavar="X", help="how random answers are; 0: not"
+        "--temperature", type=float, metavar="X", help="sampling temperature; 0: greedy"
     )
 
 

@@ -6,6 +6,8 @@ The engine's errors name the keywords of `LLM()`. Whoever typed flags is told fl
 import re
 from collections.abc import Collection
 
+from vllm.utils.arguments import flag_of
+
 _VALUE = r"=(?P<quote>'?)(?P<value>[^\s':,;]+)(?P=quote)(?=[\s:,;.]|$)"
 _NOTHING = "(?!)"
 
@@ -40,7 +42,7 @@ def with_flags(message: str, names: Collection[str]) -> str:
 
 
 def _to_flag(match: "re.Match[str]") -> str:
-    flag = "--" + match["name"].replace("_", "-")
+    flag = flag_of(match["name"])
     value = match["value"]
     if value is None:
         return flag + (" " if match["equals"] else "")

@@ -43,7 +43,7 @@ def add_parser(
         "--max-tokens", type=int, default=128, metavar="N", help="output tokens (default: 128)"
     )
     sampling.add_argument(
-        "--temperature", type=float, metavar="X", help="how random outputs are; 0: not"
+        "--temperature", type=float, metavar="X", help="sampling temperature; 0: greedy"
     )
     sampling.add_argument("--top-p", type=float, metavar="X", help="nucleus sampling")
     sampling.add_argument(

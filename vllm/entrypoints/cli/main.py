@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(run: Callable[[], int | None], flag_names: Callable[[], Collection[str]]) -> int:
-    """Run a program's main function; its exit code, or that of the error it raises.
+    """Run a program's main function; return its exit code, or the code of the error it raises.
 
     Args:
         run: the function.

@@ -43,7 +43,6 @@ SERVER_COMPAT: Mapping[str, CompatArgument] = {
 """Flags of the fork's server that change nothing here, or ask for what is missing."""
 
 _SERVER_FIELDS: Mapping[str, ConfigField] = {f.name: f for f in config_fields(ServerArgs)}
-_ENGINE_FIELDS = frozenset(f.name for f in dataclasses.fields(EngineArgs))
 
 
 def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from vllm.config import VllmConfig
+from vllm.engine.prompt_embeds import needs_tokens
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.errors import RequestError
 from vllm.inputs import EmbedsPrompt, PromptType, TokensPrompt
@@ -77,14 +78,10 @@ async def read_embeds(
     """The prompt that a request sends as base64 of a tensor, read and checked.
 
     Raises:
-        RequestError: it is none for this model, or it would have to be truncated.
+        RequestError: the model cannot take this tensor, or it would have to be truncated.
     """
     if truncate is not None:
-        raise RequestError(
-            "truncate_prompt_tokens needs the tokens of the prompt, and prompt_embeds has none; "
-            "leave it out",
-            param="truncate_prompt_tokens",
-        )
+        raise needs_tokens("truncate_prompt_tokens")
     read = await engine.in_slow_lane(lambda processor: processor.prompt_embeds.read(text))
     made: EmbedsPrompt = {"prompt_embeds": read}
     if cache_salt is not None:

@@ -26,6 +26,7 @@ from vllm.entrypoints.openai.protocol.sampling import SamplingFields
 from vllm.entrypoints.openai.protocol.tokenization import DetokenizeRequest
 from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.errors import RequestError
+from vllm.utils.arguments import flag_of
 
 
 @dataclass(frozen=True)
@@ -114,16 +115,7 @@ LIMITS: dict[type, dict[str, tuple[Limit, ...]]] = {
 """Class of a body, or a base of it -> field -> what is limited."""
 
 _REPEATED = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
-"""Lists that are checked and kept for every prompt of a request."""
-
-
-def flag(setting: str) -> str:
-    """The flag of a field of `ServerArgs`, for errors.
-
-    >>> flag("max_bad_words")
-    '--max-bad-words'
-    """
-    return "--" + setting.replace("_", "-")
+"""Lists that the server checks and keeps once per prompt of a request."""
 
 
 @functools.cache
@@ -155,7 +147,7 @@ def check_limits(kind: type, body: Mapping[str, Any], args: ServerArgs) -> None:
             if count > most:
                 raise RequestError(
                     f"{name}: {count} {limit.unit} are more than the {most} that this server "
-                    f"takes ({flag(limit.setting)}). Use fewer.",
+                    f"takes ({flag_of(limit.setting)}). Use fewer.",
                     param=name,
                 )
     if issubclass(kind, CompletionRequest):
@@ -163,7 +155,7 @@ def check_limits(kind: type, body: Mapping[str, Any], args: ServerArgs) -> None:
 
 
 def _check_products(body: Mapping[str, Any], args: ServerArgs) -> None:
-    """What a few bytes multiply: prompts with outputs, and prompts with what holds for each."""
+    """Refuse products that are too large: prompts times outputs, and prompts times entries."""
     num_prompts = _prompts(body.get("prompt")) + _entries(body.get("prompt_embeds") or [])
     num_outputs = max(1, _number(body.get("n")), _number(body.get("best_of")))
     if num_prompts * num_outputs > args.max_batch_sequences:
@@ -177,10 +169,11 @@ def _check_products(body: Mapping[str, Any], args: ServerArgs) -> None:
     num_entries = sum(_entries(body[name]) for name in _REPEATED if body.get(name))
     if num_prompts * num_entries > args.max_request_values:
         raise RequestError(
-            f"prompt: {num_prompts} prompts, for each of which {num_entries} entries of "
-            f"{', '.join(name for name in _REPEATED if body.get(name))} hold, make "
+            f"prompt: {num_prompts} prompts with {num_entries} entries each (of "
+            f"{', '.join(name for name in _REPEATED if body.get(name))}) are "
             f"{num_prompts * num_entries} values, more than the {args.max_request_values} that "
-            f"this server takes in one request (--max-request-values). Send fewer prompts.",
+            f"this server takes in one request (--max-request-values). Send fewer prompts, or "
+            f"fewer entries.",
             param="prompt",
         )
 

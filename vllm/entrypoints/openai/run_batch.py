@@ -148,7 +148,7 @@ def _count_lines(source: str, lines: IO[bytes]) -> int:
     """Lines that are not blank; `lines` is at its beginning again.
 
     Raises:
-        ConfigError: none of them is a request, so that no model need be loaded for them.
+        ConfigError: no line is a request, so no model needs to be loaded.
     """
     from vllm.entrypoints.openai.batch.lines import check_line
 

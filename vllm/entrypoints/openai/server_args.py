@@ -29,8 +29,8 @@ class ServerArgs:
 
     api_key: tuple[str, ...] = ()
     """Keys of which a client must send one as `Authorization: Bearer KEY`, or `x-api-key`. Guards
-    every route but the health ones and the pages at /, /status and /docs, which hold nothing and
-    ask for a key themselves. Not set: VLLM_API_KEY, or everyone is served."""
+    every route but the health ones and the pages at /, /status and /docs, which contain no
+    data and ask for a key themselves. Not set: VLLM_API_KEY, or everyone is served."""
 
     root_path: str = ""
     """Path under which a proxy serves this server."""
@@ -129,7 +129,7 @@ class ServerArgs:
     """Most JSON values (numbers, texts, lists, objects) in one request body, wherever they are."""
 
     max_request_names: int = 2**17
-    """Most names of JSON objects' members in one request body, wherever they are."""
+    """Most members (name and value) of all JSON objects in one request body together."""
 
     shutdown_timeout: float = 30.0
     """Seconds for running requests to end after SIGTERM or Ctrl-C; a second signal ends at once."""
@@ -188,7 +188,7 @@ class ServerArgs:
     """No /docs and no /openapi.json."""
 
     disable_web_ui: bool = False
-    """No chat page at /: the status page is there."""
+    """Do not serve the chat page; / shows the status page."""
 
     status_page: bool = True
     """Show a status page at /status."""

@@ -1,6 +1,6 @@
 """Everything about a server that can be wrong before it listens.
 
-A mistake in a flag is told within a second or two, while nobody has been told of a port. Nothing
+A mistake in a flag is reported within a second or two, before the port is announced. Nothing
 here imports torch, transformers or the web framework; what the user names is imported.
 """
 

@@ -28,11 +28,11 @@ _WORDS = {
     "too_long": "has too many entries; it must have {max_length} or fewer",
     _TOO_DEEP: "is nested too deeply",
 }
-"""Kind -> the message, where pydantic's own names things of this program."""
+"""Kind -> our message, where pydantic's own names classes of this program."""
 _WITHOUT_VALUE = ("missing", "too_short", "too_long", _TOO_DEEP)
-"""Kinds of which the value says nothing."""
+"""Kinds of errors whose message does not show the value."""
 _SENTENCES = ("must ", "is ", "has ")
-"""Beginnings of messages that go on behind the name of the field."""
+"""Beginnings of messages that continue a sentence whose subject is the field."""
 
 
 def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:

@@ -69,7 +69,8 @@ def open_output(target: str, folder: str | None = None) -> Iterator[IO[bytes]]:
 
     Args:
         target: a file, `-`, or an http(s) URL.
-        folder: where the records are kept until they are sent to a URL; None: that of the system.
+        folder: where the records are kept until they are sent to a URL; None: the folder of
+            the system for temporary files.
 
     Raises:
         ConfigError: there can be no such file, or the server does not take the records.

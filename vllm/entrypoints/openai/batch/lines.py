@@ -136,10 +136,10 @@ def _read_line(line: bytes) -> _Line:
 
 
 def check_line(line: bytes) -> None:
-    """Refuse a line that is no request. What its route would say about the body is not looked at.
+    """Refuse a line that is not a request. The body is not checked against its route.
 
     Raises:
-        RequestError: it is none.
+        RequestError: the line is not a request.
     """
     _read_line(line)
 

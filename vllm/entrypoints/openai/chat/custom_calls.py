@@ -18,7 +18,7 @@ _LONGEST_ESCAPE = 6
 
 
 class CustomCalls:
-    """Turns deltas of calls of functions into those of custom tools, for one output.
+    """Turns deltas of function calls into deltas of custom tool calls, for one output.
 
     Args:
         names: of the custom tools; deltas of other calls stay as they are.

@@ -63,7 +63,7 @@ class OutputReader:
         tools: what finds calls that the model may make, or None.
         forced: what reads calls that the model had to make, or None. Then there is no content.
         max_calls: further tool calls are left out; None keeps all.
-        custom: what turns calls of custom tools into their form; None: there are none.
+        custom: converts calls of custom tools; None: the request has no custom tools.
         names: of the reasoning parser and the tool parser, for errors.
 
     Attributes:

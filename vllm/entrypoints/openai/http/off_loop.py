@@ -33,7 +33,7 @@ async def run(work: Callable[[], T], *, is_large: bool | None = None) -> T:
 
     Args:
         work: touches nothing that belongs to the event loop.
-        is_large: None: as `mark_request` was told.
+        is_large: None uses the size that `mark_request` got.
     """
     if not (_is_large.get() if is_large is None else is_large):
         return work()

@@ -1,4 +1,4 @@
-"""Certificates: whether they can be used, and those that change while the server runs."""
+"""TLS certificates: the check at the start, and the reload when their files change."""
 
 import asyncio
 import os
@@ -19,7 +19,8 @@ def check_certificates(args: ServerArgs) -> None:
     """Refuse files that TLS cannot start with.
 
     Raises:
-        ConfigError: one cannot be read, is not PEM, or the key is not that of the certificate.
+        ConfigError: a file cannot be read or is not PEM, or the key does not belong to the
+            certificate.
     """
     for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         path = getattr(args, name)
@@ -29,7 +30,9 @@ def check_certificates(args: ServerArgs) -> None:
             with open(path, "rb"):
                 pass
         except OSError as error:
-            raise ConfigError(f"{name}={path!r} cannot be read: {error.strerror}") from None
+            raise ConfigError(
+                f"{name}={path!r} cannot be read: {error.strerror}. Name a PEM file"
+            ) from None
     if args.ssl_certfile is None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

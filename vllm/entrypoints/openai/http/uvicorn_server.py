@@ -69,7 +69,9 @@ def _bind_tcp(host: str | None, port: int) -> socket.socket:
         listener.close()
         reason = error.strerror or str(error)
         if error.errno == errno.EADDRINUSE:
-            reason += ". Choose another --port (0 takes a free one), or end who listens there."
+            reason += (
+                ". Choose another --port (0 takes a free one), or stop the program that uses it."
+            )
         raise ConfigError(f"cannot listen on {address} port {port}: {reason}") from None
     return listener
 

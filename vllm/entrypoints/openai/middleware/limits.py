@@ -54,7 +54,7 @@ class BodyLimits:
         if body is not None:
             num_bytes = len(body)
             receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
-            del body  # whoever takes it holds it no longer than needed
+            del body  # so that it is freed as soon as the route has read it
             try:
                 await self.app(scope, receive, send)
             finally:

@@ -2,10 +2,10 @@
 
 import inspect
 from collections.abc import Iterable
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm.errors import ConfigError
+from vllm.utils.imports import load_name
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -34,9 +34,8 @@ def find_middleware(name: str) -> Any:
     Raises:
         ConfigError: it cannot be imported, or is neither.
     """
-    module, _, attribute = name.rpartition(".")
     try:
-        found = getattr(import_module(module), attribute)
+        found = load_name(name)
     except Exception as error:  # a program from outside; it may raise anything
         raise ConfigError(
             f"middleware={name!r} cannot be imported: {type(error).__name__}: {error}. Give it as "

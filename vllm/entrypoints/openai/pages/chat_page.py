@@ -1,4 +1,4 @@
-"""GET /chat.json: what the chat page has to know of the server.
+"""GET /chat.json: what the chat page needs to know about the server.
 
 The page talks to the API as any client does; conversations stay in the browser.
 """
@@ -50,7 +50,7 @@ def _describe_model(context: ServerContext) -> dict[str, Any]:
 
 
 def _refusal(context: ServerContext) -> str | None:
-    """Why nobody can talk to this model, and what it can do; None when one can."""
+    """Why this model cannot chat, and what it can do instead; None if it can."""
     try:
         refuse_generation(context.config.model.pooler)
     except RequestError as error:

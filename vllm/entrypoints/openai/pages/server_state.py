@@ -9,7 +9,7 @@ from vllm.version import __version__
 def describe_server(context: ServerContext) -> dict[str, Any]:
     """Version, state in one word, and progress. `eta_s` is None while it is not known.
 
-    `phases` are those of the start that have ended.
+    `phases` lists the phases of the start that have ended.
     """
     startup = context.engine.startup
     eta = startup.eta_seconds

@@ -51,7 +51,7 @@ def load_page(name: str) -> WebPage:
         "content-security-policy": _policy(sources["style"], sources["script"]),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
-        "x-dns-prefetch-control": "off",  # nobody learns of a link that was only shown
+        "x-dns-prefetch-control": "off",  # a link that is only shown causes no look-up
         "cache-control": "no-cache",  # ask each time; the etag makes the answer short
         "etag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
     }

@@ -106,7 +106,7 @@ def prompts_of(given: Any) -> list[PromptType]:
     """Prompts of an `input`: one or several texts, or token ids of one or several.
 
     Raises:
-        RequestError: there are none.
+        RequestError: `given` is empty.
     """
     if isinstance(given, str):
         return [given]

@@ -41,7 +41,7 @@ def require_some(name: str, count: int) -> None:
     """Refuse an empty list of prompts.
 
     Raises:
-        RequestError: there are none.
+        RequestError: `count` is 0.
     """
     if not count:
         raise RequestError(f"{name} is empty: send at least one entry", param=name)

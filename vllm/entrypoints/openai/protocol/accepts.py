@@ -22,8 +22,9 @@ _MAX_SHOWN_INTEGER = 10**_MAX_SHOWN_CHARS
 def accepts(text: str) -> WrapValidator:
     """Annotates a union with what it accepts.
 
-    The error says it, and which part of the value is wrong: that of the type which takes most of
-    the value. Its kind is that of pydantic for this part, such as greater_than_equal.
+    The error says what is accepted and which part of the value is wrong, seen from the type that
+    accepts most of the value. Its kind is pydantic's kind for this part, such as
+    greater_than_equal.
     """
 
     def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:

@@ -82,6 +82,18 @@ def _check_encodable(value: Any) -> None:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 
 
+def tag_by_type(value: Any, kinds: tuple[str, ...], other: str) -> str:
+    """The tag of a body that may be of several kinds, by its `type`: errors are then about one.
+
+    Args:
+        value: the body, or an object that was made of it.
+        kinds: types with a tag of their own.
+        other: for every other type, and for none.
+    """
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"{TAG_SIGN}{kind if kind in kinds else other}"
+
+
 def field_error(name: str, message: str) -> PydanticCustomError:
     """What a validator raises to say what is wrong with a field, where pydantic cannot know it."""
     return _wrong("value_error", name, message)
@@ -140,7 +152,7 @@ class UsageInfo(ResponseModel):
 
 
 class RequestResponseMetadata(ResponseModel):
-    """What is told of a request beside its response: its id and its tokens."""
+    """Metadata of a request beside its response: its id and its tokens."""
 
     request_id: str
     final_usage_info: UsageInfo | None = None

@@ -39,7 +39,7 @@ URLS = tuple(_BODIES)
 
 
 class BatchRequestInput(RequestModel):
-    """A request of a batch; its body is read as that of the route that `url` names."""
+    """A request of a batch; its body is read as the route that `url` names reads it."""
 
     custom_id: str
     method: str

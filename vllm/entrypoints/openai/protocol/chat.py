@@ -60,7 +60,7 @@ class ChatFields(TemplateFields):
 
     @model_validator(mode="after")
     def _read_custom_tools(self) -> "ChatFields":
-        """Make functions of all tools; which of them are custom is kept beside them."""
+        """Turn all tools into functions; remember which of them are custom."""
         if self.tools is not None:
             functions, custom = as_functions(self.tools)
             self.tools = list(functions)
@@ -183,7 +183,7 @@ class DeltaFunctionCall(ResponseModel):
 
 
 class DeltaCustomCall(ResponseModel):
-    """What is new of a call: the name comes once, the input piece by piece."""
+    """A delta of a call: the name comes once, the input piece by piece."""
 
     name: str | None = None
     input: str | None = None

@@ -20,6 +20,7 @@ from vllm.entrypoints.openai.protocol.base import (
     TokenId,
     field_error,
     random_id,
+    tag_by_type,
 )
 from vllm.errors import RequestError
 from vllm.sampling_params import (
@@ -84,9 +85,7 @@ class StructuralTagResponseFormat(RequestModel):
 
 
 def _kind_of_format(value: Any) -> str:
-    """Which of the two a format is; so that errors are about one of them only."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"{TAG_SIGN}{'structural_tag' if kind == 'structural_tag' else 'plain'}"
+    return tag_by_type(value, ("structural_tag",), "plain")
 
 
 AnyResponseFormat = Annotated[

@@ -16,6 +16,7 @@ from vllm.entrypoints.openai.protocol.base import (
     ListOf,
     RequestModel,
     field_error,
+    tag_by_type,
 )
 
 INPUT = "input"
@@ -80,8 +81,7 @@ class ChatCompletionCustomToolParam(RequestModel):
 
 
 def _kind_of(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"{TAG_SIGN}{'custom' if kind == 'custom' else 'function'}"
+    return tag_by_type(value, ("custom",), "function")
 
 
 ToolParam = Annotated[
@@ -134,8 +134,7 @@ class ChatCompletionAllowedToolChoiceParam(RequestModel):
 def _choice_kind_of(value: Any) -> str:
     if value is None or isinstance(value, (str, int, float, list)):
         return f"{TAG_SIGN}word"
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"{TAG_SIGN}{kind if kind in ('custom', 'allowed_tools') else 'function'}"
+    return tag_by_type(value, ("custom", "allowed_tools"), "function")
 
 
 ToolChoice = Annotated[
@@ -241,7 +240,7 @@ def _allowed_name(
     if not isinstance(name, str) or name not in known:
         raise field_error(
             "tool_choice",
-            f"{where} must be the {kind} of one of the tools, such as "
+            f"{where} must name a {kind} tool of the request, such as "
             f'{{"type": "{kind}", "{kind}": {{"name": ...}}}}; got {name!r:.100}',
         )
     return name

@@ -115,14 +115,14 @@ def _read_tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
         name = choice.get("name")
         if (kind, name) not in map(_key_of, tools):
             raise RequestError(
-                f"tool_choice names the {kind} {name!r:.100}, which is none of the tools",
+                f"tool_choice names the {kind} {name!r:.100}, which is not in tools",
                 param="tool_choice",
             )
         return tools, {"type": kind, kind: {"name": name}}
     if choice.get("type") == "allowed_tools":
         return _allowed_tools(tools, choice)
     raise RequestError(
-        f"tool_choice.type {kind!r:.80} is not available; function, custom or allowed_tools",
+        f"tool_choice.type {kind!r:.80} must be function, custom or allowed_tools",
         param="tool_choice",
     )
 
@@ -140,8 +140,7 @@ def _allowed_tools(
     known = set(map(_key_of, tools))
     if missing := [key for key in keys if key not in known]:
         raise RequestError(
-            f"tool_choice allows the {missing[0][0]} {missing[0][1]!r:.100}, which is none of the "
-            f"tools",
+            f"tool_choice allows the {missing[0][0]} {missing[0][1]!r:.100}, which is not in tools",
             param="tool_choice",
         )
     if not keys:

@@ -27,7 +27,7 @@ class ForeignToolParser:
     server calls, and raises what the parser raises.
 
     Args:
-        parser: that of this output alone.
+        parser: a parser for this output alone.
     """
 
     reads_tokens = True
