@@ -130,9 +130,7 @@ def error_responses(
     return {status: {"model": body} for status in statuses}
 
 
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 """What a route documents besides its body when its answer may be a stream."""
 
 
