@@ -349,7 +349,7 @@ def test_a_request_whose_client_leaves_is_not_prepared_to_its_end(path):
         (b'{"max_tokens": ' + b"9" * 5000 + b"}", "too many digits"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"prompt": "\xff"}', "not utf-8"),
-        (b"null", "valid dictionary"),
+        (b"null", "must be a JSON object"),
     ],
 )
 def test_what_is_no_json_object_is_refused(body, message):
@@ -357,6 +357,16 @@ def test_what_is_no_json_object_is_refused(body, message):
     headers = {"Content-Type": "application/json"}
     answer = client.post("/v1/completions", content=body, headers=headers)
     assert answer.status_code == 400 and message in answer.json()["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
+@pytest.mark.parametrize("field", ["n", "best_of"])
+@pytest.mark.parametrize("number", ["2000000000", " 2000000000 ", "2_000_000_000", 2e9, "2e9"])
+def test_a_number_is_limited_in_whatever_form_it_comes(path, field, number):
+    client = make_client(ScriptedEngine("a"))
+    fields = {"prompt": "a"} if path == "/v1/completions" else CHAT
+    answer = client.post(path, json={**fields, field: number})
+    assert answer.status_code == 400 and "(--max-n)" in answer.json()["message"]
 
 
 def holds_many(annotation: Any) -> bool:

@@ -48,7 +48,13 @@ def _entries(value: Any) -> int:
 
 
 def _number(value: Any) -> int:
-    return value if isinstance(value, int) else 0
+    """The number that validation would make of it, which also reads 3.0, "3" and " 3.0 "."""
+    if isinstance(value, int):
+        return value
+    try:
+        return int(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return 0  # no number that an integer can hold
 
 
 def _longest(value: Any) -> int:
