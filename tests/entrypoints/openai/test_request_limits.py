@@ -30,8 +30,10 @@ from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input_processor import InputProcessor
 from vllm.entrypoints.openai.app import _routers, build_app
 from vllm.entrypoints.openai.chat import prompt
+from vllm.entrypoints.openai.completion import serving
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.http.body_route import BodyRoute, _body_classes
+from vllm.entrypoints.openai.merge import merge
 from vllm.entrypoints.openai.request_limits import LIMITS, count_values, flag, limits_of
 from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.messages import EngineOutput, Finished, FinishReason
@@ -367,6 +369,22 @@ def test_a_number_is_limited_in_whatever_form_it_comes(path, field, number):
     fields = {"prompt": "a"} if path == "/v1/completions" else CHAT
     answer = client.post(path, json={**fields, field: number})
     assert answer.status_code == 400 and "(--max-n)" in answer.json()["message"]
+
+
+@pytest.mark.parametrize("fields", [{"n": 8}, {"n": 1, "best_of": 8}])
+def test_prompts_run_together_as_far_as_their_samples_fill_a_batch(fields, monkeypatch):
+    found: list[int | None] = []
+
+    def watched_merge(sources: Any, max_running: int | None = None) -> Any:
+        found.append(max_running)
+        return merge(sources, max_running)
+
+    monkeypatch.setattr(serving, "merge", watched_merge)
+    engine = ScriptedEngine("a")
+    answer = make_client(engine).post("/v1/completions", json={"prompt": ["a", "b"], **fields})
+    assert answer.status_code == 200, answer.text
+    most = engine.vllm_config.scheduler.max_num_seqs
+    assert found == [max(1, (most + most // 4) // 8)]
 
 
 def holds_many(annotation: Any) -> bool:

@@ -244,7 +244,7 @@ class _Completion:
         return self._checked(
             merge(
                 [self._generate(index, each) for index, each in enumerate(self._all_params)],
-                max_running(self._context, self._all_params[0].n),
+                max_running(self._context, self._all_params[0].num_sampled),
             )
         )
 
