@@ -30,6 +30,8 @@ from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input_processor import InputProcessor
 from vllm.entrypoints.openai.app import _routers, build_app
 from vllm.entrypoints.openai.chat import prompt
+from vllm.entrypoints.openai.chat import serving as chat_serving
+from vllm.entrypoints.openai.chunks import json_response
 from vllm.entrypoints.openai.completion import serving
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.http.body_route import BodyRoute, _body_classes
@@ -279,6 +281,35 @@ def test_large_requests_are_prepared_in_other_threads(path, fields, is_large, mo
     assert ("render_chat" in threads) == (path != "/v1/completions")
     here = threading.current_thread()
     assert {thread is not here for thread in threads.values()} == {is_large}
+
+
+@pytest.mark.parametrize("num_tokens", [10, 1000])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_many_log_probabilities_are_written_in_another_thread(path, num_tokens, monkeypatch):
+    threads: list[threading.Thread] = []
+    place = serving if path == "/v1/completions" else chat_serving
+
+    def watched(body: Any) -> Any:
+        threads.append(threading.current_thread())
+        return json_response(body)
+
+    monkeypatch.setattr(place, "json_response", watched)
+
+    async def check() -> None:
+        transport = httpx.ASGITransport(make_app(ScriptedEngine(*"a" * num_tokens)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            fields = (
+                {**COMPLETION, "logprobs": 1}
+                if path == "/v1/completions"
+                else {**CHAT, "logprobs": True, "top_logprobs": 1}
+            )
+            answer = await client.post(path, json=fields)
+        assert answer.status_code == 200, answer.text
+        logprobs = answer.json()["choices"][0]["logprobs"]
+        assert len(logprobs.get("content") or logprobs["tokens"]) == num_tokens + 1
+        assert (threads[0] is not threading.current_thread()) == (num_tokens == 1000)
+
+    asyncio.run(check())
 
 
 LONG_TEXT = "the cat sat on the mat. " * 600_000  # 14 MB
