@@ -16,7 +16,6 @@ from vllm.outputs import (
 )
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-
 _MOST_ROWS_KEPT = 8
 """Positions of a sample whose log-probabilities are made dicts together. All of them at the end
 would take seconds: there may be a hundred samples of thousands of tokens."""
