@@ -418,6 +418,28 @@ def test_prompts_run_together_as_far_as_their_samples_fill_a_batch(fields, monke
     assert found == [max(1, (most + most // 4) // 8)]
 
 
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"prompt_logprobs": 1, "n": 2}, 24),
+        ({"prompt_logprobs": 3, "n": 1}, 24),
+        ({"logprobs": 3, "echo": True, "n": 1}, 24),
+        ({"prompt_logprobs": 0}, 6),
+        ({"logprobs": 3, "echo": False}, 0),
+    ],
+)
+def test_prompts_with_too_many_log_probabilities_are_refused(fields, count):
+    body = {"prompt": [[5, 6], [5, 6, 7, 8]], "max_tokens": 1, **fields}
+    for most in {max(count, 1), max(count - 1, 1)}:
+        client = make_client(ScriptedEngine("a"), max_prompt_logprob_values=most)
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == (200 if count <= most else 400), answer.text
+        if count > most:
+            message = answer.json()["message"]
+            assert f"are {count}, more than the {most}" in message
+            assert flag("max_prompt_logprob_values") in message
+
+
 def holds_many(annotation: Any) -> bool:
     """Whether a field of this type can be a list or an object of any size."""
     origin = get_origin(annotation)

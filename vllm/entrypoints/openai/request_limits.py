@@ -191,6 +191,35 @@ def _check_products(body: Mapping[str, Any], args: ServerArgs) -> None:
         )
 
 
+def check_prompt_logprobs(
+    body: CompletionRequest, num_prompt_tokens: int, args: ServerArgs
+) -> None:
+    """Refuse an answer with too many log-probabilities of prompts: every output repeats them.
+
+    Args:
+        body: validated.
+        num_prompt_tokens: of all prompts.
+        args: of the server.
+
+    Raises:
+        RequestError: names the field, how many there would be, and the flag.
+    """
+    name, num_top = "prompt_logprobs", body.prompt_logprobs
+    if num_top is None and body.echo:
+        name, num_top = "logprobs", body.logprobs
+    if num_top is None:
+        return
+    count = num_prompt_tokens * (num_top + 1) * body.num_samples
+    if count > args.max_prompt_logprob_values:
+        raise RequestError(
+            f"{name}: {num_prompt_tokens} prompt tokens with {num_top + 1} log-probabilities each, "
+            f"in {body.num_samples} outputs per prompt, are {count}, more than the "
+            f"{args.max_prompt_logprob_values} that this server writes into one answer "
+            f"(--max-prompt-logprob-values). Send fewer prompts, or lower {name} or n.",
+            param=name,
+        )
+
+
 def check_num_values(body: bytes, args: ServerArgs) -> None:
     """Refuse a body with more JSON values than the server takes, before they become objects.
 

@@ -131,6 +131,10 @@ class ServerArgs:
     max_request_names: int = 2**17
     """Most names of JSON objects' members in one request body, wherever they are."""
 
+    max_prompt_logprob_values: int = 2**22
+    """Most log-probabilities of prompt tokens in one answer: tokens of all prompts times
+    (prompt_logprobs + 1) times n."""
+
     shutdown_timeout: float = 30.0
     """Seconds for running requests to end after SIGTERM or Ctrl-C; a second signal ends at once."""
 
@@ -230,7 +234,7 @@ class ServerArgs:
             check_one_of(self, "log_format", ("text", "json"))
         check_at_least(self, 1, "max_request_bytes", "max_n", "max_batch_prompts")
         check_at_least(self, 1, "max_batch_sequences", "max_messages", "max_request_values")
-        check_at_least(self, 1, "max_request_names")
+        check_at_least(self, 1, "max_request_names", "max_prompt_logprob_values")
         check_at_least(self, 0, "restart_engine", "max_stop_strings", "max_stop_token_ids")
         check_at_least(self, 0, "max_bad_words", "max_word_chars", "max_logit_bias", "max_tools")
         check_at_least(self, 0, "max_allowed_token_ids", "max_choices", "max_detokenize_tokens")

@@ -37,6 +37,7 @@ from vllm.entrypoints.openai.protocol.sampling import (
     guided_decoding,
     sampling_params,
 )
+from vllm.entrypoints.openai.request_limits import check_prompt_logprobs
 from vllm.entrypoints.openai.serving_models import check_model
 from vllm.errors import RequestError
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -128,6 +129,8 @@ class _Completion:
                 max_tokens=context.config.scheduler.max_model_len - 1,
             )
             prompts.append(CompletionPrompt(context, body, tokenized))
+        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        check_prompt_logprobs(body, num_prompt_tokens, context.args)
         return cls(context, body, request_id, prompts, trace_headers)
 
     # ---- all at once ----------------------------------------------------------------------
