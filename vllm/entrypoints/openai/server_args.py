@@ -27,7 +27,7 @@ class ServerArgs:
     uds: str | None = None
     """Path of a Unix domain socket to listen on, in place of host and port."""
 
-    api_key: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = field(default=(), repr=False)
     """Keys of which a client must send one as `Authorization: Bearer KEY`, or `x-api-key`. Guards
     every route but the health ones and the pages at /, /status and /docs, which hold nothing and
     ask for a key themselves. Not set: VLLM_API_KEY, or everyone is served."""
