@@ -383,3 +383,24 @@ def test_a_clone_keeps_attributes_that_were_added():
     own = params.clone()
     own.stop.append("y")
     assert own.note == "mine" and params.stop == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("ignore_eos", value) for value in (2, 1.5, "x", [], {}, None)),
+        *((name, "x") for name in ("detokenize", "skip_special_tokens")),
+        *((name, []) for name in ("spaces_between_special_tokens", "include_stop_str_in_output")),
+        *(("stop", ["\ud800"]), ("bad_words", ["a", "\udc80"])),
+        *((name, 2**63) for name in ("top_k", "max_tokens", "n", "logprobs", "prompt_logprobs")),
+    ],
+)
+def test_what_no_other_process_could_read_is_refused(field, value):
+    with pytest.raises(RequestError, match=field):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("value", [1, 0, np.bool_(True), np.int64(0), True])
+def test_any_form_of_true_and_false_is_taken(value):
+    taken = SamplingParams(ignore_eos=value).ignore_eos
+    assert taken is bool(value)

@@ -16,6 +16,8 @@ from vllm.errors import RequestError
 _SAMPLING_EPS = 1e-5
 _MIN_TEMPERATURE = 0.01
 _MAX_BIAS = 100.0
+_MAX_INTEGER = 2**63 - 1
+"""Of 64 bits, as all integers in messages between processes."""
 _MAX_QUALNAME_CHARS = 256
 _MAX_SHOWN_CHARS = 100
 _END_TOKENS = "_end_token_ids"
@@ -23,6 +25,10 @@ _END_TOKENS = "_end_token_ids"
 _INTEGER_FIELDS = (
     *("n", "best_of", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
     "truncate_prompt_tokens",
+)
+_BOOL_FIELDS = (
+    *("ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+    "include_stop_str_in_output",
 )
 _FLOAT_FIELDS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -356,9 +362,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         # Numbers of numpy pass the checks, but only Python's own can be sent to another process.
         for name in _INTEGER_FIELDS:
             if (value := getattr(self, name)) is not None:
+                if int(value) > _MAX_INTEGER:
+                    raise RequestError(f"{name} must be at most {_MAX_INTEGER}", param=name)
                 setattr(self, name, int(value))
         for name in _FLOAT_FIELDS:
             setattr(self, name, float(getattr(self, name)))
+        for name in _BOOL_FIELDS:
+            setattr(self, name, _as_bool(name, getattr(self, name)))
         if self.best_of is not None and self.best_of < self.n:
             raise RequestError(
                 f"best_of must be at least n ({self.n}), got {self.best_of}", param="best_of"
@@ -440,6 +450,16 @@ def _check_integer(name: str, value: Any, *, at_least: int, at_most: int | None 
         raise RequestError(f"{name} must be at least {at_least}{upper}, got {value}", param=name)
 
 
+def _as_bool(name: str, value: Any) -> bool:
+    """A Python one; numpy's, 0 and 1 are taken as well."""
+    try:
+        if not isinstance(value, (str, bytes)) and value in (0, 1):
+            return bool(value)
+    except (TypeError, ValueError, RecursionError):
+        pass  # told below
+    raise RequestError(f"{name} must be true or false, got {type(value).__name__}", param=name)
+
+
 def _as_list(name: str, values: Any) -> list[Any] | None:
     """A list of its own; None stays None."""
     if values is None:
@@ -500,11 +520,15 @@ def _read_logit_bias(bias: Any) -> dict[int, float]:
 
 
 def _check_strings(name: str, values: Sequence[Any] | None) -> None:
-    if set(map(type, values or ())) <= {str} and all(values or ()):
-        return
     for value in values or ():
         if not isinstance(value, str) or not value:
             raise RequestError(f"{name} must hold non-empty strings, got {value!r}", param=name)
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"{name} has {value!r}, which is no text: {error.reason}", param=name
+            ) from None
 
 
 def _check_token_ids(name: str, values: Sequence[Any] | None) -> None:

@@ -127,6 +127,22 @@ def test_what_the_core_refuses_reaches_the_caller(run):
     run(check)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_request_that_the_core_cannot_read_is_refused_alone(run, n):
+    async def check(engine, client):
+        other = asyncio.ensure_future(collect(engine, "other"))
+        wrong = params(n=n)
+        wrong.ignore_eos = 7  # set afterwards, when nothing checks it any more
+        with pytest.raises(RequestError, match=r"cannot be read by the engine.*ignore_eos"):
+            async for _ in engine.generate("import os", wrong, "r"):
+                pass
+        assert (await other)[-1].finished
+        assert (await collect(engine))[-1].finished
+        assert engine.num_unfinished_requests == 0 and engine._admission.num_waiting == 0
+
+    run(check)
+
+
 def test_an_id_in_use_is_refused_and_the_first_request_goes_on(run):
     async def check(engine, client):
         first = engine.generate("a b", params(), "same")

@@ -47,6 +47,13 @@ def test_the_answer_is_the_prompt_with_each_output(client):
     assert (client.context.params.n, client.context.params.temperature) == (2, 0.5)
 
 
+def test_token_ids_are_the_names_of_a_json_object(client):
+    fields = {"logit_bias": {"5": 1.5}, "seed": None}
+    response = client.post("/generate", json={"prompt": "def", **fields})
+    assert response.status_code == 200, response.text
+    assert (client.context.params.logit_bias, client.context.params.seed) == ({5: 1.5}, None)
+
+
 def test_a_stream_has_one_object_per_line(client):
     response = client.post("/generate", json={"prompt": "def", "stream": True})
     lines = [json.loads(line) for line in response.text.splitlines()]

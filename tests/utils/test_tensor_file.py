@@ -138,9 +138,35 @@ def test_a_large_storage_cannot_be_hidden_in_a_small_file():
             archive.writestr(str(index), b"")
     with pytest.raises(TensorFileError, match=r"not a torch\.save file"):
         read_tensor_file(many.getvalue())
+    number = b"d\0d\0"  # of entries, twice: what the file says of itself may be wrong
+    assert number in many.getvalue()
+    with pytest.raises(TensorFileError, match=r"not one of torch\.save"):
+        read_tensor_file(many.getvalue().replace(number, b"\1\0\1\0"))
     long = rewritten(saved(NUMBERS), lambda content: content + bytes(5000))
     with pytest.raises(TensorFileError, match="too large"):
         read_tensor_file(long)
+
+
+# Sixty tuples, each of which holds the one before it twice: written out, they have no end.
+TOWER = b")" + b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(60))
+FLOATS = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x18tQ"
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        TOWER + b"\x94h\0\x93.",  # as the name of a function
+        b"h\0".join([TOWER + b"\x94", b"\x93."]),
+        b"ctorch._utils\n_rebuild_tensor_v2\n(" + FLOATS + b"K\0" + TOWER + b"K\x01\x85tR.",
+        b"ctorch._utils\n_rebuild_tensor_v2\n(" + FLOATS + b"K\0K\x01\x85" + TOWER + b"tR.",
+    ],
+    ids=["module", "name", "shape", "strides"],
+)
+def test_values_that_hold_one_another_are_never_written_out(description):
+    file = rewritten(saved(NUMBERS), lambda _: b"\x80\x04" + description)
+    with pytest.raises(TensorFileError) as refusal:
+        read_tensor_file(file)
+    assert len(str(refusal.value)) < 200
 
 
 def test_numbers_of_another_byte_order_are_refused():

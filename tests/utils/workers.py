@@ -31,3 +31,9 @@ def echo(setup: bytes):
 
 def broken(setup: bytes):
     raise RuntimeError(f"cannot start with {setup!r}")
+
+
+def endless(setup: bytes):
+    """Never gets ready; `setup` names a file that is there from when it is tried."""
+    with open(setup, "wb"):
+        time.sleep(3600)

@@ -17,10 +17,11 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from vllm.engine.engine_core import EngineCore
-from vllm.engine.fan_out import fan_out
+from vllm.engine.fan_out import fan_out, sample_id
 from vllm.engine.wire import (
     START_LENGTH,
     AbortRequests,
@@ -41,6 +42,7 @@ from vllm.engine.wire import (
     decode_to_core,
     encode,
     encode_value,
+    ids_of_requests,
 )
 from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
 from vllm.logger import init_logger
@@ -107,7 +109,25 @@ class CoreLoop:
             data = self._receive(is_idle)
             if data is None:
                 return
-            self._handle(decode_to_core(data))
+            try:
+                message = decode_to_core(data)
+            except msgspec.ValidationError as error:
+                self._refuse_unreadable(data, error)
+            else:
+                self._handle(message)
+
+    def _refuse_unreadable(self, data: bytes, error: msgspec.ValidationError) -> None:
+        """Refuse requests of which one holds what it may not: that is no fault of the others."""
+        ids = ids_of_requests(data)
+        if not ids:
+            raise error
+        text = f"the request cannot be read by the engine: {error}"
+        for request_id in ids:
+            # One of the two is known, whether the request has one sample or several.
+            for known_id in (request_id, sample_id(request_id, 0)):
+                self._send(
+                    Refused(request_id=known_id, message=text, status=400, is_capacity=False)
+                )
 
     def _handle(self, message: ToCore) -> None:
         if isinstance(message, AddRequests):

@@ -29,12 +29,17 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
         requests.append(
             msgspec.structs.replace(
                 request,
-                request_id=f"{index}_{request.request_id}",
+                request_id=sample_id(request.request_id, index),
                 sampling_params=own,
                 seed=seed,
             )
         )
     return requests
+
+
+def sample_id(request_id: str, index: int) -> str:
+    """The id in the core of one of several samples of a request."""
+    return f"{index}_{request_id}"
 
 
 def _wrap_int64(value: int) -> int:

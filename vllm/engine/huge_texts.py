@@ -67,6 +67,8 @@ class HugeTexts:
                     param="prompt",
                 ) from None
             finally:
+                if worker.pid is None:
+                    server.close()  # which may be starting: nobody shall wait for its imports
                 worker.close()
                 server.close()
 

@@ -1,7 +1,7 @@
 """What has come of a user's request so far: one `SampleState` per sample, one `RequestState`.
 
-Tokens only pile up here until somebody has to see them: text and log-probabilities of a request
-whose user wants the final output are made once, at its end.
+Tokens only pile up here until somebody has to see them: the text of a request whose user wants the
+final output is made once, at its end.
 """
 
 from vllm.engine.logprobs import TextOf, to_dicts
@@ -15,6 +15,10 @@ from vllm.outputs import (
     RequestOutput,
 )
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+_MOST_ROWS_KEPT = 8
+"""Positions of a sample whose log-probabilities are made dicts together. All of them at the end
+would take seconds: there may be a hundred samples of thousands of tokens."""
 
 
 class SampleState:
@@ -83,6 +87,8 @@ class SampleState:
     def add_logprobs(self, rows: LogprobRows) -> None:
         """Keep the log-probabilities of the next position."""
         self._new_logprobs.append(rows)
+        if len(self._new_logprobs) >= _MOST_ROWS_KEPT:
+            self._convert_logprobs()
 
     def read(self, num_tokens: int) -> str | None:
         """Make text of the first `num_tokens` output tokens; the stop string if it ends there."""

@@ -138,6 +138,15 @@ class CallResult(_Message, frozen=True, kw_only=True):
     error: CallError | None = None
 
 
+def ids_of_requests(data: bytes) -> list[str]:
+    """The ids in a message of `AddRequests` that holds something of a wrong type; none for any
+    other message."""
+    name, *fields = msgspec.msgpack.decode(data)
+    if name != AddRequests.__name__:
+        return []
+    return [request["request_id"] for request in fields[0]]
+
+
 def encode_value(what: str, value: Any) -> bytes:
     """A value of a user as msgpack.
 

@@ -79,7 +79,7 @@ def read_body(data: bytes, args: ServerArgs) -> tuple[str, bool, SamplingParams]
     check_limits(SamplingFields, body, args)
     kind = RequestOutputKind.CUMULATIVE if is_streamed else RequestOutputKind.FINAL_ONLY
     try:
-        params = SamplingParams(**body, output_kind=kind)
+        params = SamplingParams.from_optional(**body, output_kind=kind)
     except TypeError as error:
         raise RequestError(str(error)) from None
     return prompt, is_streamed, params

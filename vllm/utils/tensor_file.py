@@ -20,8 +20,8 @@ _MAX_ENTRIES = 64
 """Files inside a `torch.save` file of one tensor; there are seven today."""
 _MAX_PICKLE_BYTES = 4096
 """Of its description; a plain tensor needs some 200."""
-_END_RECORD = struct.Struct("<4s4H2LH")
-"""The end of a zip file, of which the fifth field is the number of its entries."""
+_ENTRY_SIGN = b"PK\1\2"
+"""Begins each entry of the list at the end of a zip file."""
 
 _NUMPY_TYPES = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4", "float64": "<f8"}
 """numpy has no bfloat16: its bits."""
@@ -106,11 +106,11 @@ def _read_torch(data: bytes) -> RawTensor:
 
 
 def _check_num_entries(data: bytes) -> None:
-    """Before the list of entries is read, which may be as long as the file."""
-    if len(data) < _END_RECORD.size:
-        raise TensorFileError("is cut off")
-    end = _END_RECORD.unpack(data[-_END_RECORD.size :])
-    if end[0] != b"PK\5\6" or end[4] > _MAX_ENTRIES:
+    """Before the list of entries is read, which may be as long as the file.
+
+    The number that the file itself gives is not what `zipfile` goes by.
+    """
+    if data.count(_ENTRY_SIGN) > _MAX_ENTRIES:
         raise TensorFileError("is a zip file, but not a torch.save file")
 
 
@@ -236,6 +236,8 @@ class _DescriptionReader:
 
     def _stack_global(self, _: Any) -> None:
         name, module = self.stack.pop(), self.stack.pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise TensorFileError("names a function by something else than a text")
         self._global(f"{module} {name}")
 
     def _persistent_id(self, _: Any) -> None:
@@ -284,7 +286,10 @@ def _result_of(function: Any, arguments: Any) -> Any:
     storage, offset, shape, strides, *rest = arguments
     if not isinstance(storage, _Storage) or len(rest) > 2 or not _are_sizes((offset,)):
         raise TensorFileError("describes its tensor in an unknown way")
-    if not _are_sizes(shape) or not _are_sizes(strides) or len(shape) != len(strides):
+    # Written out only as lists of numbers: tuples that hold one another may have no end.
+    if not _are_sizes(shape) or not _are_sizes(strides):
+        raise TensorFileError("describes a tensor whose shape or strides are no sizes")
+    if len(shape) != len(strides):
         raise TensorFileError(f"describes a tensor of shape {shape!r} and strides {strides!r}")
     return _View(storage, offset, shape, strides)
 

@@ -7,6 +7,7 @@ from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.server_fakes import make_app, make_client
 from vllm.entrypoints.openai.middleware.asgi import PAGES, PROBES
+from vllm.entrypoints.openai.server_args import ServerArgs
 
 KEYS = ("first-key", "second-key")
 
@@ -92,3 +93,7 @@ def test_the_anthropic_routes_have_their_own_body():
 
 def test_without_keys_everyone_is_served():
     assert make_client().get("/version").status_code == 200
+
+
+def test_no_log_of_the_arguments_shows_a_key():
+    assert "first-key" not in repr(ServerArgs(api_key=KEYS))

@@ -283,3 +283,9 @@ def test_any_input_is_decoded_however_it_is_cut(text, cuts, ascii_only, space):
 def test_arguments_of_another_form_are_not_lost(arguments, text):
     for cuts in ([], list(range(len(arguments)))):
         assert read(arguments, cuts) == text
+
+
+def test_white_space_before_an_input_is_looked_at_once():
+    reader = InputReader()  # which took minutes for this, while everyone else waited
+    assert {reader.feed("\n\n\n\n") for _ in range(50_000)} == {""}
+    assert reader.feed('{\n"input": "a') + reader.feed('b"}') + reader.finish() == "ab"

@@ -30,8 +30,12 @@ from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.engine.input_processor import InputProcessor
 from vllm.entrypoints.openai.app import _routers, build_app
 from vllm.entrypoints.openai.chat import prompt
+from vllm.entrypoints.openai.chat import serving as chat_serving
+from vllm.entrypoints.openai.chunks import json_response
+from vllm.entrypoints.openai.completion import serving
 from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.http.body_route import BodyRoute, _body_classes
+from vllm.entrypoints.openai.merge import merge
 from vllm.entrypoints.openai.request_limits import LIMITS, count_values, limits_of
 from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.messages import EngineOutput, Finished, FinishReason
@@ -280,6 +284,35 @@ def test_large_requests_are_prepared_in_other_threads(path, fields, is_large, mo
     assert {thread is not here for thread in threads.values()} == {is_large}
 
 
+@pytest.mark.parametrize("num_tokens", [10, 1000])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_many_log_probabilities_are_written_in_another_thread(path, num_tokens, monkeypatch):
+    threads: list[threading.Thread] = []
+    place = serving if path == "/v1/completions" else chat_serving
+
+    def watched(body: Any) -> Any:
+        threads.append(threading.current_thread())
+        return json_response(body)
+
+    monkeypatch.setattr(place, "json_response", watched)
+
+    async def check() -> None:
+        transport = httpx.ASGITransport(make_app(ScriptedEngine(*"a" * num_tokens)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            fields = (
+                {**COMPLETION, "logprobs": 1}
+                if path == "/v1/completions"
+                else {**CHAT, "logprobs": True, "top_logprobs": 1}
+            )
+            answer = await client.post(path, json=fields)
+        assert answer.status_code == 200, answer.text
+        logprobs = answer.json()["choices"][0]["logprobs"]
+        assert len(logprobs.get("content") or logprobs["tokens"]) == num_tokens + 1
+        assert (threads[0] is not threading.current_thread()) == (num_tokens == 1000)
+
+    asyncio.run(check())
+
+
 LONG_TEXT = "the cat sat on the mat. " * 600_000  # 14 MB
 LONG_CHAT = [{"role": "user", "content": LONG_TEXT}]
 
@@ -358,6 +391,54 @@ def test_what_is_no_json_object_is_refused(body, message):
     headers = {"Content-Type": "application/json"}
     answer = client.post("/v1/completions", content=body, headers=headers)
     assert answer.status_code == 400 and message in answer.json()["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
+@pytest.mark.parametrize("field", ["n", "best_of"])
+@pytest.mark.parametrize("number", ["2000000000", " 2000000000 ", "2_000_000_000", 2e9, "2e9"])
+def test_a_number_is_limited_in_whatever_form_it_comes(path, field, number):
+    client = make_client(ScriptedEngine("a"))
+    fields = {"prompt": "a"} if path == "/v1/completions" else CHAT
+    answer = client.post(path, json={**fields, field: number})
+    assert answer.status_code == 400 and "(--max-n)" in answer.json()["message"]
+
+
+@pytest.mark.parametrize("fields", [{"n": 8}, {"n": 1, "best_of": 8}])
+def test_prompts_run_together_as_far_as_their_samples_fill_a_batch(fields, monkeypatch):
+    found: list[int | None] = []
+
+    def watched_merge(sources: Any, max_running: int | None = None) -> Any:
+        found.append(max_running)
+        return merge(sources, max_running)
+
+    monkeypatch.setattr(serving, "merge", watched_merge)
+    engine = ScriptedEngine("a")
+    answer = make_client(engine).post("/v1/completions", json={"prompt": ["a", "b"], **fields})
+    assert answer.status_code == 200, answer.text
+    most = engine.vllm_config.scheduler.max_num_seqs
+    assert found == [max(1, (most + most // 4) // 8)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"prompt_logprobs": 1, "n": 2}, 24),
+        ({"prompt_logprobs": 3, "n": 1}, 24),
+        ({"logprobs": 3, "echo": True, "n": 1}, 24),
+        ({"prompt_logprobs": 0}, 6),
+        ({"logprobs": 3, "echo": False}, 0),
+    ],
+)
+def test_prompts_with_too_many_log_probabilities_are_refused(fields, count):
+    body = {"prompt": [[5, 6], [5, 6, 7, 8]], "max_tokens": 1, **fields}
+    for most in {max(count, 1), max(count - 1, 1)}:
+        client = make_client(ScriptedEngine("a"), max_prompt_logprob_values=most)
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == (200 if count <= most else 400), answer.text
+        if count > most:
+            message = answer.json()["message"]
+            assert f"are {count}, more than the {most}" in message
+            assert "--max-prompt-logprob-values" in message
 
 
 def holds_many(annotation: Any) -> bool:

@@ -88,12 +88,15 @@ def test_only_allowed_tools_reach_the_model():
         ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        (
-            {
-                "tools": [tool("f")],
-                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [3]},
-            },
-            "tool_choice",
+        *(
+            (
+                {
+                    "tools": [tool("f")],
+                    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [allowed]},
+                },
+                "tool_choice",
+            )
+            for allowed in (3, {}, {"name": ["f"]}, {"name": {}}, {"type": [], "name": "f"})
         ),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
     ],

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 MIN_LOGPROB = -9999.0
 """In place of -inf, which JSON does not have."""
 
+MANY_POSITIONS = 512
+"""From here on positions of an answer are written in a thread: each takes up to 0.1 ms."""
+
 Position = Mapping[int, Logprob]
 """Token id -> Logprob; the sampled, or actual, token first."""
 

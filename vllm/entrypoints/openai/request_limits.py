@@ -49,7 +49,13 @@ def _entries(value: Any) -> int:
 
 
 def _number(value: Any) -> int:
-    return value if isinstance(value, int) else 0
+    """The number that validation would make of it, which also reads 3.0, "3" and " 3.0 "."""
+    if isinstance(value, int):
+        return value
+    try:
+        return int(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return 0  # no number that an integer can hold
 
 
 def _longest(value: Any) -> int:
@@ -175,6 +181,35 @@ def _check_products(body: Mapping[str, Any], args: ServerArgs) -> None:
             f"this server takes in one request (--max-request-values). Send fewer prompts, or "
             f"fewer entries.",
             param="prompt",
+        )
+
+
+def check_prompt_logprobs(
+    body: CompletionRequest, num_prompt_tokens: int, args: ServerArgs
+) -> None:
+    """Refuse an answer with too many log-probabilities of prompts: every output repeats them.
+
+    Args:
+        body: validated.
+        num_prompt_tokens: of all prompts.
+        args: of the server.
+
+    Raises:
+        RequestError: names the field, how many there would be, and the flag.
+    """
+    name, num_top = "prompt_logprobs", body.prompt_logprobs
+    if num_top is None and body.echo:
+        name, num_top = "logprobs", body.logprobs
+    if num_top is None:
+        return
+    count = num_prompt_tokens * (num_top + 1) * body.num_samples
+    if count > args.max_prompt_logprob_values:
+        raise RequestError(
+            f"{name}: {num_prompt_tokens} prompt tokens with {num_top + 1} log-probabilities each, "
+            f"in {body.num_samples} outputs per prompt, are {count}, more than the "
+            f"{args.max_prompt_logprob_values} that this server writes into one answer "
+            f"(--max-prompt-logprob-values). Send fewer prompts, or lower {name} or n.",
+            param=name,
         )
 
 

@@ -27,7 +27,7 @@ class ServerArgs:
     uds: str | None = None
     """Path of a Unix domain socket to listen on, in place of host and port."""
 
-    api_key: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = field(default=(), repr=False)
     """Keys of which a client must send one as `Authorization: Bearer KEY`, or `x-api-key`. Guards
     every route but the health ones and the pages at /, /status and /docs, which contain no
     data and ask for a key themselves. Not set: VLLM_API_KEY, or everyone is served."""
@@ -131,6 +131,10 @@ class ServerArgs:
     max_request_names: int = 2**17
     """Most members (name and value) of all JSON objects in one request body together."""
 
+    max_prompt_logprob_values: int = 2**22
+    """Most log-probabilities of prompt tokens in one answer: tokens of all prompts times
+    (prompt_logprobs + 1) times n."""
+
     shutdown_timeout: float = 30.0
     """Seconds for running requests to end after SIGTERM or Ctrl-C; a second signal ends at once."""
 
@@ -230,7 +234,7 @@ class ServerArgs:
             check_one_of(self, "log_format", ("text", "json"))
         check_at_least(self, 1, "max_request_bytes", "max_n", "max_batch_prompts")
         check_at_least(self, 1, "max_batch_sequences", "max_messages", "max_request_values")
-        check_at_least(self, 1, "max_request_names")
+        check_at_least(self, 1, "max_request_names", "max_prompt_logprob_values")
         check_at_least(self, 0, "restart_engine", "max_stop_strings", "max_stop_token_ids")
         check_at_least(self, 0, "max_bad_words", "max_word_chars", "max_logit_bias", "max_tools")
         check_at_least(self, 0, "max_allowed_token_ids", "max_choices", "max_detokenize_tokens")

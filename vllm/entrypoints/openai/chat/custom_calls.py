@@ -59,6 +59,9 @@ class InputReader:
 
     def __init__(self) -> None:
         self._unread = ""
+        self._num_looked_at = 0
+        """Characters of `_unread`, while the beginning is read: there may be much white space."""
+        self._seen = ""
         self._state = self._read_beginning
 
     def feed(self, text: str) -> str:
@@ -74,16 +77,17 @@ class InputReader:
 
     def _read_beginning(self) -> str:
         """Hold everything back until it has another form or the string begins."""
-        seen = ""
-        for place, char in enumerate(self._unread):
+        while self._num_looked_at < len(self._unread):
+            char = self._unread[self._num_looked_at]
+            self._num_looked_at += 1
             if char.isspace():
                 continue
-            seen += char
-            if seen == _BEGINNING:
-                self._unread = self._unread[place + 1 :]
+            self._seen += char
+            if self._seen == _BEGINNING:
+                self._unread = self._unread[self._num_looked_at :]
                 self._state = self._read_string
                 return self._state()
-            if not _BEGINNING.startswith(seen) and seen != "{}":
+            if not _BEGINNING.startswith(self._seen) and self._seen != "{}":
                 self._state = self._read_raw
                 return self._state()
         return ""

@@ -13,9 +13,15 @@ from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnChoice, TurnDelta, p
 from vllm.entrypoints.openai.chunks import ChunkWriter, includes_usage, json_response, usage_of
 from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.errors import error_events
+from vllm.entrypoints.openai.http import off_loop
 from vllm.entrypoints.openai.http.body_route import BodyRoute
 from vllm.entrypoints.openai.http.sse import DONE, EventStream, run_until_disconnect
-from vllm.entrypoints.openai.logprob_forms import bytes_of_tokens, chat_logprobs, prompt_logprobs
+from vllm.entrypoints.openai.logprob_forms import (
+    MANY_POSITIONS,
+    bytes_of_tokens,
+    chat_logprobs,
+    prompt_logprobs,
+)
 from vllm.entrypoints.openai.prompts import output_budget, request_id_of, trace_headers_of
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses, now
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
@@ -44,7 +50,7 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
     form = _ChatForm(context, body, turn)
     if body.stream:
         return EventStream(_stream(form))
-    return json_response(await run_until_disconnect(request, _complete(form)))
+    return await run_until_disconnect(request, _complete(form))
 
 
 class _ChatForm:
@@ -156,15 +162,21 @@ async def _stream(form: _ChatForm) -> AsyncGenerator[bytes, None]:
     yield DONE
 
 
-async def _complete(form: _ChatForm) -> dict[str, Any]:
-    choices = await form.turn.complete()
-    return {
-        **_head(form.turn.request_id, form.turn.model),
-        "choices": [form.choice(choice) for choice in choices],
-        "usage": form.usage(),
-        "prompt_logprobs": prompt_logprobs(form.turn.prompt_logprobs),
-        "kv_transfer_params": None,
-    }
+async def _complete(form: _ChatForm) -> Response:
+    choices, of_prompt = await form.turn.complete(), form.turn.prompt_logprobs
+
+    def write() -> Response:
+        body = {
+            **_head(form.turn.request_id, form.turn.model),
+            "choices": [form.choice(choice) for choice in choices],
+            "usage": form.usage(),
+            "prompt_logprobs": prompt_logprobs(of_prompt),
+            "kv_transfer_params": None,
+        }
+        return json_response(body)
+
+    num_positions = sum(len(choice.logprobs or ()) for choice in choices) + len(of_prompt or ())
+    return await off_loop.run(write, is_large=num_positions >= MANY_POSITIONS)
 
 
 async def _search_beams(

@@ -4,6 +4,7 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -18,7 +19,7 @@ from vllm.entrypoints.openai.errors import error_events, refuse_failed
 from vllm.entrypoints.openai.http import off_loop
 from vllm.entrypoints.openai.http.body_route import BodyRoute
 from vllm.entrypoints.openai.http.sse import DONE, EventStream, run_until_disconnect
-from vllm.entrypoints.openai.logprob_forms import prompt_logprobs
+from vllm.entrypoints.openai.logprob_forms import MANY_POSITIONS, prompt_logprobs
 from vllm.entrypoints.openai.merge import merge
 from vllm.entrypoints.openai.prompts import (
     max_running,
@@ -36,6 +37,7 @@ from vllm.entrypoints.openai.protocol.sampling import (
     guided_decoding,
     sampling_params,
 )
+from vllm.entrypoints.openai.request_limits import check_prompt_logprobs
 from vllm.entrypoints.openai.serving_models import check_model
 from vllm.errors import RequestError
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -60,7 +62,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     await off_loop.run(completion.make_params)
     if body.stream:
         return EventStream(completion.stream())
-    return json_response(await run_until_disconnect(request, completion.complete()))
+    return await run_until_disconnect(request, completion.complete())
 
 
 class _Completion:
@@ -127,24 +129,36 @@ class _Completion:
                 max_tokens=context.config.scheduler.max_model_len - 1,
             )
             prompts.append(CompletionPrompt(context, body, tokenized))
+        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        check_prompt_logprobs(body, num_prompt_tokens, context.args)
         return cls(context, body, request_id, prompts, trace_headers)
 
     # ---- all at once ----------------------------------------------------------------------
 
-    async def complete(self) -> dict[str, Any]:
-        """The body of the response."""
+    async def complete(self) -> Response:
+        """The whole response."""
         outputs: list[RequestOutput | None] = [None] * len(self._prompts)
-        async with aclosing(self._run(RequestOutputKind.FINAL_ONLY)) as results:
-            async for index, output in results:
+        async with aclosing(self._run(RequestOutputKind.FINAL_ONLY)) as finished:
+            async for index, output in finished:
                 outputs[index] = output
+        results = [output for output in outputs if output is not None]
+        assert len(results) == len(outputs)
+        num_positions = sum(
+            len(positions or ())
+            for prompt, result in zip(self._prompts, results, strict=True)
+            for positions in (prompt.logprobs, *(sample.logprobs for sample in result.outputs))
+        )
+        write = partial(self._write, results)
+        return await off_loop.run(write, is_large=num_positions >= MANY_POSITIONS)
+
+    def _write(self, results: list[RequestOutput]) -> Response:
         choices: list[dict[str, Any]] = []
-        for prompt, result in zip(self._prompts, outputs, strict=True):
-            assert result is not None
+        for prompt, result in zip(self._prompts, results, strict=True):
             self._count(result.outputs)
             self._num_output_tokens += result.num_dropped_tokens
             for sample in result.outputs:
                 choices.append(self._choice(len(choices), prompt, sample))
-        return {**self._head(), "choices": choices, "usage": self._usage()}
+        return json_response({**self._head(), "choices": choices, "usage": self._usage()})
 
     async def search_beams(self) -> dict[str, Any]:
         """The body of the response, whose choices are beams."""
@@ -244,7 +258,7 @@ class _Completion:
         return self._checked(
             merge(
                 [self._generate(index, each) for index, each in enumerate(self._all_params)],
-                max_running(self._context, self._all_params[0].n),
+                max_running(self._context, self._all_params[0].num_sampled),
             )
         )
 

@@ -149,16 +149,17 @@ def _allowed_tools(
     return [tool for tool in tools if _key_of(tool) in allowed], mode
 
 
-def _named_in(where: str, tool: Any) -> tuple[Any, Any]:
+def _named_in(where: str, tool: Any) -> tuple[str, str]:
     """Type and name of a tool that a choice allows."""
     kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
-    if kind not in ("function", "custom"):
+    name = tool.get("name") if isinstance(tool, Mapping) else None
+    if kind not in ("function", "custom") or not isinstance(name, str):
         raise RequestError(
             f"{where} must be such as {{'type': 'function', 'name': ...}} or {{'type': 'custom', "
             f"'name': ...}}, got {tool!r:.80}",
             param="tool_choice",
         )
-    return kind, tool.get("name")
+    return kind, name
 
 
 def _key_of(tool: Mapping[str, Any]) -> tuple[Any, Any]:

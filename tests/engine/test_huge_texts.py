@@ -1,0 +1,33 @@
+"""Texts of megabytes whose client leaves."""
+
+import asyncio
+
+import pytest
+
+from tests.engine.tokenizers_for_tests import byte_level
+from vllm.engine import huge_texts
+from vllm.engine.huge_texts import HugeTexts
+from vllm.utils.deadline_worker import make_server
+
+
+def test_nobody_waits_for_the_start_of_a_process_that_is_no_longer_needed(monkeypatch, tmp_path):
+    begun, servers = tmp_path / "begun", []
+
+    def make_endless(target: str, setup: bytes):
+        servers.append(make_server("tests.utils.workers:endless", str(begun).encode()))
+        return servers[-1]
+
+    monkeypatch.setattr(huge_texts, "make_server", make_endless)
+
+    async def main() -> None:
+        texts = HugeTexts()
+        work = asyncio.ensure_future(texts.encode(byte_level(), "a", add_special_tokens=True))
+        while not begun.exists():
+            await asyncio.sleep(0.01)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work  # would take as long as a start may, and the event loop with it
+        texts.shutdown()
+        assert not servers[0].is_running
+
+    asyncio.run(main())
