@@ -133,9 +133,9 @@ class FileServer(BaseHTTPRequestHandler):
 
     def do_PUT(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.received.append((self.path, body))  # before the client can go on
         self.send_response(201 if self.path == "/out" else 403)
         self.end_headers()
-        self.server.received.append((self.path, body))
 
     def do_GET(self):
         self.send_response(200 if self.path == "/in" else 404)
