@@ -140,7 +140,7 @@ def test_a_large_storage_cannot_be_hidden_in_a_small_file():
         read_tensor_file(many.getvalue())
     number = b"d\0d\0"  # of entries, twice: what the file says of itself may be wrong
     assert number in many.getvalue()
-    with pytest.raises(TensorFileError, match=r"not one of torch\.save"):
+    with pytest.raises(TensorFileError, match=r"not a torch\.save file"):
         read_tensor_file(many.getvalue().replace(number, b"\1\0\1\0"))
     long = rewritten(saved(NUMBERS), lambda content: content + bytes(5000))
     with pytest.raises(TensorFileError, match="too large"):
