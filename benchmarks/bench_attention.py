@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from kernels import best_in_turns_us, describe, load_kernels, make_parser
 
-from vllm.ops.cpu import CPUOps
+from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
 

@@ -16,7 +16,7 @@ from common import make_llm, make_parser, report
 from kernels import best_in_turns_us
 
 from vllm.attention import RaggedMetadata
-from vllm.worker.cpu_model_runner import CPUModelRunner
+from vllm.worker.cpu.model_runner import CPUModelRunner
 from vllm.worker.model_input import ModelInput
 from vllm.worker.model_runner import ModelRunner
 

@@ -189,7 +189,7 @@ def processes(pid: int) -> Iterator[tuple[str, psutil.Process]]:
     api = psutil.Process(pid)
     yield "api", api
     for child in api.children():
-        if "vllm.engine.core_process" in " ".join(child.cmdline()):
+        if "vllm.engine.process.core_process" in " ".join(child.cmdline()):
             yield "core", child
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from kernels import describe, load_kernels, make_parser
 
-from vllm.ops.cpu_linear import PackedWeight, WeightFormat
+from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 
 SHAPES = {  # out_features, in_features
     "qkv_proj": (3072, 2048),

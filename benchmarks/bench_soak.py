@@ -157,7 +157,7 @@ class Memory:
         found = {"api": self._api.memory_info().rss / MIB, "core": 0.0, "others": 0.0}
         for child in self._api.children(recursive=True):
             try:
-                name = "core" if "vllm.engine.core_process" in child.cmdline() else "others"
+                name = "core" if "vllm.engine.process.core_process" in child.cmdline() else "others"
                 found[name] += child.memory_info().rss / MIB
             except psutil.NoSuchProcess:
                 continue

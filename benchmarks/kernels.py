@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm.ops.cpu import load_cpu_kernels
+from vllm.ops.cpu.operators import load_cpu_kernels
 
 
 def make_parser(description: str | None, *, seconds: float, per: str) -> argparse.ArgumentParser:

@@ -47,7 +47,7 @@ def same_numbers_in_each_run() -> None:
 @pytest.fixture(params=["avx512_bf16", "avx512_vnni", "avx512", "avx2", "base"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The C++ kernels run on this instruction set; skipped where there is none."""
-    from vllm.ops.cpu_library import load_cpu_kernels
+    from vllm.ops.cpu.library import load_cpu_kernels
 
     library = load_cpu_kernels()
     if library is None:

@@ -110,7 +110,7 @@ CONFINED = {
     "uvicorn": {"entrypoints"},
     "zmq": {"engine", "executor"},
     "pydantic": {"entrypoints"},
-    "prometheus_client": {"engine/metrics_registry.py"},
+    "prometheus_client": {"engine/metrics/registry.py"},
     "xgrammar": {"structured_output"},
     "llguidance": {"structured_output"},
     "ray": {"executor"},

@@ -1,5 +1,5 @@
 // What a decode step in one call is told; what it does is said in decode_step.h. Mirrored in
-// vllm/ops/cpu_decode_step.py.
+// vllm/ops/cpu/decode_step.py.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // A whole decoder as the kernels read it: weights, caches and one launch. Mirrored in
-// vllm/ops/cpu_decoder.py.
+// vllm/ops/cpu/decoder.py.
 //
 // T tokens of B requests, decodes (one token each) first, as in attention; H query heads, G
 // key/value heads, D head size, I size inside the MLP.

@@ -32,7 +32,7 @@ constexpr int kNoZero = 8;               // the zero point where none is stored
 
 enum class WeightFormat : int64_t { kFloat = 0, kBf16 = 1, kInt8 = 2, kInt4 = 3 };
 
-// A packed weight [out_features, in_features]. Mirrored in vllm/ops/cpu_linear.py.
+// A packed weight [out_features, in_features]. Mirrored in vllm/ops/cpu/linear.py.
 struct LinearWeight {
   const uint32_t* panels;  // aligned to 64 bytes
   const float* scales;     // int8, int4: [out_features rounded up to 64]; else null

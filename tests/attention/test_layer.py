@@ -14,9 +14,9 @@ from vllm.attention.backends.native_attn import RaggedMetadata
 from vllm.attention.backends.sdpa import torch_sdpa
 from vllm.errors import ConfigError
 from vllm.ops import get_ops, set_ops
-from vllm.ops.cpu import CPUOps
+from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.native import NativeOps
-from vllm.worker.hpu_model import HPUModel
+from vllm.worker.hpu.model import HPUModel
 
 LENGTH, BLOCK_SIZE = 43, 16
 OPTIONS = {

@@ -16,7 +16,7 @@ from tests.docker.dockerfile import (
     read_run,
     substitute,
 )
-from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.envs import Envs
 
 ROOT = Path(__file__).parents[2]

@@ -28,7 +28,7 @@ _PORTS = range(20_000, 32_000)
 
 _HOLD_ENGINE = """
 import os, sys, time
-if "vllm.engine.core_process" in sys.orig_argv:
+if "vllm.engine.process.core_process" in sys.orig_argv:
     parent, go = os.getppid(), os.path.join(os.path.dirname(__file__), "go")
     while os.getppid() == parent and not os.path.exists(go):
         time.sleep(0.01)
@@ -143,7 +143,7 @@ class Server:
 
     def engine_process(self) -> psutil.Process:
         """The engine core."""
-        (core,) = (p for p in self.children() if "vllm.engine.core_process" in p.cmdline())
+        (core,) = (p for p in self.children() if "vllm.engine.process.core_process" in p.cmdline())
         return core
 
     def send_signal(self, signum: int = signal.SIGTERM) -> None:

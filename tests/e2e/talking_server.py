@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.entrypoints.openai.scripted_engine import ScriptedEngine
-from vllm.engine.metrics import EngineMetrics
+from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.sampling_params import SamplingParams
 
 

@@ -12,7 +12,7 @@ from tests.tiny_pooling_models import make_pooling_model
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.model_executor.layers.cpu_linear_method import pack_weights
-from vllm.ops.cpu_library import load_cpu_kernels
+from vllm.ops.cpu.library import load_cpu_kernels
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 

@@ -12,7 +12,7 @@ import pytest
 from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from tests.structured_output.schemas import random_pattern, random_schema
 from vllm import LLM, SamplingParams
-from vllm.engine.wire import AddRequests, decode_to_core, encode
+from vllm.engine.process.wire import AddRequests, decode_to_core, encode
 from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind
 
 PROMPTS = ["data = ", "import json\n", "def read(path):\n    ", '{"a": 1}\n']

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tests.engine.fakes import FakeEngineCore
-from vllm.engine import core_supervisor
-from vllm.engine.core_process import CoreLoop
-from vllm.engine.wire import (
+from vllm.engine.process import core_supervisor
+from vllm.engine.process.core_process import CoreLoop
+from vllm.engine.process.wire import (
     CoreFailed,
     CoreProgress,
     CoreReady,

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from vllm.engine.admission import Admission, AdmissionLimits
-from vllm.engine.request_stream import RequestStream
-from vllm.engine.startup_state import Startup
+from vllm.engine.output.request_stream import RequestStream
+from vllm.engine.process.admission import Admission, AdmissionLimits
+from vllm.engine.process.startup_state import Startup
 from vllm.errors import CapacityError, ConfigError
 
 
@@ -54,7 +54,7 @@ def test_waiting_tokens_are_those_that_have_not_begun():
 
 def test_a_start_tells_its_pace(monkeypatch):
     clock = [10.0]
-    monkeypatch.setattr("vllm.engine.startup_state.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("vllm.engine.process.startup_state.time.monotonic", lambda: clock[0])
     startup = Startup()
     startup.report("warm-up", 0, 8)
     assert startup.eta_seconds is None

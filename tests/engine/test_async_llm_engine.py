@@ -8,12 +8,13 @@ import pytest
 from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
 from tests.utils.test_deadline_worker import ends_within
-from vllm.engine import core_supervisor, preparation
-from vllm.engine.admission import AdmissionLimits
 from vllm.engine.async_llm_engine import AsyncLLM
-from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor
-from vllm.engine.slow_lane import preparation_cost
-from vllm.engine.wire import CoreFailed, CoreOutput
+from vllm.engine.input import preparation
+from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
+from vllm.engine.input.slow_lane import preparation_cost
+from vllm.engine.process import core_supervisor
+from vllm.engine.process.admission import AdmissionLimits
+from vllm.engine.process.wire import CoreFailed, CoreOutput
 from vllm.errors import (
     CapacityError,
     ConfigError,
@@ -494,7 +495,9 @@ def test_metrics_count_what_was_computed(run):
 
 def test_the_line_of_statistics_is_written_on_request_and_at_its_pace(run, monkeypatch):
     logged = []
-    monkeypatch.setattr("vllm.engine.stats_log.logger.info", lambda *args: logged.append(args))
+    monkeypatch.setattr(
+        "vllm.engine.metrics.stats_log.logger.info", lambda *args: logged.append(args)
+    )
 
     async def check(engine, client):
         await collect(engine)

@@ -8,7 +8,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.config.fields import config_fields, config_sections
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.compat_args import COMPAT_ARGUMENTS
+from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 

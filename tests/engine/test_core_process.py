@@ -141,7 +141,7 @@ def test_a_core_ends_with_its_parent_however_that_ends(how):
 @pytest.mark.parametrize("has_process", [False, True])
 def test_a_process_that_was_only_prepared_is_ended(tmp_path, monkeypatch, has_process):
     """Also when nobody waits for it any more while it is made."""
-    monkeypatch.setattr("vllm.engine.core_client.tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("vllm.engine.process.core_client.tempfile.tempdir", str(tmp_path))
     before = {child.pid for child in psutil.Process().children()}
     engine = AsyncLLM(EngineArgs(**SMALL))
 

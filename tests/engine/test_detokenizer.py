@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.tokenizers_for_tests import byte_level, metaspace, python_bytes, sentencepiece
-from vllm.engine.detokenizer import (
+from vllm.engine.output.detokenizer import (
     ByteDetokenizer,
     DetokenizerFactory,
     WindowDetokenizer,

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from tests.engine.tokenizers_for_tests import byte_level
-from vllm.engine import huge_texts
-from vllm.engine.huge_texts import HugeTexts
+from vllm.engine.input import huge_texts
+from vllm.engine.input.huge_texts import HugeTexts
 from vllm.utils.deadline_worker import make_server
 
 

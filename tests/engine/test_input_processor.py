@@ -6,7 +6,7 @@ import pytest
 from tests.engine.fakes import make_config
 from tests.engine.tokenizers_for_tests import byte_level
 from vllm.engine.fan_out import fan_out
-from vllm.engine.input_processor import InputProcessor
+from vllm.engine.input.input_processor import InputProcessor
 from vllm.errors import PromptTooLongError, RequestError
 from vllm.sampling_params import GuidedDecodingParams, SamplingParams
 

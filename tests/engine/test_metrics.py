@@ -7,16 +7,16 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from tests.engine.fakes import make_config
-from vllm.engine.metrics import (
+from vllm.engine.metrics.engine_metrics import (
     NUM_RECENT,
     EngineMetrics,
     FinishedRequestStats,
     IterationStats,
     one_two_five,
 )
-from vllm.engine.metrics_history import HISTORY_S, RateHistory
-from vllm.engine.metrics_reader import Counter, Gauge, Histogram, read_metrics
-from vllm.engine.metrics_registry import expose, process_collectors
+from vllm.engine.metrics.history import HISTORY_S, RateHistory
+from vllm.engine.metrics.reader import Counter, Gauge, Histogram, read_metrics
+from vllm.engine.metrics.registry import expose, process_collectors
 from vllm.messages import RunnerStats, SchedulerStats
 
 LABELS = {"model_name": "stdlib", "engine": "0"}

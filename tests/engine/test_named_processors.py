@@ -6,8 +6,8 @@ import pytest
 
 from tests.engine.processors_for_tests import Only, only_five
 from vllm.config import ModelConfig
-from vllm.engine.named_processors import NamedProcessors
-from vllm.engine.wire import AddRequests, decode_to_core, encode
+from vllm.engine.input.named_processors import NamedProcessors
+from vllm.engine.process.wire import AddRequests, decode_to_core, encode
 from vllm.errors import ConfigError, RequestError
 from vllm.messages import EngineRequest
 from vllm.sampling_params import LogitsProcessorConstructor, SamplingParams

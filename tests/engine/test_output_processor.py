@@ -8,7 +8,7 @@ import pytest
 from tests.engine.fakes import logprob_rows
 from tests.engine.tokenizers_for_tests import byte_level
 from vllm.engine.fan_out import fan_out
-from vllm.engine.output_processor import OutputProcessor
+from vllm.engine.output.output_processor import OutputProcessor
 from vllm.errors import RequestError
 from vllm.messages import EngineOutput, EngineRequest, Finished, FinishReason
 from vllm.outputs import Logprob

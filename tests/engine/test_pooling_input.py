@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from tests.engine.fakes import make_config
 from tests.tiny_pooling_models import add_tokenizer
 from vllm.config import PoolerConfig
-from vllm.engine.input_processor import InputProcessor
+from vllm.engine.input.input_processor import InputProcessor
 from vllm.errors import RequestError
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams

@@ -13,8 +13,8 @@ from tests.engine.fake_client import FakeCoreClient, StatsCore, fake_clients
 from tests.engine.fakes import make_config
 from tests.engine.tokenizers_for_tests import byte_level
 from vllm.engine.async_llm_engine import AsyncLLM
-from vllm.engine.input_processor import InputProcessor
-from vllm.engine.wire import AddRequests, decode_to_core, encode
+from vllm.engine.input.input_processor import InputProcessor
+from vllm.engine.process.wire import AddRequests, decode_to_core, encode
 from vllm.errors import RequestError
 from vllm.messages import TokenEmbeddings
 from vllm.pooling_params import PoolingParams

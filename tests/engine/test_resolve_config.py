@@ -106,7 +106,7 @@ def test_weights_are_not_downloaded_for_settings_that_are_wrong(monkeypatch):
         asked.append((name, load_format))
         return BUNDLED_MODEL
 
-    monkeypatch.setattr("vllm.engine.resolve_config.resolve_model_folder", find)
+    monkeypatch.setattr("vllm.engine.resolve.config.resolve_model_folder", find)
     for wrong in ({"max_model_len": 4096}, {"quantization": "x"}, {"max_num_batched_tokens": 0}):
         with pytest.raises(ConfigError):
             resolve(model="some/model", **wrong)

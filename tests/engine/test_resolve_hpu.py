@@ -5,7 +5,7 @@ import pytest
 from vllm import envs
 from vllm.config.hpu import HPUConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.resolve_hpu import resolve_hpu_config
+from vllm.engine.resolve.hpu import resolve_hpu_config
 from vllm.errors import ConfigError
 
 

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from vllm.engine import startup_state
-from vllm.engine.startup_state import Startup
+from vllm.engine.process import startup_state
+from vllm.engine.process.startup_state import Startup
 
 
 @pytest.fixture

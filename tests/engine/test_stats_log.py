@@ -6,8 +6,8 @@ import pytest
 
 from tests.engine.fakes import make_config
 from tests.hpu import captured_log
-from vllm.engine.metrics import EngineMetrics, IterationStats
-from vllm.engine.stats_log import StatsLog
+from vllm.engine.metrics.engine_metrics import EngineMetrics, IterationStats
+from vllm.engine.metrics.stats_log import StatsLog
 from vllm.messages import SchedulerStats
 
 BUSY = SchedulerStats(

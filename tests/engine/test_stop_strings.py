@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.engine.output_text import OutputText
-from vllm.engine.stop_strings import StopStrings
+from vllm.engine.output.output_text import OutputText
+from vllm.engine.output.stop_strings import StopStrings
 
 
 class FakeDetokenizer:

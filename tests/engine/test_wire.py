@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.fakes import make_config
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.wire import (
+from vllm.engine.process.wire import (
     AbortRequests,
     AddRequests,
     CallCore,

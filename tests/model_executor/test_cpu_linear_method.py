@@ -17,8 +17,8 @@ from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ParallelLinear
 from vllm.model_executor.quantization.cpu_int4 import CPUInt4
 from vllm.model_executor.quantization.cpu_int8 import CPUInt8
-from vllm.ops.cpu import load_cpu_kernels
-from vllm.ops.cpu_linear import WeightFormat
+from vllm.ops.cpu.linear import WeightFormat
+from vllm.ops.cpu.operators import load_cpu_kernels
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 

@@ -22,8 +22,8 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.ops import get_ops, set_ops
-from vllm.ops.cpu import CPUOps, load_cpu_kernels
-from vllm.ops.cpu_decoder import FusedDecoder
+from vllm.ops.cpu.decoder import FusedDecoder
+from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.native import NativeOps
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")

@@ -7,8 +7,8 @@ from torch import nn
 from vllm.attention import Attention
 from vllm.model_executor.layers.cpu_linear_method import PackedLMHead
 from vllm.model_executor.model_memory import fingerprint, model_storages, replace_tensors
-from vllm.ops.cpu_library import load_cpu_kernels
-from vllm.ops.cpu_linear import PackedWeight
+from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.linear import PackedWeight
 
 
 class TinyModel(nn.Module):

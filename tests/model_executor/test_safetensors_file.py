@@ -13,7 +13,7 @@ from vllm.model_executor.layers.cpu_linear_method import pack_layer
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader import load_model, safetensors_file
 from vllm.model_executor.loader.safetensors_file import read_safetensors
-from vllm.ops.cpu_library import load_cpu_kernels
+from vllm.ops.cpu.library import load_cpu_kernels
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),

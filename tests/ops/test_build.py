@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from vllm.ops.cpu import load_cpu_kernels
+from vllm.ops.cpu.operators import load_cpu_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +41,7 @@ def test_kernels_run_on_the_threads_that_torch_already_has():
     out = run_python(
         """
 import os, re, torch
-from vllm.ops.cpu import CPUOps
+from vllm.ops.cpu.operators import CPUOps
 torch.set_num_threads(3)
 x, weight = torch.randn(2000, 1000), torch.ones(1000)
 x.mul(2), x @ x.T  # torch starts its threads
@@ -64,7 +64,7 @@ def test_a_forked_child_computes_on_one_thread():
     out = run_python(
         """
 import os, signal, torch
-from vllm.ops.cpu_linear import PackedWeight
+from vllm.ops.cpu.linear import PackedWeight
 packed, x = PackedWeight.pack(torch.ones(1024, 1024)), torch.ones(64, 1024)
 packed.linear(x)
 pid = os.fork()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm.ops.cpu import CPUOps
+from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
 

@@ -18,11 +18,11 @@ from tests.ops.test_cpu_decoder import (
     make_model,
     packed,
 )
-from vllm.ops.cpu import load_cpu_kernels
-from vllm.ops.cpu_decode_step import FusedDecodeStep, RowArrays
-from vllm.ops.cpu_decoder import FusedDecoder, FusedModel
-from vllm.ops.cpu_linear import PackedWeight, WeightFormat
-from vllm.ops.cpu_sampling import RowNumbers, load_sampling_kernels
+from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
+from vllm.ops.cpu.decoder import FusedDecoder, FusedModel
+from vllm.ops.cpu.linear import PackedWeight, WeightFormat
+from vllm.ops.cpu.operators import load_cpu_kernels
+from vllm.ops.cpu.sampling import RowNumbers, load_sampling_kernels
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 

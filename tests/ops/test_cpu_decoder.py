@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu import load_cpu_kernels
-from vllm.ops.cpu_decoder import FusedDecoder, FusedLayer, FusedModel
-from vllm.ops.cpu_linear import PackedWeight, WeightFormat
+from vllm.ops.cpu.decoder import FusedDecoder, FusedLayer, FusedModel
+from vllm.ops.cpu.linear import PackedWeight, WeightFormat
+from vllm.ops.cpu.operators import load_cpu_kernels
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 

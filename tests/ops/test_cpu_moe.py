@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.cpu import load_cpu_kernels
-from vllm.ops.cpu_linear import PackedWeight, WeightFormat
-from vllm.ops.cpu_moe import PackedExperts
+from vllm.ops.cpu.linear import PackedWeight, WeightFormat
+from vllm.ops.cpu.moe import PackedExperts
+from vllm.ops.cpu.operators import load_cpu_kernels
 from vllm.ops.native import NativeOps
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.ops.cpu_sampling import RowChanges, RowNumbers, load_sampling_kernels
+from vllm.ops.cpu.sampling import RowChanges, RowNumbers, load_sampling_kernels
 
 N, VOCAB_SIZE = 3, 300
 LOGITS = torch.zeros(N, VOCAB_SIZE)

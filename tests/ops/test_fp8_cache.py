@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu import CPUOps
+from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.interface import FP8_DTYPES, Ops
 from vllm.ops.native import NativeOps
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.cpu import load_cpu_kernels
-from vllm.ops.cpu_linear import PackedWeight
+from vllm.ops.cpu.linear import PackedWeight
+from vllm.ops.cpu.operators import load_cpu_kernels
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]

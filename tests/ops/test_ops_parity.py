@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops import get_ops, set_ops
-from vllm.ops.cpu import CPUOps
+from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.interface import Ops
 from vllm.ops.native import NativeOps
 

@@ -130,7 +130,7 @@ def run_worker(variables, **device):
     code = (
         "import dataclasses, json, os, sys\n"
         "from vllm.engine.arg_utils import EngineArgs\n"
-        "from vllm.worker.cpu_worker import CPUWorker\n"
+        "from vllm.worker.cpu.worker import CPUWorker\n"
         "config = EngineArgs().create_engine_config()\n"
         "device = dataclasses.replace(config.device, **json.loads(sys.argv[1]))\n"
         "load = dataclasses.replace(config.load, use_tqdm_on_load=False)\n"

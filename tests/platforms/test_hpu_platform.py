@@ -103,7 +103,7 @@ def test_the_mode_of_the_bridge_is_a_declared_variable():
 def test_defaults_are_those_of_the_card():
     assert hpu.HPUPlatform.default_block_size == 128
     assert hpu.HPUPlatform.default_max_num_seqs == 128
-    assert hpu.HPUPlatform.worker_class == "vllm.worker.hpu_worker:HPUWorker"
+    assert hpu.HPUPlatform.worker_class == "vllm.worker.hpu.worker:HPUWorker"
 
 
 def test_without_a_simulation_nothing_of_torch_is_touched():

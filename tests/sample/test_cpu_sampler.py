@@ -9,8 +9,8 @@ import torch
 from tests.sample.helpers import CPU, make_request, rows
 from tests.sample.test_sampler import MIXED
 from tests.sample.test_sampling_distribution import PARAMS, races_for_each
-from vllm.ops.cpu import load_cpu_kernels
-from vllm.ops.cpu_sampling import load_sampling_kernels
+from vllm.ops.cpu.operators import load_cpu_kernels
+from vllm.ops.cpu.sampling import load_sampling_kernels
 from vllm.sample import cpu_sampler
 from vllm.sample.cpu_sampler import CPUSampler, for_torch, make_sampler
 from vllm.sample.random import exponentials_at, stream_keys

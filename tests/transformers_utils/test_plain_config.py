@@ -15,7 +15,7 @@ from tests.tiny_models import _FAMILIES, FAMILIES
 from tests.tiny_pooling_models import MODELS
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import ModelArch, ModelConfig
-from vllm.engine.resolve_pooling import resolve_pooler
+from vllm.engine.resolve.pooling import resolve_pooler
 from vllm.model_executor.models.bert import num_labels
 from vllm.transformers_utils.plain_config import complete_plain_config
 

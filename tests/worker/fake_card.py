@@ -15,14 +15,14 @@ from tests.core.helpers import next_content
 from vllm.attention.backends.hpu_metadata import PADDING_GROUP
 from vllm.bucketing import Phase
 from vllm.messages import IntArray
-from vllm.worker.hpu_input import (
+from vllm.worker.hpu.input import (
     RESIDENT,
     input_sizes,
     unpack_decode,
     unpack_merged,
     unpack_prefill,
 )
-from vllm.worker.hpu_planner import LaunchShape
+from vllm.worker.hpu.planner import LaunchShape
 
 NEVER = -99
 """In place of a token or a content: none was written."""

@@ -24,8 +24,8 @@ from vllm.core.scheduler import Scheduler
 from vllm.errors import ConfigError
 from vllm.messages import EngineRequest, Finished, IntArray, ModelRunnerOutput, SchedulerOutput
 from vllm.sampling_params import SamplingParams
-from vllm.worker.hpu_input import HPUInputBuilder
-from vllm.worker.hpu_planner import BucketLaunch, HPULaunchPlanner, LaunchShape, launch_shapes
+from vllm.worker.hpu.input import HPUInputBuilder
+from vllm.worker.hpu.planner import BucketLaunch, HPULaunchPlanner, LaunchShape, launch_shapes
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
 
 EOS = 3

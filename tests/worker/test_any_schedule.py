@@ -34,8 +34,8 @@ from vllm.bucketing import Phase
 from vllm.bucketing.bucket import Bucket
 from vllm.core import scheduler
 from vllm.messages import NULL_BLOCK_ID, IntArray, SchedulerOutput
-from vllm.worker.hpu_input import input_sizes
-from vllm.worker.hpu_planner import BucketLaunch
+from vllm.worker.hpu.input import input_sizes
+from vllm.worker.hpu.planner import BucketLaunch
 
 NUM_SEEDS = 8
 NUM_ENGINES = 125

@@ -7,11 +7,11 @@ import pytest
 
 from tests.tiny_models import make_tiny_model
 from vllm import LLM, SamplingParams
-from vllm.ops.cpu import load_cpu_kernels
-from vllm.ops.cpu_decode_step import FusedDecodeStep
+from vllm.ops.cpu.decode_step import FusedDecodeStep
+from vllm.ops.cpu.operators import load_cpu_kernels
 from vllm.sample import cpu_sampler, logprobs
-from vllm.worker import cpu_model_runner
-from vllm.worker.cpu_model_runner import CPUModelRunner
+from vllm.worker.cpu import model_runner as cpu_model_runner
+from vllm.worker.cpu.model_runner import CPUModelRunner
 
 GREEDY = {"temperature": 0, "max_tokens": 20, "ignore_eos": True, "detokenize": False}
 # One prefix for all; lengths around those of blocks and chunks.

@@ -8,7 +8,7 @@ import torch
 
 from tests.worker.test_input_batch import int_array, new_request, step
 from vllm.bucketing.bucket import Bucket, decode, prefill
-from vllm.worker.hpu_input import (
+from vllm.worker.hpu.input import (
     RESIDENT,
     HPUInputBuilder,
     input_sizes,
@@ -17,7 +17,7 @@ from vllm.worker.hpu_input import (
     unpack_merged,
     unpack_prefill,
 )
-from vllm.worker.hpu_planner import BucketLaunch, LaunchShape
+from vllm.worker.hpu.planner import BucketLaunch, LaunchShape
 from vllm.worker.input_batch import InputBatch
 
 SIZE = 4

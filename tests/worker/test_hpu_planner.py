@@ -10,7 +10,7 @@ from tests.worker.hpu_helpers import Rows, entries
 from vllm.bucketing import Catalog, Phase
 from vllm.bucketing.bucket import Bucket, decode, prefill
 from vllm.messages import IntArray, SchedulerOutput
-from vllm.worker.hpu_planner import (
+from vllm.worker.hpu.planner import (
     BucketLaunch,
     HPULaunchPlanner,
     LaunchShape,

@@ -14,9 +14,9 @@ from vllm.bucketing.bucket_plan import plan_buckets
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.platforms.habana import sim_spec
-from vllm.worker import hpu_warmup
-from vllm.worker.hpu_warmup import WarmUp
-from vllm.worker.hpu_worker import HPUWorker
+from vllm.worker.hpu import warmup as hpu_warmup
+from vllm.worker.hpu.warmup import WarmUp
+from vllm.worker.hpu.worker import HPUWorker
 
 MIB = 2**20
 HELD = (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE)

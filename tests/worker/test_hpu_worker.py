@@ -11,8 +11,8 @@ from vllm.bucketing.bucket_plan import step_limits
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.platforms.habana.sim_memory import Lease
-from vllm.worker.hpu_warmup import WarmUp
-from vllm.worker.hpu_worker import HPUWorker
+from vllm.worker.hpu.warmup import WarmUp
+from vllm.worker.hpu.worker import HPUWorker
 
 GIB, MIB = 2**30, 2**20
 BLOCK_BYTES = 16 * MIB  # Llama-3.1-8B in bfloat16, 128 tokens

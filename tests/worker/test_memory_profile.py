@@ -7,7 +7,7 @@ import torch
 
 from vllm.attention.metadata import current_metadata, set_metadata
 from vllm.platforms.habana.sim import SimBridge
-from vllm.worker.memory_profile import MemoryProfile, attempt
+from vllm.worker.hpu.memory_profile import MemoryProfile, attempt
 
 MIB = 2**20
 

@@ -5,8 +5,8 @@ import torch
 
 from vllm.bucketing.bucket import Phase
 from vllm.platforms.habana.sim import SimBridge
-from vllm.worker import step_report
-from vllm.worker.step_report import StepReport, StepShape, not_warmed_line, report_mode
+from vllm.worker.hpu import step_report
+from vllm.worker.hpu.step_report import StepReport, StepShape, not_warmed_line, report_mode
 
 SHAPE = StepShape.of([300, 129], 128, is_prompt=True)
 SHAPE_TEXT = "is_prompt: True, num_seqs: 2, max_context_len: 300, max_num_blocks 3"

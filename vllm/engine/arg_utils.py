@@ -2,7 +2,7 @@
 
 Every argument is a field of a config class (`vllm.config.fields`); adding a field there adds
 the keyword and the flag. Knows the form of arguments; what they amount to for a given model is
-`vllm.engine.resolve_config`. Importing this imports neither torch nor transformers.
+`vllm.engine.resolve.config`. Importing this imports neither torch nor transformers.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.config.fields import ConfigField, config_fields, config_sections
-from vllm.engine.compat_args import COMPAT_ARGUMENTS, CompatArgument, accept
+from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS, CompatArgument, accept
 from vllm.errors import ConfigError
 from vllm.utils.arguments import flag_of
 
@@ -49,7 +49,7 @@ class EngineArgs:
 
     Keywords are the fields of the config classes, documented there and in
     docs/engine_arguments.md. None means "not given" for every one of them. Arguments of the
-    Gaudi fork that are not fields are taken as `vllm.engine.compat_args` says.
+    Gaudi fork that are not fields are taken as `vllm.engine.resolve.compat_args` says.
 
     Raises:
         ConfigError: an argument is not known (names the nearest one), has the wrong type, or
@@ -113,7 +113,7 @@ class EngineArgs:
         Raises:
             ConfigError: the engine cannot start with these arguments.
         """
-        from vllm.engine.resolve_config import resolve_config
+        from vllm.engine.resolve.config import resolve_config
 
         return resolve_config(self._settings())
 
@@ -124,7 +124,7 @@ class EngineArgs:
             ConfigError: the engine cannot start with these arguments, as far as that shows
                 without them.
         """
-        from vllm.engine.early_config import resolve_early
+        from vllm.engine.resolve.early import resolve_early
 
         return resolve_early(self._settings())
 

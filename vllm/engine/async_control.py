@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
-from vllm.engine.core_supervisor import CoreSupervisor
+from vllm.engine.process.core_supervisor import CoreSupervisor
 from vllm.engine.unavailable import refuse_lora
 from vllm.errors import RequestError, RequestTimeoutError
 
 if TYPE_CHECKING:
-    from vllm.engine.stats_log import StatsLog
+    from vllm.engine.metrics.stats_log import StatsLog
 
 
 class AsyncControl:

@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec.structs import replace
 
 from vllm.config import VllmConfig
-from vllm.engine.admission import Admission, AdmissionLimits
 from vllm.engine.async_control import AsyncControl
-from vllm.engine.core_supervisor import CoreSupervisor
 from vllm.engine.fan_out import fan_out
-from vllm.engine.input_processor import InputProcessor, TokenizedPrompt
-from vllm.engine.metrics import EngineMetrics
-from vllm.engine.output_processor import OutputProcessor
-from vllm.engine.preparation import Preparation
-from vllm.engine.request_stream import RequestStream
-from vllm.engine.startup_state import Startup
-from vllm.engine.stats_log import StatsLog
-from vllm.engine.stats_recorder import StatsRecorder
+from vllm.engine.input.input_processor import InputProcessor, TokenizedPrompt
+from vllm.engine.input.preparation import Preparation
+from vllm.engine.metrics.engine_metrics import EngineMetrics
+from vllm.engine.metrics.stats_log import StatsLog
+from vllm.engine.metrics.stats_recorder import StatsRecorder
+from vllm.engine.output.output_processor import OutputProcessor
+from vllm.engine.output.request_stream import RequestStream
+from vllm.engine.process.admission import Admission, AdmissionLimits
+from vllm.engine.process.core_supervisor import CoreSupervisor
+from vllm.engine.process.startup_state import Startup
+from vllm.engine.process.wire import AbortRequests, AddRequests, CoreOutput, Refused
 from vllm.engine.unavailable import refuse
-from vllm.engine.wire import AbortRequests, AddRequests, CoreOutput, Refused
 from vllm.errors import (
     CapacityError,
     EngineDeadError,

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
-from vllm.engine.metrics import EngineMetrics
-from vllm.engine.metrics_reader import Metric, read_metrics
-from vllm.engine.stats_log import StatsLog
+from vllm.engine.metrics.engine_metrics import EngineMetrics
+from vllm.engine.metrics.reader import Metric, read_metrics
+from vllm.engine.metrics.stats_log import StatsLog
 from vllm.engine.unavailable import refuse_lora
 from vllm.errors import RequestError
 from vllm.executor import WorkerMethod

@@ -13,8 +13,8 @@ from vllm.config import VllmConfig
 from vllm.core.cache_events import CacheEventLog
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
+from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.kv_event_publisher import KVEventPublisher
-from vllm.engine.named_processors import NamedProcessors
 from vllm.engine.run_ahead import RunAhead
 from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, RequestError
 from vllm.executor import Executor, StepHandleLike, UniProcExecutor, WorkerMethod

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vllm.config import VllmConfig
 from vllm.engine.engine_control import ControlledCore, EngineControl
 from vllm.engine.fan_out import fan_out
-from vllm.engine.input_processor import InputProcessor
-from vllm.engine.metrics import EngineMetrics
-from vllm.engine.output_processor import OutputProcessor
-from vllm.engine.stats_log import StatsLog
-from vllm.engine.stats_recorder import StatsRecorder
+from vllm.engine.input.input_processor import InputProcessor
+from vllm.engine.metrics.engine_metrics import EngineMetrics
+from vllm.engine.metrics.stats_log import StatsLog
+from vllm.engine.metrics.stats_recorder import StatsRecorder
+from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.unavailable import refuse
 from vllm.errors import EngineDeadError, RequestError
 from vllm.inputs import PromptType

@@ -19,15 +19,15 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from vllm.engine.async_llm_engine import AsyncLLM
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.sse import EventStream, run_until_disconnect
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
-from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.errors import describe_error, refuse_failed
-from vllm.entrypoints.openai.http import off_loop
-from vllm.entrypoints.openai.http.sse import EventStream, run_until_disconnect
 from vllm.entrypoints.openai.protocol.sampling import SamplingFields
 from vllm.entrypoints.openai.request_limits import check_limits, check_num_values
-from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.entrypoints.openai.validation_text import NO_BODY
+from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.errors import RequestError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -121,7 +121,7 @@ def _body(prompt: str, output: RequestOutput) -> Mapping[str, Any]:
 
 def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
     """The application of the OpenAI server, with /generate besides; raises as its `load_server`."""
-    from vllm.entrypoints.openai import app as openai_app
+    from vllm.entrypoints.server import app as openai_app
 
     context, app = openai_app.load_server(engine, args)
     app.include_router(router)

@@ -5,22 +5,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
+from vllm.engine.input.pooling_input import refuse_generation
 from vllm.engine.llm_engine import LLMEngine
-from vllm.engine.pooling_input import refuse_generation
 from vllm.engine.unavailable import refuse
 from vllm.entrypoints.beam_search import check_beam_width, search_beams
 from vllm.entrypoints.chat_utils import ChatOptions, ContentFormat, Message, render_chat
-from vllm.entrypoints.control_llm import ControlMethods
-from vllm.entrypoints.legacy_arguments import with_guided_options, with_token_ids
-from vllm.entrypoints.offline_run import (
+from vllm.entrypoints.offline.control_llm import ControlMethods
+from vllm.entrypoints.offline.legacy_arguments import with_guided_options, with_token_ids
+from vllm.entrypoints.offline.offline_run import (
     Prompts,
     as_list,
     naming_prompt,
     per_prompt,
     run_requests,
 )
-from vllm.entrypoints.pooling_llm import PoolingMethods
-from vllm.entrypoints.progress import MakeBar
+from vllm.entrypoints.offline.pooling_llm import PoolingMethods
+from vllm.entrypoints.offline.progress import MakeBar
 from vllm.errors import RequestError
 from vllm.inputs import PromptType, TextPrompt, TokensPrompt
 from vllm.messages import EngineRequest

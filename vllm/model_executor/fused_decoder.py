@@ -29,9 +29,9 @@ from vllm.model_executor.models.decoder import (
     GatedMLP,
 )
 from vllm.ops import get_ops
-from vllm.ops.cpu import CPUOps, load_cpu_kernels
-from vllm.ops.cpu_decoder import FusedDecoder, FusedLayer, FusedModel
-from vllm.ops.cpu_linear import PackedWeight, WeightFormat
+from vllm.ops.cpu.decoder import FusedDecoder, FusedLayer, FusedModel
+from vllm.ops.cpu.linear import PackedWeight, WeightFormat
+from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 
 Kind = TypeVar("Kind")
 

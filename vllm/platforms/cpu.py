@@ -24,7 +24,7 @@ class CPUPlatform(Platform):
     default_block_size = 16
     default_max_num_seqs = 256
     default_max_num_batched_tokens = 2048
-    worker_class = "vllm.worker.cpu_worker:CPUWorker"
+    worker_class = "vllm.worker.cpu.worker:CPUWorker"
     is_asynchronous = False
     needs_static_shapes = False
     kv_cache_dtypes = get_args(CacheDType)
@@ -33,7 +33,11 @@ class CPUPlatform(Platform):
     @property
     def ops_class(self) -> str:
         """The compiled kernels, or plain torch when they are switched off."""
-        return "vllm.ops.cpu:CPUOps" if envs.get().VLLM_CPU_KERNELS else "vllm.ops.native:NativeOps"
+        return (
+            "vllm.ops.cpu.operators:CPUOps"
+            if envs.get().VLLM_CPU_KERNELS
+            else "vllm.ops.native:NativeOps"
+        )
 
     @property
     def quantizations(self) -> tuple[str, ...]:

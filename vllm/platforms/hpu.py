@@ -26,7 +26,7 @@ class HPUPlatform(Platform):
     default_block_size = 128
     default_max_num_seqs = 128
     default_max_num_batched_tokens = 8192
-    worker_class = "vllm.worker.hpu_worker:HPUWorker"
+    worker_class = "vllm.worker.hpu.worker:HPUWorker"
     is_asynchronous = True
     needs_static_shapes = True
     kv_cache_dtypes = ("auto",)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu_sampling import RowChanges, RowNumbers, SamplingKernels, load_sampling_kernels
+from vllm.ops.cpu.sampling import RowChanges, RowNumbers, SamplingKernels, load_sampling_kernels
 from vllm.sample.blocks import num_draws
 from vllm.sample.features import Feature, Param
 from vllm.sample.logprobs import LogprobTensors

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.messages import EngineRequest, RunnerStats
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.worker.model_runner import ModelRunner
-from vllm.worker.pooling_runner import PoolingRunner
+from vllm.worker.pooling.runner import PoolingRunner
 from vllm.worker.sleep import KV_CACHE, WEIGHTS, Sleep, SleepingWeights, SleepPart
 from vllm.worker.torch_profile import TorchProfile
 

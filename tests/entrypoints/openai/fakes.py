@@ -12,11 +12,11 @@ from starlette.testclient import TestClient
 from tests.engine.fakes import FakeEngineCore, Reply, make_config
 from tests.engine.tokenizers_for_tests import byte_level
 from vllm.engine.fan_out import fan_out
-from vllm.engine.input_processor import InputProcessor
-from vllm.engine.output_processor import OutputProcessor
-from vllm.entrypoints.openai.context import ServerContext
+from vllm.engine.input.input_processor import InputProcessor
+from vllm.engine.output.output_processor import OutputProcessor
 from vllm.entrypoints.openai.errors import add_error_handlers
-from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.errors import RequestError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams

@@ -9,13 +9,13 @@ import uvicorn
 from fastapi import APIRouter, FastAPI, HTTPException
 
 from tests.engine.fakes import make_config
-from vllm.engine.metrics import EngineMetrics, FinishedRequestStats, IterationStats
-from vllm.engine.startup_state import Startup
-from vllm.entrypoints.openai.context import ServerContext
-from vllm.entrypoints.openai.middleware.auth import Authentication
-from vllm.entrypoints.openai.operations import metrics_route
-from vllm.entrypoints.openai.pages.routes import page_routers
-from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.engine.metrics.engine_metrics import EngineMetrics, FinishedRequestStats, IterationStats
+from vllm.engine.process.startup_state import Startup
+from vllm.entrypoints.middleware.auth import Authentication
+from vllm.entrypoints.operations import metrics_route
+from vllm.entrypoints.pages.routes import page_routers
+from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.messages import RunnerStats, SchedulerStats
 
 MODEL = "stdlib"

@@ -10,11 +10,11 @@ from starlette.testclient import TestClient
 
 from tests.engine.fakes import make_config
 from tests.engine.tokenizers_for_tests import byte_level
-from vllm.engine.input_processor import InputProcessor
-from vllm.engine.startup_state import Startup
+from vllm.engine.input.input_processor import InputProcessor
+from vllm.engine.process.startup_state import Startup
 from vllm.entrypoints.openai.api_server import build_app
-from vllm.entrypoints.openai.context import ServerContext
-from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 

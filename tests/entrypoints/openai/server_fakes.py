@@ -7,10 +7,10 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from vllm.engine.startup_state import Startup
+from vllm.engine.process.startup_state import Startup
 from vllm.entrypoints.openai.api_server import build_app
-from vllm.entrypoints.openai.context import ServerContext
-from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.server.server_args import ServerArgs
 
 
 class FakeEngine:

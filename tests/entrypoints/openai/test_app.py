@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from tests.entrypoints.openai.server_fakes import make_client
-from vllm.entrypoints.openai.middleware.request_id import is_safe
+from vllm.entrypoints.middleware.request_id import is_safe
 from vllm.errors import ConfigError
 from vllm.version import __version__
 
@@ -150,7 +150,7 @@ class Records(logging.Handler):
 
 
 def lines_of(module, method, path, body=None, **settings):
-    logger, kept = logging.getLogger(f"vllm.entrypoints.openai.middleware.{module}"), Records()
+    logger, kept = logging.getLogger(f"vllm.entrypoints.middleware.{module}"), Records()
     logger.addHandler(kept)
     try:
         make_client(**settings).request(method, path, json=body)

@@ -10,7 +10,7 @@ import safetensors.numpy
 from tests.engine.tokenizers_for_tests import byte_level
 from tests.entrypoints.openai.fakes import MODEL, FakeAsyncLLM, client_of
 from tests.entrypoints.openai.sse_reader import chunks_of, text_of
-from vllm.engine.input_processor import InputProcessor
+from vllm.engine.input.input_processor import InputProcessor
 from vllm.entrypoints.openai.completion.serving import router
 from vllm.messages import EngineRequest
 

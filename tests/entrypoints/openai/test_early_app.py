@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vllm.entrypoints.openai.http.early_app import EarlyApp
+from vllm.entrypoints.http.early_app import EarlyApp
 
 
 class Call:

@@ -7,13 +7,13 @@ import socket
 import pytest
 import uvicorn
 
-from vllm.entrypoints.openai.http import http_protocol
-from vllm.entrypoints.openai.http.http_protocol import (
+from vllm.entrypoints.http import http_protocol
+from vllm.entrypoints.http.http_protocol import (
     MAX_HEAD_BYTES,
     BoundedHttpProtocol,
     with_body_timeout,
 )
-from vllm.entrypoints.openai.middleware.limits import BodyLimits
+from vllm.entrypoints.middleware.limits import BodyLimits
 
 
 async def app(scope, receive, send):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.entrypoints.openai.server_fakes import make_client
-from vllm.entrypoints.openai.middleware.limits import BodyLimits
+from vllm.entrypoints.middleware.limits import BodyLimits
 
 JSON = {"Content-Type": "application/json"}
 

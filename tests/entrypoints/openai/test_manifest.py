@@ -4,8 +4,8 @@ from pathlib import Path
 
 import yaml
 
+from vllm.entrypoints.middleware.asgi import PROBES
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
-from vllm.entrypoints.openai.middleware.asgi import PROBES
 from vllm.utils import FlexibleArgumentParser
 
 MANIFEST = Path(__file__).parents[3] / "examples" / "kubernetes" / "vllm.yaml"

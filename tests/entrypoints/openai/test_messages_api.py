@@ -15,7 +15,7 @@ from tests.entrypoints.openai.scripted_engine import (
     make_client,
     open_stream,
 )
-from vllm.entrypoints.openai.protocol.messages import MessagesRequest
+from vllm.entrypoints.anthropic.protocol import MessagesRequest
 from vllm.errors import CapacityError, EngineDeadError, RequestTimeoutError
 
 PATH = "/v1/messages"

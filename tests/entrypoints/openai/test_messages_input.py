@@ -2,8 +2,8 @@
 
 import pytest
 
-from vllm.entrypoints.openai.messages.input import as_messages, as_tool_choice, as_tools
-from vllm.entrypoints.openai.protocol.messages import Conversation
+from vllm.entrypoints.anthropic.input import as_messages, as_tool_choice, as_tools
+from vllm.entrypoints.anthropic.protocol import Conversation
 from vllm.errors import RequestError
 
 USE = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}

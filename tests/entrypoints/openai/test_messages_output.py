@@ -5,7 +5,7 @@ from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from vllm.entrypoints.openai.messages.output import (
+from vllm.entrypoints.anthropic.output import (
     MessageWriter,
     describe_stop,
     describe_usage,

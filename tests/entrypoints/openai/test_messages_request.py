@@ -2,8 +2,8 @@
 
 import pytest
 
-from vllm.entrypoints.openai.messages.request import as_chat_request
-from vllm.entrypoints.openai.protocol.messages import MessagesRequest
+from vllm.entrypoints.anthropic.protocol import MessagesRequest
+from vllm.entrypoints.anthropic.request import as_chat_request
 from vllm.errors import RequestError
 
 SCHEMA = {"type": "object", "properties": {}}

@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.observed_server import KEY, FakeEngine, make_app, ready_engine
-from vllm.entrypoints.openai.operations.metrics_route import HttpMetrics
+from vllm.entrypoints.operations.metrics_route import HttpMetrics
 
 THING = "/v1/things/{number}"
 

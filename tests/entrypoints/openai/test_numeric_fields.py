@@ -22,8 +22,8 @@ from starlette.testclient import TestClient
 from tests.entrypoints.openai.pooling_engine import make_pooling_client
 from tests.tiny_pooling_models import add_tokenizer, make_pooling_model
 from vllm import LLM
-from vllm.engine.wire import AddRequests, decode_to_core, encode
-from vllm.entrypoints.openai.app import _MODEL_ROUTES
+from vllm.engine.process.wire import AddRequests, decode_to_core, encode
+from vllm.entrypoints.server.app import _MODEL_ROUTES
 from vllm.messages import EngineRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:temperature .* is raised")

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm.engine.metrics import FinishedRequestStats
-from vllm.entrypoints.openai.middleware.request_spans import RequestSpans
+from vllm.engine.metrics.engine_metrics import FinishedRequestStats
+from vllm.entrypoints.middleware.request_spans import RequestSpans
 
 
 class FakeTracer:

@@ -12,9 +12,9 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse
 
+from vllm.entrypoints.batch import files
+from vllm.entrypoints.batch.lines import URLS, run_lines
 from vllm.entrypoints.openai import run_batch
-from vllm.entrypoints.openai.batch import files
-from vllm.entrypoints.openai.batch.lines import URLS, run_lines
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 
@@ -206,7 +206,7 @@ def test_an_upload_that_is_refused_leaves_the_answers_here(file_server, tmp_path
 @pytest.mark.parametrize("is_pipe", [True, False])
 def test_the_output_may_be_standard_output_whatever_that_is(tmp_path, name, is_pipe):
     code = (
-        "from vllm.entrypoints.openai.batch.files import open_output\n"
+        "from vllm.entrypoints.batch.files import open_output\n"
         f"with open_output({name!r}) as output:\n    output.write(b'one')"
     )
     command = [sys.executable, "-c", code]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from fastapi import Request
 
-from vllm.entrypoints.openai.http.sse import (
+from vllm.entrypoints.http.sse import (
     ClientDisconnected,
     EventStream,
     event,

@@ -10,9 +10,9 @@ import pytest
 
 from vllm.assets import BUNDLED_MODEL
 from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
-from vllm.entrypoints.openai.log_setup import configure_logs
-from vllm.entrypoints.openai.server_args import ServerArgs
-from vllm.entrypoints.openai.start_checks import check_start
+from vllm.entrypoints.server.log_setup import configure_logs
+from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.entrypoints.server.start_checks import check_start
 from vllm.errors import ConfigError
 from vllm.utils import FlexibleArgumentParser
 
@@ -103,7 +103,7 @@ def test_what_is_wrong_with_every_model_needs_no_hub(flags):
 
 
 def test_a_model_on_the_hub_is_left_for_later(monkeypatch):
-    monkeypatch.setattr("vllm.engine.early_config.is_offline", lambda: False)
+    monkeypatch.setattr("vllm.engine.resolve.early.is_offline", lambda: False)
     assert check("some/model-on-the-hub") is None
 
 

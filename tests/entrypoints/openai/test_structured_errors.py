@@ -2,13 +2,13 @@
 
 import pytest
 
-from vllm.entrypoints.openai.messages import request as messages
+from vllm.entrypoints.anthropic import request as messages
+from vllm.entrypoints.anthropic.protocol import MessagesRequest
 from vllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     ResponsesRequest,
 )
-from vllm.entrypoints.openai.protocol.messages import MessagesRequest
 from vllm.entrypoints.openai.protocol.sampling import guided_decoding
 from vllm.entrypoints.openai.responses import request as responses
 from vllm.errors import RequestError

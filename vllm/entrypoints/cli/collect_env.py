@@ -111,7 +111,7 @@ def _engine_facts() -> Iterator[tuple[str, str]]:
 
 
 def _describe_kernels() -> str:
-    from vllm.ops.cpu_library import LIBRARY_PATH, load_cpu_kernels
+    from vllm.ops.cpu.library import LIBRARY_PATH, load_cpu_kernels
 
     if not envs.get().VLLM_CPU_KERNELS:
         return "off: VLLM_CPU_KERNELS=0"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.entrypoints.openai.cli_args import exit_after_help, make_arg_parser, read_args
-from vllm.entrypoints.openai.log_setup import configure_logs
-from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.entrypoints.server.log_setup import configure_logs
+from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.utils import FlexibleArgumentParser
 from vllm.utils.startup import process_start
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.async_llm_engine import AsyncLLM
-    from vllm.entrypoints.openai.context import ServerContext
+    from vllm.entrypoints.server.context import ServerContext
 
     LoadServer = Callable[[AsyncLLM, ServerArgs], tuple[ServerContext, FastAPI]]
 
@@ -31,7 +31,7 @@ def build_app(context: "ServerContext") -> "FastAPI":
     Raises:
         ConfigError: middleware of the user, or tracing, cannot be used.
     """
-    from vllm.entrypoints.openai import app
+    from vllm.entrypoints.server import app
 
     return app.build_app(context)
 
@@ -52,16 +52,16 @@ def run_server(
         ConfigError: the engine or the server cannot start with these arguments.
         EngineDeadError: the engine has died.
     """
-    from vllm.entrypoints.openai.start_checks import check_start
+    from vllm.entrypoints.server.start_checks import check_start
 
     configure_logs(args)
     config = check_start(engine_args, args)
 
-    from vllm.entrypoints.openai.http.uvicorn_server import bind, serve
+    from vllm.entrypoints.http.uvicorn_server import bind, serve
 
     with bind(args) as listener:
-        from vllm.engine.admission import AdmissionLimits
         from vllm.engine.async_llm_engine import AsyncLLM
+        from vllm.engine.process.admission import AdmissionLimits
 
         engine = AsyncLLM(
             engine_args if config is None else None,
@@ -76,7 +76,7 @@ def run_server(
         )
 
         def load() -> "tuple[ServerContext, FastAPI]":
-            from vllm.entrypoints.openai import app
+            from vllm.entrypoints.server import app
 
             return (load_server or app.load_server)(engine, args)
 

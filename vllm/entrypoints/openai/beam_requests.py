@@ -5,8 +5,8 @@ import itertools
 from contextlib import aclosing
 
 from vllm.entrypoints.beam_search import check_beam_width, search_beams_async
-from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.errors import refuse_failed
+from vllm.entrypoints.server.context import ServerContext
 from vllm.inputs import TokensPrompt
 from vllm.outputs import BeamSearchSequence, RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.protocol.base import now, usage_dict
 from vllm.entrypoints.openai.protocol.sampling import SamplingFields
+from vllm.entrypoints.server.context import ServerContext
 
 _encode = msgspec.json.Encoder().encode
 

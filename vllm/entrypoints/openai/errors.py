@@ -23,7 +23,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from vllm.entrypoints.openai.http.sse import DONE, ClientDisconnected, event
+from vllm.entrypoints.http.sse import DONE, ClientDisconnected, event
 from vllm.entrypoints.openai.validation_text import describe_validation
 from vllm.errors import (
     CapacityError,

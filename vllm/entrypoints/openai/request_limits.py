@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from vllm.entrypoints.anthropic.protocol import Conversation, MessagesRequest
 from vllm.entrypoints.openai.protocol.chat import ChatFields
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
-from vllm.entrypoints.openai.protocol.messages import Conversation, MessagesRequest
 from vllm.entrypoints.openai.protocol.pooling import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -24,7 +24,7 @@ from vllm.entrypoints.openai.protocol.pooling import (
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest
 from vllm.entrypoints.openai.protocol.sampling import SamplingFields
 from vllm.entrypoints.openai.protocol.tokenization import DetokenizeRequest
-from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.errors import RequestError
 from vllm.utils.arguments import flag_of
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
-from vllm.entrypoints.openai.batch.files import open_input, open_output
+from vllm.entrypoints.batch.files import open_input, open_output
 from vllm.entrypoints.openai.cli_args import exit_after_help, make_arg_parser, read_args
-from vllm.entrypoints.openai.server_args import ServerArgs
+from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
 from vllm.utils import FlexibleArgumentParser
@@ -25,7 +25,7 @@ from vllm.utils.startup import process_start
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.entrypoints.openai.batch.lines import BatchCounts
+    from vllm.entrypoints.batch.lines import BatchCounts
 
 # Not __name__: this module is also run as a program.
 logger = init_logger("vllm.entrypoints.openai.run_batch")
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
     engine_args, server_args = read_args(args)
     exit_after_help(server_args)
 
-    from vllm.entrypoints.openai.log_setup import configure_logs
-    from vllm.entrypoints.openai.start_checks import check_start
+    from vllm.entrypoints.server.log_setup import configure_logs
+    from vllm.entrypoints.server.start_checks import check_start
 
     configure_logs(server_args)
     config = check_start(engine_args, server_args)
@@ -107,11 +107,11 @@ async def _run(
     sink: Callable[[bytes], object],
     max_concurrent: int,
 ) -> int:
-    from vllm.engine.admission import AdmissionLimits
     from vllm.engine.async_llm_engine import AsyncLLM
+    from vllm.engine.process.admission import AdmissionLimits
+    from vllm.entrypoints.batch.lines import run_lines
     from vllm.entrypoints.openai.api_server import build_app
-    from vllm.entrypoints.openai.batch.lines import run_lines
-    from vllm.entrypoints.openai.context import ServerContext
+    from vllm.entrypoints.server.context import ServerContext
 
     task = asyncio.current_task()
     assert task is not None
@@ -150,7 +150,7 @@ def _count_lines(source: str, lines: IO[bytes]) -> int:
     Raises:
         ConfigError: no line is a request, so no model needs to be loaded.
     """
-    from vllm.entrypoints.openai.batch.lines import check_line
+    from vllm.entrypoints.batch.lines import check_line
 
     num_lines, first_error, has_request = 0, None, False
     for line in lines:

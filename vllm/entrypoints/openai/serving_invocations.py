@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from vllm.entrypoints.openai.http import off_loop
+from vllm.entrypoints.http import off_loop
 from vllm.entrypoints.openai.protocol.base import STREAMED
 from vllm.entrypoints.openai.validation_text import NO_BODY
 from vllm.errors import RequestError

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
 
-from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.protocol.base import (
     ModelCard,
     ModelList,
     ModelPermission,
     error_responses,
 )
+from vllm.entrypoints.server.context import ServerContext, get_context
 from vllm.errors import NotFoundError
 
 router = APIRouter()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.layers.linear import ParallelLinear, UnquantizedLinear
-from vllm.ops.cpu_linear import PackedWeight, WeightFormat, can_pack
+from vllm.ops.cpu.linear import PackedWeight, WeightFormat, can_pack
 
 StoredAs = Literal["dense", "int8", "int4"]
 """Format of a packed weight; dense is the model's dtype."""

@@ -1,5 +1,5 @@
 """The numbers that `LLM.get_metrics` returns."""
 
-from vllm.engine.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
+from vllm.engine.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
 
 __all__ = ["Counter", "Gauge", "Histogram", "Metric", "Vector"]

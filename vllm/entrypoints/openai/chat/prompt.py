@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from vllm.entrypoints.chat_utils import ChatOptions, Message, render_chat
+from vllm.entrypoints.http import off_loop
 from vllm.entrypoints.openai.chat.template_flag import load_chat_template
-from vllm.entrypoints.openai.context import ServerContext
-from vllm.entrypoints.openai.http import off_loop
 from vllm.entrypoints.openai.prompts import tokenize
 from vllm.entrypoints.openai.protocol.chat import ChatFields
+from vllm.entrypoints.server.context import ServerContext
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.utils.deadline_worker import (

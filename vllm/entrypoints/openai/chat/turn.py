@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.engine.pooling_input import refuse_generation
+from vllm.engine.input.pooling_input import refuse_generation
+from vllm.entrypoints.http import off_loop
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
@@ -30,9 +31,7 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     forced_form,
     merge_deltas,
 )
-from vllm.entrypoints.openai.context import ServerContext
 from vllm.entrypoints.openai.errors import refuse_failed
-from vllm.entrypoints.openai.http import off_loop
 from vllm.entrypoints.openai.prompts import output_budget
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.sampling import (
@@ -41,6 +40,7 @@ from vllm.entrypoints.openai.protocol.sampling import (
     sampling_params,
 )
 from vllm.entrypoints.openai.serving_models import check_model
+from vllm.entrypoints.server.context import ServerContext
 from vllm.errors import RequestError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput

@@ -10,15 +10,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from vllm.engine.input_processor import LONG_TEXT_CHARS
+from vllm.engine.input.input_processor import LONG_TEXT_CHARS
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.body_route import BodyRoute
+from vllm.entrypoints.http.sse import DONE, EventStream, run_until_disconnect
 from vllm.entrypoints.openai import beam_requests
 from vllm.entrypoints.openai.chunks import ChunkWriter, includes_usage, json_response, usage_of
 from vllm.entrypoints.openai.completion.choice import CompletionPrompt, CompletionText
-from vllm.entrypoints.openai.context import ServerContext, get_context
 from vllm.entrypoints.openai.errors import error_events, refuse_failed
-from vllm.entrypoints.openai.http import off_loop
-from vllm.entrypoints.openai.http.body_route import BodyRoute
-from vllm.entrypoints.openai.http.sse import DONE, EventStream, run_until_disconnect
 from vllm.entrypoints.openai.logprob_forms import MANY_POSITIONS, prompt_logprobs
 from vllm.entrypoints.openai.merge import merge
 from vllm.entrypoints.openai.prompts import (
@@ -39,6 +38,7 @@ from vllm.entrypoints.openai.protocol.sampling import (
 )
 from vllm.entrypoints.openai.request_limits import check_prompt_logprobs
 from vllm.entrypoints.openai.serving_models import check_model
+from vllm.entrypoints.server.context import ServerContext, get_context
 from vllm.errors import RequestError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams

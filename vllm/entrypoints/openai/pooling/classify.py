@@ -5,9 +5,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from vllm.engine.pooling_input import require_task
-from vllm.entrypoints.openai.context import get_context
-from vllm.entrypoints.openai.http.body_route import BodyRoute
+from vllm.engine.input.pooling_input import require_task
+from vllm.entrypoints.http.body_route import BodyRoute
 from vllm.entrypoints.openai.pooling.embedding import prompts_of
 from vllm.entrypoints.openai.pooling.run import (
     Pooled,
@@ -19,6 +18,7 @@ from vllm.entrypoints.openai.pooling.run import (
 from vllm.entrypoints.openai.protocol.base import error_responses
 from vllm.entrypoints.openai.protocol.pooling import ClassificationRequest, ClassificationResponse
 from vllm.entrypoints.openai.serving_models import check_model
+from vllm.entrypoints.server.context import get_context
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -7,11 +7,10 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from vllm.engine.pooling_input import require_task
+from vllm.engine.input.pooling_input import require_task
+from vllm.entrypoints.http.body_route import BodyRoute
+from vllm.entrypoints.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.chat.prompt import chat_prompt
-from vllm.entrypoints.openai.context import ServerContext, get_context
-from vllm.entrypoints.openai.http.body_route import BodyRoute
-from vllm.entrypoints.openai.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.pooling.run import (
     list_response,
     pool,
@@ -27,6 +26,7 @@ from vllm.entrypoints.openai.protocol.pooling import (
     PoolingResponse,
 )
 from vllm.entrypoints.openai.serving_models import check_model
+from vllm.entrypoints.server.context import ServerContext, get_context
 from vllm.inputs import PromptType
 from vllm.messages import FloatArray
 

@@ -6,12 +6,11 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from vllm.engine.input_processor import LONG_TEXT_CHARS, InputProcessor
-from vllm.engine.pooling_input import require_scores
+from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
+from vllm.engine.input.pooling_input import require_scores
+from vllm.entrypoints.http.body_route import BodyRoute
+from vllm.entrypoints.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.chunks import json_response
-from vllm.entrypoints.openai.context import ServerContext, get_context
-from vllm.entrypoints.openai.http.body_route import BodyRoute
-from vllm.entrypoints.openai.http.sse import run_until_disconnect
 from vllm.entrypoints.openai.pooling.run import (
     Pooled,
     list_response,
@@ -30,6 +29,7 @@ from vllm.entrypoints.openai.protocol.pooling import (
 )
 from vllm.entrypoints.openai.serving_models import check_model
 from vllm.entrypoints.scoring import cosine, pair_up
+from vllm.entrypoints.server.context import ServerContext, get_context
 from vllm.inputs import PromptType
 
 router = APIRouter(route_class=BodyRoute)

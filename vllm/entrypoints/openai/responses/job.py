@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from vllm.entrypoints.openai.http.sse import event as encode
+from vllm.entrypoints.http.sse import event as encode
 from vllm.entrypoints.openai.responses.output import Event
 from vllm.logger import init_logger
 

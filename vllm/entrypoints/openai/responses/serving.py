@@ -10,13 +10,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.http.body_route import BodyRoute
+from vllm.entrypoints.http.sse import EventStream, run_until_disconnect
+from vllm.entrypoints.http.sse import event as encode_event
 from vllm.entrypoints.openai.chat.turn import ChatTurn, prepare_turn
 from vllm.entrypoints.openai.chunks import json_response
-from vllm.entrypoints.openai.context import ServerContext, get_context
-from vllm.entrypoints.openai.http import off_loop
-from vllm.entrypoints.openai.http.body_route import BodyRoute
-from vllm.entrypoints.openai.http.sse import EventStream, run_until_disconnect
-from vllm.entrypoints.openai.http.sse import event as encode_event
 from vllm.entrypoints.openai.prompts import trace_headers_of
 from vllm.entrypoints.openai.protocol.base import STREAMED, error_responses
 from vllm.entrypoints.openai.protocol.responses import ResponsesRequest, echo_fields
@@ -32,6 +31,7 @@ from vllm.entrypoints.openai.responses.run import (
     write_events,
 )
 from vllm.entrypoints.openai.responses.store import ResponseStore, StoredResponse
+from vllm.entrypoints.server.context import ServerContext, get_context
 from vllm.errors import RequestError
 
 router = APIRouter(tags=["responses"], route_class=BodyRoute)

@@ -1,7 +1,7 @@
 """Checks the server's flags that name parsers, before anything is served."""
 
-from vllm.entrypoints.openai.server_args import ServerArgs
 from vllm.entrypoints.openai.tool_parsers.manager import ToolParserManager
+from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.reasoning import ReasoningParserManager
 
 

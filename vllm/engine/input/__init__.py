@@ -1,0 +1,1 @@
+"""From what users send to requests of the engine core."""

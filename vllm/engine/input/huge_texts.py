@@ -1,0 +1,102 @@
+"""Texts of megabytes, tokenised in a process that ends with the request.
+
+No tokenizer can be stopped in the middle of a text, and one of 10 MB takes it a gigabyte. A process
+can be killed when the client leaves, and gives everything back when it ends.
+"""
+
+import asyncio
+import functools
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm.errors import RequestError
+from vllm.utils.deadline_worker import DeadlineExceeded, DeadlineWorker, WorkerDied, make_server
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEADLINE_S = 600.0
+_MAX_MEMORY_BYTES = 8 * 2**30
+_HAS_SPECIAL_TOKENS = struct.Struct("<?")
+
+
+class HugeTexts:
+    """Tokenises one text at a time."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="huge-texts")
+
+    async def encode(
+        self, tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_tokens: bool
+    ) -> list[int]:
+        """Token ids of a text. Cancelled, the process that computes them is killed.
+
+        Args:
+            tokenizer: a fast one (of the library tokenizers).
+            text: valid Unicode.
+            add_special_tokens: as the tokenizer takes it.
+
+        Raises:
+            RequestError: it takes too long, or too much memory.
+        """
+        argument = _HAS_SPECIAL_TOKENS.pack(add_special_tokens) + text.encode()
+        num_bytes = len(argument) - _HAS_SPECIAL_TOKENS.size
+        async with self._turn:
+            run = functools.partial(asyncio.get_running_loop().run_in_executor, self._thread)
+            setup = await run(lambda: tokenizer.backend_tokenizer.to_str().encode())
+            server = make_server("vllm.engine.input.huge_texts:start", setup)
+            worker = DeadlineWorker(server, max_memory_bytes=_MAX_MEMORY_BYTES)
+            try:
+                await run(worker.start)
+                return await run(lambda: _as_list(worker.call(argument, DEADLINE_S)))
+            except DeadlineExceeded:
+                raise RequestError(
+                    f"the prompt is a text of {num_bytes} bytes: it was not tokenised within "
+                    f"{DEADLINE_S:g} s. Send a shorter text.",
+                    param="prompt",
+                ) from None
+            except WorkerDied:
+                raise RequestError(
+                    f"the prompt is a text of {num_bytes} bytes: there is not enough memory to "
+                    f"tokenise it. Send a shorter text.",
+                    param="prompt",
+                ) from None
+            finally:
+                if worker.pid is None:
+                    server.close()  # which may be starting: nobody shall wait for its imports
+                worker.close()
+                server.close()
+
+    def shutdown(self) -> None:
+        """Take no more texts."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _as_list(data: bytes) -> list[int]:
+    token_ids: list[int] = np.frombuffer(data, np.int32).tolist()
+    return token_ids
+
+
+# ---- the process ------------------------------------------------------------------------------
+
+
+def start(setup: bytes) -> Callable[[bytes], bytes]:
+    """The handler of the worker: a flag and UTF-8 in, token ids as int32 out."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(setup.decode())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def encode(argument: bytes) -> bytes:
+        (add_special_tokens,) = _HAS_SPECIAL_TOKENS.unpack_from(argument)
+        text = argument[_HAS_SPECIAL_TOKENS.size :].decode()
+        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return np.array(encoding.ids, np.int32).tobytes()
+
+    return encode

@@ -1,0 +1,490 @@
+"""From what a user sends to an `EngineRequest`: tokenised, checked against model and limits.
+
+What can be wrong with a request is found here, before the core sees it. Only whether it fits
+the KV cache is for the core to say.
+"""
+
+import copy
+import json
+import operator
+import random
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm.config import VllmConfig
+from vllm.engine.input.named_processors import NamedProcessors
+from vllm.engine.input.pooling_input import PoolingInput, refuse_generation
+from vllm.engine.input.prompt_embeds import PLACEHOLDER_TOKEN_ID, PromptEmbeds, key_of, needs_tokens
+from vllm.errors import PromptTooLongError, RequestError, TextTooLongError
+from vllm.inputs import PromptType
+from vllm.messages import EngineRequest, Grammar, TokenEmbeddings
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.structured_output.compiler import GrammarCompiler
+from vllm.structured_output.spec import field_of, make_spec
+from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES, TextLengthBound
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LONG_TEXT_CHARS = 16 * 1024
+"""From here on a text takes so long to tokenise that a server does it in a thread, and so does
+whatever else takes as long to prepare."""
+
+_FORMS = "a string, a list of token ids, {'prompt': str} or {'prompt_token_ids': list of int}"
+_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "token_type_ids"}
+_MEDIA_KEYS = {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt in the form the model takes."""
+
+    token_ids: list[int]
+    text: str | None
+    cache_salt: str | None = None
+    embeddings: tuple[TokenEmbeddings, ...] = ()
+    """In place of the tokens, which are placeholders then."""
+
+
+class InputProcessor:
+    """Makes requests for one engine.
+
+    Args:
+        config: complete and consistent.
+        tokenizer: None takes token ids only.
+        generation_defaults: what the model's generation_config.json says; of it, only
+            "eos_token_ids" is used here: end tokens besides the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        generation_defaults: Mapping[str, Any],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._config = config
+        self._generation_defaults = generation_defaults
+        self._vocab_size = config.model.resolved_arch.vocab_size
+        self._max_model_len = config.scheduler.max_model_len
+        self._max_logprobs = config.model.max_logprobs
+        self._named_processors = NamedProcessors(config.model.logits_processor_pattern)
+        self._structured_output = config.structured_output
+        self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = threading.Lock()
+        self._pooler = config.model.pooler
+        self._length_bound: TextLengthBound | None = None
+        self._bad_words: tuple[list[str], list[list[int]]] | None = None
+        """The newest bad words and their tokens: the prompts of one request share them."""
+        self.pooling = PoolingInput(config, self)
+        self.prompt_embeds = PromptEmbeds(config.model, self._max_model_len)
+        self._config_end_tokens = _as_ids(config.model.resolved_arch.hf_config.get("eos_token_id"))
+        self._default_end_tokens = _as_ids(generation_defaults.get("eos_token_ids"))
+        # Requests without a seed draw theirs from here, so that an offline run can be repeated.
+        self._seeds = random.Random(config.model.seed)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together."""
+        return self._max_model_len
+
+    def with_tokenizer(self, tokenizer: "PreTrainedTokenizerBase | None") -> "InputProcessor":
+        """One for the same engine with a tokenizer of its own, for another thread."""
+        return InputProcessor(self._config, tokenizer, self._generation_defaults)
+
+    @property
+    def end_tokens(self) -> tuple[int | None, frozenset[int]]:
+        """The token that ends an output silently, and further ones of the model.
+
+        The first is the tokenizer's, or config.json's when there is none. The others come from
+        generation_config.json and are reported as stop reason, like a user's stop tokens.
+        """
+        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        others = self._default_end_tokens
+        if eos is None and self._config_end_tokens:
+            eos, *rest = self._config_end_tokens
+            others = [*others, *rest]
+        return eos, frozenset(others) - {eos}
+
+    def process(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> tuple[str | None, EngineRequest]:
+        """Check and tokenise a request. `params` is shared with the result, and not changed.
+
+        Args:
+            request_id: the user's.
+            prompt: in any form of `PromptType`.
+            params: how to sample; for several samples see `fan_out.fan_out`.
+            arrival_time: in seconds of `time.time()`; None is now.
+            priority: a smaller one goes first.
+
+        Returns:
+            The prompt's text, None when it is not known, and the request.
+
+        Raises:
+            RequestError: something is wrong with it; names what, and the accepted values.
+        """
+        refuse_generation(self._pooler)
+        self._check_params(params)
+        is_truncated = params.truncate_prompt_tokens is not None
+        if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
+            tokenized = self._read_embeddings(prompt)
+            _check_without_tokens(params)
+        else:
+            tokenized = self.tokenize(
+                prompt, max_tokens=None if is_truncated else self._max_model_len - 1
+            )
+        token_ids = tokenized.token_ids
+        if params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-params.truncate_prompt_tokens :]
+        if len(token_ids) >= self._max_model_len:
+            raise PromptTooLongError(len(token_ids), self._max_model_len)
+        max_total = self._max_model_len
+        if params.max_tokens is not None:
+            max_total = min(max_total, len(token_ids) + params.max_tokens)
+        eos, others = self.end_tokens
+        # An output that has a form ends with it, if nothing more can come.
+        if params.ignore_eos and params.guided_decoding is None:
+            eos, others = None, frozenset()
+        return tokenized.text, EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            eos_token_id=eos,
+            stop_token_ids=others.union(
+                params.stop_token_ids or (), params.all_stop_token_ids - {eos}
+            ),
+            bad_words_token_ids=self._tokenize_bad_words(params.bad_words or ()),
+            max_total_tokens=max_total,
+            arrival_time=time.time() if arrival_time is None else arrival_time,
+            priority=priority,
+            cache_salt=tokenized.cache_salt,
+            cache_extra_keys=tuple(map(key_of, tokenized.embeddings)),
+            embeddings=tokenized.embeddings,
+        )
+
+    def process_pooling(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: PoolingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+    ) -> tuple[str | None, EngineRequest]:
+        """`process` for a pooling model; see there.
+
+        Raises:
+            RequestError: something is wrong with the request, or the model generates.
+        """
+        return self.pooling.process(
+            request_id, prompt, params, arrival_time=arrival_time, priority=priority
+        )
+
+    def attach_grammar(self, request: EngineRequest) -> EngineRequest:
+        """The request with its grammar, if its output must have a form.
+
+        Blocks for as long as compiling takes, within the limits of the config. To be called
+        from any thread, after `process` and before the request goes to the core.
+
+        Raises:
+            RequestError: the form is wrong, cannot be enforced, or takes too much to compile.
+            CapacityError: (503) too many others are being compiled.
+        """
+        guided = request.sampling_params.guided_decoding
+        if guided is None or request.grammar is not None:
+            return request
+        return _with_grammar(request, self.grammar_compiler.compile(guided))
+
+    def attach_cached_grammar(self, request: EngineRequest) -> EngineRequest | None:
+        """As `attach_grammar` if nothing has to be compiled, else None; does not block."""
+        guided = request.sampling_params.guided_decoding
+        if guided is None or request.grammar is not None:
+            return request
+        grammar = self.grammar_compiler.cached(guided)
+        return None if grammar is None else _with_grammar(request, grammar)
+
+    def close(self) -> None:
+        """End the processes that compile grammars; what they compile fails."""
+        with self._compiler_lock:
+            if self._compiler is not None:
+                self._compiler.close()
+
+    @property
+    def grammar_compiler(self) -> GrammarCompiler:
+        """Compiles for the tokenizer of now. Made when first used; its processes come later."""
+        with self._compiler_lock:
+            if self._compiler is None or self._compiler.tokenizer is not self.tokenizer:
+                self._compiler = GrammarCompiler(
+                    self._structured_output, self.tokenizer, self._vocab_size
+                )
+            return self._compiler
+
+    def tokenize(self, prompt: PromptType, *, max_tokens: int | None = None) -> TokenizedPrompt:
+        """Token ids of a prompt in any form, checked to be there and in the vocabulary.
+
+        Args:
+            prompt: in any form.
+            max_tokens: a text that certainly has more tokens is refused before it is tokenised;
+                None refuses none.
+
+        Raises:
+            RequestError: it has no known form, no tokens, or a token the model does not have.
+            PromptTooLongError: it certainly has more than `max_tokens`.
+        """
+        if isinstance(prompt, str):
+            return TokenizedPrompt(self._encode(prompt, max_tokens=max_tokens), prompt)
+        if isinstance(prompt, Mapping):
+            return self._tokenize_mapping(prompt, max_tokens)
+        return TokenizedPrompt(self._check_prompt_ids(prompt), None)
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a part of a text, without those that begin or end a prompt."""
+        assert self.tokenizer is not None
+        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        return len(encoded["input_ids"])
+
+    # ---- prompts --------------------------------------------------------------------------
+
+    def _tokenize_mapping(
+        self, prompt: Mapping[str, Any], max_tokens: int | None
+    ) -> TokenizedPrompt:
+        if media := [key for key in prompt if key in _MEDIA_KEYS and prompt[key]]:
+            raise RequestError(
+                f"{', '.join(media)}: this version reads text only. Leave it out of the prompt",
+                param="prompt",
+            )
+        if "encoder_prompt" in prompt:
+            raise RequestError(
+                "this version runs no models with an encoder and a decoder: send a prompt without "
+                f"'encoder_prompt', as {_FORMS}",
+                param="prompt",
+            )
+        if prompt.get("prompt_embeds") is not None:
+            raise RequestError(
+                "prompt_embeds: only generation takes embeddings; send text or token ids here",
+                param="prompt_embeds",
+            )
+        if unknown := [key for key in prompt if key not in _KEYS | _MEDIA_KEYS]:
+            raise RequestError(
+                f"a prompt has no {', '.join(map(repr, unknown))}: expected {_FORMS}",
+                param="prompt",
+            )
+        text, salt = prompt.get("prompt"), _cache_salt_of(prompt)
+        if text is not None and not isinstance(text, str):
+            raise RequestError(
+                f"'prompt' of a prompt must be a string, got {type(text).__name__}", param="prompt"
+            )
+        if prompt.get("prompt_token_ids") is not None:
+            return TokenizedPrompt(self._check_prompt_ids(prompt["prompt_token_ids"]), text, salt)
+        if text is None:
+            raise RequestError(f"the prompt is empty: expected {_FORMS}", param="prompt")
+        add_special_tokens = bool(prompt.get("add_special_tokens", True))
+        token_ids = self._encode(text, add_special_tokens, max_tokens=max_tokens)
+        return TokenizedPrompt(token_ids, text, salt)
+
+    def _read_embeddings(self, prompt: Mapping[str, Any]) -> TokenizedPrompt:
+        others = {"prompt_embeds", "cache_salt"}
+        if more := [key for key in prompt if key not in others and prompt[key] is not None]:
+            raise RequestError(
+                f"a prompt with prompt_embeds must not have {', '.join(map(repr, more))}: the "
+                "embeddings are the whole prompt",
+                param="prompt",
+            )
+        embeddings = self.prompt_embeds.read(prompt["prompt_embeds"])
+        placeholders = [PLACEHOLDER_TOKEN_ID] * embeddings.shape[0]
+        return TokenizedPrompt(placeholders, None, _cache_salt_of(prompt), (embeddings,))
+
+    def _encode(
+        self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
+    ) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError(
+                "a text prompt needs a tokenizer, and this engine runs without one "
+                "(skip_tokenizer_init): send token ids",
+                param="prompt",
+            )
+        if not text:
+            bos = self.tokenizer.bos_token_id
+            hint = "" if bos is None else f"; to begin with nothing, send the token ids [{bos}]"
+            raise RequestError(f"the prompt is empty{hint}", param="prompt")
+        self.check_length(text, max_tokens)
+        # verbose: the tokenizer would log of prompts longer than *it* thinks the model takes.
+        encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return self._check_prompt_ids(encoded["input_ids"])
+
+    def check_length(self, text: str, max_tokens: int | None) -> None:
+        """Refuse text that is not valid, or certainly has more than `max_tokens` tokens.
+
+        Raises:
+            RequestError: it is not valid Unicode.
+            TextTooLongError: it is too long.
+        """
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt is not valid text: {error.reason} at character {error.start}",
+                param="prompt",
+            ) from error
+        if max_tokens is None or num_bytes <= max_tokens * USUAL_TOKEN_BYTES:
+            return
+        if self._length_bound is None or self._length_bound.tokenizer is not self.tokenizer:
+            assert self.tokenizer is not None
+            self._length_bound = TextLengthBound(self.tokenizer)
+        if self._length_bound.min_tokens(text, num_bytes) > max_tokens:
+            raise TextTooLongError(num_bytes, max_tokens, self._max_model_len)
+
+    def _check_prompt_ids(self, token_ids: Any) -> list[int]:
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
+            raise RequestError(
+                f"a prompt cannot be of type {type(token_ids).__name__}: expected {_FORMS}",
+                param="prompt",
+            )
+        if not token_ids:
+            raise RequestError("the prompt has no tokens; at least one is needed", param="prompt")
+        ids = list(token_ids)
+        if set(map(type, ids)) != {int}:
+            ids = [_as_int(token_id, position) for position, token_id in enumerate(ids)]
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            position = next(i for i, t in enumerate(ids) if not 0 <= t < self._vocab_size)
+            raise RequestError(
+                f"token id {ids[position]} at position {position} of the prompt is not in the "
+                f"vocabulary of {self._vocab_size} tokens (0 to {self._vocab_size - 1})",
+                param="prompt",
+            )
+        return ids
+
+    # ---- sampling parameters --------------------------------------------------------------
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"expected SamplingParams, got {type(params).__name__}", param="sampling_params"
+            )
+        params.check_ranking()
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > self._max_logprobs:
+                raise RequestError(
+                    f"{name} must be at most {self._max_logprobs}, got {value}; "
+                    f"the limit is max_logprobs of the engine",
+                    param=name,
+                )
+        self._named_processors.check(params)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("stop_token_ids", params.all_stop_token_ids)
+        if params.guided_decoding is not None:
+            make_spec(params.guided_decoding, self._structured_output)  # raises
+            if self.tokenizer is None or self.end_tokens == (None, frozenset()):
+                raise RequestError(
+                    "structured output needs a tokenizer with an end token, and this engine has "
+                    "none",
+                    param=field_of(params.guided_decoding),
+                )
+        for name in ("stop", "bad_words"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise RequestError(
+                    f"{name} needs a tokenizer, and this engine runs without one "
+                    f"(skip_tokenizer_init)",
+                    param=name,
+                )
+
+    def _check_ids(self, name: str, token_ids: Collection[int]) -> None:
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            return
+        wrong = next(t for t in token_ids if not 0 <= t < self._vocab_size)
+        raise RequestError(
+            f"{name} has token id {wrong}, which is not in the vocabulary of "
+            f"{self._vocab_size} tokens (0 to {self._vocab_size - 1})",
+            param=name,
+        )
+
+    def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as it begins a text and as it follows another word."""
+        if not words:
+            return []
+        if self._bad_words is None or self._bad_words[0] != words:
+            self._bad_words = list(words), self._encode_bad_words(words)
+        return self._bad_words[1]
+
+    def _encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        assert self.tokenizer is not None
+        word_of: dict[str, str] = {}  # text -> the word it comes of, each text once
+        for word in words:
+            stem = word.lstrip()
+            for text in (stem, " " + stem) if stem else (word,):
+                word_of.setdefault(text, word)
+        encoded = self.tokenizer(list(word_of), add_special_tokens=False, verbose=False)
+        sequences: list[list[int]] = encoded["input_ids"]
+        for word, token_ids in zip(word_of.values(), sequences, strict=True):
+            if not token_ids or max(token_ids) >= self._vocab_size:
+                raise RequestError(
+                    f"bad_words has {word!r}, which the model cannot write", param="bad_words"
+                )
+        return list({tuple(token_ids): token_ids for token_ids in sequences}.values())
+
+
+def _cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
+    salt = prompt.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(
+            f"cache_salt must be a non-empty string, got {salt!r}", param="cache_salt"
+        )
+    return salt
+
+
+def _check_without_tokens(params: SamplingParams) -> None:
+    """Refuse what needs the tokens of a prompt that has none."""
+    if not isinstance(params, SamplingParams):
+        return
+    for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+        if getattr(params, name) is not None:
+            raise needs_tokens(name)
+
+
+def _with_grammar(request: EngineRequest, grammar: Grammar) -> EngineRequest:
+    """The request with its grammar, and with a JSON schema as text.
+
+    A schema may hold integers beyond 64 bits, which no message to the core can.
+    """
+    params = request.sampling_params
+    guided = params.guided_decoding
+    if guided is not None and isinstance(guided.json, dict):
+        params = copy.copy(params)
+        params.guided_decoding = msgspec.structs.replace(guided, json=json.dumps(guided.json))
+    return msgspec.structs.replace(request, sampling_params=params, grammar=grammar)
+
+
+def _as_ids(value: int | Sequence[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _as_int(token_id: Any, position: int) -> int:
+    """An integer of any kind, such as numpy's, as a Python one."""
+    if not isinstance(token_id, bool):
+        try:
+            return operator.index(token_id)
+        except TypeError:
+            pass  # told below, with its position
+    raise RequestError(
+        f"token ids must be integers, got {type(token_id).__name__} {token_id!r} "
+        f"at position {position} of the prompt",
+        param="prompt",
+    )

@@ -1,0 +1,159 @@
+"""How requests are prepared for the core without keeping the event loop from others.
+
+What is quick is done at once. Long texts and lists take a slow lane; texts that are certainly too
+long are refused before they are tokenised, and huge ones are left to a process.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from vllm.engine.input.huge_texts import HugeTexts
+from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor, TokenizedPrompt
+from vllm.engine.input.slow_lane import (
+    HUGE_TEXT_CHARS,
+    SlowLane,
+    preparation_cost,
+    split_at_spaces,
+    text_of,
+)
+from vllm.errors import TextTooLongError
+from vllm.inputs import PromptType, TokensPrompt
+from vllm.messages import EngineRequest
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.token_bytes import USUAL_TOKEN_BYTES
+
+_Result = TypeVar("_Result")
+_Processed = tuple[str | None, EngineRequest]
+
+_NO_PARAMS = PoolingParams()
+_PIECE_CHARS = 64 * 1024
+"""Size of the pieces in which a text is counted that may be too long."""
+
+
+class Preparation:
+    """Tokenises and checks requests; what it does for a request ends when that is cancelled.
+
+    Args:
+        source: gives the processor of the event loop, once there is one.
+    """
+
+    def __init__(self, source: Callable[[], InputProcessor]) -> None:
+        self._source = source
+        self._slow_lane = SlowLane("tokenise", source)
+        self._huge_lane = SlowLane("tokenise-huge", source)
+        self._huge_texts = HugeTexts()
+
+    @property
+    def _processor(self) -> InputProcessor:
+        return self._source()
+
+    def shutdown(self) -> None:
+        """Take no more requests."""
+        self._slow_lane.shutdown()
+        self._huge_lane.shutdown()
+        self._huge_texts.shutdown()
+
+    async def process(
+        self,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        process: Callable[[PromptType, InputProcessor], _Processed],
+    ) -> _Processed:
+        """What `process` makes of a prompt, in a slow lane where that takes long.
+
+        Args:
+            prompt: in any form.
+            params: of the request.
+            process: gets the prompt, perhaps with its token ids, and a processor to use.
+
+        Raises:
+            RequestError: what `process` raises, or the text is too long.
+        """
+        cost = preparation_cost(prompt, params)
+        if cost < LONG_TEXT_CHARS:
+            return process(prompt, self._processor)
+        is_truncated = params.truncate_prompt_tokens is not None
+        is_pooling = isinstance(params, PoolingParams)
+        if not is_truncated:
+            num_output = 0 if is_pooling else 1  # an output needs room for a token at least
+            max_model_len = self._processor.max_model_len
+            await self._refuse_long_text(prompt, max_model_len - num_output)
+        if not (is_truncated and is_pooling):  # these keep special tokens when they are cut
+            prompt = await self._encode_huge_text(prompt)
+        return await self.in_slow_lane(partial(process, prompt), cost)
+
+    async def _encode_huge_text(self, prompt: PromptType) -> PromptType:
+        """The prompt with its token ids, if its text is huge and can be left to a process."""
+        text = text_of(prompt)
+        if text is None or len(text) < HUGE_TEXT_CHARS:
+            return prompt
+        tokenizer = self._processor.tokenizer
+        if tokenizer is None or not tokenizer.is_fast:
+            return prompt
+        self._processor.check_length(text, None)
+        given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+        token_ids = await self._huge_texts.encode(
+            tokenizer, text, add_special_tokens=bool(given.get("add_special_tokens", True))
+        )
+        made: TokensPrompt = {"prompt_token_ids": token_ids, "prompt": text}
+        if given.get("cache_salt") is not None:
+            made["cache_salt"] = given["cache_salt"]
+        return made
+
+    async def tokenize(
+        self, prompt: PromptType, *, is_long: bool = False, max_tokens: int | None = None
+    ) -> TokenizedPrompt:
+        """Token ids of a prompt, as `InputProcessor.tokenize` gives them.
+
+        Args:
+            prompt: in any form.
+            is_long: it is one of many, so that all of them take long.
+            max_tokens: see there.
+        """
+        cost = preparation_cost(prompt, _NO_PARAMS)
+        if cost < LONG_TEXT_CHARS and not (is_long and text_of(prompt) is not None):
+            return self._processor.tokenize(prompt, max_tokens=max_tokens)
+        if max_tokens is not None:
+            await self._refuse_long_text(prompt, max_tokens)
+        prompt = await self._encode_huge_text(prompt)
+        return await self.in_slow_lane(
+            lambda processor: processor.tokenize(prompt, max_tokens=max_tokens), cost
+        )
+
+    async def _refuse_long_text(self, prompt: PromptType, max_tokens: int) -> None:
+        """Refuse a text with far more than `max_tokens` tokens, before all of it is tokenised.
+
+        Only texts of unusually many bytes per token are looked at, piece by piece, so that one
+        whose client leaves is left alone. Pieces have a few tokens more than the whole: refused
+        is what has twice as many as allowed.
+
+        Raises:
+            TextTooLongError: it has.
+        """
+        text = text_of(prompt)
+        if text is None or len(text) <= max_tokens * USUAL_TOKEN_BYTES + LONG_TEXT_CHARS:
+            return
+        if self._processor.tokenizer is None:
+            return
+        await self.in_slow_lane(lambda processor: processor.check_length(text, max_tokens))
+        num_tokens = 0
+        for piece in split_at_spaces(text, _PIECE_CHARS):
+            count = partial(InputProcessor.count_tokens, text=piece)
+            num_tokens += await self.in_slow_lane(count)
+            if num_tokens > 2 * max_tokens:
+                max_model_len = self._processor.max_model_len
+                raise TextTooLongError(len(text.encode()), max_tokens, max_model_len)
+
+    async def in_slow_lane(
+        self, work: Callable[[InputProcessor], _Result], num_chars: int = 0
+    ) -> _Result:
+        """Run what takes long with a tokenizer, in a thread that has one of its own.
+
+        Args:
+            work: what to do.
+            num_chars: how long the text is, if there is one: huge ones wait for each other only.
+        """
+        lane = self._huge_lane if num_chars >= HUGE_TEXT_CHARS else self._slow_lane
+        return await lane.run(work)

@@ -1,0 +1,113 @@
+"""Where requests are prepared that are expensive to prepare: away from the event loop.
+
+A request is expensive when its texts and lists are long, whichever of them. What takes a thread
+waits for its turn there; a request whose client leaves gives its turn up.
+"""
+
+import asyncio
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
+from vllm.inputs import PromptType
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import GuidedDecodingParams, SamplingParams
+
+_Result = TypeVar("_Result")
+
+HUGE_TEXT_CHARS = 2**20
+"""Texts from here on have a lane of their own: they take seconds."""
+_IDS_PER_CHAR = 8
+"""Token ids that are checked in the time in which a character is tokenised."""
+_SPACE = re.compile(r"\s")
+_MAX_WORD_CHARS = 4096
+"""A text without white space for so long is cut anywhere."""
+_WORD_CHARS = 32
+"""Bad words cost as much as so many characters more than they have."""
+
+
+class SlowLane:
+    """One thread with a tokenizer of its own, since a tokenizer serves one thread at a time.
+
+    Args:
+        name: of the thread.
+        source: gives the processor whose tokenizer is copied when the lane is first used.
+    """
+
+    def __init__(self, name: str, source: Callable[[], InputProcessor]) -> None:
+        self._source = source
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._processor: InputProcessor | None = None
+
+    async def run(self, work: Callable[[InputProcessor], _Result]) -> _Result:
+        """Run `work` in the thread. Cancelled before its turn comes, it is not run at all."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: work(self._own_processor()))
+
+    def shutdown(self) -> None:
+        """Take no more work, and drop what waits."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _own_processor(self) -> InputProcessor:
+        if self._processor is None:
+            source = self._source()
+            self._processor = source.with_tokenizer(copy.deepcopy(source.tokenizer))
+        return self._processor
+
+
+def preparation_cost(prompt: PromptType, params: SamplingParams | PoolingParams) -> int:
+    """How expensive a request is to prepare, in characters of text. Cheap to compute."""
+    cost = 0
+    if isinstance(params, SamplingParams):
+        lists = (params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
+        cost += sum(len(given or ()) for given in lists) // _IDS_PER_CHAR
+        cost += sum(len(word) + _WORD_CHARS for word in params.bad_words or ())
+        if params.guided_decoding is not None:
+            cost += _form_size(params.guided_decoding)
+    if (text := text_of(prompt)) is not None:
+        return cost + len(text)
+    if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
+        return cost + LONG_TEXT_CHARS  # megabytes to check and to hash
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+    return cost + (len(ids) // _IDS_PER_CHAR if isinstance(ids, (list, tuple)) else 0)
+
+
+def text_of(prompt: PromptType) -> str | None:
+    """The text that has to be tokenised, if there is one."""
+    if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None:
+        return None
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def split_at_spaces(text: str, num_chars: int) -> Iterator[str]:
+    """The text in pieces of about `num_chars`, which begin with white space where there is some.
+
+    >>> list(split_at_spaces("one two three", 4))
+    ['one two', ' three']
+    """
+    start = 0
+    while start < len(text):
+        end = start + num_chars
+        space = _SPACE.search(text, end, end + _MAX_WORD_CHARS)
+        end = end if space is None else space.start()
+        yield text[start:end]
+        start = end
+
+
+def _form_size(guided: GuidedDecodingParams) -> int:
+    """Characters of texts and parts of objects, counted up to where it does not matter."""
+    size = 0
+    left: list[Any] = [guided.json, guided.regex, guided.choice, guided.grammar]
+    left.append(guided.structural_tag)
+    while left and size < LONG_TEXT_CHARS:
+        value = left.pop()
+        size += len(value) if isinstance(value, str) else 1
+        if isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return size

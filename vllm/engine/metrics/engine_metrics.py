@@ -1,0 +1,323 @@
+"""What one engine has done, counted for Prometheus, the log and the status page.
+
+The names are those that dashboards of the field ask for; docs/metrics.md lists them. Counting is
+on the path of every step, so it only adds numbers; see `vllm.engine.metrics.registry`. Knows no
+HTTP.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from operator import add, lt
+
+import msgspec
+
+from vllm.config import VllmConfig
+from vllm.engine.metrics.history import RateHistory
+from vllm.engine.metrics.registry import Histogram, MetricSet
+from vllm.messages import FinishReason, RunnerStats, SchedulerStats
+
+NUM_RECENT = 50
+"""Finished requests that are remembered."""
+
+# fmt: off
+_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
+    80, 160, 640, 2560,
+)
+_NEXT_TOKEN_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)
+_REQUEST_S = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)
+# fmt: on
+_STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+_NUM_OUTPUTS = (1, 2, 5, 10, 20)
+
+
+@dataclass(slots=True)
+class IterationStats:
+    """What one message of the engine core brought."""
+
+    num_prompt_tokens: int
+    """Of requests whose prompt was completed."""
+    num_generation_tokens: int
+    first_token_latencies: Sequence[float]
+    """Seconds from arrival to first token, of requests that got theirs."""
+    inter_token_latencies: Sequence[float]
+    """Seconds since the token before, of all other tokens."""
+
+
+@dataclass(slots=True)
+class FinishedRequestStats:
+    """One request that has ended. Times are in seconds of `time.time()`; None: never happened."""
+
+    finish_reason: str
+    """A word of `FinishReason`."""
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    """Of all outputs together."""
+    n: int
+    max_tokens: int | None
+    arrival: float
+    first_scheduled: float | None
+    first_token: float | None
+    last_token: float | None
+    finished: float
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    request_id: str = ""
+    max_num_generation_tokens: int | None = None
+    """Of the longest output; None: there is one output."""
+
+    @property
+    def queue_s(self) -> float | None:
+        """From arrival to the first step."""
+        return _between(self.arrival, self.first_scheduled)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From arrival to the first token."""
+        return _between(self.arrival, self.first_token)
+
+    @property
+    def total_s(self) -> float:
+        """From arrival to the end."""
+        return max(0.0, self.finished - self.arrival)
+
+
+class EngineMetrics:
+    """Everything that is counted about one engine.
+
+    Args:
+        model_name: label of every sample.
+        config: of the engine.
+        history: of tokens per second; None makes one.
+
+    Attributes:
+        model_name, config: as given.
+        stats: the latest that the core has told.
+        recent: requests that ended last, the oldest first.
+        history: tokens of the last seconds.
+    """
+
+    def __init__(
+        self, model_name: str, config: VllmConfig, history: RateHistory | None = None
+    ) -> None:
+        self.stats = SchedulerStats()
+        self.recent: deque[FinishedRequestStats] = deque(maxlen=NUM_RECENT)
+        self.history = history or RateHistory()
+        self.model_name = model_name
+        self.config = config
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._counters = _CoreCounters()
+        metrics = self._metrics = MetricSet(self._labels)
+        self._prompt_tokens = metrics.counter("vllm:prompt_tokens", "Prompt tokens computed.")
+        self._generation_tokens = metrics.counter("vllm:generation_tokens", "Tokens generated.")
+        self._restarts = metrics.counter(
+            "vllm:engine_restarts", "Times that the engine process was started again."
+        )
+        self._success = metrics.counters(
+            "vllm:request_success", "Requests that have ended, by reason.", "finished_reason"
+        )
+        for reason in FinishReason:
+            self._success.cell(str(reason))
+        self._step_tokens = metrics.histogram(
+            "vllm:iteration_tokens_total", "Tokens of one step.", _STEP_TOKENS
+        )
+        self._first_token = metrics.histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
+        )
+        self._next_token = metrics.histogram(
+            "vllm:time_per_output_token_seconds", "From one token to the next.", _NEXT_TOKEN_S
+        )
+        self._requests = _RequestHistograms(metrics, config.scheduler.max_model_len)
+
+    # ---- counting -------------------------------------------------------------------------
+
+    def record_output(self, stats: SchedulerStats, iteration: IterationStats) -> None:
+        """One message of the core, with what it brought."""
+        self.stats = stats
+        self._counters.update(stats)
+        num_prompt, num_generated = iteration.num_prompt_tokens, iteration.num_generation_tokens
+        if not num_prompt and not num_generated:
+            return
+        self._prompt_tokens.value += num_prompt
+        self._generation_tokens.value += num_generated
+        self._step_tokens.observe(num_prompt + num_generated)
+        self.history.add(num_prompt, num_generated)
+        if iteration.first_token_latencies:
+            self._first_token.observe_all(iteration.first_token_latencies)
+        if iteration.inter_token_latencies:
+            self._next_token.observe_all(iteration.inter_token_latencies)
+
+    def record_finished(self, request: FinishedRequestStats) -> None:
+        """A request has ended, for whatever reason."""
+        self.recent.append(request)
+        self._success.cell(request.finish_reason).add()
+        self._requests.observe(request)
+
+    def record_restart(self) -> None:
+        """The core has died and another one is started: what it tells begins at 0."""
+        self._restarts.add()
+        self._counters.restart()
+        self.stats = SchedulerStats()
+
+    # ---- reading --------------------------------------------------------------------------
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Computed since the server started."""
+        return int(self._prompt_tokens.value)
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """Generated since the server started."""
+        return int(self._generation_tokens.value)
+
+    @property
+    def num_restarts(self) -> int:
+        """Times that the core was started again."""
+        return int(self._restarts.value)
+
+    @property
+    def totals(self) -> SchedulerStats:
+        """`stats`, with counters that go back to before the last restart of the core."""
+        return self._counters.totals(self.stats)
+
+    def metric_sets(self) -> list[MetricSet]:
+        """All of it, to be exposed now."""
+        return [self._core_metrics(), self._metrics]
+
+    def _core_metrics(self) -> MetricSet:
+        """What the core counts."""
+        metrics, totals = MetricSet(self._labels), self.totals
+        for name, help, value in (
+            ("num_requests_running", "Requests in the batch.", totals.num_running),
+            ("num_requests_waiting", "Requests that wait for a place.", totals.num_waiting),
+            ("gpu_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", totals.kv_cache_usage),
+        ):
+            metrics.gauge(f"vllm:{name}", help).value = value
+        runner = totals.runner
+        for name, help, value in (
+            ("num_preemptions", "Requests that lost their blocks.", totals.num_preemptions),
+            ("gpu_prefix_cache_queries", "Prompt tokens looked up.", totals.num_prefix_queries),
+            ("gpu_prefix_cache_hits", "Prompt tokens found cached.", totals.num_prefix_hits),
+            ("useful_tokens", "Tokens of requests run by the model.", runner.num_useful_tokens),
+            ("padded_tokens", "Tokens of padding run by the model.", runner.num_padded_tokens),
+            ("bucket_hits", "Launches of a known shape.", runner.num_bucket_hits),
+            ("bucket_misses", "Launches of a shape not warmed up.", runner.num_bucket_misses),
+            (
+                "compilations_after_warmup",
+                "Graphs compiled while requests waited.",
+                runner.num_late_compilations,
+            ),
+        ):
+            metrics.counter(f"vllm:{name}", help).value = value
+        cache = self.config.cache
+        info = {f.name: str(getattr(cache, f.name)) for f in fields(cache)}
+        info["num_gpu_blocks"] = str(totals.num_kv_blocks)
+        metrics.gauges("vllm:cache_config_info", "Settings of the KV cache.", *info).cell(
+            *info.values()
+        ).value = 1
+        return metrics
+
+
+class _RequestHistograms:
+    """Sizes, times and parameters of requests that have ended."""
+
+    def __init__(self, metrics: MetricSet, max_model_len: int) -> None:
+        sizes = one_two_five(max_model_len)
+
+        def histogram(name: str, help: str, bounds: Sequence[float]) -> Histogram:
+            return metrics.histogram(f"vllm:{name}", help, bounds)
+
+        self._prompt = histogram("request_prompt_tokens", "Tokens of the prompt.", sizes)
+        self._generated = histogram("request_generation_tokens", "Tokens generated.", sizes)
+        self._longest = histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest output.", sizes
+        )
+        self._max_tokens = histogram("request_params_max_tokens", "max_tokens asked for.", sizes)
+        self._n = histogram("request_params_n", "Outputs asked for.", _NUM_OUTPUTS)
+        self._total = histogram("e2e_request_latency_seconds", "Arrival to end.", _REQUEST_S)
+        self._queue = histogram("request_queue_time_seconds", "Arrival to first step.", _REQUEST_S)
+        self._inference = histogram(
+            "request_inference_time_seconds", "First step to last token.", _REQUEST_S
+        )
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "First step to first token.", _REQUEST_S
+        )
+        self._decode = histogram(
+            "request_decode_time_seconds", "First token to last token.", _REQUEST_S
+        )
+
+    def observe(self, request: FinishedRequestStats) -> None:
+        """One request; what never happened to it is not observed."""
+        longest = request.max_num_generation_tokens
+        self._prompt.observe(request.num_prompt_tokens)
+        self._generated.observe(request.num_generation_tokens)
+        self._longest.observe(request.num_generation_tokens if longest is None else longest)
+        self._n.observe(request.n)
+        if request.max_tokens is not None:
+            self._max_tokens.observe(request.max_tokens)
+        self._total.observe(request.total_s)
+        begun, first, last = request.first_scheduled, request.first_token, request.last_token
+        for histogram, seconds in (
+            (self._queue, request.queue_s),
+            (self._inference, _between(begun, last)),
+            (self._prefill, _between(begun, first)),
+            (self._decode, _between(first, last)),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
+
+
+class _CoreCounters:
+    """Counters of a core process, kept over its restarts."""
+
+    def __init__(self) -> None:
+        self._zero = _counters_of(SchedulerStats())
+        self._base = self._last = self._zero
+
+    def update(self, stats: SchedulerStats) -> None:
+        """The core tells these now; one that has gone down means that it is a new core."""
+        now = _counters_of(stats)
+        if any(map(lt, now, self._last)):
+            self.restart()
+        self._last = now
+
+    def restart(self) -> None:
+        """What comes next starts at 0."""
+        self._base = tuple(map(add, self._base, self._last))
+        self._last = self._zero
+
+    def totals(self, stats: SchedulerStats) -> SchedulerStats:
+        """`stats` with the counters of all cores together."""
+        queries, hits, preemptions, *runner = map(add, self._base, self._last)
+        return msgspec.structs.replace(
+            stats,
+            num_prefix_queries=queries,
+            num_prefix_hits=hits,
+            num_preemptions=preemptions,
+            runner=RunnerStats(**dict(zip(RunnerStats.__struct_fields__, runner, strict=True))),
+        )
+
+
+def one_two_five(most: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, ... up to `most`."""
+    bounds, power = [1], 1
+    while bounds[-1] <= most:
+        bounds += [2 * power, 5 * power, 10 * power]
+        power *= 10
+    return [bound for bound in bounds if bound <= most]
+
+
+def _counters_of(stats: SchedulerStats) -> tuple[int, ...]:
+    scheduler = (stats.num_prefix_queries, stats.num_prefix_hits, stats.num_preemptions)
+    return scheduler + msgspec.structs.astuple(stats.runner)
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    """Seconds; not below 0, for the clock of a machine may be set back."""
+    return None if start is None or end is None else max(0.0, end - start)

@@ -1,0 +1,1 @@
+"""From tokens of the engine core to what users get."""

@@ -1,0 +1,222 @@
+"""From the core's tokens to `RequestOutput`s: text, stop strings, log-probabilities, samples."""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.engine.output.detokenizer import DetokenizerFactory
+from vllm.engine.output.logprobs import TextOf
+from vllm.engine.output.output_state import RequestState, SampleState
+from vllm.engine.output.output_text import OutputText
+from vllm.engine.output.pooling_state import PoolingState
+from vllm.engine.output.stop_strings import StopStrings
+from vllm.errors import RequestError
+from vllm.logger import init_logger
+from vllm.messages import EngineOutput, EngineRequest, Finished, FinishReason
+from vllm.outputs import AnyRequestOutput
+from vllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from vllm.engine.metrics.stats_recorder import StatsRecorder
+
+logger = init_logger(__name__)
+
+_ABORTED = Finished(FinishReason.ABORT)
+
+
+class OutputProcessor:
+    """The outputs of all unfinished requests.
+
+    A request that fails in the core ends with finish reason "error" and the message as its stop
+    reason; the others go on.
+
+    Args:
+        tokenizer: None leaves every text empty.
+        recorder: told of tokens and of requests that end.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        recorder: "StatsRecorder | None" = None,
+    ) -> None:
+        self._recorder = recorder
+        self._requests: dict[str, RequestState] = {}
+        self._samples: dict[str, SampleState] = {}
+        """By id in the core."""
+        self._detokenizers: DetokenizerFactory | None = None
+        self.set_tokenizer(tokenizer)
+
+    def set_tokenizer(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+        """Use another tokenizer for requests that come from now on."""
+        self._detokenizers = None if tokenizer is None else DetokenizerFactory(tokenizer)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests whose user waits for more."""
+        return len(self._requests)
+
+    @property
+    def unfinished_request_ids(self) -> list[str]:
+        """Their ids, oldest first."""
+        return list(self._requests)
+
+    def request_id_of(self, core_id: str) -> str | None:
+        """The user's id for a request of the core that has not ended; None: there is none."""
+        sample = self._samples.get(core_id)
+        return None if sample is None else sample.request.request_id
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | None,
+        params: SamplingParams,
+        core_requests: Sequence[EngineRequest],
+    ) -> None:
+        """Expect output for a request.
+
+        Args:
+            request_id: the user's id.
+            prompt: text of the prompt, or None.
+            params: as the user gave them.
+            core_requests: one per sample, in the order of their index.
+
+        Raises:
+            RequestError: one of the ids is in use; nothing is changed.
+        """
+        in_use = [r.request_id for r in core_requests if r.request_id in self._samples]
+        if request_id in self._requests or in_use:
+            raise RequestError(
+                f"request id {request_id!r} is in use by a request that has not finished",
+                param="request_id",
+            )
+        first = core_requests[0]
+        kind = RequestState if first.pooling_params is None else PoolingState
+        request = kind(request_id, prompt, first.prompt_token_ids, params, first.arrival_time)
+        request.has_known_prompt = first.known_prompt_token_ids is not None
+        text_of = self._text_of(params)
+        for index, core_request in enumerate(core_requests):
+            text = self._make_text(params, first.known_prompt_token_ids)
+            sample = SampleState(request, index, core_request.request_id, text, text_of)
+            request.add_sample(sample)
+            self._samples[core_request.request_id] = sample
+        self._requests[request_id] = request
+
+    def process(self, output: EngineOutput) -> tuple[list[AnyRequestOutput], list[str]]:
+        """Take in one step of the core.
+
+        Returns:
+            Outputs for the users, and ids of core requests to abort: their text has reached a
+            stop string, which the core cannot see.
+        """
+        now = time.time()
+        samples, finished, recorder = self._samples, output.finished, self._recorder
+        self._take_details(output)
+        news: dict[RequestState, None] = {}  # a set that keeps the order
+        stopped: list[str] = []
+        for core_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+            sample = samples.get(core_id)
+            if sample is None:
+                continue  # has ended while this step was running
+            sample.token_ids.append(token_id)
+            request = sample.request
+            if recorder is not None:
+                recorder.token(sample, now)
+            metrics = request.metrics
+            metrics.last_token_time = now
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
+            if not sample.is_watched or core_id in finished:
+                continue
+            if (string := sample.read_newest()) is not None:
+                sample.end_at_stop_string(string)
+                stopped.append(core_id)
+                del samples[core_id]
+                news[request] = None
+            elif request.is_streamed:
+                news[request] = None
+        for core_id, end in finished.items():
+            if (sample := samples.pop(core_id, None)) is not None:
+                self._end(sample, end)
+                news[sample.request] = None
+        return self._outputs(news, now), stopped
+
+    def abort(self, request_ids: Iterable[str]) -> tuple[list[AnyRequestOutput], list[str]]:
+        """End requests with reason "abort"; ids that are not there are passed over.
+
+        Returns:
+            Their last outputs, and ids of core requests to abort.
+        """
+        requests = [self._requests[i] for i in dict.fromkeys(request_ids) if i in self._requests]
+        running = [s for r in requests for s in r.samples if s.finish_reason is None]
+        for sample in running:
+            del self._samples[sample.core_id]
+            sample.end(_ABORTED)
+        return self._outputs(requests, time.time()), [sample.core_id for sample in running]
+
+    def _take_details(self, output: EngineOutput) -> None:
+        """What comes besides tokens, for the few requests that have it."""
+        samples = self._samples
+        for core_id, num_tokens in output.num_cached_tokens.items():
+            sample = samples.get(core_id)
+            # Of several samples the first tells what earlier requests had left in the cache.
+            if sample is not None and sample.request.num_cached_tokens is None:
+                sample.request.num_cached_tokens = num_tokens
+        for core_id, scheduled_time in output.scheduled_times.items():
+            sample = samples.get(core_id)
+            if sample is not None and sample.request.metrics.first_scheduled_time is None:
+                sample.request.metrics.first_scheduled_time = scheduled_time
+        for core_id, rows in output.prompt_logprobs.items():
+            if (sample := samples.get(core_id)) is not None:
+                request = sample.request
+                request.add_prompt_logprobs(rows, self._text_of(request.params))
+        for core_id, rows in output.logprobs.items():
+            if (sample := samples.get(core_id)) is not None:
+                sample.add_logprobs(rows)
+        for core_id, result in output.pooled.items():
+            sample = samples.get(core_id)
+            if sample is not None and isinstance(sample.request, PoolingState):
+                sample.request.result = result
+
+    def _end(self, sample: SampleState, end: Finished) -> None:
+        if end.error is not None:
+            logger.error("request %s failed: %s", sample.core_id, end.error)
+        sample.end(end)
+
+    def _outputs(self, requests: Iterable[RequestState], now: float) -> list[AnyRequestOutput]:
+        """Outputs of requests with news, and farewell to those that are finished."""
+        outputs = []
+        for request in requests:
+            is_finished = request.num_running == 0
+            if is_finished:
+                request.metrics.finished_time = now
+                if self._recorder is not None:
+                    self._recorder.request(request, now)
+                del self._requests[request.request_id]
+            if is_finished or request.is_streamed:
+                outputs.append(request.output())
+        return outputs
+
+    def _text_of(self, params: SamplingParams) -> TextOf | None:
+        """What tells the text of a token in log-probabilities; None where none is wanted."""
+        if self._detokenizers is None or not params.detokenize:
+            return None
+        return self._detokenizers.text_of
+
+    def _make_text(
+        self, params: SamplingParams, prompt_token_ids: Sequence[int] | None
+    ) -> OutputText | None:
+        if self._detokenizers is None or not params.detokenize:
+            return None
+        detokenizer = self._detokenizers.create(
+            prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        strings = [params.stop] if isinstance(params.stop, str) else params.stop
+        stop = None
+        if strings:
+            stop = StopStrings(strings, is_shown=params.include_stop_str_in_output)
+        return OutputText(detokenizer, stop, params.min_tokens)

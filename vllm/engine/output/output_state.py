@@ -1,0 +1,289 @@
+"""What has come of a user's request so far: one `SampleState` per sample, one `RequestState`.
+
+Tokens only pile up here until somebody has to see them: the text of a request whose user wants the
+final output is made once, at its end.
+"""
+
+from vllm.engine.output.logprobs import TextOf, to_dicts
+from vllm.engine.output.output_text import OutputText
+from vllm.messages import Finished, FinishReason, LogprobRows
+from vllm.outputs import (
+    AnyRequestOutput,
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+_MOST_ROWS_KEPT = 8
+"""Positions of a sample whose log-probabilities are made dicts together. All of them at the end
+would take seconds: there may be a hundred samples of thousands of tokens."""
+
+
+class SampleState:
+    """One sample, which is one request of the engine core.
+
+    Attributes:
+        core_id: its id in the core.
+        token_ids: output tokens so far; the caller appends.
+        is_watched: has to be read token by token, to stream it or to find a stop string.
+        last_token_time: in seconds of `time.time()`, where somebody records it.
+    """
+
+    __slots__ = (
+        "_cumulative_logprob",
+        "_is_end_sent",
+        "_logprobs",
+        "_new_logprobs",
+        "_num_read",
+        "_num_sent_chars",
+        "_num_sent_tokens",
+        "_text",
+        "_text_of",
+        "core_id",
+        "finish_reason",
+        "index",
+        "is_watched",
+        "last_token_time",
+        "request",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request: "RequestState",
+        index: int,
+        core_id: str,
+        text: OutputText | None,
+        text_of: TextOf | None,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.core_id = core_id
+        self.token_ids: list[int] = []
+        self.is_watched = request.is_streamed or (text is not None and bool(request.params.stop))
+        self.last_token_time: float | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._text = text
+        self._text_of = text_of
+        self._num_read = 0
+        self._new_logprobs: list[LogprobRows] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._cumulative_logprob = 0.0
+        self._num_sent_tokens = 0
+        self._num_sent_chars = 0
+        self._is_end_sent = False
+
+    @property
+    def has_news(self) -> bool:
+        """Something was not in any output yet."""
+        if self.finish_reason is not None:
+            return not self._is_end_sent
+        return len(self.token_ids) > self._num_sent_tokens
+
+    def add_logprobs(self, rows: LogprobRows) -> None:
+        """Keep the log-probabilities of the next position."""
+        self._new_logprobs.append(rows)
+        if len(self._new_logprobs) >= _MOST_ROWS_KEPT:
+            self._convert_logprobs()
+
+    def read(self, num_tokens: int) -> str | None:
+        """Make text of the first `num_tokens` output tokens; the stop string if it ends there."""
+        if self._text is None:
+            return None
+        new, self._num_read = self.token_ids[self._num_read : num_tokens], num_tokens
+        return self._text.append(new)
+
+    def read_newest(self) -> str | None:
+        """As `read` for all tokens, of which only the last was not read."""
+        if self._text is None:
+            return None
+        self._num_read += 1
+        return self._text.append(self.token_ids[-1:])
+
+    def end(self, finished: Finished) -> None:
+        """The core has ended the sample. A stop string in its last token comes first."""
+        num_tokens = len(self.token_ids)
+        is_stop = finished.reason is FinishReason.STOP
+        if is_stop and not self.request.params.include_stop_str_in_output:
+            num_tokens -= 1  # the text of a stop token is left out, as that of a stop string
+        if (matched := self.read(num_tokens)) is not None:
+            self.end_at_stop_string(matched)
+            return
+        if self._text is not None:
+            self._text.finish()
+        stop_reason = finished.stop_reason if finished.error is None else finished.error
+        self._set_end(finished.reason, stop_reason)
+
+    def end_at_stop_string(self, string: str) -> None:
+        """`read` has found a stop string."""
+        self._set_end(FinishReason.STOP, string)
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Sum over the tokens whose log-probabilities have come."""
+        if self._new_logprobs:
+            self._convert_logprobs()
+        return self._cumulative_logprob
+
+    def output(self, is_delta: bool) -> CompletionOutput:
+        """The whole sample, or what is new since the last output."""
+        if self._new_logprobs:
+            self._convert_logprobs()
+        first_token = self._num_sent_tokens if is_delta else 0
+        first_char = self._num_sent_chars if is_delta else 0
+        self._num_sent_tokens = len(self.token_ids)
+        self._is_end_sent = self.finish_reason is not None
+        text = ""
+        if self._text is not None:
+            self._num_sent_chars = self._text.num_shown
+            text = self._text.text[first_char : self._num_sent_chars]
+        token_ids = self.token_ids[first_token:]
+        if self.request.params.logprobs is None:
+            return CompletionOutput(
+                self.index,
+                text,
+                token_ids,
+                self._cumulative_logprob if self.request.is_ranked else None,
+                None,
+                self.finish_reason,
+                self.stop_reason,
+            )
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=self._cumulative_logprob,
+            logprobs=self._logprobs[first_token:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _set_end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.finish_reason = str(reason)
+        self.stop_reason = stop_reason
+        self.request.num_running -= 1
+
+    def _convert_logprobs(self) -> None:
+        num_top = self.request.params.logprobs
+        for rows in self._new_logprobs:
+            if num_top is None:  # the user wants none: the sum alone, to rank the samples
+                self._cumulative_logprob += float(rows.logprobs[:, 0].sum())
+                continue
+            for entries in to_dicts(rows, num_top, self._text_of):
+                self._logprobs.append(entries)
+                self._cumulative_logprob += next(iter(entries.values())).logprob
+        self._new_logprobs.clear()
+
+
+class RequestState:
+    """A user's request: its samples and what they share.
+
+    Args:
+        request_id: the user's.
+        prompt: text of the prompt, or None.
+        prompt_token_ids: tokens of the prompt.
+        params: as the user gave them.
+        arrival_time: in seconds of `time.time()`.
+
+    Attributes:
+        is_streamed: its user sees every step.
+        is_ranked: only the likeliest of its samples are returned.
+        samples: ordered by index.
+        num_running: samples that have not ended.
+        num_cached_tokens: None until it is known.
+        has_known_prompt: False when the tokens of the prompt stand for embeddings.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        arrival_time: float,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.is_streamed = params.output_kind is not RequestOutputKind.FINAL_ONLY
+        self.is_ranked = params.is_ranked
+        self.samples: list[SampleState] = []
+        self.num_running = 0
+        self.metrics = RequestMetrics(arrival_time)
+        self.num_cached_tokens: int | None = None
+        self.has_known_prompt = True
+        self._is_delta = params.output_kind is RequestOutputKind.DELTA
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]  # nothing predicts the first token
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._prompt_token_ids)
+
+    def add_sample(self, sample: SampleState) -> None:
+        """Expect one more sample."""
+        self.samples.append(sample)
+        self.num_running += 1
+
+    def add_prompt_logprobs(self, rows: LogprobRows, text_of: TextOf | None) -> None:
+        """Append the log-probabilities of the prompt's next positions."""
+        if self.params.prompt_logprobs is not None and self._prompt_logprobs is not None:
+            self._prompt_logprobs += to_dicts(rows, self.params.prompt_logprobs, text_of)
+
+    def output(self) -> AnyRequestOutput:
+        """The request as its user shall see it now; in a delta, only samples with news."""
+        samples, prompt_logprobs = self.samples, self._prompt_logprobs
+        is_delta, is_finished = self._is_delta, self.num_running == 0
+        if is_delta and (len(samples) > 1 or not samples[0].has_news):
+            samples = [sample for sample in samples if sample.has_news]
+        if self.is_ranked:
+            samples = self._best()
+        if is_delta and prompt_logprobs is not None:
+            prompt_logprobs = self._whole_prompt_logprobs_once(is_finished)
+        output = RequestOutput(
+            self.request_id,
+            self._prompt,
+            self._prompt_token_ids if self.has_known_prompt else None,
+            prompt_logprobs,
+            [sample.output(is_delta) for sample in samples],
+            is_finished,
+            self.metrics,
+        )
+        output.num_cached_tokens = self.num_cached_tokens
+        if self.is_ranked:
+            for index, best in enumerate(output.outputs):
+                best.index = index
+            output.num_dropped_tokens = self._num_tokens() - sum(
+                len(best.token_ids) for best in output.outputs
+            )
+        return output
+
+    def _best(self) -> list[SampleState]:
+        """The `n` likeliest samples, the likeliest first; those that failed come last."""
+        ranked = sorted(
+            self.samples,
+            key=lambda sample: (
+                sample.finish_reason == str(FinishReason.ERROR),
+                -sample.cumulative_logprob,
+            ),
+        )
+        return ranked[: self.params.n]
+
+    def _num_tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    def _whole_prompt_logprobs_once(
+        self, is_finished: bool
+    ) -> list[dict[int, Logprob] | None] | None:
+        found = self._prompt_logprobs
+        if found is None or (len(found) < len(self._prompt_token_ids) and not is_finished):
+            return None
+        self._prompt_logprobs = None
+        return found

@@ -1,0 +1,67 @@
+"""The text of one sample: detokenised, cut at a stop string, held back where it may yet be cut."""
+
+from collections.abc import Sequence
+
+from vllm.engine.output.detokenizer import Detokenizer
+from vllm.engine.output.stop_strings import StopStrings
+
+
+class OutputText:
+    """Grows token by token.
+
+    Args:
+        detokenizer: of this sample alone.
+        stop: stop strings, or None.
+        min_tokens: output tokens before which no stop string ends the output.
+
+    Attributes:
+        text: what is known; once finished, all of it.
+        num_shown: characters of it that will not change and may be shown.
+    """
+
+    __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_stop", "num_shown", "text")
+
+    def __init__(
+        self, detokenizer: Detokenizer, stop: StopStrings | None, min_tokens: int = 0
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stop = stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self.text = ""
+        self.num_shown = 0
+
+    def append(self, token_ids: Sequence[int]) -> str | None:
+        """Take in new output tokens.
+
+        Returns:
+            The stop string that ends the output, or None. The text is cut then, and complete.
+        """
+        if self._stop is None:
+            self.text += self._detokenizer.push(token_ids)
+            self.num_shown = len(self.text)
+            return None
+        for token_id in token_ids:
+            if (matched := self._append_one(token_id, self._stop)) is not None:
+                return matched
+        return None
+
+    def finish(self) -> None:
+        """No token and no stop string will come: show what was held back."""
+        self.text += self._detokenizer.flush()
+        self.num_shown = len(self.text)
+
+    def _append_one(self, token_id: int, stop: StopStrings) -> str | None:
+        new = self._detokenizer.push((token_id,))
+        self._num_tokens += 1
+        if not new:
+            return None
+        self.text += new
+        if self._num_tokens >= self._min_tokens:
+            match = stop.find(self.text, len(new))
+            if match is not None:
+                self.text = self.text[: match.end if stop.is_shown else match.start]
+                self.num_shown = len(self.text)
+                return match.string
+        self.num_shown = max(self.num_shown, len(self.text) - stop.num_held(self.text))
+        return None

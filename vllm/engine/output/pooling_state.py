@@ -1,0 +1,32 @@
+"""What has come of a request to a pooling model."""
+
+from vllm.engine.output.output_state import RequestState
+from vllm.messages import FloatArray
+from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput
+
+_NO_RESULT = "the request was ended before it had a result"
+
+
+class PoolingState(RequestState):
+    """A request whose one result comes with its end; its only sample has no tokens.
+
+    Attributes:
+        result: [numbers] or [tokens, numbers]; None: not yet, or never.
+    """
+
+    result: FloatArray | None = None
+
+    def output(self) -> AnyRequestOutput:
+        """The result, or why there is none."""
+        error = None
+        if self.result is None:
+            reason = self.samples[0].stop_reason
+            error = _NO_RESULT if reason is None else str(reason)
+        return PoolingRequestOutput(
+            request_id=self.request_id,
+            outputs=PoolingOutput([] if self.result is None else self.result),
+            prompt_token_ids=self._prompt_token_ids,
+            finished=True,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            error=error,
+        )

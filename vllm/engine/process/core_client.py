@@ -1,0 +1,155 @@
+"""The process of an engine core, as an event loop sees it."""
+
+import asyncio
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.engine.process.wire import (
+    START_LENGTH,
+    FromCore,
+    StartCore,
+    ToCore,
+    decode_from_core,
+    encode,
+)
+from vllm.logger import current_format, init_logger
+
+logger = init_logger(__name__)
+
+_MAX_SOCKET_PATH = 100
+"""Bytes; the kernel takes 107."""
+
+_CHILD_DEFAULTS = {"GOMP_SPINCOUNT": "1000", "KINETO_LOG_LEVEL": "99"}
+"""OpenMP threads that wait for the next loop give their core to the API process sooner; torch's
+profiler does not write lines of its own between those of the log."""
+
+
+class CoreClient:
+    """Starts a core at construction and speaks with it.
+
+    Constructed and configured in any thread; the other methods belong to the event loop of
+    `attach`.
+    """
+
+    def __init__(self) -> None:
+        self._folder = _make_folder()
+        address = f"ipc://{self._folder / 'core'}"
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.bind(address)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.engine.process.core_process", address],
+            stdin=subprocess.PIPE,
+            env=envs.child_environment(_CHILD_DEFAULTS, {"VLLM_LOGGING_FORMAT": current_format()}),
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the core."""
+        return self.process.pid
+
+    def configure(self, config: VllmConfig, models: dict[str, str]) -> None:
+        """Let it load. Until then it imports what it will need.
+
+        Args:
+            config: of the engine.
+            models: architectures that plug-ins have registered.
+        """
+        data = encode(StartCore(config=config, models=models))
+        assert self.process.stdin is not None
+        # It has ended, and may have been closed after that: `on_death` tells.
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self.process.stdin.write(START_LENGTH.pack(len(data)) + data)
+            self.process.stdin.flush()
+
+    def attach(
+        self, on_message: Callable[[FromCore], None], on_death: Callable[[str], None]
+    ) -> None:
+        """Deliver messages to the running event loop.
+
+        Args:
+            on_message: called with each message, in order.
+            on_death: called once when the process has ended, after its last message, with what
+                is known of the cause; not after `close`.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._on_death = on_death
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._loop.call_soon(self._read)
+        threading.Thread(
+            target=self._wait_for_end, args=(self._loop,), name="core-watch", daemon=True
+        ).start()
+
+    def send(self, message: ToCore) -> None:
+        """Send a message; one to a core that has ended is dropped.
+
+        Raises:
+            RequestError: it holds what cannot be sent.
+        """
+        data = encode(message)
+        if self._is_closed:
+            return
+        with contextlib.suppress(zmq.Again):  # the other end is gone: `on_death` will tell
+            self._socket.send(data, zmq.NOBLOCK)
+        assert self._loop is not None
+        # A send may take the edge that tells of a message that has come.
+        self._loop.call_soon(self._read)
+
+    def close(self) -> None:
+        """End the process at once and release all. Calling it again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.fileno())
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self._socket.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self) -> None:
+        while not self._is_closed:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_message(decode_from_core(data))
+
+    def _wait_for_end(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody to tell
+            loop.call_soon_threadsafe(self._tell_end)
+
+    def _tell_end(self) -> None:
+        if self._is_closed:
+            return
+        self._read()
+        code = self.process.returncode
+        self._on_death(f"signal {-code}" if code < 0 else f"exit code {code}")
+
+
+def _make_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="vllm-"))
+    if len(bytes(folder)) > _MAX_SOCKET_PATH - len("/core"):
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="vllm-", dir="/tmp"))
+    return folder

@@ -1,0 +1,273 @@
+"""The process of an engine core: `python -m vllm.engine.process.core_process ADDRESS`.
+
+Reads its first message, the configuration, from standard input, and all others from a ZMQ
+socket that its parent has bound. Between two steps it takes in what has come; a step never waits
+for a client. Standard input stays open as long as the parent lives: at its end this process ends,
+however the parent died.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from vllm.engine.engine_core import EngineCore
+from vllm.engine.fan_out import fan_out, sample_id
+from vllm.engine.process.wire import (
+    START_LENGTH,
+    AbortRequests,
+    AddRequests,
+    CallCore,
+    CallError,
+    CallResult,
+    CoreFailed,
+    CoreOutput,
+    CoreProgress,
+    CoreReady,
+    FromCore,
+    Refused,
+    StartCore,
+    StopCore,
+    ToCore,
+    decode_arguments,
+    decode_to_core,
+    encode,
+    encode_value,
+    ids_of_requests,
+)
+from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
+from vllm.logger import init_logger
+from vllm.messages import EngineOutput, EngineRequest
+from vllm.utils import startup
+from vllm.utils.garbage import keep_for_good
+
+logger = init_logger(__name__)
+
+CALLS = frozenset({"reset_prefix_cache", "collective_rpc", "sleep", "wake_up", "is_sleeping"})
+"""The methods of `EngineCore` that `CallCore` may ask for."""
+
+_STDIN = 0
+
+_LINGER_MS = 2000
+"""For the last messages to be read."""
+
+
+class CoreLoop:
+    """Takes messages, runs steps, sends what they bring.
+
+    Args:
+        core: started.
+        receive: the next message, as bytes; None when there is none and it must not wait.
+        send: takes messages as they are.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        receive: Callable[[bool], bytes | None],
+        send: Callable[[FromCore], None],
+    ) -> None:
+        self._core = core
+        self._receive = receive
+        self._send = send
+        self._is_stopped = False
+        self._has_unsent_stats = False
+
+    def run(self) -> None:
+        """Until `StopCore`.
+
+        Raises:
+            EngineDeadError: a step failed.
+        """
+        while not self._is_stopped:
+            self.turn()
+
+    def turn(self) -> None:
+        """Take what has come, and run one step if there is something to compute."""
+        self._take_messages()
+        if not self._is_stopped and self._core.has_unfinished_requests():
+            self._send(CoreOutput(output=self._core.step(), stats=self._core.stats()))
+            self._has_unsent_stats = False
+
+    def _take_messages(self) -> None:
+        """All that have come; waits for one when there is nothing to compute."""
+        core = self._core
+        while not self._is_stopped:
+            is_idle = not core.has_unfinished_requests()
+            if is_idle and self._has_unsent_stats:
+                self._send(CoreOutput(output=EngineOutput(), stats=core.stats()))
+                self._has_unsent_stats = False
+            data = self._receive(is_idle)
+            if data is None:
+                return
+            try:
+                message = decode_to_core(data)
+            except msgspec.ValidationError as error:
+                self._refuse_unreadable(data, error)
+            else:
+                self._handle(message)
+
+    def _refuse_unreadable(self, data: bytes, error: msgspec.ValidationError) -> None:
+        """Refuse requests of which one holds what it may not: that is no fault of the others."""
+        ids = ids_of_requests(data)
+        if not ids:
+            raise error
+        text = f"the request cannot be read by the engine: {error}"
+        for request_id in ids:
+            # One of the two is known, whether the request has one sample or several.
+            for known_id in (request_id, sample_id(request_id, 0)):
+                self._send(
+                    Refused(request_id=known_id, message=text, status=400, is_capacity=False)
+                )
+
+    def _handle(self, message: ToCore) -> None:
+        if isinstance(message, AddRequests):
+            for request in message.requests:
+                for sample in fan_out(request):
+                    self._add(sample)
+        elif isinstance(message, AbortRequests):
+            self._core.abort_requests(message.request_ids)
+            self._has_unsent_stats = True
+        elif isinstance(message, CallCore):
+            self._send(self._call(message))
+        elif isinstance(message, StopCore):
+            self._is_stopped = True
+
+    def _add(self, request: EngineRequest) -> None:
+        try:
+            self._core.add_request(request)
+        except (RequestError, CapacityError) as error:
+            self._send(
+                Refused(
+                    request_id=request.request_id,
+                    message=str(error),
+                    status=error.status,
+                    is_capacity=isinstance(error, CapacityError),
+                    param=error.param if isinstance(error, RequestError) else None,
+                )
+            )
+
+    def _call(self, message: CallCore) -> CallResult:
+        try:
+            assert message.name in CALLS, f"EngineCore has no call {message.name}"
+            args, kwargs = decode_arguments(message.arguments)
+            value = getattr(self._core, message.name)(*args, **kwargs)
+            encoded = encode_value(f"the result of {message.name}", value)
+            return CallResult(call_id=message.call_id, value=encoded)
+        except Exception as error:  # told to the caller; the loop goes on
+            if not isinstance(error, (RequestError, CapacityError)):
+                logger.exception("call %s failed", message.name)
+            return CallResult(call_id=message.call_id, error=CallError.of(error))
+
+
+def main(address: str) -> int:
+    """Run a core until it is told to stop; the exit code."""
+    # The parent decides when to end, also when the terminal or a service manager signals all.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    import_module("torch")  # takes seconds, which the parent needs to read the model's config
+    start = decode_to_core(_read_first())
+    assert isinstance(start, StartCore)
+    threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
+    context = zmq.Context(io_threads=1)
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.linger = _LINGER_MS
+    socket.connect(address)
+
+    def send(message: FromCore) -> None:
+        socket.send(encode(message))
+
+    def receive(wait: bool) -> bytes | None:
+        try:
+            data: bytes = socket.recv(0 if wait else zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return data
+
+    try:
+        return _run(start, receive, send)
+    finally:
+        socket.close()
+        context.term()
+
+
+def _run(
+    start: StartCore, receive: Callable[[bool], bytes | None], send: Callable[[FromCore], None]
+) -> int:
+    startup.listen(lambda phase, done, total: send(_progress(phase, done, total)))
+    core = None
+    try:
+        core = _start_core(start)
+        startup.listen(None)
+        keep_for_good()
+        send(CoreReady(stats=core.stats()))
+        CoreLoop(core, receive, send).run()
+    except ConfigError as error:
+        send(CoreFailed(message=str(error), is_config_error=True))
+        return 2
+    except EngineDeadError as error:  # logged where the step failed
+        send(CoreFailed(message=str(error), is_config_error=False))
+        return 1
+    except Exception as error:  # the edge of the process: whatever it is, the parent must know
+        traceback.print_exc()
+        send(CoreFailed(message=f"{type(error).__name__}: {error}", is_config_error=False))
+        return 1
+    finally:
+        if core is not None:
+            core.shutdown()
+    return 0
+
+
+def _start_core(start: StartCore) -> EngineCore:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name, place in start.models.items():
+        ModelRegistry.register_model(name, place)
+    startup.report("starting the worker")
+    config = start.config
+    # In the log of a server, a progress bar is noise.
+    load = replace(
+        config.load, use_tqdm_on_load=config.load.use_tqdm_on_load and sys.stderr.isatty()
+    )
+    device = replace(config.device, is_beside_server=True)
+    return EngineCore(replace(config, load=load, device=device))
+
+
+def _progress(phase: str, done: int, total: int) -> CoreProgress:
+    return CoreProgress(phase=phase, done=done, total=total)
+
+
+def _read_first() -> bytes:
+    (length,) = START_LENGTH.unpack(_read_exactly(START_LENGTH.size))
+    return _read_exactly(length)
+
+
+def _read_exactly(size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = os.read(_STDIN, size - len(data))
+        if not part:
+            sys.exit(1)  # the parent has gone
+        data += part
+    return data
+
+
+def _end_with_parent(address: str) -> None:
+    # Not through sys.stdin: the interpreter cannot end while a thread waits inside of that.
+    os.read(_STDIN, 1)  # returns when nobody holds the other end any more
+    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,275 @@
+"""Starts the process of an engine core, notices its death, and starts it again if it may.
+
+Everything but the start of a process happens in one event loop.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.process.core_client import CoreClient
+from vllm.engine.process.startup_state import Startup
+from vllm.engine.process.wire import (
+    CallCore,
+    CallResult,
+    CoreFailed,
+    CoreOutput,
+    CoreProgress,
+    CoreReady,
+    FromCore,
+    Refused,
+    ToCore,
+    decode_value,
+    encode_arguments,
+)
+from vllm.errors import ConfigError, EngineDeadError
+from vllm.logger import init_logger
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.utils import startup
+
+logger = init_logger(__name__)
+
+_IMPORTING = "importing PyTorch and the engine"
+
+
+class CoreSupervisor:
+    """One core process at a time.
+
+    Args:
+        num_restarts: times that a core which died is started again.
+        on_output: takes what each step brings.
+        on_refused: takes the refusal of a request.
+        on_lost: takes the error of a core that has died, with all of its requests.
+
+    Attributes:
+        startup: how far the start has come.
+        num_restarts_done: times that a core was started again.
+        death_callbacks: called once each when the core is dead for good.
+    """
+
+    def __init__(
+        self,
+        num_restarts: int,
+        *,
+        on_output: Callable[[CoreOutput], None],
+        on_refused: Callable[[Refused], None],
+        on_lost: Callable[[BaseException], None],
+    ) -> None:
+        self.startup = Startup()
+        self.num_restarts_done = 0
+        self.death_callbacks: list[Callable[[BaseException], None]] = []
+        self._restarts_left = num_restarts
+        self._on_output = on_output
+        self._on_refused = on_refused
+        self._on_lost = on_lost
+        self._core: CoreClient | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._failure: CoreFailed | None = None
+        self._restart_task: asyncio.Task[None] | None = None
+        self._spawning: asyncio.Task[asyncio.Future[None]] | None = None
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._is_stopped = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the core, while there is one."""
+        return None if self._core is None else self._core.pid
+
+    def prepare(self) -> None:
+        """Begin to start the process, which imports what it needs until `start` configures it."""
+        if self._spawning is None:
+            self._spawning = asyncio.get_running_loop().create_task(self._start_process())
+            # `start` raises it.
+            self._spawning.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def start(
+        self, resolve: Callable[[], VllmConfig], meanwhile: Callable[[VllmConfig], None]
+    ) -> None:
+        """Start a core; returns when it computes requests.
+
+        Args:
+            resolve: makes the config of the engine, in a thread, while the process starts.
+            meanwhile: runs in a thread while the core loads.
+
+        Raises:
+            ConfigError: it cannot start with this config.
+            EngineDeadError: its process has ended.
+        """
+        try:
+            self.prepare()
+            assert self._spawning is not None
+            ready = await self._spawning
+            self._config = await asyncio.to_thread(self._resolve, resolve)
+            await self._configure()
+            await asyncio.to_thread(meanwhile, self._config)
+            await ready
+        except BaseException as error:
+            self.startup.set_failed(error)
+            self._release()
+            raise
+        self.startup.set_ready()
+
+    def _resolve(self, resolve: Callable[[], VllmConfig]) -> VllmConfig:
+        """Run `resolve`, and tell what it waits for. In a thread."""
+        startup.listen(self.startup.report)
+        try:
+            return resolve()
+        finally:
+            startup.listen(None)
+
+    def send(self, message: ToCore) -> None:
+        """Send a message to the core that runs.
+
+        Raises:
+            EngineDeadError: none runs.
+        """
+        if self._core is None or not self.startup.is_ready:
+            raise self.dead_error
+        self._core.send(message)
+
+    @property
+    def dead_error(self) -> BaseException:
+        """Why nothing can be computed now."""
+        return self.startup.error or EngineDeadError(
+            f"the engine is not ready: {self.startup.phase}"
+        )
+
+    async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run one of `core_process.CALLS` in the core, between two steps.
+
+        Args:
+            name: of the call.
+            args, kwargs: what msgpack can hold.
+
+        Raises:
+            RequestError: the arguments cannot be sent, or the call refuses them.
+            CapacityError: it is not possible now.
+            WorkerCallError: the call has failed.
+            EngineDeadError: the core has died.
+        """
+        arguments = encode_arguments(args, kwargs)
+        call_id = next(self._call_ids)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            self.send(CallCore(call_id=call_id, name=name, arguments=arguments))
+            return await future
+        finally:
+            self._calls.pop(call_id, None)
+
+    def stop(self, error: EngineDeadError) -> None:
+        """End the core now and for good. Those who wait get the error."""
+        self._is_stopped = True
+        if self._restart_task is not None:
+            self._restart_task.cancel()
+        self.startup.set_failed(error)
+        self._fail_calls(error)
+        self._release()
+
+    # ---- how ------------------------------------------------------------------------------
+
+    async def _start_process(self) -> "asyncio.Future[None]":
+        """A process that waits for its config; the future is done when it is ready."""
+        self._failure = None
+        self.startup.report(_IMPORTING)
+        spawned = asyncio.get_running_loop().run_in_executor(None, CoreClient)
+        try:
+            core = await asyncio.shield(spawned)
+        except asyncio.CancelledError:  # the loop ends; the thread goes on
+            spawned.add_done_callback(lambda future: future.result().close())
+            raise
+        if self._is_stopped:
+            core.close()
+            raise EngineDeadError("the engine was shut down")
+        self._core = core
+        self._ready = asyncio.get_running_loop().create_future()
+        core.attach(self._on_message, self._on_end)
+        return self._ready
+
+    async def _configure(self) -> None:
+        if self._core is not None:
+            self.startup.report(_IMPORTING)
+            await asyncio.to_thread(self._core.configure, self._config, ModelRegistry.plugins())
+
+    def _on_message(self, message: FromCore) -> None:
+        if isinstance(message, CoreOutput):
+            self._on_output(message)
+        elif isinstance(message, CoreProgress):
+            self.startup.report(message.phase, message.done, message.total)
+        elif isinstance(message, Refused):
+            self._on_refused(message)
+        elif isinstance(message, CallResult):
+            self._on_call_result(message)
+        elif isinstance(message, CoreFailed):
+            self._failure = message
+        elif isinstance(message, CoreReady) and self._ready is not None:
+            self._ready.set_result(None)
+
+    def _on_call_result(self, message: CallResult) -> None:
+        future = self._calls.pop(message.call_id, None)
+        if future is None or future.done():
+            return
+        if message.error is not None:
+            future.set_exception(message.error.exception())
+        else:
+            future.set_result(decode_value(message.value))
+
+    def _on_end(self, cause: str) -> None:
+        error = self._error_of(cause)
+        self._release()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(error)  # told to whoever starts it
+        else:
+            logger.error("%s", error)
+            self._lose(error)
+
+    def _error_of(self, cause: str) -> ConfigError | EngineDeadError:
+        if self._failure is None:
+            return EngineDeadError(f"the engine process has ended ({cause})")
+        if self._failure.is_config_error:
+            return ConfigError(self._failure.message)
+        return EngineDeadError(f"the engine process has failed: {self._failure.message}")
+
+    def _lose(self, error: BaseException) -> None:
+        """All requests of the core are lost; start another one, or give up."""
+        self._fail_calls(error)
+        if self._restarts_left > 0:
+            self._restarts_left -= 1
+            self.num_restarts_done += 1
+            self.startup.set_unready("restarting the engine")
+            self._on_lost(error)
+            self._restart_task = asyncio.get_running_loop().create_task(self._restart())
+            return
+        self.startup.set_failed(error)
+        self._on_lost(error)
+        for callback in self.death_callbacks:
+            callback(error)
+
+    async def _restart(self) -> None:
+        try:
+            ready = await self._start_process()
+            await self._configure()
+            await ready
+        except Exception as error:  # also of the system: no memory, no process, no disk
+            self._release()
+            if not self._is_stopped:
+                logger.error("the engine could not be started again: %s", error)
+                is_told = isinstance(error, (ConfigError, EngineDeadError))
+                self._lose(error if is_told else EngineDeadError(repr(error)))
+            return
+        self.startup.set_ready()
+        logger.info("the engine runs again")
+
+    def _fail_calls(self, error: BaseException) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        self._calls.clear()
+
+    def _release(self) -> None:
+        core, self._core = self._core, None
+        if core is not None:
+            core.close()

@@ -1,0 +1,379 @@
+"""From arguments to the complete config of an engine: model files, platform and limits.
+
+Every value a user leaves open is settled here, once, before any process starts.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from vllm import envs
+from vllm.assets import BUNDLED_MODEL
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    LoadConfig,
+    ModelArch,
+    ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    PoolerConfig,
+    SchedulerConfig,
+    StructuredOutputConfig,
+    VllmConfig,
+)
+from vllm.config.fields import config_fields
+from vllm.config.load import LoadFormat
+from vllm.config.model import ModelDType
+from vllm.engine.resolve.hpu import refuse_variables, resolve_hpu_config
+from vllm.engine.resolve.offload import resolve_offload
+from vllm.engine.resolve.pooling import resolve_pooler
+from vllm.engine.resolve.quantization import check_quantization
+from vllm.engine.resolve.windows import resolve_windows
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import Platform, resolve_platform
+from vllm.platforms.cpu_threads import parse_cores, usable_cores
+from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
+from vllm.transformers_utils.hub import resolve_model_folder
+
+logger = init_logger(__name__)
+
+_Config = TypeVar("_Config")
+
+_RUNNABLE_DTYPES = ("float16", "bfloat16", "float32")
+
+
+def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
+    """The config of an engine.
+
+    Args:
+        settings: a value for every field of the config classes that is a user's to give; None
+            where the platform or the model decides.
+
+    Raises:
+        ConfigError: the engine cannot start with these settings.
+    """
+    check_settings(settings)
+    platform = resolve_platform(settings["device"])
+    load = _section(LoadConfig, settings)
+    model = _resolve_model(_section(ModelConfig, settings), load)
+    check_quantization(model, platform)
+    _check_prompt_embeds(model, platform)
+    load = resolve_offload(load, model, platform)
+    if model.pooler is not None:
+        settings = _for_pooling(settings, model.pooler)
+    assert model.max_model_len is not None
+    scheduler = _resolve_scheduler(settings, platform, model.max_model_len)
+    cache = _resolve_cache(settings, platform)
+    observability = _section(
+        ObservabilityConfig,
+        settings,
+        profiler_enabled=envs.get().VLLM_PROFILER_ENABLED,
+        torch_profiler_dir=_profiler_folder(),
+    )
+    if observability.kv_events.enable_kv_cache_events and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "kv_events_config: enable_kv_cache_events needs the prefix cache, which is off "
+            "(enable_prefix_caching=False, or a pooling model). Leave kv_events_config out, or "
+            "turn the prefix cache on"
+        )
+    hpu = resolve_hpu_config(enable_prefix_caching=cache.enable_prefix_caching)
+    # Last, so that no weights are downloaded for settings that are wrong.
+    return VllmConfig(
+        model=replace(model, path=str(_model_folder(model, load, load.load_format))),
+        cache=cache,
+        scheduler=scheduler,
+        parallel=_section(ParallelConfig, settings),
+        device=_resolve_device(platform),
+        load=replace(load, hf_token=None),  # everything is downloaded: no process needs the secret
+        hpu=hpu,
+        structured_output=_section(StructuredOutputConfig, settings),
+        observability=observability,
+    )
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse what is wrong with settings whatever the model is. Reads no file, asks no hub.
+
+    Raises:
+        ConfigError: a value is out of range, or two of them contradict each other.
+    """
+    platform = resolve_platform(settings["device"])
+    of_no_model = (
+        LoadConfig,
+        ModelConfig,
+        ParallelConfig,
+        StructuredOutputConfig,
+        ObservabilityConfig,
+    )
+    for section in of_no_model:
+        _section(cast(type, section), settings)
+    _resolve_cache(settings, platform)
+    refuse_variables()
+    if settings["max_model_len"] is not None:
+        _resolve_scheduler(settings, platform, settings["max_model_len"])
+
+
+def _check_prompt_embeds(model: ModelConfig, platform: Platform) -> None:
+    if not model.enable_prompt_embeds:
+        return
+    if not platform.can_replace_embeddings:
+        raise ConfigError(
+            f"enable_prompt_embeds=True is not available on the device {platform.name!r}, whose "
+            "launches take no embeddings. Leave it out, or use device='cpu'"
+        )
+    if model.pooler is not None:
+        raise ConfigError(
+            f"enable_prompt_embeds=True needs a model that generates; '{model.model}' runs with "
+            "pooling. Leave it out"
+        )
+
+
+def _section(config_class: type[_Config], settings: Mapping[str, Any], **resolved: Any) -> _Config:
+    given = {f.name: settings[f.name] for f in config_fields(cast(type, config_class))}
+    return config_class(**{**given, **resolved})
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _resolve_cache(settings: Mapping[str, Any], platform: Platform) -> CacheConfig:
+    cache = _section(
+        CacheConfig,
+        settings,
+        block_size=_given(settings["block_size"], platform.default_block_size),
+        kv_cache_space_bytes=_kv_cache_space_bytes(),
+    )
+    if cache.kv_cache_dtype not in platform.kv_cache_dtypes:
+        raise ConfigError(
+            f"kv_cache_dtype={cache.kv_cache_dtype!r} is not available on the device "
+            f"{platform.name!r}; available: {', '.join(platform.kv_cache_dtypes)}"
+        )
+    return cache
+
+
+def _kv_cache_space_bytes() -> int | None:
+    space_gib = envs.get().VLLM_CPU_KVCACHE_SPACE
+    return int(space_gib * 2**30) if space_gib else None
+
+
+def _profiler_folder() -> str | None:
+    folder = envs.get().VLLM_TORCH_PROFILER_DIR
+    return str(Path(folder).expanduser().absolute()) if folder else None
+
+
+def _resolve_device(platform: Platform) -> DeviceConfig:
+    settings = envs.get()
+    cores = None
+    if platform.name == "cpu":
+        cores = parse_cores(settings.VLLM_CPU_OMP_THREADS_BIND, usable_cores())
+    return DeviceConfig(
+        device=cast(Any, platform.name),
+        bound_cores=cores,
+        counts_threads=settings.OMP_NUM_THREADS is None
+        and settings.VLLM_CPU_OMP_THREADS_BIND.strip().lower() not in ("all", "nobind"),
+    )
+
+
+def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
+    folder = _model_folder(asked, load, "dummy")  # without weights: they may take an hour
+    config_folder = folder
+    if asked.hf_config_path is not None:
+        config_folder = _metadata_folder(asked.hf_config_path, asked.revision, load)
+    raw = read_hf_config(config_folder, asked.hf_overrides)
+    check_architecture(raw, config_folder)
+    arch = _read_arch(asked, load, raw, config_folder)
+    arch, window = resolve_windows(asked, arch)
+    arch = _allow_long_positions(asked.max_model_len, arch)
+    pooler, recommended_len = resolve_pooler(asked, arch, folder)
+    max_model_len = resolve_max_model_len(asked, arch)
+    if asked.max_model_len is None:
+        limits = (max_model_len, window, recommended_len)
+        max_model_len = min(limit for limit in limits if limit is not None)
+    return replace(
+        asked,
+        model=model_name(asked),
+        served_model_name=asked.served_model_name or (asked.model or folder.name,),
+        tokenizer=_resolve_tokenizer(asked, load, folder),
+        dtype=_resolve_dtype(asked, arch),
+        max_model_len=max_model_len,
+        arch=arch,
+        pooler=pooler,
+        hf_config_path=None if asked.hf_config_path is None else str(config_folder),
+    )
+
+
+def _metadata_folder(name: str, revision: str | None, load: LoadConfig) -> Path:
+    """The folder of a model, with everything but weights."""
+    return resolve_model_folder(name, revision, load.download_dir, (), "dummy", load.hf_token)
+
+
+def _read_arch(
+    asked: ModelConfig, load: LoadConfig, raw: Mapping[str, Any], folder: Path
+) -> ModelArch:
+    code_folder = None
+    if asked.code_revision is not None:
+        if not asked.trust_remote_code:
+            logger.warning(
+                "code_revision=%s has no effect: the model's own code runs with "
+                "trust_remote_code only",
+                asked.code_revision,
+            )
+        elif "AutoConfig" in (raw.get("auto_map") or {}):
+            source = asked.hf_config_path or model_name(asked)
+            code_folder = _metadata_folder(source, asked.code_revision, load)
+    return ModelArch.from_hf(
+        complete_hf_config(
+            raw,
+            folder,
+            trust_remote_code=asked.trust_remote_code,
+            code_folder=code_folder,
+            code_revision=asked.code_revision,
+            token=load.hf_token,
+        )
+    )
+
+
+def model_name(asked: ModelConfig) -> str:
+    """Folder or hub name of the model."""
+    return asked.model or str(BUNDLED_MODEL)
+
+
+def _model_folder(asked: ModelConfig, load: LoadConfig, load_format: LoadFormat) -> Path:
+    return resolve_model_folder(
+        model_name(asked),
+        asked.revision,
+        load.download_dir,
+        load.ignore_patterns,
+        load_format,
+        load.hf_token,
+    )
+
+
+def check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
+    """Refuse what no model class runs, before transformers is even imported.
+
+    Raises:
+        ConfigError: config.json names no architecture, or one that is not supported.
+    """
+    names = raw.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ConfigError(f"config.json of '{folder}' names no architecture (key 'architectures')")
+    if names[0] not in ModelRegistry.supported():
+        ModelRegistry.resolve(names[0])  # raises, and lists what is supported
+
+
+def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> str | None:
+    """A local folder, or None when there is to be no tokenizer."""
+    if asked.skip_tokenizer_init:
+        return None
+    if asked.tokenizer is None and asked.tokenizer_revision in (None, asked.revision):
+        return str(folder)
+    name = asked.tokenizer or model_name(asked)
+    return str(_metadata_folder(name, asked.tokenizer_revision, load))
+
+
+def _resolve_dtype(asked: ModelConfig, arch: ModelArch) -> ModelDType:
+    name = replace(asked, arch=arch).dtype_name
+    if name not in _RUNNABLE_DTYPES:
+        raise ConfigError(
+            f"the checkpoint's dtype {name} cannot run as it is; choose dtype from "
+            f"{', '.join(_RUNNABLE_DTYPES)}"
+        )
+    if name == "float16" and arch.dtype == "bfloat16":
+        logger.warning("running bfloat16 weights as float16: values above 65504 overflow")
+    elif name != arch.dtype:
+        logger.info("running %s weights as %s", arch.dtype, name)
+    return cast(ModelDType, name)
+
+
+def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelArch:
+    """The model with positions up to `max_model_len`, where VLLM_ALLOW_LONG_MAX_MODEL_LEN is set.
+
+    As it is where that cannot be: a learned position embedding has no more rows, and yarn has its
+    length from its factor.
+    """
+    derived = arch.derived_max_model_len
+    if max_model_len is None or max_model_len <= derived:
+        return arch
+    if not envs.get().VLLM_ALLOW_LONG_MAX_MODEL_LEN or arch.rope is None:
+        return arch
+    # The scaling factor may be a fraction: one position more than it rounds to.
+    positions = math.ceil(max_model_len * arch.max_position_embeddings / derived) + 1
+    longer = replace(arch, max_position_embeddings=positions)
+    if longer.derived_max_model_len < max_model_len:
+        return arch
+    logger.warning(
+        "max_model_len (%d) is more than the %d tokens the model's config.json allows, as "
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1: what it writes beyond them may be of poor quality",
+        max_model_len,
+        derived,
+    )
+    return longer
+
+
+def resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
+    """The length that was asked for, or what the model allows.
+
+    Raises:
+        ConfigError: the model takes fewer tokens.
+    """
+    derived = arch.derived_max_model_len
+    if asked.max_model_len is None:
+        return derived
+    if asked.max_model_len > derived:
+        raise ConfigError(_describe_excess(asked.max_model_len, arch))
+    return asked.max_model_len
+
+
+def _describe_excess(max_model_len: int, arch: ModelArch) -> str:
+    derived = arch.derived_max_model_len
+    text = (
+        f"max_model_len={max_model_len}: the model takes at most {derived} tokens, by its "
+        f"config.json. Lower it to {derived}."
+    )
+    cannot_grow = "so VLLM_ALLOW_LONG_MAX_MODEL_LEN cannot lift the limit."
+    if arch.rope is None:
+        return f"{text} Its position embedding is learned, {cannot_grow}"
+    if arch.rope.rope_type == "yarn":
+        return f"{text} The factor of its rope_scaling sets the length, {cannot_grow}"
+    return (
+        f"{text} If the model was trained for more, set "
+        f"hf_overrides='{{\"max_position_embeddings\": {max_model_len}}}', or scale its "
+        f"positions with rope_scaling=JSON; VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 only lifts the limit."
+    )
+
+
+def _for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[str, Any]:
+    """The settings as pooling needs them: where all of a prompt counts, it runs in one step."""
+    if not pooler.needs_whole_prompts:
+        return settings
+    logger.info("prompts run whole, without prefix cache, as all of their tokens are pooled")
+    return {**settings, "enable_chunked_prefill": False, "enable_prefix_caching": False}
+
+
+def _resolve_scheduler(
+    settings: Mapping[str, Any], platform: Platform, max_model_len: int
+) -> SchedulerConfig:
+    max_num_seqs = settings["max_num_seqs"]
+    max_num_batched_tokens = settings["max_num_batched_tokens"]
+    if max_num_seqs is None:
+        max_num_seqs = platform.default_max_num_seqs
+        if max_num_batched_tokens is not None:
+            max_num_seqs = max(1, min(max_num_seqs, max_num_batched_tokens))
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = max(platform.default_max_num_batched_tokens, max_num_seqs)
+        if not settings["enable_chunked_prefill"]:
+            max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
+    return _section(
+        SchedulerConfig,
+        settings,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )

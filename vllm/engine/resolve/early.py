@@ -1,0 +1,78 @@
+"""Resolve a config as far as that takes a second: its mistakes, and often all of it.
+
+Asks no hub and imports neither torch nor transformers, so that a mistyped flag is reported before
+anything slow begins. The rest is left to `resolve_config`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm.bucketing import plan_buckets
+from vllm.config import ModelArch, ModelConfig, VllmConfig
+from vllm.engine.resolve.config import (
+    check_architecture,
+    check_settings,
+    model_name,
+    resolve_config,
+    resolve_max_model_len,
+)
+from vllm.errors import ConfigError
+from vllm.platforms import resolve_platform
+from vllm.transformers_utils.generation_config import load_generation_defaults
+from vllm.transformers_utils.hf_config import read_hf_config
+from vllm.transformers_utils.hub import find_folder, is_offline
+from vllm.transformers_utils.plain_config import complete_plain_config
+from vllm.transformers_utils.tokenizer import check_tokenizer_files
+from vllm.transformers_utils.weight_files import find_files
+
+
+def resolve_early(settings: Mapping[str, Any]) -> VllmConfig | None:
+    """The config of an engine; None where it takes a download, or transformers.
+
+    Args:
+        settings: as for `resolve_config`.
+
+    Raises:
+        ConfigError: the engine cannot start with these settings.
+    """
+    check_settings(settings)
+    asked = ModelConfig(**{name: settings[name] for name in ("model", "max_model_len")})
+    names = [settings["hf_config_path"] or model_name(asked), model_name(asked)]
+    if settings["tokenizer"] and not settings["skip_tokenizer_init"]:
+        names.append(settings["tokenizer"])
+    folders = [find_folder(name) for name in names]
+    if (None in folders or settings["code_revision"]) and not is_offline():
+        return None
+    if folders[0] is not None:
+        raw = read_hf_config(folders[0], settings["hf_overrides"])
+        check_architecture(raw, folders[0])
+        if complete_plain_config(raw) is None:
+            _check_length(asked, raw)
+            return None
+    config = resolve_config(settings)
+    _check_files(config)
+    return config
+
+
+def _check_length(asked: ModelConfig, raw: Mapping[str, Any]) -> None:
+    """Refuse a length that config.json does not allow, whatever transformers adds to it."""
+    if not raw.keys() & {"rope_theta", "rope_parameters"}:
+        return  # the type of its positions is one of the things that transformers adds
+    try:
+        arch = ModelArch.from_hf(raw)
+    except (ConfigError, TypeError, ValueError):
+        return  # resolve_config will say what is missing, or find that nothing is
+    resolve_max_model_len(asked, arch)
+
+
+def _check_files(config: VllmConfig) -> None:
+    """Refuse a model without the files that it will be loaded from; opens only small ones."""
+    folder = Path(config.model.resolved_path)
+    load_generation_defaults(config.model)
+    if config.load.load_format != "dummy":
+        find_files(folder, config.load.load_format)
+    if config.model.tokenizer is not None:
+        check_tokenizer_files(Path(config.model.tokenizer))
+    if resolve_platform(config.device.device).needs_static_shapes:
+        plan_buckets(config)

@@ -1,0 +1,82 @@
+"""A request in Anthropic's form as a request of the chat API.
+
+Pure functions; they know no engine. Every refusal names the field as the client wrote it.
+"""
+
+from typing import Any
+
+from vllm.entrypoints.anthropic.input import as_messages, as_tool_choice, as_tools
+from vllm.entrypoints.anthropic.protocol import Conversation, MessagesRequest
+from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.request import make_chat_request
+from vllm.errors import RequestError
+
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k")
+
+
+def as_chat_request(request: MessagesRequest) -> ChatCompletionRequest:
+    """The chat request that makes the answer.
+
+    Raises:
+        RequestError: a block, a tool or a form is not available, or fields contradict each other.
+    """
+    given = {name: getattr(request, name) for name in _SAMPLING_FIELDS}
+    fields = {name: value for name, value in given.items() if value is not None}
+    fields.update(
+        prompt_fields(request),
+        max_completion_tokens=request.max_tokens,
+        stop=request.stop_sequences,
+        stream=True,
+    )
+    return make_chat_request(fields, format_field="output_config.format")
+
+
+def prompt_fields(conversation: Conversation) -> dict[str, Any]:
+    """The fields of a chat request that decide about its prompt.
+
+    A last turn of the assistant is the beginning of the answer: the model goes on with it.
+
+    Raises:
+        RequestError: see `as_chat_request`.
+    """
+    messages = as_messages(conversation)
+    tools = as_tools(conversation.tools)
+    choice, is_parallel = as_tool_choice(conversation.tool_choice)
+    fields: dict[str, Any] = {
+        "model": conversation.model,
+        "messages": messages,
+        "chat_template_kwargs": _template_kwargs(conversation),
+        "response_format": _response_format(conversation),
+        "parallel_tool_calls": is_parallel,
+    }
+    if tools is not None:
+        fields.update(tools=tools, tool_choice=choice)
+    elif choice not in (None, "none", "auto"):
+        raise RequestError("tool_choice needs tools", param="tool_choice")
+    last = messages[-1]
+    if last["role"] == "assistant" and "tool_calls" not in last:
+        fields.update(continue_final_message=True, add_generation_prompt=False)
+    return fields
+
+
+def _response_format(conversation: Conversation) -> dict[str, Any] | None:
+    wanted = conversation.output_config.format if conversation.output_config is not None else None
+    if wanted is None:
+        return None
+    if wanted.get("type") != "json_schema" or not isinstance(wanted.get("schema"), dict):
+        raise RequestError(
+            "output_config.format must be {'type': 'json_schema', 'schema': {...}}",
+            param="output_config",
+        )
+    schema = {"name": "answer", "schema": wanted["schema"]}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _template_kwargs(conversation: Conversation) -> dict[str, Any] | None:
+    """Thinking and effort under the names that templates know; a template ignores the others."""
+    kwargs: dict[str, Any] = {}
+    if conversation.thinking is not None:
+        kwargs["enable_thinking"] = conversation.thinking.type != "disabled"
+    if conversation.output_config is not None and conversation.output_config.effort is not None:
+        kwargs["reasoning_effort"] = conversation.output_config.effort
+    return kwargs or None

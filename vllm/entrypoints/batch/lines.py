@@ -1,0 +1,172 @@
+"""The lines of OpenAI's batch files: a request each on the way in, a record each on the way out.
+
+Every line that is not blank gives one record, whatever is wrong with it.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp
+
+from vllm.entrypoints.batch.in_process import call_app
+from vllm.entrypoints.openai.errors import describe_error
+from vllm.entrypoints.openai.protocol.base import random_id
+from vllm.entrypoints.openai.protocol.batch import URLS
+from vllm.errors import RequestError
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class _Body(msgspec.Struct):
+    """What of a body is looked at here; the route checks the rest."""
+
+    stream: Any = None
+
+
+class _CustomId(msgspec.Struct):
+    """What is left of a line with other faults."""
+
+    custom_id: str | None = None
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """How far a batch has come."""
+
+    num_written: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    """How many requests failed, by what was said about them."""
+    _waiting: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def num_failed(self) -> int:
+        """Requests without an answer."""
+        return self.failures.total()
+
+
+async def run_lines(
+    app: ASGIApp, lines: Iterable[bytes], sink: Callable[[bytes], object], max_concurrent: int
+) -> BatchCounts:
+    """Answer all lines.
+
+    Args:
+        app: the server's application; its engine is ready.
+        lines: of the input. Read as they are needed.
+        sink: gets one record after the other, with a newline, in the order of the input.
+        max_concurrent: requests at once.
+
+    Raises:
+        OSError: from `lines` or `sink`; requests that run are ended.
+    """
+    counts = BatchCounts()
+    numbered = enumerate(line for line in lines if line.strip())
+    workers = [
+        asyncio.create_task(_work(app, numbered, sink, counts)) for _ in range(max_concurrent)
+    ]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    return counts
+
+
+async def _work(
+    app: ASGIApp,
+    numbered: Iterator[tuple[int, bytes]],
+    sink: Callable[[bytes], object],
+    counts: BatchCounts,
+) -> None:
+    waiting = counts._waiting
+    for index, line in numbered:
+        record = await answer_line(app, line)
+        if record["error"] is not None:
+            counts.failures[_reason(record["error"])] += 1
+        waiting[index] = msgspec.json.encode(record) + b"\n"
+        # A record waits for those of the lines before it.
+        while (ready := waiting.pop(counts.num_written, None)) is not None:
+            sink(ready)
+            counts.num_written += 1
+
+
+async def answer_line(app: ASGIApp, line: bytes) -> dict[str, Any]:
+    """The record of a line, as JSON values. Never raises for what the line or the route does."""
+    try:
+        request = _read_line(line)
+        status, body = await call_app(app, request.url, bytes(request.body))
+        answer = msgspec.json.decode(body)
+    except Exception as error:  # this line's record says what happened; the others go on
+        info = describe_error(error)
+        return _record(_custom_id(line), info.status, None, info.body())
+    if status != 200:
+        return _record(request.custom_id, status, None, answer)
+    return _record(request.custom_id, status, answer, None)
+
+
+def _read_line(line: bytes) -> _Line:
+    """A line that may be sent.
+
+    Raises:
+        RequestError: it may not.
+    """
+    try:
+        request = msgspec.json.decode(line, type=_Line)
+        body = msgspec.json.decode(request.body, type=_Body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"this line is no request: {error}") from None
+    if request.method != "POST":
+        raise RequestError(f"method must be POST, got {request.method!r:.50}", param="method")
+    if request.url not in URLS:
+        raise RequestError(
+            f"url must be one of {', '.join(URLS)}, got {request.url!r:.200}", param="url"
+        )
+    if body.stream:
+        raise RequestError("a batch does not stream: leave stream out", param="stream")
+    return request
+
+
+def check_line(line: bytes) -> None:
+    """Refuse a line that is not a request. The body is not checked against its route.
+
+    Raises:
+        RequestError: the line is not a request.
+    """
+    _read_line(line)
+
+
+def _reason(error: dict[str, Any]) -> str:
+    """What an error body says, in either of its forms."""
+    inner = error.get("error")
+    return str((inner if isinstance(inner, dict) else error).get("message") or "no reason given")
+
+
+def _custom_id(line: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(line, type=_CustomId).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _record(
+    custom_id: str | None, status: int, body: Any, error: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {
+        "id": f"vllm-{random_id()}",
+        "custom_id": custom_id,
+        "response": {
+            "status_code": status,
+            "request_id": f"vllm-batch-{random_id()}",
+            "body": body,
+        },
+        "error": error,
+    }

@@ -1,0 +1,100 @@
+"""Routes that read their JSON body here: limited, and away from the event loop where it is large.
+
+FastAPI itself would read and validate it in the event loop, however large it is.
+"""
+
+import json
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from vllm.entrypoints.http import off_loop
+from vllm.entrypoints.openai.request_limits import check_limits, check_num_values
+from vllm.entrypoints.server.context import get_context
+from vllm.entrypoints.server.server_args import ServerArgs
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class BodyRoute(APIRoute):
+    """A route whose handler gets a body that is within the limits of the server."""
+
+    def get_route_handler(self) -> Handler:
+        """The handler of FastAPI, which finds the body read and validated."""
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+
+        async def read_and_handle(request: Request) -> Response:
+            data = await request.body()
+            off_loop.mark_request(len(data))
+            if not data:
+                return await handle(request)
+            args = get_context(request).args
+            value = await off_loop.run(partial(self.read_body, data, args))
+            return await handle(_ReadRequest(request, data, value))
+
+        return read_and_handle
+
+    def read_body(self, data: bytes, args: ServerArgs) -> Any:
+        """The body as the object that the route takes.
+
+        Raises:
+            RequestError: it is above a limit of the server; names the flag.
+            RequestValidationError: it is not JSON, or not what the route takes.
+        """
+        assert self.body_field is not None
+        check_num_values(data, args)
+        try:
+            body = json.loads(data)
+        except json.JSONDecodeError as error:
+            raise _not_json(error.pos, error.msg) from None
+        except UnicodeDecodeError as error:
+            raise _not_json(error.start, f"not {error.encoding}") from None
+        except ValueError:  # Python's own limit
+            raise _not_json(0, "an integer has too many digits") from None
+        except RecursionError:
+            raise _not_json(0, "nested too deeply") from None
+        if isinstance(body, dict):
+            for kind in _body_classes(self.body_field.field_info.annotation):
+                check_limits(kind, body, args)
+        value, errors = self.body_field.validate(body, {}, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors)
+        return value
+
+
+class _ReadRequest(Request):
+    """A request whose body was read."""
+
+    def __init__(self, request: Request, data: bytes, value: Any) -> None:
+        super().__init__(request.scope, request.receive)
+        self._body = data
+        self._value = value
+
+    async def json(self) -> Any:
+        """The validated body, where FastAPI expects plain JSON: it takes it as it is."""
+        return self._value
+
+
+def _body_classes(annotation: Any) -> list[type]:
+    """The class of a body, or the classes of a union."""
+    if isinstance(annotation, type):
+        return [annotation]
+    return [kind for part in getattr(annotation, "__args__", ()) for kind in _body_classes(part)]
+
+
+def _not_json(position: int, reason: str) -> RequestValidationError:
+    error = {
+        "type": "json_invalid",
+        "loc": ("body", position),
+        "msg": "JSON decode error",
+        "input": {},
+        "ctx": {"error": reason},
+    }
+    return RequestValidationError([error])

@@ -1,0 +1,92 @@
+"""What answers in the first moments, while the application is still being imported.
+
+Probes, and the pages for people, which tell that the server is starting. Knows no framework:
+importing one takes longer than starting to listen.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from vllm.entrypoints.pages.web_page import load_page
+
+_Message = MutableMapping[str, Any]
+_Send = Callable[[_Message], Awaitable[None]]
+_Receive = Callable[[], Awaitable[_Message]]
+App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
+"""An ASGI application."""
+
+_PHASE = {"phase": "loading the server", "done": 0, "total": 0, "eta_seconds": None}
+_STARTING = json.dumps({"status": "starting", **_PHASE}).encode()
+_CLOSING = json.dumps(
+    {
+        "object": "error",
+        "message": "the server is shutting down",
+        "type": "ServiceUnavailableError",
+        "param": None,
+        "code": 503,
+    }
+).encode()
+_FIGURES = json.dumps({"state": "starting", **_PHASE, "eta_s": None}).encode()
+_ANSWERS = {
+    "/livez": (200, b'{"status":"alive"}'),
+    "/startupz": (503, _STARTING),
+    "/readyz": (503, _STARTING),
+    "/health": (503, b""),
+    "/ping": (503, b""),
+    "/chat.json": (200, _FIGURES),
+    "/status.json": (200, _FIGURES),
+}
+_JSON = {"content-type": "application/json", "cache-control": "no-store"}
+
+
+class EarlyApp:
+    """Answers probes, and lets all other requests wait for the application.
+
+    Args:
+        root_path: of the server.
+        pages: name of the page for each path that has one.
+    """
+
+    def __init__(self, root_path: str = "", pages: Mapping[str, str] | None = None) -> None:
+        self._root_path = root_path
+        self._pages = pages or {}
+        self._app: App | None = None
+        self._is_decided = asyncio.Event()
+
+    def pass_on_to(self, app: App) -> None:
+        """All requests, those that wait first, go to `app` from now on."""
+        self._app = app
+        self._is_decided.set()
+
+    def close(self) -> None:
+        """There will be no application: those who wait are sent away."""
+        self._is_decided.set()
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        if self._app is None and scope["type"] == "http":
+            path = scope["path"].removeprefix(self._root_path)
+            if path in self._pages:
+                page = load_page(self._pages[path])
+                await _answer(send, 200, page.body, page.headers)
+                return
+            early = _ANSWERS.get(path)
+            if early is not None:
+                await _answer(send, *early)
+                return
+            await self._is_decided.wait()
+            if self._app is None:
+                await _answer(send, 503, _CLOSING)
+                return
+        if self._app is not None:
+            await self._app(scope, receive, send)
+
+
+async def _answer(
+    send: _Send, status: int, body: bytes, headers: Mapping[str, str] = _JSON
+) -> None:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    raw.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,147 @@
+"""What happens to requests while the engine cannot take them: they wait, or are sent away."""
+
+import asyncio
+import math
+
+from fastapi import FastAPI
+from starlette.routing import Match
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm.entrypoints.middleware.asgi import (
+    PAGE_FIGURES,
+    PAGES,
+    PROBES,
+    refuse,
+    replay,
+    route_path,
+)
+from vllm.entrypoints.openai.errors import ErrorInfo, describe_error
+from vllm.entrypoints.server.context import ServerContext
+from vllm.errors import EngineDeadError
+
+UNGATED = (
+    PROBES
+    | PAGES
+    | PAGE_FIGURES
+    | {
+        "/version",
+        "/load",
+        "/metrics",
+        "/openapi.json",
+        "/server_info",
+    }
+)
+"""Paths that can be answered without a model."""
+
+_MAX_EARLY_REQUESTS = 1024
+"""Requests that wait for the start when `max_queued_requests` does not say."""
+_UNKNOWN_ETA_S = 5
+_MAX_RETRY_AFTER_S = 600
+
+
+class Gate:
+    """Lets requests to model routes through when the engine is ready.
+
+    Before, they wait or get 503 with Retry-After, as `early_requests` says; one whose client
+    leaves stops waiting. While the server drains they get 503, and 500 when the engine is dead.
+    The bodies have been read: behind it, `receive` only tells that the client has left.
+
+    Args:
+        app: behind it.
+        context: of the server.
+        routes: of the server; a path that none of them has is answered at once.
+    """
+
+    def __init__(self, app: ASGIApp, context: ServerContext, routes: FastAPI) -> None:
+        self.app = app
+        self._context = context
+        self._routes = routes
+        self._num_waiting = 0
+        most = context.args.max_queued_requests
+        self._max_waiting = _MAX_EARLY_REQUESTS if most is None else most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._is_open(scope):
+            await self.app(scope, receive, send)
+            return
+        if self._context.is_draining:
+            await refuse(scope, receive, send, _DRAINING)
+            return
+        startup = self._context.engine.startup
+        if startup.error is None and not startup.is_ready:
+            if self._context.args.early_requests == "reject":
+                await refuse(scope, receive, send, self._not_ready())
+                return
+            if self._num_waiting >= self._max_waiting:
+                await refuse(scope, receive, send, self._too_many())
+                return
+            body = await receive()
+            if not await self._wait(receive):
+                return  # nobody is left to answer
+            receive = replay(body, receive)
+        if startup.error is not None:
+            await refuse(scope, receive, send, _failed(startup.error, self._context.is_draining))
+            return
+        await self.app(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        context = self._context
+        if context.engine.startup.is_ready and not context.is_draining:
+            return True
+        if route_path(scope) in UNGATED:
+            return True
+        return all(route.matches(scope)[0] is Match.NONE for route in self._routes.routes)
+
+    async def _wait(self, receive: Receive) -> bool:
+        """Until the start has ended, one way or the other; False when the client has left."""
+        ready = asyncio.ensure_future(self._context.engine.startup.wait())
+        left = asyncio.ensure_future(receive())
+        self._num_waiting += 1
+        try:
+            await asyncio.wait((ready, left), return_when=asyncio.FIRST_COMPLETED)
+            return not left.done()
+        finally:
+            self._num_waiting -= 1
+            for task in (ready, left):
+                task.cancel()
+            await asyncio.gather(ready, left, return_exceptions=True)
+
+    def _not_ready(self) -> ErrorInfo:
+        startup = self._context.engine.startup
+        of = f", {startup.done} of {startup.total}" if startup.total else ""
+        return _unavailable(
+            f"the model is not ready yet ({startup.phase}{of}): try again later",
+            retry_after_s=startup.eta_seconds,
+        )
+
+    def _too_many(self) -> ErrorInfo:
+        startup = self._context.engine.startup
+        return _unavailable(
+            f"the model is not ready yet, and {self._num_waiting} requests wait for it "
+            f"(max_queued_requests): try again later",
+            retry_after_s=startup.eta_seconds,
+        )
+
+
+def _unavailable(message: str, *, retry_after_s: float | None) -> ErrorInfo:
+    seconds = _UNKNOWN_ETA_S if retry_after_s is None else math.ceil(retry_after_s)
+    headers = {"Retry-After": str(min(max(seconds, 1), _MAX_RETRY_AFTER_S))}
+    return ErrorInfo(503, "ServiceUnavailableError", message, headers=headers)
+
+
+_DRAINING = ErrorInfo(
+    503,
+    "ServiceUnavailableError",
+    "the server is shutting down",
+    headers={"Retry-After": str(_UNKNOWN_ETA_S), "Connection": "close"},
+)
+
+
+def _failed(error: BaseException, is_draining: bool) -> ErrorInfo:
+    if is_draining:
+        return _DRAINING
+    return describe_error(
+        error
+        if isinstance(error, EngineDeadError)
+        else EngineDeadError("the engine could not be started; see the log of the server")
+    )

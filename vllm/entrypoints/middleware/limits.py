@@ -1,0 +1,109 @@
+"""Bodies of requests: how large, how slow and of what type they may be, before anything reads one.
+
+The whole body is read here, so that behind it no route can be kept waiting by a client, and what
+is too large is refused before it is held.
+"""
+
+import asyncio
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm.entrypoints.middleware.asgi import get_header, refuse, replay, route_path
+from vllm.entrypoints.openai.errors import ErrorInfo
+from vllm.utils.memory_trim import MemoryTrim
+
+_HUGE_BODY_BYTES = 2**20
+"""After requests from here on, memory is given back to the system."""
+_ANY_TYPE_PREFIX = "/v1/audio/"
+"""These take files, not JSON."""
+
+
+class BodyLimits:
+    """Reads the body of each request; 413, 408 or 415 when it may not be.
+
+    Args:
+        app: behind it.
+        max_bytes: of one body.
+        timeout_s: for it to arrive.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+        self.app = app
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._memory = MemoryTrim()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        refusal = self._check_headers(scope)
+        if refusal is not None:
+            await refuse(scope, receive, send, refusal)
+            return
+        try:
+            body = await asyncio.wait_for(self._read(receive), self._timeout_s)
+        except _TooLarge:
+            await refuse(scope, receive, send, self._too_large())
+            return
+        except asyncio.TimeoutError:
+            message = f"the body did not arrive within {self._timeout_s:g} s (--body-timeout)"
+            info = ErrorInfo(408, "Request Timeout", message, headers=_CLOSE)
+            await refuse(scope, receive, send, info)
+            return
+        if body is not None:
+            num_bytes = len(body)
+            receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
+            del body  # so that it is freed as soon as the route has read it
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                if num_bytes >= _HUGE_BODY_BYTES:
+                    self._memory.soon()
+
+    def _check_headers(self, scope: Scope) -> ErrorInfo | None:
+        length = get_header(scope, b"content-length")
+        if length is not None and length.isascii() and length.isdecimal():
+            if int(length[:20]) > self._max_bytes:
+                return self._too_large()
+            if int(length[:20]) == 0:
+                return None
+        elif get_header(scope, b"transfer-encoding") is None:
+            return None  # no body
+        if scope["method"] != "POST" or route_path(scope).startswith(_ANY_TYPE_PREFIX):
+            return None
+        given = (get_header(scope, b"content-type") or "").partition(";")[0].strip().lower()
+        if given == "application/json" or given.endswith("+json"):
+            return None
+        message = f"Content-Type must be application/json, got {given[:100]!r}"
+        return ErrorInfo(415, "Unsupported Media Type", message)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The body; None when the client leaves before its end."""
+        parts: list[bytes] = []
+        num_bytes = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")
+            num_bytes += len(part)
+            if num_bytes > self._max_bytes:
+                raise _TooLarge
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _too_large(self) -> ErrorInfo:
+        message = (
+            f"the body is larger than {self._max_bytes} bytes (--max-request-bytes): send fewer "
+            f"or shorter inputs"
+        )
+        return ErrorInfo(413, "Payload Too Large", message, headers=_CLOSE)
+
+
+_CLOSE = {"Connection": "close"}  # what is left of the body must not be taken for a request
+
+
+class _TooLarge(Exception):
+    """A body went over the limit."""

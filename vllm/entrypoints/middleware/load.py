@@ -1,0 +1,26 @@
+"""How many requests are in progress: for GET /load, and for a shutdown that waits for them."""
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vllm.entrypoints.middleware.asgi import PROBES, route_path
+from vllm.entrypoints.server.context import ServerContext
+
+_NOT_COUNTED = PROBES | {"/load", "/metrics", "/version"}
+
+
+class CountRequests:
+    """Counts requests from their first byte behind it to the end of their response."""
+
+    def __init__(self, app: ASGIApp, context: ServerContext) -> None:
+        self.app = app
+        self._context = context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or route_path(scope) in _NOT_COUNTED:
+            await self.app(scope, receive, send)
+            return
+        self._context.num_in_progress += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._context.num_in_progress -= 1

@@ -1,0 +1,102 @@
+"""Requests in, results back, all at once: the loop under every method of `LLM`."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from vllm.engine.llm_engine import LLMEngine
+from vllm.entrypoints.offline.interrupt import defer_interrupts
+from vllm.entrypoints.offline.progress import GenerationProgress, MakeBar
+from vllm.errors import CapacityError, RequestError
+from vllm.inputs import PromptType
+from vllm.messages import EngineRequest
+from vllm.outputs import AnyRequestOutput
+
+Prompts = PromptType | Sequence[PromptType]
+
+
+def run_requests(
+    engine: LLMEngine,
+    requests: Sequence[tuple[str | None, EngineRequest]],
+    use_tqdm: bool | MakeBar,
+) -> list[AnyRequestOutput]:
+    """Run what the input processor has made. When this is left early, nothing stays behind.
+
+    Returns:
+        One output per request, in their order.
+
+    Raises:
+        CapacityError: a prompt can never fit the KV cache; names it.
+    """
+    pending: dict[str, None] = {}
+    try:
+        for index, (text, request) in enumerate(requests):
+            with naming_prompt(index, len(requests)):
+                engine.submit(text, request)
+            pending[request.request_id] = None
+        finished = _collect(engine, pending, use_tqdm)
+    finally:
+        engine.abort_request(pending)
+    return [finished[request.request_id] for _, request in requests]
+
+
+def _collect(
+    engine: LLMEngine, pending: dict[str, None], use_tqdm: bool | MakeBar
+) -> dict[str, AnyRequestOutput]:
+    """Step until nothing is pending; what has finished is taken out of it."""
+    finished: dict[str, AnyRequestOutput] = {}
+    with GenerationProgress(len(pending), use_tqdm) as progress, defer_interrupts() as ctrl_c:
+        while pending:
+            ctrl_c.raise_if_set()
+            for output in engine.step():
+                if output.finished and output.request_id in pending:
+                    del pending[output.request_id]
+                    finished[output.request_id] = output
+                    progress.update(output)
+    return finished
+
+
+@contextmanager
+def naming_prompt(index: int, count: int) -> Iterator[None]:
+    """Put the index of the prompt in front of an error, when there are several."""
+    try:
+        yield
+    except (RequestError, CapacityError) as error:
+        if count > 1:
+            error.args = (f"prompt {index} of {count}: {error}",)
+        raise
+
+
+def per_prompt(name: str, values: Iterable[Any] | None, count: int) -> list[Any] | None:
+    """The values as a list; None is None.
+
+    Raises:
+        RequestError: there are not as many as prompts.
+    """
+    if values is None:
+        return None
+    found = list(values)
+    if len(found) != count:
+        raise RequestError(
+            f"{name} has {len(found)} entries for {count} prompts: give one per prompt",
+            param=name,
+        )
+    return found
+
+
+def as_list(prompts: Prompts) -> list[PromptType]:
+    """One prompt, or several, as a list.
+
+    Raises:
+        RequestError: neither.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [cast(PromptType, prompts)]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}",
+            param="prompts",
+        )
+    if prompts and isinstance(prompts[0], int):
+        return [cast(list[int], prompts)]
+    return list(cast(Sequence[PromptType], prompts))

@@ -1,0 +1,83 @@
+"""Routes for development, served with VLLM_SERVER_DEV_MODE=1 alone."""
+
+import dataclasses
+import json
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from vllm.entrypoints.openai.errors import ErrorInfo
+from vllm.entrypoints.openai.protocol.base import RequestBody
+from vllm.entrypoints.server.context import get_context
+
+router = APIRouter(tags=["development"])
+
+Tags = Annotated[list[str] | None, Query(description="weights, kv_cache or both")]
+
+
+class WorkerCall(RequestBody):
+    """A method of the workers, and what to call it with."""
+
+    method: str
+    args: list[Any] = Field(default_factory=list)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds to wait for the results."""
+
+
+@router.get("/server_info")
+async def server_info(request: Request) -> JSONResponse:
+    """What the server and its engine run with."""
+    context = get_context(request)
+    args = dataclasses.asdict(context.args) | {"api_key": "***" if context.args.api_key else None}
+    config = None
+    if context.engine.startup.is_ready:
+        config = dataclasses.asdict(context.config)
+    body = json.loads(json.dumps({"server": args, "vllm_config": config}, default=str))
+    return JSONResponse(body)
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget what the KV cache holds for prompts to come; 409 while requests use it."""
+    done = await get_context(request).engine.reset_prefix_cache()
+    if done:
+        return Response(status_code=200)
+    info = ErrorInfo(409, "Conflict", "requests are using the prefix cache: try again later")
+    return JSONResponse(info.body(), status_code=info.status)
+
+
+@router.post("/collective_rpc")
+async def collective_rpc(request: Request, call: WorkerCall) -> Response:
+    """Call a method of all workers by its name; the results, one per worker.
+
+    Every method of the workers can be called, so this is for those who may run code here.
+    """
+    results = await get_context(request).engine.collective_rpc(
+        call.method, call.timeout, call.args, call.kwargs
+    )
+    body = msgspec.json.encode({"results": results})  # bytes in base64, and NaN as null
+    return Response(body, media_type="application/json")
+
+
+@router.post("/sleep")
+async def sleep(request: Request, level: int = 1) -> Response:
+    """Give the memory of weights and KV cache back; 409 while requests run."""
+    await get_context(request).engine.sleep(level)
+    return Response(status_code=200)
+
+
+@router.post("/wake_up")
+async def wake_up(request: Request, tags: Tags = None) -> Response:
+    """Take the memory again: of all, or of the parts that `tags` names."""
+    await get_context(request).engine.wake_up(tags)
+    return Response(status_code=200)
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(request: Request) -> JSONResponse:
+    """Whether weights or KV cache are given back."""
+    return JSONResponse({"is_sleeping": await get_context(request).engine.is_sleeping()})

@@ -1,0 +1,96 @@
+"""How the server is, for machines: probes, version and load. None of them needs a model.
+
+/livez     200 as long as the process answers
+/startupz  200 once the engine has been ready; 503 with phase and progress before
+/readyz    200 while requests are taken: not before the start, in a shutdown, or after a failure
+/health    as /readyz, without a body
+/ping      as /health, for SageMaker
+"""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.version import __version__
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/livez")
+async def livez() -> JSONResponse:
+    """The process answers."""
+    return JSONResponse({"status": "alive"})
+
+
+@router.get("/startupz")
+async def startupz(request: Request) -> JSONResponse:
+    """Whether the start is over, and how far it is."""
+    context = get_context(request)
+    return _describe(context, 200 if _has_started(context) else 503)
+
+
+@router.get("/readyz")
+async def readyz(request: Request) -> JSONResponse:
+    """Whether requests are taken, and if not why."""
+    context = get_context(request)
+    return _describe(context, 200 if is_ready(context) else 503)
+
+
+@router.get("/health", response_class=Response)
+async def health(request: Request) -> Response:
+    """Whether requests are taken, as a status without a body."""
+    return Response(status_code=200 if is_ready(get_context(request)) else 503)
+
+
+@router.get("/ping", operation_id="ping", response_class=Response)
+@router.post("/ping", operation_id="ping_post", response_class=Response)
+async def ping(request: Request) -> Response:
+    """As /health."""
+    return await health(request)
+
+
+@router.get("/version")
+async def version() -> JSONResponse:
+    """The version of this package."""
+    return JSONResponse({"version": __version__})
+
+
+@router.get("/load")
+async def load(request: Request) -> JSONResponse:
+    """Requests in progress."""
+    return JSONResponse({"server_load": get_context(request).num_in_progress})
+
+
+def is_ready(context: ServerContext) -> bool:
+    """Whether requests are taken."""
+    engine = context.engine
+    return engine.startup.is_ready and not engine.errored and not context.is_draining
+
+
+def _has_started(context: ServerContext) -> bool:
+    was_ready = context.has_been_ready or context.engine.startup.is_ready
+    return was_ready and not _is_dead(context)
+
+
+def _is_dead(context: ServerContext) -> bool:
+    return context.engine.startup.error is not None
+
+
+def _describe(context: ServerContext, status_code: int) -> JSONResponse:
+    startup = context.engine.startup
+    body: dict[str, Any] = {"status": _status(context), "phase": startup.phase}
+    if not startup.is_ready and not _is_dead(context):
+        eta = startup.eta_seconds
+        body |= {"done": startup.done, "total": startup.total}
+        body["eta_seconds"] = None if eta is None else round(eta, 1)
+    return JSONResponse(body, status_code=status_code)
+
+
+def _status(context: ServerContext) -> str:
+    if context.is_draining:
+        return "draining"
+    if _is_dead(context):
+        return "failed"
+    return "ready" if context.engine.startup.is_ready else "starting"

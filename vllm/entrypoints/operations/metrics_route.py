@@ -1,0 +1,154 @@
+"""GET /metrics, and the count of HTTP requests that it shows besides what the engine counts.
+
+Labels come from fixed sets: templates of routes, known methods, classes of status. What a client
+sends never becomes a label.
+"""
+
+import time
+from collections.abc import Iterable
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import Response
+from starlette.routing import Route, compile_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm.engine.metrics.engine_metrics import EngineMetrics
+from vllm.engine.metrics.registry import MetricSet, expose, process_collectors
+from vllm.entrypoints.middleware.asgi import route_path
+from vllm.entrypoints.server.context import ServerContext, get_context
+
+router = APIRouter(tags=["metrics"])
+
+_METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"})
+_SCOPE_KEY = "vllm.http_metrics"
+_NO_ROUTE = "none"
+_NO_RESPONSE = "none"
+_REJECTED = {
+    400: "invalid",
+    401: "unauthorized",
+    404: "not_found",
+    413: "too_large",
+    503: "unavailable",
+    504: "timeout",
+}
+_DURATION_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class HttpMetrics:
+    """Counts of one server.
+
+    Args:
+        templates: paths of its routes, with parameters in braces.
+    """
+
+    def __init__(self, templates: Iterable[str]) -> None:
+        known = set(templates)
+        self._static = {path for path in known if "{" not in path}
+        self._patterns = [(compile_path(path)[0], path) for path in sorted(known - self._static)]
+        self.metrics = MetricSet()
+        self._in_progress = self.metrics.gauge(
+            "http_requests_inprogress", "HTTP requests whose response has not ended."
+        )
+        self._requests = self.metrics.counters(
+            "http_requests", "HTTP requests.", "handler", "method", "status"
+        )
+        self._seconds = self.metrics.histograms(
+            "http_request_duration_seconds",
+            "From a request to the end of its response.",
+            _DURATION_S,
+            "handler",
+            "method",
+        )
+        self._rejected = self.metrics.counters(
+            "vllm:requests_rejected", "Requests to the model that were not served.", "reason"
+        )
+        for reason in _REJECTED.values():
+            self._rejected.cell(reason)
+
+    def begin(self) -> None:
+        """A request has come."""
+        self._in_progress.value += 1
+
+    def end(self, path: str, method: str, status: int, seconds: float) -> None:
+        """Its response has ended; status 0: there was none, for the client had left."""
+        self._in_progress.value -= 1
+        handler = self._template_of(path)
+        method = method if method in _METHODS else "OTHER"
+        status_class = f"{status // 100}xx" if status else _NO_RESPONSE
+        self._requests.cell(handler, method, status_class).add()
+        self._seconds.cell(handler, method).observe(seconds)
+        reason = _REJECTED.get(status)
+        if reason is not None and method == "POST" and handler != _NO_ROUTE:
+            self._rejected.cell(reason).add()
+
+    def _template_of(self, path: str) -> str:
+        if path in self._static:
+            return path
+        for pattern, template in self._patterns:
+            if pattern.match(path):
+                return template
+        return _NO_ROUTE
+
+
+class CountHttp:
+    """Counts every request that comes by; outside of what may refuse one."""
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
+        self.app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status = 0
+        start = time.perf_counter()
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        scope[_SCOPE_KEY] = self._metrics
+        self._metrics.begin()
+        try:
+            await self.app(scope, receive, watch)
+        except Exception:
+            status = status or 500  # the server answers what nobody else has
+            raise
+        finally:
+            seconds = time.perf_counter() - start
+            self._metrics.end(route_path(scope), scope["method"], status, seconds)
+
+
+def engine_metrics(context: ServerContext) -> EngineMetrics | None:
+    """What is counted of the engine; None before it is ready for the first time."""
+    is_there = context.has_been_ready or context.engine.startup.is_ready
+    return context.engine.metrics if is_there else None
+
+
+def count_http(app: FastAPI, routers: Iterable[APIRouter]) -> None:
+    """Count all requests to a server, for its GET /metrics.
+
+    To be called when all other middleware has been added: the last one is the outermost.
+
+    Args:
+        app: the server. Its own routes are known, those of included routers are not.
+        routers: what it includes, without a prefix.
+    """
+    routes = [*app.routes, *(route for included in routers for route in included.routes)]
+    metrics = HttpMetrics(route.path for route in routes if isinstance(route, Route))
+    app.add_middleware(CountHttp, metrics=metrics)
+
+
+@router.get("/metrics", include_in_schema=False)
+async def metrics(request: Request) -> Response:
+    """Everything that is counted, in the form that Prometheus asks for."""
+    engine = engine_metrics(get_context(request))
+    http: HttpMetrics | None = request.scope.get(_SCOPE_KEY)
+    sets = [] if engine is None else engine.metric_sets()
+    sets += [] if http is None else [http.metrics]
+    accept = request.headers.get("accept", "")
+    body, content_type = expose([*sets, *process_collectors()], accept)
+    return Response(body, headers={"content-type": content_type})

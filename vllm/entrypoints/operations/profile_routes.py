@@ -1,0 +1,22 @@
+"""Traces of torch's profiler, served where VLLM_TORCH_PROFILER_DIR names a folder for them."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from vllm.entrypoints.server.context import get_context
+
+router = APIRouter(tags=["development"])
+
+
+@router.post("/start_profile")
+async def start_profile(request: Request) -> Response:
+    """Begin a trace of what the workers compute."""
+    await get_context(request).engine.start_profile()
+    return Response(status_code=200)
+
+
+@router.post("/stop_profile")
+async def stop_profile(request: Request) -> Response:
+    """End the trace; its file is complete when this returns."""
+    await get_context(request).engine.stop_profile()
+    return Response(status_code=200)

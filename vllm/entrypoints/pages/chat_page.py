@@ -1,0 +1,66 @@
+"""GET /chat.json: what the chat page needs to know about the server.
+
+The page talks to the API as any client does; conversations stay in the browser.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from vllm.engine.input.pooling_input import refuse_generation
+from vllm.entrypoints.pages.fresh_json import fresh_json
+from vllm.entrypoints.pages.server_state import describe_server
+from vllm.entrypoints.server.context import ServerContext, get_context
+from vllm.errors import RequestError
+from vllm.sampling_params import SamplingParams
+
+router = APIRouter(include_in_schema=False)
+
+_SHOWN_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling parameters whose defaults a model may change."""
+
+
+@router.get("/chat.json")
+async def about(request: Request) -> Response:
+    """What the page has to know."""
+    return fresh_json(describe(get_context(request)))
+
+
+def describe(context: ServerContext) -> dict[str, Any]:
+    """State of the server, and what its model can do once it is ready."""
+    server = describe_server(context) | {
+        "has_status_page": context.args.status_page,
+        "has_docs": not context.args.disable_fastapi_docs,
+    }
+    return server | _describe_model(context) if server["state"] == "ready" else server
+
+
+def _describe_model(context: ServerContext) -> dict[str, Any]:
+    config, args, engine = context.config, context.args, context.engine
+    own_template = getattr(engine.tokenizer, "chat_template", None)
+    return {
+        "refusal": _refusal(context),
+        "has_chat_template": bool(args.chat_template or own_template),
+        "has_auto_tool_choice": args.enable_auto_tool_choice,
+        "max_model_len": config.scheduler.max_model_len,
+        "sampling_defaults": _sampling_defaults(engine.generation_defaults),
+    }
+
+
+def _refusal(context: ServerContext) -> str | None:
+    """Why this model cannot chat, and what it can do instead; None if it can."""
+    try:
+        refuse_generation(context.config.model.pooler)
+    except RequestError as error:
+        return str(error)
+    if context.engine.tokenizer is None:
+        return "this server runs without a tokenizer (skip_tokenizer_init): it takes token ids only"
+    return None
+
+
+def _sampling_defaults(of_model: Mapping[str, Any]) -> dict[str, Any]:
+    """What holds for a request that does not say it."""
+    defaults = SamplingParams()
+    return {name: of_model.get(name, getattr(defaults, name)) for name in _SHOWN_DEFAULTS}

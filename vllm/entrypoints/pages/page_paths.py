@@ -1,0 +1,15 @@
+"""Which page is where. Knows no framework: this is asked before the application is imported."""
+
+from vllm.entrypoints.server.server_args import ServerArgs
+
+
+def page_paths(args: ServerArgs) -> dict[str, str]:
+    """Path -> name of the page that this server shows there."""
+    paths: dict[str, str] = {}
+    if args.status_page:
+        paths |= {"/": "status", "/status": "status"}
+    if not args.disable_web_ui:
+        paths["/"] = "chat"
+    if not args.disable_fastapi_docs:
+        paths["/docs"] = "docs"
+    return paths

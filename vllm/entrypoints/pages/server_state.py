@@ -1,0 +1,36 @@
+"""What all pages tell about the server: its state, and how far its start has come."""
+
+from typing import Any
+
+from vllm.entrypoints.server.context import ServerContext
+from vllm.version import __version__
+
+
+def describe_server(context: ServerContext) -> dict[str, Any]:
+    """Version, state in one word, and progress. `eta_s` is None while it is not known.
+
+    `phases` lists the phases of the start that have ended.
+    """
+    startup = context.engine.startup
+    eta = startup.eta_seconds
+    return {
+        "version": __version__,
+        "state": _state(context),
+        "phase": startup.phase,
+        "done": startup.done,
+        "total": startup.total,
+        "eta_s": None if eta is None else round(eta, 1),
+        "phases": [
+            {"name": name, "seconds": round(seconds, 2)}
+            for name, seconds in startup.finished_phases
+        ],
+    }
+
+
+def _state(context: ServerContext) -> str:
+    startup = context.engine.startup
+    if context.is_draining:
+        return "draining"
+    if startup.error is not None:
+        return "failed"
+    return "ready" if startup.is_ready else "starting"

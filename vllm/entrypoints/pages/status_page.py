@@ -1,0 +1,90 @@
+"""GET /status.json: what the status page shows. Ids and numbers, no prompt and no answer."""
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from vllm.engine.metrics.engine_metrics import EngineMetrics, FinishedRequestStats
+from vllm.entrypoints.operations.metrics_route import engine_metrics
+from vllm.entrypoints.pages.fresh_json import fresh_json
+from vllm.entrypoints.pages.server_state import describe_server
+from vllm.entrypoints.server.context import ServerContext, get_context
+
+router = APIRouter(include_in_schema=False)
+
+_MAX_ID_CHARS = 128
+"""Clients may choose ids, as long as a header can be."""
+
+
+@router.get("/status.json")
+async def status(request: Request) -> Response:
+    """What the page shows."""
+    return fresh_json(describe(get_context(request)))
+
+
+def describe(context: ServerContext) -> dict[str, Any]:
+    """The server and its engine. Times and rates are per second; None is not known (yet)."""
+    server = describe_server(context) | {
+        "uptime_s": round(max(0.0, time.time() - context.created), 1),
+        "in_progress": context.num_in_progress,
+        "has_chat_page": not context.args.disable_web_ui,
+    }
+    metrics = engine_metrics(context)
+    return server if metrics is None else server | _describe_engine(metrics)
+
+
+def _describe_engine(metrics: EngineMetrics) -> dict[str, Any]:
+    totals, rates, config = metrics.totals, metrics.history.rates(), metrics.config
+    runner = totals.runner
+    return {
+        "model": metrics.model_name,
+        "generates": config.model.pooler is None,
+        "device": config.device.device,
+        "dtype": config.model.dtype_name,
+        "max_model_len": config.scheduler.max_model_len,
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "running": totals.num_running,
+        "waiting": totals.num_waiting,
+        "kv_usage": round(totals.kv_cache_usage, 4),
+        "kv_blocks": totals.num_kv_blocks,
+        "prefix_hit_rate": _share(totals.num_prefix_hits, totals.num_prefix_queries),
+        "preemptions": totals.num_preemptions,
+        "bucket_hits": runner.num_bucket_hits,
+        "bucket_misses": runner.num_bucket_misses,
+        "late_compilations": runner.num_late_compilations,
+        "useful_tokens": runner.num_useful_tokens,
+        "padded_share": _share(
+            runner.num_padded_tokens, runner.num_padded_tokens + runner.num_useful_tokens
+        ),
+        "prompt_tokens": metrics.num_prompt_tokens,
+        "generation_tokens": metrics.num_generation_tokens,
+        "restarts": metrics.num_restarts,
+        "prompt_rates": rates.prompt,
+        "generation_rates": rates.generation,
+        "recent": [_describe_request(request) for request in reversed(metrics.recent)],
+    }
+
+
+def _describe_request(request: FinishedRequestStats) -> dict[str, Any]:
+    """Ids and numbers, no text of anyone."""
+    return {
+        "id": request.request_id[:_MAX_ID_CHARS],
+        "reason": request.finish_reason,
+        "finished": round(request.finished, 3),
+        "queue_s": _rounded(request.queue_s),
+        "first_token_s": _rounded(request.first_token_s),
+        "total_s": _rounded(request.total_s),
+        "prompt_tokens": request.num_prompt_tokens,
+        "cached_tokens": request.num_cached_tokens,
+        "generation_tokens": request.num_generation_tokens,
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

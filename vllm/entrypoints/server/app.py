@@ -1,0 +1,132 @@
+"""The application: all routes of the server, and what stands in front of them."""
+
+import time
+
+from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from vllm.engine.async_llm_engine import AsyncLLM
+from vllm.entrypoints.anthropic import serving as serving_messages
+from vllm.entrypoints.middleware.access_log import AccessLog
+from vllm.entrypoints.middleware.asgi import CatchErrors
+from vllm.entrypoints.middleware.auth import Authentication
+from vllm.entrypoints.middleware.gate import Gate
+from vllm.entrypoints.middleware.limits import BodyLimits
+from vllm.entrypoints.middleware.load import CountRequests
+from vllm.entrypoints.middleware.request_id import RequestIds
+from vllm.entrypoints.middleware.request_log import RequestLog
+from vllm.entrypoints.middleware.user_middleware import add_user_middleware
+from vllm.entrypoints.openai import (
+    serving_audio,
+    serving_invocations,
+    serving_models,
+    serving_tokenization,
+)
+from vllm.entrypoints.openai.chat import serving as serving_chat
+from vllm.entrypoints.openai.completion import serving as serving_completion
+from vllm.entrypoints.openai.errors import add_error_handlers
+from vllm.entrypoints.openai.pooling import classify as serving_classify
+from vllm.entrypoints.openai.pooling import embedding as serving_embedding
+from vllm.entrypoints.openai.pooling import score as serving_score
+from vllm.entrypoints.openai.responses import serving as serving_responses
+from vllm.entrypoints.operations import dev_routes, health, metrics_route, profile_routes
+from vllm.entrypoints.pages.routes import page_routers
+from vllm.entrypoints.server.context import ServerContext
+from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.version import __version__
+
+_MODEL_ROUTES = (
+    # Routes are tried in this order: those that are asked most come first.
+    serving_chat,
+    serving_completion,
+    serving_models,
+    serving_responses,
+    serving_messages,
+    serving_tokenization,
+    serving_embedding,
+    serving_score,
+    serving_classify,
+    serving_invocations,
+    serving_audio,
+)
+
+
+def build_app(context: ServerContext) -> FastAPI:
+    """All routes of the server, with what stands in front of them.
+
+    Raises:
+        ConfigError: middleware of the user cannot be loaded.
+    """
+    args = context.args
+    app = FastAPI(
+        title="vllm",
+        version=__version__,
+        summary="LLM inference with the OpenAI API",
+        openapi_url=None if args.disable_fastapi_docs else "/openapi.json",
+        docs_url=None,  # its page would load code from another host
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.root_path = args.root_path
+    app.state.context = context
+    routers = _routers(args)
+    for router in routers:
+        app.include_router(router)
+    add_error_handlers(app)
+    _add_middleware(app, context)
+    metrics_route.count_http(app, routers)
+    return app
+
+
+def _routers(args: ServerArgs) -> list[APIRouter]:
+    modules = [*_MODEL_ROUTES, health, metrics_route]
+    if args.dev_mode:
+        modules.append(dev_routes)
+    if args.can_profile:
+        modules.append(profile_routes)
+    return [*(module.router for module in modules), *page_routers(args)]
+
+
+def _add_middleware(app: FastAPI, context: ServerContext) -> None:
+    """Innermost first: what is added last sees a request first."""
+    args = context.args
+    app.add_middleware(CatchErrors)
+    if args.log_requests:
+        app.add_middleware(RequestLog, max_log_len=args.max_log_len)
+    app.add_middleware(Gate, context=context, routes=app)
+    app.add_middleware(BodyLimits, max_bytes=args.max_request_bytes, timeout_s=args.body_timeout)
+    add_user_middleware(app, args.middleware)
+    if args.api_key:
+        app.add_middleware(Authentication, keys=args.api_key)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=args.allowed_origins,
+        allow_methods=args.allowed_methods,
+        allow_headers=args.allowed_headers,
+        allow_credentials=args.allow_credentials,
+    )
+    if not args.disable_uvicorn_access_log:
+        app.add_middleware(AccessLog)
+    if args.otlp_traces_endpoint is not None:
+        _add_tracing(app, context, args.otlp_traces_endpoint)
+    if args.enable_request_id_headers or args.otlp_traces_endpoint is not None:
+        app.add_middleware(RequestIds, is_sent_back=args.enable_request_id_headers)
+    app.add_middleware(CountRequests, context=context)
+
+
+def _add_tracing(app: FastAPI, context: ServerContext, endpoint: str) -> None:
+    from vllm.entrypoints.middleware.request_spans import RequestSpans
+    from vllm.utils.otel import Tracer
+
+    context.tracer = Tracer(endpoint)
+    app.add_middleware(RequestSpans, context=context, tracer=context.tracer)
+
+
+def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
+    """The application around an engine, which may start later.
+
+    Raises:
+        ConfigError: middleware or tracing cannot be used.
+    """
+    context = ServerContext(args, engine, created=time.time())
+    return context, build_app(context)

@@ -1,0 +1,53 @@
+"""What the routes of one server share. Routes find it by `get_context(request)`."""
+
+from typing import TYPE_CHECKING
+
+from vllm.entrypoints.server.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from fastapi import Request
+
+    from vllm.config import VllmConfig
+    from vllm.engine.async_llm_engine import AsyncLLM
+    from vllm.utils.otel import Tracer
+
+
+class ServerContext:
+    """One server and its engine.
+
+    Args:
+        args: of the server.
+        engine: may not be ready yet; the gate in front of the routes waits for it.
+        created: when the server began, in seconds of `time.time()`.
+
+    Attributes:
+        num_in_progress: requests whose response has not ended, for GET /load.
+        is_draining: the server is shutting down and takes no more requests.
+        has_been_ready: the engine was ready at least once.
+        tracer: of OpenTelemetry; None sends no spans.
+    """
+
+    def __init__(self, args: ServerArgs, engine: "AsyncLLM", created: float) -> None:
+        self.args = args
+        self.engine = engine
+        self.created = created
+        self.num_in_progress = 0
+        self.is_draining = False
+        self.has_been_ready = False
+        self.tracer: Tracer | None = None
+
+    @property
+    def config(self) -> "VllmConfig":
+        """What the engine runs with; known once it is ready."""
+        return self.engine.vllm_config
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names that requests may give as `model`; the first one is that of the responses."""
+        return self.config.model.served_model_name
+
+
+def get_context(request: "Request") -> ServerContext:
+    """The context of the server that takes this request."""
+    context: ServerContext = request.app.state.context
+    return context

@@ -1,0 +1,45 @@
+"""Everything about a server that can be wrong before it listens.
+
+A mistake in a flag is reported within a second or two, before the port is announced. Nothing
+here imports torch, transformers or the web framework; what the user names is imported.
+"""
+
+from typing import TYPE_CHECKING
+
+from vllm.entrypoints.server.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+
+def check_start(engine_args: "EngineArgs", args: ServerArgs) -> "VllmConfig | None":
+    """Refuse flags that a server cannot start with.
+
+    Returns:
+        The config of the engine, where it is known already; see `EngineArgs.create_early_config`.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    from vllm.entrypoints.http.tls import check_certificates
+
+    check_certificates(args)
+    config = engine_args.create_early_config()
+    if args.chat_template is not None:
+        from vllm.entrypoints.openai.chat.template_flag import check_chat_template
+
+        check_chat_template(args.chat_template)
+    for name in args.middleware:
+        from vllm.entrypoints.middleware.user_middleware import find_middleware
+
+        find_middleware(name)
+    if args.otlp_traces_endpoint is not None:
+        from vllm.utils.otel import check_endpoint
+
+        check_endpoint(args.otlp_traces_endpoint)
+    if args.tool_parser_plugin or args.tool_call_parser or args.reasoning_parser:
+        from vllm.entrypoints.openai.tool_parsers.flags import check_parser_flags
+
+        check_parser_flags(args)
+    return config

@@ -1,0 +1,1 @@
+"""Operators on the C++ kernels of csrc/cpu."""

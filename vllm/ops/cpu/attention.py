@@ -1,0 +1,273 @@
+"""Paged attention on the C++ kernels: what they are told, and what is checked before.
+
+Knows the layout of the arguments (csrc/cpu/kernels.h). Knows no dtype table and no fallback: that
+is `vllm.ops.cpu.operators`.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.ops.native import check_attention, check_scores
+
+_NO_MEMORY = -2
+_MAX_WINDOW = 2**31 - 1
+
+
+def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
+    return [(name, c_type) for c_type, names in groups for name in names.split()]
+
+
+# Values of CacheType; 0 is the dtype of the query.
+_FP8_TYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+
+
+class _CacheFp8Args(ctypes.Structure):
+    _fields_ = _fields(
+        (c_void_p, "key value key_cache value_cache slot_mapping"),
+        (c_int64, "num_tokens row_size key_stride value_stride num_slots"),
+        (c_float, "key_scale value_scale"),
+        (c_int64, "cache_type"),
+    )
+
+
+class _DecodeArgs(ctypes.Structure):
+    """AttentionArgs of csrc/cpu/kernels.h; filled in by `_arguments`."""
+
+    _fields_ = _fields(
+        (c_void_p, "query key_cache value_cache block_tables seq_lens alibi_slopes out"),
+        (c_int64, "num_requests num_heads num_kv_heads head_size num_blocks block_size"),
+        (c_int64, "max_blocks query_stride table_stride"),
+        (c_float, "scale soft_cap value_scale"),
+        (c_int64, "sliding_window cache_type"),
+    )
+
+
+class _PrefillArgs(_DecodeArgs):
+    _fields_ = _fields((c_void_p, "query_start_loc"), (c_int64, "num_tokens"))
+
+
+class AttentionOptions(NamedTuple):
+    """What paged attention is told besides tensors of tokens; see `Ops.paged_attention_decode`."""
+
+    scale: float
+    sliding_window: int | None
+    alibi_slopes: Tensor | None
+    logits_soft_cap: float | None
+    key_scale: float
+    value_scale: float
+
+
+def write_fp8(
+    kernel: Any,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float,
+    value_scale: float,
+) -> int:
+    """See `Ops.reshape_and_cache`: for caches of a dtype in FP8_DTYPES, arguments checked.
+
+    Returns:
+        A token whose slot is out of range, or -1.
+    """
+    num_tokens, num_kv_heads, head_size = key.shape
+    args = _CacheFp8Args(
+        key.data_ptr(),
+        value.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        num_tokens,
+        num_kv_heads * head_size,
+        key.stride(0),
+        value.stride(0),
+        key_cache.shape[0] * key_cache.shape[1],
+        key_scale,
+        value_scale,
+        _FP8_TYPES[key_cache.dtype],
+    )
+    bad: int = kernel(ctypes.byref(args), torch.get_num_threads())
+    return bad
+
+
+def paged_attention_decode(
+    kernel: Any,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    options: AttentionOptions,
+) -> Tensor:
+    """See `Ops.paged_attention_decode`; kernel: the function for the dtype of query."""
+    _check(query, key_cache, value_cache, block_tables, options)
+    num_requests, num_heads, head_size = query.shape
+    if seq_lens.shape != (num_requests,) or block_tables.shape[0] != num_requests:
+        raise ValueError(
+            f"seq_lens is {list(seq_lens.shape)}, block_tables is "
+            f"{list(block_tables.shape)}, query is {list(query.shape)}"
+        )
+    if seq_lens.dtype != torch.int32 or not seq_lens.is_contiguous():
+        raise ValueError(f"seq_lens is {seq_lens.dtype} {list(seq_lens.stride())}, not dense int32")
+    out = query.new_empty(num_requests, num_heads, head_size)  # half the time of a shape
+    args = _DecodeArgs(
+        *_arguments(query, key_cache, value_cache, block_tables, seq_lens.data_ptr(), out, options)
+    )
+    bad = kernel(ctypes.byref(args), torch.get_num_threads())
+    if bad != -1:
+        _refuse_request(bad, seq_lens, block_tables, key_cache)
+    return out
+
+
+def paged_attention_prefill(
+    kernel: Any,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Sequence[int] | np.ndarray,
+    seq_lens: Sequence[int] | np.ndarray,
+    options: AttentionOptions,
+) -> Tensor:
+    """See `Ops.paged_attention_prefill`; kernel: the function for the dtype of query.
+
+    The result of a token has the same bits however its prompt was cut into chunks, whatever else
+    is in the batch, and on any number of threads. It may differ in the last bits from what
+    `paged_attention_decode` has for the same token, and between instruction sets.
+    """
+    _check(query, key_cache, value_cache, block_tables, options)
+    num_tokens, num_heads, head_size = query.shape
+    num_requests = len(seq_lens)
+    if len(query_start_loc) != num_requests + 1 or block_tables.shape[0] != num_requests:
+        raise ValueError(
+            f"query_start_loc has {len(query_start_loc)} numbers and seq_lens {num_requests}, "
+            f"block_tables is {list(block_tables.shape)}"
+        )
+    # One buffer: to ask an array for its address takes longer than to fill one.
+    host = np.empty(2 * num_requests + 1, dtype=np.int32)
+    starts, lens = host[: num_requests + 1], host[num_requests + 1 :]
+    starts[:], lens[:] = query_start_loc, seq_lens
+    if num_requests and starts[0]:
+        raise ValueError(f"query_start_loc begins with {starts[0]}, not with 0")
+    address = ctypes.addressof(c_int32.from_buffer(host.data))
+    out = query.new_empty(num_tokens, num_heads, head_size)
+    lens_address = address + starts.nbytes
+    args = _PrefillArgs(
+        *_arguments(query, key_cache, value_cache, block_tables, lens_address, out, options),
+        address,
+        num_tokens,
+    )
+    bad = kernel(ctypes.byref(args), torch.get_num_threads())
+    if bad != -1:
+        _refuse_chunk(bad, starts, lens, num_tokens, block_tables, key_cache)
+    return out
+
+
+def _arguments(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens_address: int,
+    out: Tensor,
+    options: AttentionOptions,
+) -> tuple[int | float | None, ...]:
+    """The fields of `_DecodeArgs`, in their order."""
+    scale, window, slopes, cap, key_scale, value_scale = options
+    num_blocks, block_size, num_kv_heads, head_size = key_cache.shape
+    num_requests, max_blocks = block_tables.shape
+    cache_type = _FP8_TYPES.get(key_cache.dtype, 0)
+    return (
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        block_tables.data_ptr(),
+        seq_lens_address,
+        None if slopes is None else slopes.data_ptr(),
+        out.data_ptr(),
+        num_requests,
+        query.shape[1],
+        num_kv_heads,
+        head_size,
+        num_blocks,
+        block_size,
+        max_blocks,
+        query.stride(0),
+        block_tables.stride(0),
+        scale * key_scale if cache_type else scale,
+        cap or 0.0,
+        value_scale if cache_type else 1.0,
+        min(window or 0, _MAX_WINDOW),
+        cache_type,
+    )
+
+
+def _check(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    options: AttentionOptions,
+) -> None:
+    """What both kernels rely on."""
+    check_attention(query, key_cache, value_cache, options.sliding_window)
+    check_scores(query, options.alibi_slopes, options.logits_soft_cap)
+    if not key_cache.is_contiguous():
+        _refuse_strides("key_cache", key_cache)
+    if not value_cache.is_contiguous():
+        _refuse_strides("value_cache", value_cache)
+    if block_tables.dtype != torch.int32:
+        raise ValueError(f"block_tables is {block_tables.dtype}, it must be torch.int32")
+    if block_tables.stride(1) != 1 and block_tables.shape[1] > 1:
+        _refuse_strides("block_tables", block_tables)
+    stride = query.stride()
+    if stride[2] != 1 or (stride[1] != query.shape[2] and query.shape[1] != 1):
+        _refuse_strides("query", query)
+
+
+def _refuse_strides(name: str, x: Tensor) -> NoReturn:
+    raise ValueError(f"{name} is not dense: shape {list(x.shape)}, strides {list(x.stride())}")
+
+
+def _refuse_chunk(
+    b: int,
+    starts: np.ndarray,
+    lens: np.ndarray,
+    num_tokens: int,
+    block_tables: Tensor,
+    key_cache: Tensor,
+) -> NoReturn:
+    """Say what is wrong with request b of a prefill."""
+    if b != _NO_MEMORY:
+        start, end, seq_len = int(starts[b]), int(starts[b + 1]), int(lens[b])
+        block_size, max_blocks = key_cache.shape[1], block_tables.shape[1]
+        if not 0 <= start <= end <= num_tokens:
+            raise ValueError(f"request {b} has rows {start} to {end} of {num_tokens}")
+        if end - start > seq_len or seq_len > max_blocks * block_size:
+            raise ValueError(
+                f"request {b} has {end - start} new tokens of {seq_len} in all, and a table of "
+                f"{max_blocks} blocks of {block_size}"
+            )
+    _refuse_request(b, lens, block_tables, key_cache)
+
+
+def _refuse_request(
+    b: int, seq_lens: Tensor | np.ndarray, block_tables: Tensor, key_cache: Tensor
+) -> NoReturn:
+    """Say why a kernel did not compute request b."""
+    if b == _NO_MEMORY:
+        raise MemoryError("no scratch memory for paged attention")
+    block_size, max_blocks = key_cache.shape[1], block_tables.shape[1]
+    raise IndexError(
+        f"request {b} has {int(seq_lens[b])} tokens and the blocks {block_tables[b].tolist()}; "
+        f"its table holds {max_blocks * block_size} tokens, the cache has {key_cache.shape[0]} "
+        f"blocks"
+    )

@@ -1,0 +1,228 @@
+"""A whole step of decodes on the C++ kernels: inputs, decoder, output head, sampling, and the new
+tokens noted in their rows.
+
+Knows the arrays of the running requests; knows no request and no scheduler. What the numbers of a
+row mean is said in `vllm.worker.input_batch` and `vllm.sample.state`.
+"""
+
+import ctypes
+from ctypes import c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm.ops.cpu.decoder import DecoderStatus, FusedDecoder
+from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.linear import PackedWeight, WeightFormat
+
+IntArray = npt.NDArray[np.int32]
+
+_NOT_PLAIN = 100
+_NUM_PARAMS = 8
+
+_num_threads = torch.get_num_threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowArrays:
+    """What a step reads and writes of R rows. The arrays are dense and never replaced."""
+
+    token_ids: IntArray
+    """[R, max_model_len]"""
+    num_tokens: IntArray
+    """[R] how many of them are known."""
+    num_prompt_tokens: IntArray
+    """[R] how many of them are the prompt."""
+    block_table: IntArray
+    """[R, max_blocks]"""
+    features: IntArray
+    """[R or more] bits that say what a row wants of the sampler."""
+    params: npt.NDArray[np.float32]
+    """[8, R or more] parameters of the sampler, in the order of `vllm.sample.features.Param`."""
+    keys: npt.NDArray[np.uint64]
+    """[R or more] of random numbers."""
+
+
+class _RowsStruct(ctypes.Structure):
+    """DecodeStepRows of csrc/cpu/decode_step_args.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("token_ids", "num_tokens", "num_prompt", "block_table")),
+        *((name, c_void_p) for name in ("features", "params", "keys")),
+        *((name, c_int64) for name in ("num_rows", "max_tokens", "max_blocks", "num_params")),
+        *((name, c_int64) for name in ("known_features", "random_feature")),
+    )
+
+
+class _LaunchStruct(ctypes.Structure):
+    """DecodeStepLaunch of csrc/cpu/decode_step_args.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("rows", "num_computed", "num_scheduled", "token_ids")),
+        ("scratch", c_void_p),
+        *((name, c_int64) for name in ("n", "num_invalid", "bad_index")),
+    )
+
+
+class FusedDecodeStep:
+    """Runs steps of one model. Tokens are those of the decoder, the head and the sampler called
+    one after the other.
+
+    Keeps the arrays alive, and scratch memory for its largest step. One call at a time.
+
+    Args:
+        decoder: of the model.
+        head: [V, hidden], the output head, without bias.
+        arrays: of the running requests.
+        known_features: the bits of `arrays.features` that a step can serve; what they mean is in
+            `arrays.params` and `arrays.keys`.
+        random_feature: the bit of rows that are not greedy.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit each other.
+        RuntimeError: the kernels are not built.
+    """
+
+    def __init__(
+        self,
+        decoder: FusedDecoder,
+        head: PackedWeight,
+        arrays: RowArrays,
+        *,
+        known_features: int,
+        random_feature: int,
+    ) -> None:
+        library: Any = load_cpu_kernels()
+        if library is None:
+            raise RuntimeError("a fused step needs the C++ CPU kernels, which are not built")
+        if head.in_features != decoder.hidden_size or (
+            head.weight_format is WeightFormat.FLOAT32 and decoder.dtype != torch.float32
+        ):
+            raise ValueError(
+                f"a head {head.weight_format.name} [{head.out_features}, {head.in_features}] does "
+                f"not fit a decoder {decoder.dtype} with hidden size {decoder.hidden_size}"
+            )
+        _check(arrays)
+        self._decoder, self._head, self._arrays = decoder, head, arrays
+        suffix = {torch.float32: "f32", torch.bfloat16: "bf16"}[decoder.dtype]
+        self._step = getattr(library, f"vllm_decode_step_{suffix}")
+        self._step.argtypes = [c_void_p] * 4 + [c_int]
+        self._step.restype = c_int64
+        self._scratch_bytes = getattr(library, f"vllm_decode_step_scratch_bytes_{suffix}")
+        self._scratch_bytes.argtypes = [c_void_p] * 3 + [c_int64, c_int]
+        self._scratch_bytes.restype = c_int64
+        num_rows, max_tokens = arrays.token_ids.shape
+        self._rows = _RowsStruct(
+            *(getattr(arrays, name).ctypes.data for name in _ARRAY_DTYPES),
+            num_rows,
+            max_tokens,
+            arrays.block_table.shape[1],
+            arrays.params.shape[1],
+            known_features,
+            random_feature,
+        )
+        self._launch = _LaunchStruct()
+        self._addresses = (
+            decoder.address,
+            head.address,
+            ctypes.addressof(self._rows),
+            ctypes.addressof(self._launch),
+        )
+        self._vectors: IntArray = np.empty((4, 0), np.int32)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch_for = (0, 0)  # rows, threads
+
+    def run(
+        self, rows: IntArray, num_computed: IntArray, num_scheduled: IntArray
+    ) -> IntArray | None:
+        """One step, if every row of it is a plain decode: runs the newest token, which is one of
+        the output, samples, and wants nothing of the sampler but the known features.
+
+        Args:
+            rows: [n] no row twice.
+            num_computed: [n] tokens of each whose keys and values are in the cache.
+            num_scheduled: [n] tokens to run.
+
+        Returns:
+            [n] int32, the next token of each row, -1 where its logits hold NaN or +inf. They are
+            noted in `token_ids` (0 for -1) and counted in `num_tokens`. None: a row is no plain
+            decode, and nothing was done.
+
+        Raises:
+            ValueError: the arguments are not of one length.
+            IndexError: a token or a block is out of range.
+            MemoryError: there is no scratch memory.
+        """
+        n, num_threads = len(rows), _num_threads()
+        if not n == len(num_computed) == len(num_scheduled):
+            raise ValueError(f"{n} rows, {len(num_computed)} and {len(num_scheduled)} numbers")
+        if n > self._scratch_for[0] or num_threads != self._scratch_for[1]:
+            self._grow(n, num_threads)
+        vectors = self._vectors
+        vectors[0, :n] = rows
+        vectors[1, :n] = num_computed
+        vectors[2, :n] = num_scheduled
+        self._launch.n = n
+        status = self._step(*self._addresses, num_threads)
+        if status == 0:
+            return vectors[3, :n].copy()
+        if status != _NOT_PLAIN:
+            self._refuse(DecoderStatus(status), int(rows[self._launch.bad_index]))
+        return None
+
+    @property
+    def num_invalid(self) -> int:
+        """Rows of the last step that have no token."""
+        num_invalid: int = self._launch.num_invalid
+        return num_invalid
+
+    def _refuse(self, status: DecoderStatus, row: int) -> NoReturn:
+        if status is DecoderStatus.NO_MEMORY:
+            raise MemoryError("no scratch memory for a step of decodes")
+        arrays = self._arrays
+        position = arrays.num_tokens[row] - 1
+        raise IndexError(
+            f"{status.name}: row {row} has the token {arrays.token_ids[row, position]} at position "
+            f"{position} and the blocks {arrays.block_table[row].tolist()}"
+        )
+
+    def _grow(self, n: int, num_threads: int) -> None:
+        """Make room for steps of n rows."""
+        launch = self._launch
+        # Arguments are copied here, where their addresses are known: to ask for that of an array
+        # takes longer.
+        self._vectors = np.empty((4, n), np.int32)
+        addresses = [vector.ctypes.data for vector in self._vectors]
+        launch.rows, launch.num_computed, launch.num_scheduled, launch.token_ids = addresses
+        num_bytes = self._scratch_bytes(*self._addresses[:3], n, num_threads)
+        self._scratch = torch.empty(num_bytes + 64, dtype=torch.uint8)
+        address = self._scratch.data_ptr()
+        launch.scratch = address + -address % 64
+        self._scratch_for = n, num_threads
+
+
+_ARRAY_DTYPES: dict[str, type[np.generic]] = {
+    "token_ids": np.int32,
+    "num_tokens": np.int32,
+    "num_prompt_tokens": np.int32,
+    "block_table": np.int32,
+    "features": np.int32,
+    "params": np.float32,
+    "keys": np.uint64,
+}
+"""In the order of the struct."""
+
+
+def _check(arrays: RowArrays) -> None:
+    num_rows = len(arrays.token_ids)
+    for name, dtype in _ARRAY_DTYPES.items():
+        array = getattr(arrays, name)
+        dims = 2 if name in ("token_ids", "block_table", "params") else 1
+        found = array.shape[-1] if name == "params" else len(array)
+        if array.dtype != dtype or array.ndim != dims or not array.flags.c_contiguous:
+            raise ValueError(f"{name} must be dense {dtype.__name__} in {dims} dimensions")
+        if found < num_rows or (name == "params" and len(array) != _NUM_PARAMS):
+            raise ValueError(f"{name} is {list(array.shape)}, for {num_rows} rows")

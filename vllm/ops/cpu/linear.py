@@ -1,0 +1,400 @@
+"""Weights of linear layers in the layout of the C++ kernels, and the products with them.
+
+A packed weight is the only copy: both one row and a thousand are multiplied by the kernels of
+csrc/cpu/linear.h, which on the processors measured so far are at least as fast as torch for any
+number of rows. Knows no layers and no models.
+"""
+
+import ctypes
+import functools
+from ctypes import CDLL, Structure, c_int, c_int64, c_void_p
+from enum import IntEnum
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from vllm.ops.cpu.int4_layouts import Int4Groups, read_awq, read_gptq
+from vllm.ops.cpu.library import load_cpu_kernels
+
+_PANEL = 64  # output features of a panel, csrc/cpu/linear_format.h
+_ALIGNMENT = 64
+_MAX_INT8_INPUTS = 66_000  # 255 * 127 * inputs stays below 2^31
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+_num_threads = torch.get_num_threads
+
+
+class WeightFormat(IntEnum):
+    """How a weight is stored; the values are those of csrc/cpu/linear_format.h."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+    """One scale per output feature; inputs are rounded to int8 too, with one scale per row."""
+    INT4 = 3
+    """One float16 scale, and a zero point or none, per block of 32, 64 or 128 inputs of an output
+    feature; inputs are rounded to int8 in the same blocks."""
+
+    @property
+    def inputs_per_word(self) -> int:
+        """in_features must be a multiple of this."""
+        return (1, 2, 4, 8)[self]
+
+
+_DENSE_FORMATS = {torch.float32: WeightFormat.FLOAT32, torch.bfloat16: WeightFormat.BFLOAT16}
+
+
+class _WeightStruct(Structure):
+    """LinearWeight of csrc/cpu/linear_format.h."""
+
+    _fields_ = (
+        ("panels", c_void_p),
+        ("scales", c_void_p),
+        ("sums", c_void_p),
+        ("order", c_void_p),
+        ("in_features", c_int64),
+        ("out_features", c_int64),
+        ("format", c_int64),
+        ("block_inputs", c_int64),
+        ("has_zeros", c_int64),
+    )
+
+
+class _Int4Source(Structure):
+    """Int4Source of csrc/cpu/linear_format.h."""
+
+    _fields_ = (
+        ("words", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("num_groups", c_int64),
+        ("group_inputs", c_int64),
+        ("is_awq", c_int64),
+    )
+
+
+class _Functions:
+    """The C functions, by the dtype of what is not the weight. `Any`: ctypes has no useful type."""
+
+    def __init__(self, library: CDLL) -> None:
+        def find(name: str, argtypes: list[Any]) -> Any:
+            function = getattr(library, f"vllm_{name}")
+            function.argtypes, function.restype = argtypes, c_int64
+            return function
+
+        def find_typed(name: str, argtypes: list[Any]) -> dict[torch.dtype, Any]:
+            return {d: find(f"{name}_{suffix}", argtypes) for d, suffix in _SUFFIXES.items()}
+
+        self.linear = find_typed("linear", [c_void_p] * 4 + [c_int64] * 2 + [c_int])
+        self.quantize = find_typed("quantize_weight", [c_void_p] * 2 + [c_int])
+        self.rows = find_typed("linear_rows", [c_void_p] * 2 + [c_int64, c_void_p, c_int])
+        self.pack = find("pack_panels", [c_void_p] + [c_int64] * 2 + [c_int])
+        self.packed_bytes = find("packed_bytes", [c_void_p])
+        self.convert_int4 = find("convert_int4", [c_void_p] * 2 + [c_int])
+        self.convert_int4.restype = None
+
+
+@functools.cache
+def _functions() -> _Functions:
+    library = load_cpu_kernels()
+    if library is None:
+        raise RuntimeError("packed weights need the C++ CPU kernels, which are not built")
+    return _Functions(library)
+
+
+def can_pack(weight: Tensor, weight_format: WeightFormat | None = None) -> bool:
+    """Whether a dense weight [out_features, in_features] can be stored in a format.
+
+    Args:
+        weight: of any device and dtype.
+        weight_format: None is the weight's own dtype.
+    """
+    own = _DENSE_FORMATS.get(weight.dtype)
+    if load_cpu_kernels() is None or own is None or weight.device.type != "cpu":
+        return False
+    wanted = own if weight_format is None else weight_format
+    in_features = weight.shape[1]
+    fits = wanted is not WeightFormat.INT8 or in_features <= _MAX_INT8_INPUTS
+    return fits and in_features > 0 and in_features % wanted.inputs_per_word == 0
+
+
+class PackedWeight:
+    """The weight of a linear layer [out_features, in_features] as the kernels read it.
+
+    Made by `pack`, `quantize`, `from_gptq` or `from_awq`. A row's result does not depend on the
+    rows beside it, nor on the number of threads.
+    """
+
+    def __init__(
+        self,
+        weight_format: WeightFormat,
+        shape: torch.Size,
+        panels: Tensor | None = None,
+        groups: Int4Groups | None = None,
+    ) -> None:
+        """Wrap panels, or make them, zeroed; an int4 weight without groups has blocks of 32."""
+        self.out_features, self.in_features = shape
+        self.weight_format = weight_format
+        self.order = groups.order if groups is not None else None
+        """[in_features] int32, the order in which inputs are read; None: as they come."""
+        self._scales: Tensor | None = None
+        self._sums: Tensor | None = None
+        padded = _round_up(self.out_features)
+        if weight_format in (WeightFormat.INT8, WeightFormat.INT4):
+            self._scales = torch.zeros(padded)
+        if weight_format is WeightFormat.INT8:
+            self._sums = torch.zeros(padded, dtype=torch.int32)
+        is_int4 = weight_format is WeightFormat.INT4
+        self._struct = _WeightStruct(
+            None,
+            _address(self._scales),
+            _address(self._sums),
+            _address(self.order),
+            self.in_features,
+            self.out_features,
+            int(weight_format),
+            (groups.block_inputs if groups is not None else 32) if is_int4 else 0,
+            groups is not None and groups.zeros is not None,
+        )
+        self._address = ctypes.addressof(self._struct)
+        if panels is None:
+            panels = torch.zeros(_functions().packed_bytes(self._address), dtype=torch.uint8)
+        self._panels = panels
+        self._struct.panels = panels.data_ptr()
+        self._linear = dict(_functions().linear)
+        if weight_format is WeightFormat.FLOAT32:
+            del self._linear[torch.bfloat16]
+
+    @classmethod
+    def pack(cls, weight: Tensor) -> "PackedWeight":
+        """Rearrange a dense float32 or bfloat16 weight, in its own memory.
+
+        `weight` must not be used afterwards. When out_features is no multiple of 64, the result
+        is in new memory, padded to one.
+
+        Raises:
+            ValueError: its dtype, shape, strides or alignment do not allow it.
+            MemoryError: there is no scratch memory; the weight is as it was.
+        """
+        _check_weight(weight, None)
+        num_out, num_in = weight.shape
+        padded = _round_up(num_out)
+        if padded == num_out:
+            panels = weight.flatten()
+        else:
+            panels = weight.new_zeros(padded * num_in)
+            panels[: num_out * num_in] = weight.flatten()
+        weight_format = _DENSE_FORMATS[weight.dtype]
+        num_words = num_in // weight_format.inputs_per_word
+        functions = _functions()
+        _check_memory(
+            functions.pack(panels.data_ptr(), padded // _PANEL, num_words, _num_threads())
+        )
+        return cls(weight_format, weight.shape, panels)
+
+    @classmethod
+    def quantize(cls, weight: Tensor, weight_format: WeightFormat) -> "PackedWeight":
+        """Round a dense float32 or bfloat16 weight to int8 or int4, in new memory.
+
+        Raises:
+            ValueError: its dtype, shape, strides or alignment do not allow it, or the format is
+                a dense one.
+            MemoryError: there is no scratch memory.
+        """
+        if weight_format not in (WeightFormat.INT8, WeightFormat.INT4):
+            raise ValueError(f"{weight_format.name} is not a quantized format: use pack")
+        _check_weight(weight, weight_format)
+        packed = cls(weight_format, weight.shape)
+        _check_memory(
+            _functions().quantize[weight.dtype](packed._address, weight.data_ptr(), _num_threads())
+        )
+        return packed
+
+    @classmethod
+    def from_gptq(
+        cls,
+        qweight: Tensor,
+        qzeros: Tensor,
+        scales: Tensor,
+        g_idx: Tensor | None = None,
+        *,
+        is_v2: bool = False,
+    ) -> "PackedWeight":
+        """Take over the 4-bit weight of a GPTQ checkpoint [out_features, in_features].
+
+        A weight is scales[g] * (q - zero[g]), g the group of its input.
+
+        Args:
+            qweight: [in_features / 8, out_features] int32, eight inputs in a word, the first in
+                the lowest bits.
+            qzeros: [G, out_features / 8] int32, zero points of eight outputs in a word.
+            scales: [G, out_features].
+            g_idx: [in_features], the group of each input; None: in_features / G neighbours each.
+                Inputs that a group has from everywhere ("act order") are gathered at run time.
+            is_v2: zero points are stored as they are; otherwise ("gptq", the first format)
+                less one.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit, groups are unequal, or their size is neither a
+                multiple of 32 nor the whole row.
+        """
+        return cls._from_groups(
+            qweight,
+            read_gptq(qweight, qzeros, scales, g_idx, zero_offset=0 if is_v2 else 1),
+            is_awq=False,
+        )
+
+    @classmethod
+    def from_awq(cls, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> "PackedWeight":
+        """Take over the 4-bit weight of an AWQ checkpoint [out_features, in_features].
+
+        A weight is scales[g] * (q - zero[g]), in_features / G neighbouring inputs a group.
+
+        Args:
+            qweight: [in_features, out_features / 8] int32: outputs 0, 2, 4, 6, 1, 3, 5, 7 of
+                eight in a word, from the lowest bits on.
+            qzeros: [G, out_features / 8] int32, in the same order.
+            scales: [G, out_features].
+
+        Raises:
+            ValueError: shapes or dtypes do not fit, or the size of a group is neither a multiple
+                of 32 nor the whole row.
+        """
+        return cls._from_groups(qweight, read_awq(qweight, qzeros, scales), is_awq=True)
+
+    @classmethod
+    def _from_groups(cls, words: Tensor, groups: Int4Groups, is_awq: bool) -> "PackedWeight":
+        packed = cls(WeightFormat.INT4, groups.shape, groups=groups)
+        source = _Int4Source(
+            words.data_ptr(),
+            groups.scales.data_ptr(),
+            _address(groups.zeros),
+            len(groups.scales),
+            groups.group_inputs,
+            is_awq,
+        )
+        _functions().convert_int4(packed._address, ctypes.addressof(source), _num_threads())
+        return packed
+
+    @property
+    def address(self) -> int:
+        """Of the LinearWeight that kernels take, valid as long as this object lives."""
+        return self._address
+
+    @property
+    def layout(self) -> tuple[WeightFormat, int, bool]:
+        """(format, inputs that share a scale, whether there are zero points): weights with the
+        same layout and shape differ in their numbers alone."""
+        return self.weight_format, self._struct.block_inputs, bool(self._struct.has_zeros)
+
+    def has_order_of(self, other: "PackedWeight") -> bool:
+        """Whether both read their inputs in the same order."""
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return torch.equal(self.order, other.order)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weight with its scales."""
+        tensors = (self._panels, self._scales, self._sums, self.order)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., in_features] @ weight.T + bias -> [..., out_features] of x's dtype.
+
+        Args:
+            x: float32 or bfloat16 (with a float32 weight: float32), dense; a matrix may have
+                rows that are further apart.
+            bias: [out_features] of x's dtype, or None.
+
+        Raises:
+            ValueError: dtypes, shapes or strides do not fit.
+            MemoryError: there is no scratch memory.
+        """
+        function = self._linear.get(x.dtype)
+        shape = x.shape
+        if function is None or shape[-1] != self.in_features or not x.is_cpu:
+            self._refuse("x", x)
+        if x.is_contiguous():
+            stride = self.in_features
+        elif len(shape) == 2 and x.stride(1) == 1:
+            stride = x.stride(0)
+        else:
+            raise ValueError(f"x is not dense: shape {list(shape)}, strides {list(x.stride())}")
+        bias_pointer = None
+        if bias is not None:
+            is_dense = bias.is_contiguous() and bias.is_cpu
+            if bias.dtype != x.dtype or bias.shape != (self.out_features,) or not is_dense:
+                self._refuse("bias", bias)
+            bias_pointer = bias.data_ptr()
+        out = x.new_empty(*shape[:-1], self.out_features)
+        rows = shape[0] if len(shape) == 2 else x.numel() // self.in_features
+        if function(
+            self._address,
+            x.data_ptr(),
+            bias_pointer,
+            out.data_ptr(),
+            rows,
+            stride,
+            _num_threads(),
+        ):
+            raise MemoryError(f"no scratch memory for {rows} rows of a linear layer")
+        return out
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight, such as token embeddings that share the weight of the output head.
+
+        Args:
+            ids: [N] int64, dense, each below out_features.
+            dtype: of the result, float32 or bfloat16.
+
+        Returns:
+            [N, in_features]
+
+        Raises:
+            ValueError: `ids` or `dtype` are not as said.
+            IndexError: an id is out of range.
+        """
+        is_dense = ids.is_contiguous() and ids.is_cpu
+        if ids.dtype != torch.int64 or ids.dim() != 1 or not is_dense:
+            self._refuse("ids", ids)
+        if dtype not in _SUFFIXES:
+            raise ValueError(f"rows can be float32 or bfloat16, not {dtype}")
+        out = torch.empty(len(ids), self.in_features, dtype=dtype)
+        bad = _functions().rows[dtype](
+            self._address, ids.data_ptr(), len(ids), out.data_ptr(), _num_threads()
+        )
+        if bad >= 0:
+            raise IndexError(f"ids[{bad}] is {ids[bad]} of {self.out_features} rows")
+        return out
+
+    def _refuse(self, name: str, x: Tensor) -> NoReturn:
+        weight = f"{self.weight_format.name} [{self.out_features}, {self.in_features}]"
+        raise ValueError(
+            f"{name} is {x.dtype} {list(x.shape)} on {x.device}, the weight is {weight}"
+        )
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _round_up(out_features: int) -> int:
+    return -(-out_features // _PANEL) * _PANEL
+
+
+def _check_weight(weight: Tensor, weight_format: WeightFormat | None) -> None:
+    described = f"{weight.dtype} {list(weight.shape)} on {weight.device}"
+    if weight.dim() != 2 or not can_pack(weight, weight_format):
+        wanted = "its own format" if weight_format is None else weight_format.name
+        raise ValueError(f"a weight {described} cannot be packed as {wanted}")
+    if not weight.is_contiguous():
+        raise ValueError(f"the weight {described} is not dense: strides {list(weight.stride())}")
+    if weight.data_ptr() % _ALIGNMENT:
+        raise ValueError(f"the weight {described} is not aligned to {_ALIGNMENT} bytes")
+
+
+def _check_memory(status: int) -> None:
+    if status:
+        raise MemoryError("no scratch memory to pack a weight")

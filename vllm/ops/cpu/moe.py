@@ -1,0 +1,212 @@
+"""A mixture of experts on packed weights: one call of the kernel of csrc/cpu/moe.h.
+
+The contract is that of `Ops.moe`, the packed weights are those of `vllm.ops.cpu.linear`. Knows no
+router and no models.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from ctypes import Array, Structure, c_int, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.linear import PackedWeight, WeightFormat
+
+_ALIGNMENT = 64
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+_num_threads = torch.get_num_threads
+
+
+class _MoeStruct(Structure):
+    """MoeArgs of csrc/cpu/kernels.h."""
+
+    _fields_ = (
+        ("gate", c_void_p),
+        ("up", c_void_p),
+        ("down", c_void_p),
+        ("x", c_void_p),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("out", c_void_p),
+        ("num_tokens", c_int64),
+        ("num_experts", c_int64),
+        ("top_k", c_int64),
+        ("x_stride", c_int64),
+        ("has_orders", c_int64),
+    )
+
+
+@functools.cache
+def _kernels() -> dict[torch.dtype, Any]:
+    library = load_cpu_kernels()
+    if library is None:
+        raise RuntimeError("packed experts need the C++ CPU kernels, which are not built")
+    kernels = {d: getattr(library, f"vllm_moe_{suffix}") for d, suffix in _SUFFIXES.items()}
+    for kernel in kernels.values():
+        kernel.argtypes, kernel.restype = [c_void_p, c_int], c_int64
+    return kernels
+
+
+class PackedExperts:
+    """The weights of E gated experts as the kernels read them.
+
+    A token's result does not depend on the tokens beside it, nor on the number of threads.
+    """
+
+    def __init__(
+        self,
+        gate: Sequence[PackedWeight],
+        up: Sequence[PackedWeight],
+        down: Sequence[PackedWeight],
+    ) -> None:
+        """Take over E packed weights each.
+
+        Args:
+            gate: [I, H] each, in any format, all in the same one.
+            up: the same, in the format of the gates.
+            down: [H, I] each, in any format, all in the same one.
+
+        Raises:
+            ValueError: numbers, shapes or formats do not fit, or a gate and its up have different
+                orders of inputs.
+        """
+        if not len(gate) == len(up) == len(down) > 0:
+            raise ValueError(
+                f"{len(gate)} gates, {len(up)} ups and {len(down)} downs are no experts"
+            )
+        self.intermediate_size, self.hidden_size = gate[0].out_features, gate[0].in_features
+        self.num_experts = len(gate)
+        _check_alike([*gate, *up], self.intermediate_size, self.hidden_size)
+        _check_alike(down, self.hidden_size, self.intermediate_size)
+        for number, (a, b) in enumerate(zip(gate, up, strict=True)):
+            if not a.has_order_of(b):
+                raise ValueError(f"gate and up of expert {number} have different orders of inputs")
+        self._weights = (tuple(gate), tuple(up), tuple(down))
+        self._addresses = tuple(_addresses(weights) for weights in self._weights)
+        self._has_orders = any(weight.order is not None for weight in gate)
+        self._kernels = dict(_kernels())
+        if WeightFormat.FLOAT32 in (gate[0].weight_format, down[0].weight_format):
+            del self._kernels[torch.bfloat16]
+
+    @classmethod
+    def pack(
+        cls, gate_up: Tensor, down: Tensor, weight_format: WeightFormat | None = None
+    ) -> "PackedExperts":
+        """Pack or quantize dense experts.
+
+        Args:
+            gate_up: [E, 2 * I, H], gate then up. Must not be used afterwards.
+            down: [E, H, I]. Must not be used afterwards.
+            weight_format: int8 or int4, in new memory; None packs the weights as they are, in
+                their own memory where H and I are multiples of 64.
+
+        Raises:
+            ValueError: dtypes, shapes or strides do not allow it.
+            MemoryError: there is no scratch memory.
+        """
+        if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[1] % 2:
+            raise ValueError(
+                f"gate_up is {list(gate_up.shape)} and down {list(down.shape)}, not "
+                "[experts, 2 * intermediate, hidden] and [experts, hidden, intermediate]"
+            )
+        gate, up = gate_up.chunk(2, dim=1)
+        packed = [[_pack(matrix, weight_format) for matrix in part] for part in (gate, up, down)]
+        return cls(*packed)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights with their scales."""
+        return sum(weight.num_bytes for part in self._weights for weight in part)
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """What `Ops.moe` says, for these experts.
+
+        Args:
+            x: [T, hidden], float32 or bfloat16 (with float32 weights: float32); rows may be
+                further apart.
+            topk_ids: [T, k] int64, dense.
+            topk_weights: [T, k] float32, dense.
+
+        Returns:
+            [T, hidden] of x's dtype.
+
+        Raises:
+            ValueError: dtypes, shapes or strides do not fit.
+            IndexError: an id is out of range.
+            MemoryError: there is no scratch memory.
+        """
+        kernel = self._kernels.get(x.dtype)
+        if kernel is None or x.dim() != 2 or x.shape[1] != self.hidden_size or not x.is_cpu:
+            raise ValueError(
+                f"x is {x.dtype} {list(x.shape)} on {x.device}, the experts have hidden size "
+                f"{self.hidden_size} and {self._weights[0][0].weight_format.name} weights"
+            )
+        if x.stride(1) != 1:
+            raise ValueError(f"x is not dense: strides {list(x.stride())}")
+        choices = (
+            ("topk_ids", topk_ids, torch.int64),
+            ("topk_weights", topk_weights, torch.float32),
+        )
+        for name, values, dtype in choices:
+            is_dense = values.is_contiguous() and values.is_cpu
+            is_whole = values.dim() == 2 and values.shape == (len(x), topk_ids.shape[-1])
+            if values.dtype != dtype or not is_whole or not is_dense or topk_ids.shape[1] == 0:
+                raise ValueError(
+                    f"{name} is {values.dtype} {list(values.shape)} on {values.device}, not one "
+                    f"dense row of {dtype} for each of {len(x)} tokens"
+                )
+        out = x.new_empty(x.shape)
+        args = _MoeStruct(
+            *(ctypes.addressof(addresses) for addresses in self._addresses),
+            x.data_ptr(),
+            topk_ids.data_ptr(),
+            topk_weights.data_ptr(),
+            out.data_ptr(),
+            len(x),
+            self.num_experts,
+            topk_ids.shape[1],
+            x.stride(0),
+            self._has_orders,
+        )
+        status = kernel(ctypes.addressof(args), _num_threads())
+        if status >= 0:
+            bad = topk_ids.flatten()[status]
+            raise IndexError(f"topk_ids[{status}] is {bad} of {self.num_experts} experts")
+        if status != -1:
+            raise MemoryError(
+                f"no scratch memory for {len(x)} tokens of {self.num_experts} experts"
+            )
+        return out
+
+
+def _addresses(weights: Sequence[PackedWeight]) -> "Array[c_void_p]":
+    return (c_void_p * len(weights))(*(weight.address for weight in weights))
+
+
+def _pack(matrix: Tensor, weight_format: WeightFormat | None) -> PackedWeight:
+    if matrix.data_ptr() % _ALIGNMENT:
+        matrix = matrix.clone()
+    if weight_format is None:
+        return PackedWeight.pack(matrix)
+    return PackedWeight.quantize(matrix, weight_format)
+
+
+def _check_alike(weights: Sequence[PackedWeight], num_out: int, num_in: int) -> None:
+    """Raises:
+    ValueError: not all are [num_out, num_in] in the same format.
+    """
+    for weight in weights:
+        if (weight.out_features, weight.in_features) != (num_out, num_in):
+            raise ValueError(
+                f"an expert's weight is [{weight.out_features}, {weight.in_features}], not "
+                f"[{num_out}, {num_in}]"
+            )
+        if weight.layout != weights[0].layout:
+            raise ValueError(
+                f"experts are stored differently: {weight.layout} and {weights[0].layout}"
+            )

@@ -1,0 +1,346 @@
+"""Operators on the C++ kernels of csrc/cpu, for bfloat16 and float32; torch for the rest.
+
+A kernel gets raw addresses, so this file checks everything it relies on: shapes, dtypes and
+strides here (ValueError), and the kernel itself the values it uses as indices (IndexError). The
+checks are plain attribute reads: a call costs a few microseconds, and a decode step makes
+hundreds.
+"""
+
+from collections.abc import Sequence
+from ctypes import CDLL
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.ops.cpu.attention import (
+    AttentionOptions,
+    paged_attention_decode,
+    paged_attention_prefill,
+    write_fp8,
+)
+from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.interface import FP8_DTYPES
+from vllm.ops.native import NativeOps
+
+__all__ = ["CPUOps", "load_cpu_kernels"]
+
+_num_threads = torch.get_num_threads
+
+
+class _Kernels:
+    """The functions of one dtype. `Any`: ctypes functions have no useful type."""
+
+    def __init__(self, library: CDLL, suffix: str) -> None:
+        self.rms_norm: Any = getattr(library, f"vllm_rms_norm_{suffix}")
+        self.fused_add_rms_norm: Any = getattr(library, f"vllm_fused_add_rms_norm_{suffix}")
+        self.silu_and_mul: Any = getattr(library, f"vllm_silu_and_mul_{suffix}")
+        self.gelu_and_mul: Any = getattr(library, f"vllm_gelu_and_mul_{suffix}")
+        self.rotary_embedding: Any = getattr(library, f"vllm_rotary_embedding_{suffix}")
+        self.reshape_and_cache: Any = getattr(library, f"vllm_reshape_and_cache_{suffix}")
+        self.reshape_and_cache_fp8: Any = getattr(library, f"vllm_reshape_and_cache_fp8_{suffix}")
+        self.paged_attention_decode: Any = getattr(library, f"vllm_paged_attention_decode_{suffix}")
+        self.paged_attention_prefill: Any = getattr(
+            library, f"vllm_paged_attention_prefill_{suffix}"
+        )
+
+
+class CPUOps(NativeOps):
+    """Operators of the CPU platform. `rotary_embedding` and `fused_add_rms_norm` work in place.
+
+    Norms, activations and rotary embedding leave tensors of another device to torch; the others
+    take CPU tensors only.
+    """
+
+    def __init__(self) -> None:
+        library = load_cpu_kernels()
+        self._kernels: dict[torch.dtype, _Kernels] = {}
+        if library is not None:
+            self._kernels[torch.float32] = _Kernels(library, "f32")
+            self._kernels[torch.bfloat16] = _Kernels(library, "bf16")
+
+    def _kernels_of(self, x: Tensor) -> _Kernels | None:
+        return self._kernels.get(x.dtype) if x.is_cpu else None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        kernels = self._kernels_of(x)
+        if kernels is None:
+            return super().rms_norm(x, weight, eps)
+        hidden = x.shape[-1]
+        _check_vector("weight", weight, x)
+        if x.is_contiguous():
+            rows, heads, stride = x.numel() // hidden, 1, hidden
+        elif x.dim() in (2, 3):
+            _check_rows("x", x)
+            rows, heads, stride = x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.stride(0)
+        else:
+            _refuse_strides("x", x)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        kernels.rms_norm(
+            x.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            heads,
+            hidden,
+            stride,
+            eps,
+            _num_threads(),
+        )
+        return out
+
+    def fused_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        kernels = self._kernels_of(x)
+        if kernels is None:
+            return super().fused_add_rms_norm(x, residual, weight, eps)
+        hidden = x.shape[-1]
+        _check_vector("weight", weight, x)
+        if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_cpu:
+            _refuse_pair("residual", residual, "x", x)
+        if not x.is_contiguous():
+            _refuse_strides("x", x)
+        if not residual.is_contiguous():
+            _refuse_strides("residual", residual)
+        kernels.fused_add_rms_norm(
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            x.numel() // hidden,
+            hidden,
+            eps,
+            _num_threads(),
+        )
+        return x, residual
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        kernels = self._kernels_of(x)
+        if kernels is None:
+            return super().silu_and_mul(x)
+        out, rows, stride = _gated_output(x)
+        size = out.shape[-1]
+        kernels.silu_and_mul(x.data_ptr(), out.data_ptr(), rows, size, stride, _num_threads())
+        return out
+
+    def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
+        kernels = self._kernels_of(x)
+        if kernels is None:
+            return super().gelu_and_mul(x, is_tanh)
+        out, rows, stride = _gated_output(x)
+        kernels.gelu_and_mul(
+            x.data_ptr(), out.data_ptr(), rows, out.shape[-1], stride, is_tanh, _num_threads()
+        )
+        return out
+
+    def rotary_embedding(
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+    ) -> tuple[Tensor, Tensor]:
+        kernels = self._kernels_of(query)
+        if kernels is None:
+            return super().rotary_embedding(positions, query, key, cos_sin_cache, is_neox)
+        num_tokens, num_heads, head_size = query.shape
+        num_positions, rot_dim = cos_sin_cache.shape
+        if rot_dim % 2 or rot_dim > head_size:
+            raise ValueError(f"rot_dim is {rot_dim}: not even, or above head size {head_size}")
+        if key.shape[0] != num_tokens or key.shape[2] != head_size:
+            _refuse_pair("key", key, "query", query)
+        if key.dtype != query.dtype or not key.is_cpu:
+            _refuse_pair("key", key, "query", query)
+        if not positions.is_cpu or not cos_sin_cache.is_cpu:
+            _refuse_pair("positions", positions, "cos_sin_cache", cos_sin_cache)
+        if positions.shape != (num_tokens,):
+            raise ValueError(f"positions is {list(positions.shape)}, query is {list(query.shape)}")
+        _check_dense("positions", positions, torch.int64)
+        _check_dense("cos_sin_cache", cos_sin_cache, torch.float32)
+        _check_rows("query", query)
+        _check_rows("key", key)
+        bad = kernels.rotary_embedding(
+            positions.data_ptr(),
+            query.data_ptr(),
+            key.data_ptr(),
+            cos_sin_cache.data_ptr(),
+            num_tokens,
+            num_heads,
+            key.shape[1],
+            head_size,
+            query.stride(0),
+            key.stride(0),
+            rot_dim,
+            num_positions,
+            is_neox,
+            _num_threads(),
+        )
+        if bad >= 0:
+            raise IndexError(
+                f"positions[{bad}] is {positions[bad]}, cos_sin_cache has {num_positions} rows"
+            )
+        return query, key
+
+    def reshape_and_cache(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> None:
+        kernels = self._kernels.get(key.dtype)
+        if kernels is None:
+            return super().reshape_and_cache(
+                key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale
+            )
+        num_tokens, num_kv_heads, head_size = key.shape
+        if value.shape != key.shape or value.dtype != key.dtype:
+            _refuse_pair("value", value, "key", key)
+        is_fp8 = key_cache.dtype in FP8_DTYPES
+        if key_cache.shape[2:] != key.shape[1:] or not (is_fp8 or key_cache.dtype == key.dtype):
+            _refuse_pair("key_cache", key_cache, "key", key)
+        if slot_mapping.shape != (num_tokens,):
+            raise ValueError(
+                f"slot_mapping is {list(slot_mapping.shape)}, key is {list(key.shape)}"
+            )
+        _check_caches(key_cache, value_cache)
+        _check_dense("slot_mapping", slot_mapping, torch.int64)
+        _check_rows("key", key)
+        _check_rows("value", value)
+        num_slots = key_cache.shape[0] * key_cache.shape[1]
+        if is_fp8:
+            kernel, scales = kernels.reshape_and_cache_fp8, (key_scale, value_scale)
+            bad = write_fp8(kernel, key, value, key_cache, value_cache, slot_mapping, *scales)
+        else:
+            bad = kernels.reshape_and_cache(
+                key.data_ptr(),
+                value.data_ptr(),
+                key_cache.data_ptr(),
+                value_cache.data_ptr(),
+                slot_mapping.data_ptr(),
+                num_tokens,
+                num_kv_heads * head_size,
+                key.stride(0),
+                value.stride(0),
+                num_slots,
+                _num_threads(),
+            )
+        if bad >= 0:
+            raise IndexError(f"slot_mapping[{bad}] is {slot_mapping[bad]} of {num_slots} slots")
+
+    def paged_attention_decode(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        alibi_slopes: Tensor | None = None,
+        logits_soft_cap: float | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> Tensor:
+        kernels = self._kernels.get(query.dtype)
+        options = AttentionOptions(
+            scale, sliding_window, alibi_slopes, logits_soft_cap, key_scale, value_scale
+        )
+        if kernels is None:
+            return super().paged_attention_decode(
+                query, key_cache, value_cache, block_tables, seq_lens, *options
+            )
+        kernel = kernels.paged_attention_decode
+        return paged_attention_decode(
+            kernel, query, key_cache, value_cache, block_tables, seq_lens, options
+        )
+
+    def paged_attention_prefill(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Sequence[int] | np.ndarray,
+        seq_lens: Sequence[int] | np.ndarray,
+        scale: float,
+        sliding_window: int | None,
+        alibi_slopes: Tensor | None = None,
+        logits_soft_cap: float | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> Tensor:
+        kernels = self._kernels.get(query.dtype)
+        options = AttentionOptions(
+            scale, sliding_window, alibi_slopes, logits_soft_cap, key_scale, value_scale
+        )
+        if kernels is None:
+            return super().paged_attention_prefill(
+                query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *options
+            )
+        kernel = kernels.paged_attention_prefill
+        return paged_attention_prefill(
+            kernel, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, options
+        )
+
+
+def _check_rows(name: str, x: Tensor) -> None:
+    """x [R, C] or [R, C, D] is dense in all dimensions but the first."""
+    stride, last = x.stride(), x.shape[-1]
+    if stride[-1] != 1 or (x.dim() == 3 and stride[1] != last and x.shape[1] != 1):
+        _refuse_strides(name, x)
+
+
+def _check_vector(name: str, weight: Tensor, x: Tensor) -> None:
+    """weight is one dense row of the last dimension of x."""
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype or not weight.is_cpu:
+        _refuse_pair(name, weight, "x", x)
+    if not weight.is_contiguous():
+        _refuse_strides(name, weight)
+
+
+def _check_dense(name: str, x: Tensor, dtype: torch.dtype) -> None:
+    if x.dtype != dtype:
+        raise ValueError(f"{name} is {x.dtype}, it must be {dtype}")
+    if not x.is_contiguous():
+        _refuse_strides(name, x)
+
+
+def _check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
+    if value_cache.shape != key_cache.shape or value_cache.dtype != key_cache.dtype:
+        _refuse_pair("value_cache", value_cache, "key_cache", key_cache)
+    if not key_cache.is_contiguous():
+        _refuse_strides("key_cache", key_cache)
+    if not value_cache.is_contiguous():
+        _refuse_strides("value_cache", value_cache)
+
+
+def _refuse_pair(name: str, x: Tensor, other_name: str, other: Tensor) -> NoReturn:
+    raise ValueError(
+        f"{name} is {x.dtype} {list(x.shape)} on {x.device}, "
+        f"{other_name} is {other.dtype} {list(other.shape)} on {other.device}"
+    )
+
+
+def _gated_output(x: Tensor) -> tuple[Tensor, int, int]:
+    """Memory for what a gated activation makes of x; rows of x and how far apart they are."""
+    width = x.shape[-1]
+    if width % 2:
+        raise ValueError(f"the last dimension of x is {width}, not gate and up")
+    if x.is_contiguous():
+        rows, stride = x.numel() // width, width
+    elif x.dim() == 2 and x.stride(1) == 1:
+        rows, stride = x.shape[0], x.stride(0)
+    else:
+        _refuse_strides("x", x)
+    out = x.new_empty(*x.shape[:-1], width // 2)  # twice as fast as torch.empty
+    return out, rows, stride
+
+
+def _refuse_strides(name: str, x: Tensor) -> NoReturn:
+    raise ValueError(f"{name} is not dense: shape {list(x.shape)}, strides {list(x.stride())}")

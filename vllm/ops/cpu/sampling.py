@@ -1,0 +1,312 @@
+"""Sampling and log-probabilities on the C++ kernels: what they are told, and what is checked.
+
+Knows the layout of the arguments (csrc/cpu/sampling_args.h). Knows no request; what the numbers of
+a row mean is said in `vllm.sample`, which uses this where its rows are on the host.
+"""
+
+import ctypes
+import functools
+from ctypes import CDLL, byref, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vllm.ops.cpu.library import load_cpu_kernels
+
+Int64Array = npt.NDArray[np.int64]
+
+_NO_NUMBERS = 2
+_NUM_PARAMS = 8
+_NUM_INSIDE = 128
+"""Tokens of a block of the vocabulary."""
+
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+_num_threads = torch.get_num_threads
+
+
+def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
+    return [(name, c_type) for c_type, names in groups for name in names.split()]
+
+
+class _SampleArgs(ctypes.Structure):
+    _fields_ = _fields(
+        (c_void_p, "logits rows params keys positions exponentials changed edit_ids edit_values"),
+        (c_void_p, "mask_of mask_words penalty_ids penalty_counts token_ids host_ids"),
+        (c_int64, "n num_rows vocab_size row_stride num_draws num_edits num_words num_penalties"),
+    )
+
+
+class _LogprobArgs(ctypes.Structure):
+    _fields_ = _fields(
+        (c_void_p, "logits rows token_ids out_ids out_logprobs out_ranks"),
+        (c_int64, "num_rows vocab_size row_stride num_likeliest"),
+    )
+
+
+@dataclass(frozen=True)
+class RowNumbers:
+    """Random numbers of n rows: the numbers, or the keys and positions to make them of."""
+
+    keys: npt.NDArray[np.uint64] | None = None
+    """[n]"""
+    positions: Int64Array | None = None
+    """[n]"""
+    exponentials: Tensor | None = None
+    """[n, K] float32 above 0; the first ones for the blocks, the last 128 inside a block."""
+
+
+@dataclass(frozen=True)
+class RowChanges:
+    """What changes the logits of some of n rows, in this order: edits, masks, penalties."""
+
+    changed: npt.NDArray[np.bool_]
+    """[n] rows that are changed; nothing below is looked at for the others."""
+    edits: tuple[Tensor, Tensor] | None = None
+    """[n, E] int32 token ids and float32 values to add to their logits."""
+    masks: tuple[npt.NDArray[np.int32], Tensor] | None = None
+    """[n] index of the row's mask, or -1; [masks, W] int32, a bit for each token that may come."""
+    penalties: tuple[Tensor, Tensor] | None = None
+    """[n, T] int32 token ids, padded with those outside the vocabulary, and float32 counts."""
+
+
+class SamplingKernels:
+    """The kernels of all dtypes; made by `load_sampling_kernels`."""
+
+    def __init__(self, library: CDLL) -> None:
+        self._sample: dict[torch.dtype, Any] = {}
+        self._logprobs: dict[torch.dtype, Any] = {}
+        for dtype, suffix in _SUFFIXES.items():
+            for name, functions in (("sample", self._sample), ("gather_logprobs", self._logprobs)):
+                function = getattr(library, f"vllm_{name}_{suffix}")
+                function.argtypes, function.restype = [c_void_p, c_int], c_int64
+                functions[dtype] = function
+        self._exponentials: Any = library.vllm_draw_exponentials
+        self._exponentials.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int]
+        self._exponentials.restype = None
+
+    def supports(self, logits: Tensor) -> bool:
+        """Whether the kernels read such logits: float32 or bfloat16 on the host."""
+        return logits.dtype in self._sample and logits.is_cpu
+
+    def _readable(self, logits: Tensor) -> Tensor:
+        """Checked, and with dense rows."""
+        if not self.supports(logits) or logits.dim() != 2 or logits.shape[1] < 1:
+            raise ValueError(
+                f"logits must be [n, V] float32 or bfloat16 on the host, V at least 1, are "
+                f"{logits.dtype} {list(logits.shape)} on {logits.device}"
+            )
+        return logits if logits.stride(1) == 1 else logits.contiguous()
+
+    def sample(
+        self,
+        logits: Tensor,
+        out: tuple[Tensor, Tensor],
+        *,
+        rows: Int64Array | None = None,
+        params: Tensor | None = None,
+        numbers: RowNumbers | None = None,
+        changes: RowChanges | None = None,
+    ) -> None:
+        """One token for each row.
+
+        Args:
+            logits: [n, V] that are supported, V at least 1; only read.
+            out: [n] and [n] int32 to write to: token ids, always in the vocabulary, and the same
+                with -1 in rows whose logits hold NaN or +inf or allow no token.
+            rows: [m] the rows to sample, each below n; None: all of them.
+            params: [8, n] float32 in the order of `vllm.sample.features.Param`; None: all rows
+                are greedy and have no penalty.
+            numbers: of the random rows; None: all rows are greedy.
+            changes: to the logits before anything else; None: none.
+
+        Raises:
+            ValueError: a shape or dtype is not as said.
+            MemoryError: there is no scratch memory.
+        """
+        logits = self._readable(logits)
+        n, vocab_size = logits.shape
+        for written in out:
+            _check("out", written, torch.int32, (n,))
+        if params is not None:
+            _check("params", params, torch.float32, (_NUM_PARAMS, n))
+        args = _SampleArgs(
+            logits=logits.data_ptr(),
+            rows=_row_address(rows, n),
+            params=None if params is None else params.data_ptr(),
+            token_ids=out[0].data_ptr(),
+            host_ids=out[1].data_ptr(),
+            n=n,
+            num_rows=n if rows is None else len(rows),
+            vocab_size=vocab_size,
+            row_stride=logits.stride(0),
+        )
+        if numbers is not None:
+            _fill_numbers(args, numbers)
+        if changes is not None:
+            _fill_changes(args, changes)
+        status = self._sample[logits.dtype](byref(args), _num_threads())
+        if status == _NO_NUMBERS:
+            raise ValueError("random rows have no random numbers")
+        if status:
+            raise MemoryError(f"no scratch memory to sample from {vocab_size} tokens")
+
+    def gather_logprobs(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        num_logprobs: int,
+        rows: Int64Array | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of given tokens and of the likeliest ones.
+
+        Args:
+            logits: [n, V] that are supported, V at least 1.
+            token_ids: [n] the given tokens, int32 or int64.
+            num_logprobs: k likeliest tokens, at most V; among equal ones the first come first.
+            rows: [m] of the n, each below n, in the order of the result; None: all of them.
+
+        Returns:
+            [m, 1 + k] int32 token ids, the given one first; [m, 1 + k] float32 log-probabilities;
+            [m] int32 ranks of the given tokens, 1 + the number of tokens with a larger logit.
+
+        Raises:
+            ValueError: a shape or dtype is not as said.
+            IndexError: a token is not in the vocabulary.
+            MemoryError: there is no scratch memory.
+        """
+        logits = self._readable(logits)
+        n, vocab_size = logits.shape
+        if num_logprobs < 0:
+            raise ValueError(f"num_logprobs is {num_logprobs}")
+        given = token_ids
+        if given.dtype == torch.int64:  # what int32 does not hold stays out of the vocabulary
+            given = given.clamp(-1, vocab_size)
+        given = given.int().contiguous()
+        _check("token_ids", given, torch.int32, (n,))
+        k = min(num_logprobs, vocab_size)
+        m = n if rows is None else len(rows)
+        ids = torch.empty(m, 1 + k, dtype=torch.int32)
+        logprobs = torch.empty(m, 1 + k, dtype=torch.float32)
+        ranks = torch.empty(m, dtype=torch.int32)
+        args = _LogprobArgs(
+            logits=logits.data_ptr(),
+            rows=_row_address(rows, n),
+            token_ids=given.data_ptr(),
+            out_ids=ids.data_ptr(),
+            out_logprobs=logprobs.data_ptr(),
+            out_ranks=ranks.data_ptr(),
+            num_rows=m,
+            vocab_size=vocab_size,
+            row_stride=logits.stride(0),
+            num_likeliest=k,
+        )
+        bad = self._logprobs[logits.dtype](byref(args), _num_threads())
+        if bad >= 0:
+            raise IndexError(f"token_ids[{bad}] is {token_ids[bad]} of {vocab_size} tokens")
+        if bad != -1:
+            raise MemoryError(f"no scratch memory for {vocab_size} tokens")
+        return ids, logprobs, ranks
+
+    def exponentials(
+        self, keys: npt.NDArray[np.uint64], positions: Int64Array, count: int
+    ) -> npt.NDArray[np.float32]:
+        """[n, count] as `vllm.sample.random.exponentials_at`, equal but for the last bits."""
+        _check_pairs(keys, positions, len(keys))
+        out = np.empty((len(keys), count), np.float32)
+        self._exponentials(
+            _address("keys", keys, np.uint64),
+            _address("positions", positions, np.int64),
+            len(keys),
+            count,
+            out.ctypes.data,
+            _num_threads(),
+        )
+        return out
+
+
+@functools.cache
+def load_sampling_kernels() -> SamplingKernels | None:
+    """The kernels, or None where the library was not built."""
+    library = load_cpu_kernels()
+    return None if library is None else SamplingKernels(library)
+
+
+def _fill_numbers(args: _SampleArgs, numbers: RowNumbers) -> None:
+    if numbers.exponentials is not None:
+        num_draws = numbers.exponentials.shape[-1]
+        _check("exponentials", numbers.exponentials, torch.float32, (args.n, num_draws))
+        least = args.vocab_size // _NUM_INSIDE + 1 + _NUM_INSIDE
+        if num_draws < least:
+            raise ValueError(f"{num_draws} random numbers for a row, {least} are needed")
+        args.exponentials, args.num_draws = numbers.exponentials.data_ptr(), num_draws
+        return
+    if numbers.keys is None or numbers.positions is None:
+        raise ValueError("random numbers need keys and positions")
+    _check_pairs(numbers.keys, numbers.positions, args.n)
+    args.keys = _address("keys", numbers.keys, np.uint64)
+    args.positions = _address("positions", numbers.positions, np.int64)
+    args.num_draws = args.vocab_size // _NUM_INSIDE + 1 + _NUM_INSIDE
+
+
+def _fill_changes(args: _SampleArgs, changes: RowChanges) -> None:
+    if len(changes.changed) != args.n:
+        raise ValueError(f"changed has {len(changes.changed)} rows of {args.n}")
+    args.changed = _address("changed", changes.changed, np.bool_)
+    if changes.edits is not None:
+        token_ids, values = changes.edits
+        args.num_edits = token_ids.shape[-1]
+        _check("token_ids of edits", token_ids, torch.int32, (args.n, args.num_edits))
+        _check("values of edits", values, torch.float32, (args.n, args.num_edits))
+        args.edit_ids, args.edit_values = token_ids.data_ptr(), values.data_ptr()
+    if changes.masks is not None:
+        mask_of, words = changes.masks
+        args.num_words = words.shape[-1]
+        _check("words of masks", words, torch.int32, (len(words), args.num_words))
+        if len(mask_of) != args.n or mask_of.max(initial=-1) >= len(words):
+            raise ValueError(f"mask_of is about {len(mask_of)} rows and {len(words)} masks")
+        if 32 * args.num_words < args.vocab_size:
+            raise ValueError(f"{args.num_words} words mask {args.vocab_size} tokens")
+        args.mask_of, args.mask_words = _address("mask_of", mask_of, np.int32), words.data_ptr()
+    if changes.penalties is not None:
+        token_ids, counts = changes.penalties
+        args.num_penalties = token_ids.shape[-1]
+        if args.params is None:
+            raise ValueError("penalties need params")
+        _check("token_ids of penalties", token_ids, torch.int32, (args.n, args.num_penalties))
+        _check("counts of penalties", counts, torch.float32, (args.n, args.num_penalties))
+        args.penalty_ids, args.penalty_counts = token_ids.data_ptr(), counts.data_ptr()
+
+
+def _check_pairs(keys: npt.NDArray[np.uint64], positions: Int64Array, num_rows: int) -> None:
+    if not len(keys) == len(positions) == num_rows:
+        raise ValueError(f"{len(keys)} keys, {len(positions)} positions, {num_rows} rows")
+
+
+def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if x.dtype != dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
+        raise ValueError(
+            f"{name} must be dense {dtype} {list(shape)} on the host, is {x.dtype} "
+            f"{list(x.shape)} on {x.device}"
+        )
+
+
+def _row_address(rows: Int64Array | None, n: int) -> int | None:
+    address = _address("rows", rows, np.int64)
+    if rows is not None and len(rows):
+        unsigned = rows.view(np.uint64)  # one look at each: a negative number is a large one
+        if unsigned.max() >= n:
+            raise ValueError(f"row {rows[unsigned.argmax()]} of {n}")
+    return address
+
+
+def _address(name: str, x: npt.NDArray[Any] | None, dtype: type[np.generic]) -> int | None:
+    if x is None:
+        return None
+    if x.dtype != dtype or x.ndim != 1 or not x.flags.c_contiguous:
+        raise ValueError(f"{name} must be a dense vector of {dtype.__name__}, is {x.dtype}")
+    return torch.from_numpy(x).data_ptr()  # half the time of x.ctypes.data

@@ -1,0 +1,121 @@
+"""Runs scheduler steps on the CPU: forward passes, and whole steps of decodes, in one call where
+the model allows it.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.attention import RaggedMetadata
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.messages import ModelRunnerOutput, SchedulerOutput
+from vllm.model_executor.fused_decoder import fuse, read_head
+from vllm.model_executor.models.interface import CausalLM
+from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
+from vllm.ops.cpu.decoder import FusedDecoder
+from vllm.sample.cpu_sampler import make_sampler
+from vllm.sample.features import Feature
+from vllm.sample.sampler import Sampler
+from vllm.sample.state import SamplingState, invalid_rows
+from vllm.structured_output.matchers import GrammarMatchers
+from vllm.worker.model_input import ModelInput
+from vllm.worker.model_runner import ModelRunner
+
+logger = init_logger(__name__)
+
+_DISTRIBUTION = (
+    Feature.RANDOM
+    | Feature.TEMPERATURE
+    | Feature.MIN_P
+    | Feature.TOP_K
+    | Feature.LARGE_TOP_K
+    | Feature.TOP_P
+)
+"""What the kernels need only `SamplingState.row_arrays` for."""
+
+
+class CPUModelRunner(ModelRunner):
+    """A `ModelRunner` that fuses its model at the first step, when caches are bound.
+
+    Args: see `ModelRunner`.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        model: CausalLM,
+        device: torch.device,
+        grammars: GrammarMatchers | None = None,
+    ) -> None:
+        super().__init__(config, model, device, grammars)
+        self._is_fused_known = False
+        self._fused: FusedDecoder | None = None
+        self._decode_step: FusedDecodeStep | None = None
+
+    def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
+        vocab_size = config.model.resolved_arch.vocab_size
+        return make_sampler(config.scheduler.max_num_seqs, vocab_size, self.device)
+
+    def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        self._fuse()
+        if self._decode_step is None or step.new_requests:
+            return super()._start(step)
+        rows = step.rows
+        host_ids = self._decode_step.run(rows, step.num_computed_tokens, step.num_scheduled_tokens)
+        if host_ids is None:
+            return super()._start(step)
+        errors = {}
+        if self._decode_step.num_invalid:
+            errors, host_ids = invalid_rows(rows, host_ids), np.maximum(host_ids, 0)
+        output = ModelRunnerOutput(
+            step_id=step.step_id, rows=rows, token_ids=host_ids, errors=errors
+        )
+        return lambda: output
+
+    def _forward(self, model_input: ModelInput) -> Tensor:
+        self._fuse()
+        metadata = model_input.metadata
+        if self._fused is None or type(metadata) is not RaggedMetadata:
+            return super()._forward(model_input)
+        if model_input.replaced is not None:
+            return super()._forward(model_input)  # the fused decoder knows token ids only
+        return self._fused.forward(
+            model_input.input_ids,
+            model_input.positions,
+            metadata.slot_mapping,
+            metadata.block_tables,
+            metadata.seq_lens,
+            torch.from_numpy(metadata.query_start_loc),
+            metadata.num_decodes,
+        )
+
+    def _fuse(self) -> None:
+        """Find out, once, what of the model can run in one call."""
+        if self._is_fused_known:
+            return
+        self._is_fused_known = True
+        self._fused = fuse(self.model)
+        logger.debug("the decoder runs %s", "fused" if self._fused else "by its modules")
+        head = read_head(self.model)
+        if self._fused is None or head is None:
+            return
+        batch = self.batch
+        features, params, keys = self.sampling.row_arrays
+        self._decode_step = FusedDecodeStep(
+            self._fused,
+            head,
+            RowArrays(
+                token_ids=batch.token_ids,
+                num_tokens=batch.num_tokens,
+                num_prompt_tokens=batch.num_prompt_tokens,
+                block_table=batch.block_table,
+                features=features,
+                params=params,
+                keys=keys,
+            ),
+            known_features=_DISTRIBUTION,
+            random_feature=Feature.RANDOM,
+        )

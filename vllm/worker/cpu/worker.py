@@ -1,0 +1,131 @@
+"""The worker of the CPU."""
+
+import os
+from typing import cast
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.messages import SchedulerOutput
+from vllm.model_executor.layers.cpu_linear_method import StoredAs, pack_layer, pack_weights
+from vllm.model_executor.loader import load_model
+from vllm.model_executor.model_memory import model_storages
+from vllm.model_executor.models.interface import CausalLM, PoolingModel
+from vllm.ops import set_ops
+from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.operators import CPUOps
+from vllm.platforms import resolve_platform
+from vllm.platforms.cpu_threads import count_cores, count_threads, format_cores, usable_cores
+from vllm.utils.imports import load_class
+from vllm.worker.cpu.model_runner import CPUModelRunner
+from vllm.worker.cpu.sleep import HostCache, HostWeights, check_can_sleep
+from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block, cache_dtype, count_blocks
+from vllm.worker.model_runner import ModelRunner, StepHandle
+from vllm.worker.pooling.runner import PoolingRunner
+from vllm.worker.worker_base import WorkerBase
+
+logger = init_logger(__name__)
+
+
+class CPUWorker(WorkerBase):
+    """Runs the model in this process, on torch's threads.
+
+    Args:
+        config: of the engine.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(config, torch.device("cpu"))
+        self.platform = resolve_platform("cpu")
+        self._ops = load_class(self.platform.ops_class)()
+        set_ops(self._ops)
+        cores = config.device.bound_cores
+        if cores is not None:
+            # Threads that this one starts from now on, those of OpenMP among them, inherit it.
+            os.sched_setaffinity(0, cores)
+            if config.device.counts_threads:
+                torch.set_num_threads(len(cores))
+
+    def load_model(self) -> None:
+        """Build the model, read its weights and pack them for the kernels.
+
+        Raises:
+            ConfigError: the weights are to be quantized and there are no kernels for that.
+        """
+        if self.config.model.enable_sleep_mode:
+            check_can_sleep()
+        self.grammars.preload_beside_weights()
+        self.model = self._read_model(self.config)
+        self._count_threads(sum(len(storage) for storage in model_storages(self.model)))
+        self.runner = self._make_runner(self.model)
+
+    def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
+        stored_as = self._stored_as()
+        if stored_as is None:
+            return load_model(config, TPGroup(), self.device)
+        format_ = stored_as
+        model = load_model(config, TPGroup(), self.device, lambda layer: pack_layer(layer, format_))
+        pack_weights(model, stored_as)
+        return model
+
+    def _count_threads(self, weight_bytes: int) -> None:
+        device = self.config.device
+        if device.counts_threads and device.bound_cores is None:
+            found = torch.get_num_threads()
+            wanted = count_threads(
+                found, count_cores(), weight_bytes, is_beside_server=device.is_beside_server
+            )
+            if wanted != found:
+                torch.set_num_threads(wanted)
+        logger.info(
+            "%.2f GiB of weights, %d threads on the cores %s",
+            weight_bytes / 2**30,
+            torch.get_num_threads(),
+            format_cores(usable_cores()),
+        )
+
+    def _stored_as(self) -> StoredAs | None:
+        """Format of packed weights; None: they stay as torch takes them."""
+        asked = self.config.model.quantization
+        if asked in ("int8", "int4"):
+            if load_cpu_kernels() is None:
+                raise ConfigError(
+                    f"quantization={asked!r} needs the C++ CPU kernels, which are not built here"
+                )
+            return cast(StoredAs, asked)
+        # torch reads bfloat16 weights at half the speed of the memory. Its float32 is as fast as
+        # the kernels on small layers, which is where that type is used.
+        is_packed = isinstance(self._ops, CPUOps) and self.config.model.dtype_name == "bfloat16"
+        return "dense" if is_packed else None
+
+    def _make_runner(self, model: CausalLM | PoolingModel) -> ModelRunner | PoolingRunner:
+        if isinstance(model, PoolingModel):
+            return PoolingRunner(self.config, model, self.device)
+        return CPUModelRunner(self.config, model, self.device, self.grammars)
+
+    def initialize_cache(self) -> int:
+        """Size and allocate the KV cache; the number of blocks, the null block included."""
+        layers = self.runner.attention_layers
+        dtype = cache_dtype(self.config)
+        block_size = self.config.cache.block_size
+        num_blocks = count_blocks(
+            self.config,
+            bytes_per_block(layers, block_size, dtype),
+            self.platform.free_memory_bytes(),
+        )
+        bind_kv_caches(layers, self.platform, num_blocks, block_size, dtype)
+        can_sleep = self.config.model.enable_sleep_mode
+        folder = self.config.model.path or ""
+        self._set_memory(
+            HostWeights(self.model, folder, self._build_model, can_sleep=can_sleep),
+            HostCache(layers),
+        )
+        return num_blocks
+
+    def execute_model(self, step: SchedulerOutput) -> StepHandle:
+        """Start a step; at most one other is in flight."""
+        with self.profile.step(step):
+            return self.runner.execute(step)

@@ -1,0 +1,1 @@
+"""The worker of a Gaudi card, real or simulated."""

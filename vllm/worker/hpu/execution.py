@@ -1,0 +1,179 @@
+"""The four ways to run a model on Gaudi.
+
+                       enforce_eager off            enforce_eager on
+    PT_HPU_LAZY_MODE=0  torch.compile                eager
+    PT_HPU_LAZY_MODE=1  HPU graphs                   lazy: recorded up to a mark
+
+Whichever it is, the caller sees one object that runs a launch.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.config import VllmConfig
+from vllm.platforms.habana.bridge import COMPILE_BACKEND, HabanaBridge
+from vllm.worker.hpu.model import HPUModel, repeated_layers
+from vllm.worker.hpu.planner import LaunchShape
+
+Outputs = tuple[Tensor, Tensor]
+"""Logits [B, V] and hidden states [B * Q, hidden]."""
+
+
+class Execution:
+    """Runs launches operator by operator: eager, or lazy up to a mark.
+
+    Args:
+        bridge: the card.
+        model: padded launches.
+    """
+
+    name = "eager"
+
+    def __init__(self, bridge: HabanaBridge, model: HPUModel) -> None:
+        self._bridge = bridge
+        self.model = model
+
+    def run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
+        """One launch; the outputs are overwritten by the next launch of the same shape."""
+        outputs: Outputs = self.model(packed, shape)
+        self._bridge.mark_step()
+        return outputs
+
+    def how(self, shape: LaunchShape) -> str:
+        """How a launch of this shape runs, for a trace."""
+        return self.name
+
+    def allow_shapes(self, num_shapes: int) -> None:
+        """Launches of so many shapes will run, and be compiled where there is a compiler."""
+
+    def forbid_recompilation(self) -> None:
+        """Everything has run once; a compiler may from now on take its guards for granted."""
+
+
+class LazyExecution(Execution):
+    """Operators are recorded; a mark after every few layers lets the device start on them.
+
+    Args:
+        layers_per_mark: decoder layers between two marks.
+    """
+
+    name = "lazy"
+
+    def __init__(self, bridge: HabanaBridge, model: HPUModel, layers_per_mark: int) -> None:
+        super().__init__(bridge, model)
+        for number, layer in enumerate(repeated_layers(model.model), start=1):
+            if number % layers_per_mark == 0:
+                layer.register_forward_hook(self._mark)
+
+    def _mark(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._bridge.mark_step()
+
+
+class GraphExecution(LazyExecution):
+    """Launches with a captured graph replay it; the others run lazily."""
+
+    name = "HPU graphs"
+
+    def __init__(self, bridge: HabanaBridge, model: HPUModel, layers_per_mark: int) -> None:
+        super().__init__(bridge, model, layers_per_mark)
+        self._graphs: dict[LaunchShape, nn.Module] = {}
+
+    def run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
+        """One launch, replayed if it has a graph."""
+        graph = self._graphs.get(shape)
+        if graph is None:
+            return super().run(packed, shape)
+        outputs: Outputs = graph(packed)
+        return outputs
+
+    def how(self, shape: LaunchShape) -> str:
+        """Replayed or not."""
+        return "replay" if shape in self._graphs else LazyExecution.name
+
+    def capture(self, packed: Tensor, shape: LaunchShape) -> None:
+        """Record the graph of a shape."""
+        graph = self._bridge.wrap_in_hpu_graph(_ShapedModel(self.model, shape))
+        graph(packed)
+        self._graphs[shape] = graph
+
+    @property
+    def shapes(self) -> list[LaunchShape]:
+        """Those that have a graph, in the order of their capture."""
+        return list(self._graphs)
+
+    def release(self, shape: LaunchShape) -> None:
+        """Throw the graph of a shape away, if it has one, and the memory it holds."""
+        graph: Any = self._graphs.pop(shape, None)
+        if graph is not None:
+            graph.clear_cache()
+
+
+class _ShapedModel(nn.Module):
+    """The model for launches of one shape: only tensors vary between calls.
+
+    One module per shape, because a bridge can throw away only all graphs of a module.
+    """
+
+    def __init__(self, model: HPUModel, shape: LaunchShape) -> None:
+        super().__init__()
+        self._model = model
+        self._shape = shape
+
+    def forward(self, packed: Tensor) -> Outputs:
+        outputs: Outputs = self._model(packed, self._shape)
+        return outputs
+
+
+class CompiledExecution(Execution):
+    """torch.compile with the backend of the bridge, of the decoder layers or of all.
+
+    Args:
+        config: `config.hpu` has the options.
+    """
+
+    name = "torch.compile"
+
+    def __init__(self, bridge: HabanaBridge, model: HPUModel, config: VllmConfig) -> None:
+        super().__init__(bridge, model)
+        options: dict[str, Any] = {
+            "backend": COMPILE_BACKEND,
+            "fullgraph": config.hpu.compile_fullgraph,
+            "dynamic": None if config.hpu.compile_dynamic_shapes else False,
+        }
+        if config.hpu.regional_compilation:
+            self._compiled: Any = model
+            for layer in repeated_layers(model.model):
+                layer.compile(**options)
+        else:
+            self._compiled = torch.compile(model, **options)
+
+    def run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
+        """One launch, compiled when its shape is new."""
+        outputs: Outputs = self._compiled(packed, shape)
+        return outputs
+
+    def allow_shapes(self, num_shapes: int) -> None:
+        """Let torch compile a function that often; its own limit is for dynamic programs.
+
+        Layers share the code that is compiled, and a layer may have variants, for example with a
+        sliding window, so the limit counts every layer.
+        """
+        dynamo: Any = torch._dynamo.config
+        wanted = 1 + num_shapes * (1 + len(repeated_layers(self.model.model)))
+        dynamo.recompile_limit = max(dynamo.recompile_limit, wanted)
+        dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * wanted)
+
+    def forbid_recompilation(self) -> None:
+        """Skip the guards; what would have been compiled raises in torch."""
+        torch.compiler.set_stance(skip_guard_eval_unsafe=True)
+
+
+def make_execution(bridge: HabanaBridge, model: HPUModel, config: VllmConfig) -> Execution:
+    """The way that the mode of the bridge and `enforce_eager` choose."""
+    is_eager, layers = config.model.enforce_eager, config.hpu.hidden_layers_per_graph
+    if bridge.is_lazy:
+        kind = LazyExecution if is_eager else GraphExecution
+        return kind(bridge, model, layers)
+    return Execution(bridge, model) if is_eager else CompiledExecution(bridge, model, config)

@@ -1,0 +1,107 @@
+"""A model as the device runs it: packed input of one bucket in, logits out.
+
+Everything between the one copy to the device and the logits happens in here, on the device, with
+shapes that depend on the bucket alone. So this is what a graph captures and what is compiled.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vllm.attention import Attention, LaunchMetadata, set_metadata
+from vllm.attention.backends.flat_pa import Normaliser
+from vllm.attention.backends.hpu_launch import (
+    HPUDecodeLaunch,
+    HPUMergedLaunch,
+    HPUPrefillLaunch,
+    check_layers,
+)
+from vllm.attention.backends.sdpa import SDPAKernel
+from vllm.bucketing import Phase
+from vllm.model_executor.models.interface import CausalLM
+from vllm.worker.hpu.input import unpack_decode, unpack_merged, unpack_prefill
+from vllm.worker.hpu.planner import LaunchShape
+
+
+class HPUModel(nn.Module):
+    """A causal language model over padded launches.
+
+    Args:
+        model: on the device; its attention layers have their caches when a launch runs.
+        last_token_ids: [rows + 1] int32 on the device: the newest token of each row, if it was
+            sampled there. The last entry is for padding.
+        block_size: tokens per KV block.
+        kernel: attention of prompts.
+        normaliser: of the softmax of decodes, see `flat_paged_attention`.
+
+    Raises:
+        ConfigError: a layer asks for what no launch has.
+
+    Shape: packed input of a launch -> (logits [B, V], hidden states [B * Q, hidden])
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        last_token_ids: Tensor,
+        block_size: int,
+        kernel: SDPAKernel,
+        normaliser: Normaliser | float | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.last_token_ids = last_token_ids
+        self._block_size = block_size
+        self._kernel = kernel
+        self._normaliser = normaliser
+        layers = [module for module in model.modules() if isinstance(module, Attention)]
+        check_layers(layers)
+        self._windows = tuple(dict.fromkeys(layer.sliding_window for layer in layers))
+        self._dtype = next(model.parameters()).dtype
+
+    def forward(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
+        if shape.bucket.phase is Phase.DECODE:
+            return self._decode(packed, shape)
+        if shape.merged_prompts:
+            return self._merged_prefill(packed, shape)
+        return self._prefill(packed, shape)
+
+    def _decode(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
+        given = unpack_decode(packed, shape)
+        resident = self.last_token_ids.index_select(0, given.rows)
+        token_ids = torch.where(given.token_ids < 0, resident, given.token_ids)
+        launch = HPUDecodeLaunch.derive(
+            given.metadata, self._windows, self._block_size, self._dtype, self._normaliser
+        )
+        hidden_states = self._run(launch, token_ids, given.positions)
+        return self.model.compute_logits(hidden_states), hidden_states
+
+    def _prefill(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
+        given = unpack_prefill(packed, shape)
+        launch = HPUPrefillLaunch.derive(
+            given.metadata, self._windows, self._block_size, self._kernel
+        )
+        hidden_states = self._run(launch, given.token_ids, given.positions)
+        last = hidden_states.index_select(0, given.last_tokens)
+        return self.model.compute_logits(last), hidden_states
+
+    def _merged_prefill(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
+        given = unpack_merged(packed, shape)
+        metadata = given.metadata
+        launch = HPUMergedLaunch.derive(metadata, self._windows, self._block_size, self._kernel)
+        hidden_states = self._run(launch, given.token_ids, metadata.positions)
+        last = hidden_states.index_select(0, metadata.last_token_indices)
+        return self.model.compute_logits(last), hidden_states
+
+    def _run(self, launch: LaunchMetadata, token_ids: Tensor, positions: Tensor) -> Tensor:
+        before = set_metadata(launch)
+        hidden_states: Tensor = self.model(token_ids, positions)
+        set_metadata(before)
+        return hidden_states
+
+
+def repeated_layers(model: nn.Module) -> Sequence[nn.Module]:
+    """The decoder layers of a model: the longest list of modules in it."""
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])

@@ -1,0 +1,160 @@
+"""Layers whose weights stay on the host, for models that are larger than the card.
+
+The parameters of such layers are one set of tensors on the card, the slot, which they share. It
+holds the weights of the layer that runs next: when a layer has run, those of the one after it are
+copied, while the layers in between, whose weights are on the card, are computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.bucketing import format_bytes
+from vllm.logger import init_logger
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.worker.hpu.model import repeated_layers
+
+logger = init_logger(__name__)
+
+_Signature = tuple[tuple[str, torch.Size, torch.dtype], ...]
+"""Name, shape and type of every parameter of a layer."""
+
+
+def choose_layers(model: nn.Module, num_bytes: int) -> list[nn.Module]:
+    """The layers whose weights stay on the host: the fewest that spare the card so much, or all.
+
+    The card is spared all of them but one, which has the slot. They are spread evenly, so that a
+    copy has the time of several other layers.
+
+    Args:
+        model: its parameters may be on the meta device.
+        num_bytes: of device memory to spare.
+    """
+    layers = repeated_layers(model)
+    sizes = sorted(map(_num_bytes, layers))  # the smallest first: which are chosen is open
+    counts = range(2, len(layers))
+    count = next((n for n in counts if sum(sizes[:n]) - sizes[-1] >= num_bytes), len(layers))
+    return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
+
+
+def _num_bytes(layer: nn.Module) -> int:
+    return sum(param.numel() * param.element_size() for param in layer.parameters())
+
+
+@dataclass
+class _Slot:
+    """Parameters on the card that layers share, and the number of the layer they hold."""
+
+    params: list[nn.Parameter]
+    held: int | None = None
+
+
+class StreamedLayers:
+    """Copies weights from the host to the card, layer by layer, for as long as the model lives.
+
+    Args:
+        bridge: the card; its mode records no graphs.
+        layers: in the order they run; their parameters are on the host. They get others.
+
+    Attributes:
+        host_bytes: of weights that stay on the host.
+        device_bytes: of the slots.
+
+    Raises:
+        MemoryError: the card has no room for a slot.
+    """
+
+    def __init__(self, bridge: HabanaBridge, layers: Sequence[nn.Module]) -> None:
+        self._bridge = bridge
+        self._weights: list[list[Tensor]] = []
+        """Per layer, on the host."""
+        self._slots: dict[_Signature, _Slot] = {}
+        self._next: list[int] = []
+        """Per layer: the next one with the same slot; after the last, the first."""
+        self.host_bytes = sum(map(_num_bytes, layers))
+        signatures = [_signature(layer) for layer in layers]
+        for number, (layer, signature) in enumerate(zip(layers, signatures, strict=True)):
+            self._weights.append([param.data for param in layer.parameters()])
+            slot = self._slots.get(signature)
+            if slot is None:
+                slot = self._slots[signature] = _Slot(
+                    [self._on_card(p) for p in layer.parameters()]
+                )
+            later = [*range(number + 1, len(layers)), *range(number + 1)]
+            self._next.append(next(n for n in later if signatures[n] == signature))
+            _replace_parameters(layer, slot.params)
+            layer.register_forward_pre_hook(partial(self._before, slot, number))
+            layer.register_forward_hook(partial(self._after, slot, number))
+        self.device_bytes = sum(
+            param.numel() * param.element_size()
+            for slot in self._slots.values()
+            for param in slot.params
+        )
+
+    def _on_card(self, param: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(self._bridge.zeros(param.shape, param.dtype), requires_grad=False)
+
+    def _before(self, slot: _Slot, number: int, layer: nn.Module, _: Any) -> None:
+        params = list(layer.parameters())
+        if params[0] is not slot.params[0]:  # other code has moved the model to other memory
+            slot.params, slot.held = params, None
+        if slot.held != number:  # the first launch, or the last one was broken off
+            self._fill(slot, number)
+
+    def _after(self, slot: _Slot, number: int, *_: Any) -> None:
+        following = self._next[number]
+        if following != number:
+            self._fill(slot, following)
+
+    def _fill(self, slot: _Slot, number: int) -> None:
+        # What is recorded reads the weights that are there now: it has to be launched before.
+        self._bridge.mark_step()
+        slot.held = None
+        for param, weight in zip(slot.params, self._weights[number], strict=True):
+            param.data.copy_(weight, non_blocking=True)
+        slot.held = number
+
+
+def stream_layers(
+    bridge: HabanaBridge, model: nn.Module, layers: Sequence[nn.Module], asked_bytes: int
+) -> StreamedLayers:
+    """Stream layers of a model, and log how much stays on the host.
+
+    Args:
+        bridge: the card.
+        model: has the layers.
+        layers: from `choose_layers`, with their weights on the host.
+        asked_bytes: of device memory that was to be spared.
+    """
+    streamed = StreamedLayers(bridge, layers)
+    logger.info(
+        "%d of %d layers stay on the host with %s of weights; each step copies them to the card, "
+        "into %s",
+        len(layers),
+        len(repeated_layers(model)),
+        format_bytes(streamed.host_bytes),
+        format_bytes(streamed.device_bytes),
+    )
+    spared_bytes = streamed.host_bytes - streamed.device_bytes
+    if spared_bytes < asked_bytes:
+        logger.warning(
+            "cpu_offload_gb asks to keep %s off the card; with all layers on the host it is only "
+            "%s",
+            format_bytes(asked_bytes),
+            format_bytes(spared_bytes),
+        )
+    return streamed
+
+
+def _signature(layer: nn.Module) -> _Signature:
+    return tuple((name, param.shape, param.dtype) for name, param in layer.named_parameters())
+
+
+def _replace_parameters(layer: nn.Module, params: Sequence[nn.Parameter]) -> None:
+    for (name, _), param in zip(list(layer.named_parameters()), params, strict=True):
+        owner, _, attribute = name.rpartition(".")
+        setattr(layer.get_submodule(owner), attribute, param)

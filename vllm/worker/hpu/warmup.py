@@ -1,0 +1,262 @@
+"""Runs every launch there can be once, before the first request needs it.
+
+Phase 1 compiles: prompts, then decodes, the largest first, each through the entry of real steps.
+Phase 2, with HPU graphs, captures them in the order and within the memory that were asked for.
+A shape that the memory does not hold is given up, with what it cost, and launches that would
+have used it are padded to a larger one or launched in smaller groups.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from vllm.bucketing import Bucket, Catalog, MemoryLedger, Phase, StepLimits, format_bytes
+from vllm.bucketing.capture_plan import (
+    CaptureCallbacks,
+    CaptureStep,
+    PhaseGraphs,
+    capture_graphs,
+)
+from vllm.bucketing.ledger import MemoryClass, split_graph_memory
+from vllm.bucketing.log_lines import (
+    captured_line,
+    graph_memory_line,
+    warmup_finished_line,
+    warmup_line,
+)
+from vllm.bucketing.shrink import shrink_launches
+from vllm.config import VllmConfig
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.utils import startup
+from vllm.worker.hpu.execution import GraphExecution
+from vllm.worker.hpu.memory_profile import attempt
+from vllm.worker.hpu.model_runner import HPUModelRunner
+from vllm.worker.hpu.planner import LaunchShape
+from vllm.worker.hpu.profile import held_bytes
+
+logger = init_logger(__name__)
+
+_GRAPHS = (MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS)
+
+
+class WarmUp:
+    """Warms one runner up.
+
+    Args:
+        config: of the engine.
+        bridge: the card.
+        runner: has its KV cache.
+        catalog: buckets to warm up.
+        limits: of a launch.
+        ledger: has the budgets of launches and of graphs.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        bridge: HabanaBridge,
+        runner: HPUModelRunner,
+        catalog: Catalog,
+        limits: StepLimits,
+        ledger: MemoryLedger,
+    ) -> None:
+        self._config = config
+        self._bridge = bridge
+        self._runner = runner
+        self._catalog = catalog
+        self._limits = limits
+        self._ledger = ledger
+        self._held_bytes = held_bytes(config)
+        self._given_up: list[Bucket] = []
+        self._batches: set[int] = set()
+        """Padded batch sizes whose sampling has been warmed up."""
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Warm everything up and log each step. The runner then launches in what fits the memory.
+
+        Raises:
+            ConfigError: the memory does not hold even the smallest launches.
+        """
+        started, free_before = time.perf_counter(), self._bridge.memory_info().free_bytes
+        self._runner.execution.allow_shapes(2 * len(self._catalog))
+        with self._bridge.dry_run():
+            for phase in Phase:
+                self._compile(phase)
+            if isinstance(self._runner.execution, GraphExecution):
+                self._capture(self._runner.execution)
+        seconds = time.perf_counter() - started
+        allocated = free_before - self._bridge.memory_info().free_bytes
+        logger.info(warmup_finished_line(seconds, allocated))
+        self._runner.finish_warmup()
+
+    # ---- phase 1 --------------------------------------------------------------------------
+
+    def _compile(self, phase: Phase) -> None:
+        """Launch every bucket of a phase. Which there are may change on the way."""
+        done = 0
+        with _progress_bar(phase) as bar:
+            while pending := self._pending(phase):
+                bucket, total = pending[-1], done + len(pending)
+                startup.report(f"warm-up: {phase!s} buckets", done, total)
+                logger.info(warmup_line(phase, done + 1, total, bucket, self._free_bytes()))
+                if not self._fits(bucket):
+                    self._give_up(bucket)
+                done += 1
+                bar.total = total
+                bar.update()
+
+    def _pending(self, phase: Phase) -> list[Bucket]:
+        """Buckets that have not run yet, ascending."""
+        buckets = self._catalog.prefill if phase is Phase.PREFILL else self._catalog.decode
+        return [bucket for bucket in buckets if not self._catalog.is_warmed(bucket)]
+
+    def _fits(self, bucket: Bucket) -> bool:
+        """Run all launches of a bucket. False: they need more memory than there will be."""
+        needed = 0
+        for shape in self._shapes(bucket):
+            with_sampler = shape.num_rows not in self._batches
+            launch = partial(self._runner.warm_up, shape, with_sampler=with_sampler)
+            attempted = attempt(self._bridge, launch)
+            needed = max(needed, attempted.needed_bytes + self._held_bytes)
+            if attempted.refused_bytes is not None or not self._book_workspace(needed):
+                logger.warning(
+                    "%s is not used: a launch takes %s%s, there are %s for launches",
+                    _name(bucket),
+                    "at least " if attempted.refused_bytes is not None else "",
+                    format_bytes(needed),
+                    format_bytes(self._launch_bytes()),
+                )
+                return False
+            self._batches.add(shape.num_rows)
+        self._runner.report.mark_warmed(bucket.phase, bucket.batch, bucket.query_len, bucket.blocks)
+        self._catalog.mark_warmed([bucket])
+        return True
+
+    def _book_workspace(self, needed_bytes: int) -> bool:
+        """Keep memory for launches that need more than the profiling run did: that of graphs."""
+        ledger, workspace = self._ledger, MemoryClass.WORKSPACE
+        more = needed_bytes - ledger.booked(workspace)
+        if more <= 0:
+            return True
+        if needed_bytes > self._launch_bytes():
+            return False
+        for cls in _GRAPHS:
+            lacking = max(0, more - ledger.unassigned_bytes)
+            ledger.assign(cls, ledger.budget(cls) - min(lacking, ledger.left(cls)))
+        ledger.assign(workspace, ledger.budget(workspace) + more)
+        return ledger.book(workspace, more)
+
+    def _launch_bytes(self) -> int:
+        """What launches can have at most: then no graph is captured."""
+        ledger = self._ledger
+        graphs = sum(ledger.left(cls) for cls in _GRAPHS)
+        return ledger.booked(MemoryClass.WORKSPACE) + ledger.unassigned_bytes + graphs
+
+    def _give_up(self, bucket: Bucket) -> None:
+        """Do without a bucket; if steps need it, in smaller launches."""
+        self._given_up.append(bucket)
+        was_sliced = self._limits.contiguous_pa
+        found = shrink_launches(self._catalog.without([bucket]), self._limits, self._given_up)
+        if found is None:
+            raise ConfigError(
+                f"no memory for any {bucket.phase!s}, {_name(bucket)} being the last that was "
+                f"tried. Lower --gpu-memory-utilization "
+                f"({self._config.cache.gpu_memory_utilization}), which sizes the KV cache, or "
+                f"--max-model-len ({self._config.scheduler.max_model_len})"
+            )
+        self._catalog, self._limits = found
+        if was_sliced and not self._limits.contiguous_pa:
+            # None of them has run the other way yet.
+            decodes = self._catalog.decode
+            self._catalog = self._catalog.without(decodes).with_buckets(decodes)
+        self._runner.execution.allow_shapes(2 * (len(self._catalog) + len(self._given_up)))
+        self._runner.use_catalog(self._catalog, self._limits)
+
+    # ---- phase 2 --------------------------------------------------------------------------
+
+    def _capture(self, execution: GraphExecution) -> None:
+        hpu, ledger = self._config.hpu, self._ledger
+        prompt, decode = self._assign_graphs()
+        logger.info(
+            graph_memory_line(
+                prompt + decode, self._free_bytes(), prompt, decode, hpu.graph_prompt_ratio
+            )
+        )
+        graphs = capture_graphs(
+            self._catalog.prefill,
+            self._catalog.decode,
+            ledger,
+            CaptureCallbacks(
+                capture=lambda step: self._capture_one(execution, step),
+                release=lambda bucket: self._release(execution, bucket),
+            ),
+            prefill_order=hpu.graph_prompt_strategy,
+            decode_order=hpu.graph_decode_strategy,
+        )
+        for phase, result in graphs.items():
+            _log_graphs(phase, result)
+
+    def _assign_graphs(self) -> tuple[int, int]:
+        """Give graphs all that is left but the margin; bytes for prompts and for decodes."""
+        ledger = self._ledger
+        assigned = sum(ledger.left(cls) for cls in _GRAPHS) + ledger.unassigned_bytes
+        left = self._free_bytes() - ledger.booked(MemoryClass.MARGIN)
+        parts = split_graph_memory(max(0, min(assigned, left)), self._config.hpu.graph_prompt_ratio)
+        for cls in _GRAPHS:
+            ledger.assign(cls, 0)
+        for cls, num_bytes in zip(_GRAPHS, parts, strict=True):
+            ledger.assign(cls, num_bytes)
+        return parts
+
+    def _capture_one(self, execution: GraphExecution, step: CaptureStep) -> int:
+        """Capture all launches of a bucket; the bytes they took."""
+        free_bytes = self._free_bytes()
+        startup.report(f"warm-up: {step.phase!s} graphs", step.index - 1, step.total)
+        logger.info(
+            warmup_line(step.phase, step.index, step.total, step.bucket, free_bytes, graph=True)
+        )
+        for shape in self._shapes(step.bucket):
+            captured = attempt(self._bridge, partial(self._capture_shape, execution, shape))
+            if captured.refused_bytes is not None:  # more than there is: it will be released
+                left = self._ledger.left(_GRAPHS[step.phase is Phase.DECODE])
+                return max(captured.needed_bytes, left + 1)
+        return max(0, free_bytes - self._free_bytes())
+
+    def _capture_shape(self, execution: GraphExecution, shape: LaunchShape) -> None:
+        execution.capture(self._runner.padding_input(shape), shape)
+        self._runner.warm_up(shape, with_sampler=False)
+
+    def _release(self, execution: GraphExecution, bucket: Bucket) -> None:
+        for shape in self._shapes(bucket):
+            execution.release(shape)
+
+    def _shapes(self, bucket: Bucket) -> list[LaunchShape]:
+        return self._runner.launch_shapes(bucket)
+
+    def _free_bytes(self) -> int:
+        """Free memory while the launch that needs the most of it runs."""
+        workspace = self._ledger.booked(MemoryClass.WORKSPACE)
+        return self._bridge.memory_info().free_bytes - workspace
+
+
+def _name(bucket: Bucket) -> str:
+    return f"{bucket.phase!s} {(bucket.batch, bucket.query_len, bucket.blocks)}"
+
+
+def _progress_bar(phase: Phase) -> "tqdm[Bucket]":
+    """On a terminal only."""
+    name = "Prompt" if phase is Phase.PREFILL else "Decode"
+    bar: Callable[..., tqdm[Bucket]] = tqdm
+    return bar(desc=f"{name} warm-up", total=0, unit="bucket", disable=None, leave=False)
+
+
+def _log_graphs(phase: Phase, result: PhaseGraphs) -> None:
+    for omitted in result.omitted:
+        logger.info("%s", omitted)
+    logger.info(captured_line(phase, result.captured, result.total, result.used_bytes))

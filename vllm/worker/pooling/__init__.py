@@ -1,0 +1,1 @@
+"""Runners of pooling models, which sample nothing."""
