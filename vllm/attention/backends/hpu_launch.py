@@ -67,7 +67,7 @@ class HPUDecodeLaunch:
         return cls(metadata, blocks, normaliser)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `LaunchMetadata`; T is B."""
+        """See `AttentionMetadata`; T is B."""
         assert layer.key_cache is not None and layer.value_cache is not None
         return decode_attention(
             query,
@@ -108,7 +108,7 @@ class HPUPrefillLaunch:
         return cls(blocks, (batch, query_len), masks, kernel)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `LaunchMetadata`; T is B * Q."""
+        """See `AttentionMetadata`; T is B * Q."""
         assert layer.key_cache is not None and layer.value_cache is not None
         attended = attend_prefill(
             query.unflatten(0, self.shape),
@@ -146,7 +146,7 @@ class HPUMergedLaunch:
         return cls(metadata, masks, kernel)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `LaunchMetadata`; T is Q."""
+        """See `AttentionMetadata`; T is Q."""
         assert layer.key_cache is not None and layer.value_cache is not None
         return merged_prefill_attention(
             query,

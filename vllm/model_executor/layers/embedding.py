@@ -1,27 +1,18 @@
 """Token embeddings and the output head, with the vocabulary split over ranks."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm.attention.context import ContextHolder, ReadsContext, text_positions
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.slice import Slice, SlicedModule
 
 
-@dataclass(frozen=True, slots=True)
-class ReplacedTokens:
-    """Tokens of a launch whose embeddings are given, and not looked up."""
-
-    indices: Tensor
-    """[m] int64: which of the T tokens."""
-    embeddings: Tensor
-    """[m, embedding_dim] in any floating type."""
-
-
-class VocabParallelEmbedding(SlicedModule):
+class VocabParallelEmbedding(SlicedModule, ReadsContext):
     """A table of rows, split over ranks; padded with zero rows to a multiple of their number.
+
+    A launch may bring embeddings that take the place of those of some tokens.
 
     Args:
         num_embeddings: rows of the checkpoint.
@@ -35,6 +26,7 @@ class VocabParallelEmbedding(SlicedModule):
 
     def __init__(self, num_embeddings: int, embedding_dim: int, tp: TPGroup) -> None:
         super().__init__()
+        self.launch = ContextHolder()
         self.num_embeddings = num_embeddings
         self.tp = tp
         self.local_size = -(-num_embeddings // tp.size)
@@ -43,6 +35,13 @@ class VocabParallelEmbedding(SlicedModule):
         self.slices["weight"] = {"": Slice(0, 0, self.local_size, num_embeddings)}
 
     def forward(self, input_ids: Tensor) -> Tensor:
+        rows = self._look_up(input_ids)
+        context = self.launch.context
+        if context is None or context.replaced is None:
+            return rows
+        return context.replaced.put_into(rows)
+
+    def _look_up(self, input_ids: Tensor) -> Tensor:
         if self.tp.size == 1:
             return F.embedding(input_ids, self.weight)
         local_ids = input_ids - self.first_id
@@ -69,7 +68,7 @@ class ParallelLMHead(VocabParallelEmbedding):
 class LearnedPositionalEmbedding(nn.Module):
     """One learned row per position, starting at row `offset` (OPT keeps two rows unused).
 
-    Shape: positions [T] int64 -> [T, embedding_dim]
+    Shape: positions [T] or [1, T] int64 -> [T, embedding_dim]
     """
 
     weight: nn.Parameter
@@ -81,4 +80,4 @@ class LearnedPositionalEmbedding(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, positions: Tensor) -> Tensor:
-        return F.embedding(positions + self.offset, self.weight)
+        return F.embedding(text_positions(positions) + self.offset, self.weight)

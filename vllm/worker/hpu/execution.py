@@ -37,6 +37,10 @@ class Execution:
 
     def run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
         """One launch; the outputs are overwritten by the next launch of the same shape."""
+        with self.model.launch_holder.running(None):  # also a launch that raises leaves no context
+            return self._run(packed, shape)
+
+    def _run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
         outputs: Outputs = self.model(packed, shape)
         self._bridge.mark_step()
         return outputs
@@ -80,11 +84,10 @@ class GraphExecution(LazyExecution):
         super().__init__(bridge, model, layers_per_mark)
         self._graphs: dict[LaunchShape, nn.Module] = {}
 
-    def run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
-        """One launch, replayed if it has a graph."""
+    def _run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
         graph = self._graphs.get(shape)
         if graph is None:
-            return super().run(packed, shape)
+            return super()._run(packed, shape)
         outputs: Outputs = graph(packed)
         return outputs
 
@@ -95,7 +98,8 @@ class GraphExecution(LazyExecution):
     def capture(self, packed: Tensor, shape: LaunchShape) -> None:
         """Record the graph of a shape."""
         graph = self._bridge.wrap_in_hpu_graph(_ShapedModel(self.model, shape))
-        graph(packed)
+        with self.model.launch_holder.running(None):
+            graph(packed)
         self._graphs[shape] = graph
 
     @property
@@ -149,8 +153,7 @@ class CompiledExecution(Execution):
         else:
             self._compiled = torch.compile(model, **options)
 
-    def run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
-        """One launch, compiled when its shape is new."""
+    def _run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
         outputs: Outputs = self._compiled(packed, shape)
         return outputs
 

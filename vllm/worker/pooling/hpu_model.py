@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import LaunchMetadata, set_metadata
+from vllm.attention import AttentionMetadata
 from vllm.attention.backends.hpu_encoder import HPUEncoderLaunch
 from vllm.attention.backends.hpu_launch import HPUPrefillLaunch
 from vllm.config import PoolerConfig
@@ -53,9 +53,8 @@ class WholePromptModel(HPUModel):
 
     def forward(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
         given = unpack_prefill(packed, shape)
-        before = set_metadata(self._launch(given, shape))
-        hidden_states: Tensor = self.model(given.token_ids, given.positions)
-        set_metadata(before)
+        attention = self._attention(given, shape)
+        hidden_states = self._run(attention, given.token_ids, given.positions)
         return self.model.compute_logits(self._pool(hidden_states, given, shape)), hidden_states
 
     @property
@@ -63,7 +62,7 @@ class WholePromptModel(HPUModel):
         assert isinstance(self.model, HeadAsLogits)
         return self.model.pooler
 
-    def _launch(self, given: PrefillInput, shape: LaunchShape) -> LaunchMetadata:
+    def _attention(self, given: PrefillInput, shape: LaunchShape) -> AttentionMetadata:
         if self._pooler.is_causal:
             return HPUPrefillLaunch.derive(
                 given.metadata, self._windows, self._block_size, self._kernel
