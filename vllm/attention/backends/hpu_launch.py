@@ -47,7 +47,7 @@ def check_layers(layers: Iterable[AttentionLayer]) -> None:
 class HPUDecodeLaunch:
     """One new token for each of B padded rows."""
 
-    metadata: HPUDecodeMetadata
+    metadata: HPUDecodeMetadata[Tensor]
     blocks: Mapping[int | None, DecodeBlocks]
     """Sliding window -> what all layers with it need."""
     normaliser: Normaliser | float | None = None
@@ -56,7 +56,7 @@ class HPUDecodeLaunch:
     @classmethod
     def derive(
         cls,
-        metadata: HPUDecodeMetadata,
+        metadata: HPUDecodeMetadata[Tensor],
         windows: Iterable[int | None],
         block_size: int,
         dtype: torch.dtype,
@@ -96,7 +96,7 @@ class HPUPrefillLaunch:
     @classmethod
     def derive(
         cls,
-        metadata: HPUPrefillMetadata,
+        metadata: HPUPrefillMetadata[Tensor],
         windows: Iterable[int | None],
         block_size: int,
         kernel: SDPAKernel,
@@ -128,7 +128,7 @@ class HPUPrefillLaunch:
 class HPUMergedLaunch:
     """Prompts end to end in one row of Q padded tokens, after C blocks of their context."""
 
-    metadata: MergedPrefillMetadata
+    metadata: MergedPrefillMetadata[Tensor]
     masks: Mapping[int | None, Tensor]
     """Sliding window -> mask of all layers with it."""
     kernel: SDPAKernel
@@ -136,7 +136,7 @@ class HPUMergedLaunch:
     @classmethod
     def derive(
         cls,
-        metadata: MergedPrefillMetadata,
+        metadata: MergedPrefillMetadata[Tensor],
         windows: Iterable[int | None],
         block_size: int,
         kernel: SDPAKernel,

@@ -62,7 +62,7 @@ class WholePromptModel(HPUModel):
         assert isinstance(self.model, HeadAsLogits)
         return self.model.pooler
 
-    def _attention(self, given: PrefillInput, shape: LaunchShape) -> AttentionMetadata:
+    def _attention(self, given: PrefillInput[Tensor], shape: LaunchShape) -> AttentionMetadata:
         if self._pooler.is_causal:
             return HPUPrefillLaunch.derive(
                 given.metadata, self._windows, self._block_size, self._kernel
@@ -70,7 +70,9 @@ class WholePromptModel(HPUModel):
         size = (shape.bucket.batch, shape.bucket.query_len)
         return HPUEncoderLaunch.derive(given.metadata.query_lens, size, self._kernel)
 
-    def _pool(self, hidden_states: Tensor, given: PrefillInput, shape: LaunchShape) -> Tensor:
+    def _pool(
+        self, hidden_states: Tensor, given: PrefillInput[Tensor], shape: LaunchShape
+    ) -> Tensor:
         """[B, hidden], or [B * Q, hidden]."""
         kind, query_len = self._pooler.pooling_type, shape.bucket.query_len
         if kind == "LAST":
@@ -96,9 +98,10 @@ class TypedInputBuilder(HPUInputBuilder):
 
     token_types: IntArray
 
-    def _prefill_parts(self, launch: BucketLaunch) -> list[IntArray]:
-        parts = super()._prefill_parts(launch)
-        count = launch.num_scheduled_tokens
-        index, column = np.nonzero(np.arange(launch.bucket.query_len) < count[:, None])
-        parts[1][index, column] += self.token_types[launch.rows[index], column] << _TYPE_SHIFT
-        return parts
+    def _prefill(self, launch: BucketLaunch, sample_rows: IntArray) -> PrefillInput[IntArray]:
+        given = super()._prefill(launch, sample_rows)
+        count, query_len = launch.num_scheduled_tokens, launch.bucket.query_len
+        index, column = np.nonzero(np.arange(query_len) < count[:, None])
+        types = self.token_types[launch.rows[index], column]
+        given.positions[index * query_len + column] += types << _TYPE_SHIFT
+        return given
