@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.dummy import fill_with_dummy_weights
 from vllm.model_executor.loader.weights import load_weights
-from vllm.model_executor.models.interface import CausalLM, PoolingModel
+from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.quantization import quantization_of
 from vllm.transformers_utils.weight_files import find_files
@@ -35,7 +35,7 @@ def load_model(
     tp: TPGroup,
     device: torch.device,
     finish_layer: Callable[[ParallelLinear], object] | None = None,
-    choose_host_layers: Callable[[nn.Module], Iterable[nn.Module]] | None = None,
+    choose_host_layers: Callable[[LoadableModel], Iterable[nn.Module]] | None = None,
 ) -> CausalLM | PoolingModel:
     """The model of `config` with its weights on `device`, ready to run.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vllm.config import VllmConfig
 from vllm.platforms.habana.bridge import COMPILE_BACKEND, HabanaBridge
-from vllm.worker.hpu.model import HPUModel, repeated_layers
+from vllm.worker.hpu.model import HPUModel
 from vllm.worker.hpu.planner import LaunchShape
 
 Outputs = tuple[Tensor, Tensor]
@@ -67,7 +67,7 @@ class LazyExecution(Execution):
 
     def __init__(self, bridge: HabanaBridge, model: HPUModel, layers_per_mark: int) -> None:
         super().__init__(bridge, model)
-        for number, layer in enumerate(repeated_layers(model.model), start=1):
+        for number, layer in enumerate(model.model.layers, start=1):
             if number % layers_per_mark == 0:
                 layer.register_forward_hook(self._mark)
 
@@ -148,7 +148,7 @@ class CompiledExecution(Execution):
         }
         if config.hpu.regional_compilation:
             self._compiled: Any = model
-            for layer in repeated_layers(model.model):
+            for layer in model.model.layers:
                 layer.compile(**options)
         else:
             self._compiled = torch.compile(model, **options)
@@ -164,7 +164,7 @@ class CompiledExecution(Execution):
         sliding window, so the limit counts every layer.
         """
         dynamo: Any = torch._dynamo.config
-        wanted = 1 + num_shapes * (1 + len(repeated_layers(self.model.model)))
+        wanted = 1 + num_shapes * (1 + len(self.model.model.layers))
         dynamo.recompile_limit = max(dynamo.recompile_limit, wanted)
         dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * wanted)
 

@@ -4,8 +4,6 @@ Everything between the one copy to the device and the logits happens in here, on
 shapes that depend on the bucket alone. So this is what a graph captures and what is compiled.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -101,9 +99,3 @@ class HPUModel(nn.Module):
         hidden_states: Tensor = self.model(token_ids, positions)
         self.launch_holder.context = None
         return hidden_states
-
-
-def repeated_layers(model: nn.Module) -> Sequence[nn.Module]:
-    """The decoder layers of a model: the longest list of modules in it."""
-    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=[])

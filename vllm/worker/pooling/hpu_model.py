@@ -1,8 +1,10 @@
 """Pooling models as the device runs them: packed input of one bucket in, numbers out."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm.attention import AttentionMetadata
 from vllm.attention.backends.hpu_encoder import HPUEncoderLaunch
@@ -30,6 +32,10 @@ class HeadAsLogits(CausalLM):
         super().__init__(model.arch, model.tp)
         self.pooling_model = model
         self.pooler = pooler
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        return self.pooling_model.layers
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         types = None
