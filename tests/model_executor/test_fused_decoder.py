@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.model_executor.helpers import pack_weights
 from vllm.attention import Attention, LaunchContext, RaggedMetadata, share_context
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.fused_decoder import fuse
-from vllm.model_executor.layers.cpu_linear_method import pack_weights
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.norm import RMSNorm

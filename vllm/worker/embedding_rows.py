@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from vllm.attention import ReplacedTokens
 from vllm.errors import ConfigError
 from vllm.messages import EngineRequest, IntArray, TokenEmbeddings
-from vllm.model_executor.layers.cpu_linear_method import PackedEmbedding
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.worker.launch import Launch
 
@@ -72,8 +71,7 @@ def _check_embedding(model: nn.Module) -> None:
     found = [
         module
         for module in model.modules()
-        if isinstance(module, (VocabParallelEmbedding, PackedEmbedding))
-        and not isinstance(module, ParallelLMHead)
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
     ]
     if len(found) != 1:
         raise ConfigError(
