@@ -7,7 +7,6 @@ however the parent died.
 """
 
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -15,13 +14,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 
 import msgspec
 import zmq
 
 from vllm.engine.engine_core import EngineCore
 from vllm.engine.fan_out import fan_out, sample_id
+from vllm.engine.process import socket_folder
 from vllm.engine.process.wire import (
     START_LENGTH,
     AbortRequests,
@@ -265,7 +264,7 @@ def _read_exactly(size: int) -> bytes:
 def _end_with_parent(address: str) -> None:
     # Not through sys.stdin: the interpreter cannot end while a thread waits inside of that.
     os.read(_STDIN, 1)  # returns when nobody holds the other end any more
-    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
+    socket_folder.remove(address)
     os._exit(1)
 
 
