@@ -46,8 +46,8 @@ from vllm.engine.process.wire import (
 from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
 from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest
-from vllm.utils import startup
-from vllm.utils.garbage import keep_for_good
+from vllm.utils import startup_progress
+from vllm.utils.process_memory import keep_for_good
 
 logger = init_logger(__name__)
 
@@ -203,11 +203,11 @@ def main(address: str) -> int:
 def _run(
     start: StartCore, receive: Callable[[bool], bytes | None], send: Callable[[FromCore], None]
 ) -> int:
-    startup.listen(lambda phase, done, total: send(_progress(phase, done, total)))
+    startup_progress.listen(lambda phase, done, total: send(_progress(phase, done, total)))
     core = None
     try:
         core = _start_core(start)
-        startup.listen(None)
+        startup_progress.listen(None)
         keep_for_good()
         send(CoreReady(stats=core.stats()))
         CoreLoop(core, receive, send).run()
@@ -232,7 +232,7 @@ def _start_core(start: StartCore) -> EngineCore:
 
     for name, place in start.models.items():
         ModelRegistry.register_model(name, place)
-    startup.report("starting the worker")
+    startup_progress.report("starting the worker")
     config = start.config
     # In the log of a server, a progress bar is noise.
     load = replace(
