@@ -25,7 +25,7 @@ from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.quantization import quantization_of
 from vllm.transformers_utils.weight_files import find_files
-from vllm.utils import startup
+from vllm.utils import startup_progress
 
 logger = init_logger(__name__)
 
@@ -61,7 +61,7 @@ def load_model(
     model = build_model(arch, tp, getattr(torch, config.model.dtype_name), is_pooling=is_pooling)
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     phase = f"loading {num_bytes / 2**30:.2f} GiB of weights"
-    startup.report(phase)
+    startup_progress.report(phase)
 
     def finish(module: nn.Module) -> None:
         if finish_layer is not None and isinstance(module, ParallelLinear):
@@ -78,7 +78,9 @@ def load_model(
         files = find_files(Path(config.model.resolved_path), config.load.load_format)
         show_bar = config.load.use_tqdm_on_load
         with closing(
-            iterate_tensors(files, show_bar, lambda done: startup.report(phase, done, len(files)))
+            iterate_tensors(
+                files, show_bar, lambda done: startup_progress.report(phase, done, len(files))
+            )
         ) as tensors:
             load_weights(model, tensors, tp, prepare=memory.allocate, finish=finish)
         materialize_buffers(model, device)
