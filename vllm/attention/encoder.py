@@ -3,10 +3,10 @@
 from torch import Tensor, nn
 
 from vllm.attention.backends.encoder_attn import full_attention
-from vllm.attention.metadata import current_metadata
+from vllm.attention.context import ContextHolder, ReadsContext
 
 
-class EncoderAttention(nn.Module):
+class EncoderAttention(nn.Module, ReadsContext):
     """Scaled dot product attention in both directions, without a KV cache.
 
     H heads, D head size; all per rank.
@@ -29,13 +29,14 @@ class EncoderAttention(nn.Module):
 
     def __init__(self, num_heads: int, head_size: int) -> None:
         super().__init__()
+        self.launch = ContextHolder()
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale: float = head_size**-0.5
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        metadata = current_metadata()
-        if metadata is None:
+        context = self.launch.context
+        if context is None or context.attention is None:
             # All tokens are one prompt.
             return full_attention(query[None], key[None], value[None], None, self.scale)[0]
-        return metadata.attend(self, query, key, value)
+        return context.attention.attend(self, query, key, value)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import Attention, attention_metadata
+from vllm.attention import Attention, share_context
 from vllm.config import VllmConfig
 from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
@@ -86,6 +86,7 @@ class ModelRunner:
         grammars: GrammarMatchers | None = None,
     ) -> None:
         self.model = model
+        self._launch_holder = share_context(model)
         self.device = device
         self.block_size = config.cache.block_size
         self.batch = InputBatch(
@@ -176,12 +177,9 @@ class ModelRunner:
         return LaunchResult(rows, np.arange(len(rows), dtype=np.int32), sampled, prompt_logprobs)
 
     def _forward(self, model_input: ModelInput) -> Tensor:
-        with attention_metadata(model_input.metadata):
-            if model_input.replaced is None:
-                return self.model(model_input.input_ids, model_input.positions)
-            assert self.embeddings is not None
-            with self.embeddings.replacing(model_input.replaced):
-                return self.model(model_input.input_ids, model_input.positions)
+        context = model_input.context
+        with self._launch_holder.running(context):
+            return self.model(model_input.input_ids, context.positions)
 
     def _sample(self, logits: Tensor, rows: IntArray) -> SamplerOutput:
         """Sample for each row of the logits."""

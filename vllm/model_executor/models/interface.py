@@ -1,7 +1,7 @@
 """What a runner and the loader need of a model. Knows no family."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 
 
-class LoadableModel(nn.Module):
+class LoadableModel(nn.Module, ABC):
     """Parameters that a checkpoint fills.
 
     Module names are those of the checkpoint, so most families need none of the renames below.
@@ -27,8 +27,14 @@ class LoadableModel(nn.Module):
         self.arch = arch
         self.tp = tp
 
+    @property
+    @abstractmethod
+    def layers(self) -> Sequence[nn.Module]:
+        """The layers of the decoder or encoder, in the order they run. On a card a mark may follow
+        each, each may be compiled on its own, and the weights of some may stay on the host."""
 
-class CausalLM(LoadableModel, ABC):
+
+class CausalLM(LoadableModel):
     """A decoder over flattened tokens, T of one launch."""
 
     @abstractmethod
@@ -40,7 +46,7 @@ class CausalLM(LoadableModel, ABC):
         """Rows of the result of `forward`, [N, hidden] -> [N, vocab_size] on every rank."""
 
 
-class PoolingModel(LoadableModel, ABC):
+class PoolingModel(LoadableModel):
     """An encoder or a decoder whose hidden states are the result, or lead to it."""
 
     num_token_types: int = 1

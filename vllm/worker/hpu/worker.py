@@ -30,7 +30,7 @@ from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
-from vllm.model_executor.models.interface import CausalLM, PoolingModel
+from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.ops import set_ops
 from vllm.ops.hpu import HPUOps
 from vllm.platforms import resolve_platform
@@ -113,7 +113,7 @@ class HPUWorker(WorkerBase):
             return load_model(self.config, TPGroup(), self.bridge.device)
         layers: list[nn.Module] = []
 
-        def choose(model: nn.Module) -> list[nn.Module]:
+        def choose(model: LoadableModel) -> list[nn.Module]:
             layers.extend(choose_layers(model, asked_bytes))
             return layers
 
