@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from vllm.config.checks import check_at_least, check_one_of
+from vllm.config.fields import check_at_least, check_one_of
 from vllm.config.pooler import ModelTask, PoolerConfig
 from vllm.errors import ConfigError
 

@@ -25,7 +25,7 @@ from vllm.model_executor.models.interface import CausalLM, LoadableModel, Poolin
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.quantization import Quantization, quantization_of
 from vllm.transformers_utils.weight_files import find_files
-from vllm.utils import startup
+from vllm.utils import startup_progress
 
 logger = init_logger(__name__)
 
@@ -64,7 +64,7 @@ def load_model(
     model = build_model(arch, tp, dtype, is_pooling=is_pooling, formats=formats)
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     phase = f"loading {num_bytes / 2**30:.2f} GiB of weights"
-    startup.report(phase)
+    startup_progress.report(phase)
 
     finisher = _LayerFinisher()
     on_host = [] if choose_host_layers is None else choose_host_layers(model)
@@ -76,7 +76,9 @@ def load_model(
         files = find_files(Path(config.model.resolved_path), config.load.load_format)
         show_bar = config.load.use_tqdm_on_load
         with closing(
-            iterate_tensors(files, show_bar, lambda done: startup.report(phase, done, len(files)))
+            iterate_tensors(
+                files, show_bar, lambda done: startup_progress.report(phase, done, len(files))
+            )
         ) as tensors:
             load_weights(model, tensors, tp, prepare=memory.allocate, finish=finisher.finish)
         materialize_buffers(model, device)

@@ -36,7 +36,7 @@ from vllm.ops.hpu import HPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
-from vllm.utils import startup
+from vllm.utils import startup_progress
 from vllm.worker.hpu.memory_profile import MemoryProfile, is_out_of_memory
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.offload import choose_layers, stream_layers
@@ -213,7 +213,7 @@ class HPUWorker(WorkerBase):
     def _profile(self) -> int:
         """Run the largest launches on next to no cache; the bytes they need besides it."""
         most = self._most_workspace()
-        startup.report("measuring the memory of launches")
+        startup_progress.report("measuring the memory of launches")
         self._bind_caches(_PROFILE_BLOCKS)
         with self.bridge.dry_run():
             profile = profile_launches(self.config, self.bridge, self.runner, most)
