@@ -24,7 +24,7 @@ from vllm.core.scheduler import Scheduler
 from vllm.errors import ConfigError
 from vllm.messages import EngineRequest, Finished, IntArray, ModelRunnerOutput, SchedulerOutput
 from vllm.sampling_params import SamplingParams
-from vllm.worker.hpu.input import HPUInputBuilder
+from vllm.worker.hpu.input import HPUInputBuilder, fields_of, padded_sizes
 from vllm.worker.hpu.planner import BucketLaunch, HPULaunchPlanner, LaunchShape, launch_shapes
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
 
@@ -325,3 +325,8 @@ def joined(rows: Rows) -> Rows:
 def warmed_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int) -> list[LaunchShape]:
     """`launch_shapes`, made once."""
     return launch_shapes(bucket, limits, merged_prompts)
+
+
+def input_sizes(shape: LaunchShape) -> tuple[int, ...]:
+    """Elements of each part of the packed input; the last one is a row for each of the logits."""
+    return fields_of(shape).part_sizes(padded_sizes(shape))

@@ -23,6 +23,7 @@ from tests.worker.fake_card import FakeCard, RowRun
 from tests.worker.hpu_helpers import (
     ScheduleLoop,
     entries,
+    input_sizes,
     joined,
     random_plan,
     run_load,
@@ -34,7 +35,6 @@ from vllm.bucketing import Phase
 from vllm.bucketing.bucket import Bucket
 from vllm.core import scheduler
 from vllm.messages import NULL_BLOCK_ID, IntArray, SchedulerOutput
-from vllm.worker.hpu.input import input_sizes
 from vllm.worker.hpu.planner import BucketLaunch
 
 NUM_SEEDS = 8

@@ -97,12 +97,8 @@ def padded_sizes(shape: LaunchShape) -> dict[str, int]:
     }
 
 
-def input_sizes(shape: LaunchShape) -> tuple[int, ...]:
-    """Elements of each part of the packed input; the last one is a row for each of the logits."""
-    return _fields_of(shape).part_sizes(padded_sizes(shape))
-
-
-def _fields_of(shape: LaunchShape) -> PackedFields[Any]:
+def fields_of(shape: LaunchShape) -> PackedFields[Any]:
+    """What the packed input of a launch holds."""
     if shape.bucket.phase is Phase.DECODE:
         return _DECODE
     return _MERGED if shape.merged_prompts else _PREFILL
@@ -158,7 +154,7 @@ class HPUInputBuilder:
         sample_rows = self._padded(launch.shape.num_rows, self.padding_row)
         sample_rows[sampled] = launch.rows[sampled]
         given = self._input(launch, seq_lens, sample_rows)
-        return _fields_of(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
+        return fields_of(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
 
     def _input(
         self, launch: BucketLaunch, seq_lens: IntArray, sample_rows: IntArray
