@@ -20,6 +20,7 @@ LEAVES = {
     "errors",
     "inputs",
     "logger",
+    "message_codec",
     "messages",
     "outputs",
     "pooling_params",
