@@ -112,6 +112,8 @@ class KVCacheManager:
         hashes, size = request.block_hashes, self.block_size
         first = len(hashes)
         if first < count:
-            parent = hashes[-1] if hashes else root_hash(request.spec)
-            hashes += block_hashes(parent, request.token_ids[first * size : count * size], size)
+            spec, start = request.spec, first * size
+            parent = hashes[-1] if hashes else root_hash(spec)
+            token_ids = request.token_ids[start : count * size]
+            hashes += block_hashes(parent, token_ids, size, spec.cache_extra_keys, start)
         return hashes[:count]
