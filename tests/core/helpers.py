@@ -127,8 +127,9 @@ def expected_result(spec: EngineRequest, fails_at: int | None = None) -> tuple[l
         if len(output) == fails_at:
             return output, Finished(FinishReason.ERROR, error=FAILED)
         token_id = next_token(spec, content, len(output))
+        position = len(spec.prompt_token_ids) + len(output)
         output.append(token_id)
-        content = next_content(content, token_id)
+        content = next_content(content, token_id, keys_at(spec, position))
         if token_id == spec.eos_token_id:
             return output, Finished(FinishReason.STOP)
         if token_id in spec.stop_token_ids:
