@@ -2,6 +2,7 @@
 
 from vllm.attention.backends.encoder_attn import EncoderMetadata
 from vllm.attention.backends.native_attn import RaggedMetadata
+from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.encoder import EncoderAttention
 from vllm.attention.layer import Attention
 from vllm.attention.metadata import (
@@ -13,6 +14,7 @@ from vllm.attention.metadata import (
 
 __all__ = [
     "Attention",
+    "CachedLayer",
     "EncoderAttention",
     "EncoderMetadata",
     "LaunchMetadata",
