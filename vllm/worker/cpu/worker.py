@@ -20,7 +20,7 @@ from vllm.platforms.cpu_threads import count_cores, count_threads, format_cores,
 from vllm.utils.imports import load_class
 from vllm.worker.cpu.model_runner import CPUModelRunner
 from vllm.worker.cpu.sleep import HostCache, HostWeights, check_can_sleep
-from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block, cache_dtype, count_blocks
+from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout, count_blocks
 from vllm.worker.model_runner import ModelRunner, StepHandle
 from vllm.worker.pooling.runner import PoolingRunner
 from vllm.worker.worker_base import WorkerBase
@@ -93,15 +93,15 @@ class CPUWorker(WorkerBase):
 
     def initialize_cache(self) -> int:
         """Size and allocate the KV cache; the number of blocks, the null block included."""
-        layers = self.runner.attention_layers
-        dtype = cache_dtype(self.config)
-        block_size = self.config.cache.block_size
+        layers, dtype = self.runner.attention_layers, cache_dtype(self.config)
+        layout = cache_layout(self.config, layers, dtype, has_one_table=True)
         num_blocks = count_blocks(
             self.config,
-            bytes_per_block(layers, block_size, dtype),
+            layout.block_bytes,
             self.platform.free_memory_bytes(),
+            len(layout.groups),
         )
-        bind_kv_caches(layers, self.platform, num_blocks, block_size, dtype)
+        bind_kv_caches(layers, self.platform, num_blocks, layout, dtype)
         can_sleep = self.config.model.enable_sleep_mode
         folder = self.config.model.path or ""
         self._set_memory(

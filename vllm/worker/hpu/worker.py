@@ -27,6 +27,7 @@ from vllm.bucketing.log_lines import memory_split_line, num_blocks_line
 from vllm.config import VllmConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
+from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
@@ -46,7 +47,7 @@ from vllm.worker.hpu.step_report import StepShape
 from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.kv_cache import (
     bind_kv_caches,
-    bytes_per_block,
+    cache_layout,
     check_capacity,
     count_blocks,
 )
@@ -289,16 +290,21 @@ class HPUWorker(WorkerBase):
         return 0.0 if self.config.model.enforce_eager else self.config.hpu.graph_reserved_mem
 
     def _block_bytes(self) -> int:
+        return self._layout.block_bytes
+
+    @property
+    def _layout(self) -> KVCacheLayout:
+        """One block table per request: the block lists of a launch serve all layers."""
         layers = self.runner.attention_layers
-        return bytes_per_block(layers, self.config.cache.block_size, self._dtype)
+        return cache_layout(self.config, layers, self._dtype, has_one_table=True)
 
     def _bind_caches(self, num_blocks: int) -> None:
-        layers, block_size = self.runner.attention_layers, self.config.cache.block_size
-        bind_kv_caches(layers, self.platform, num_blocks, block_size, self._dtype)
+        layers = self.runner.attention_layers
+        bind_kv_caches(layers, self.platform, num_blocks, self._layout, self._dtype)
 
     def _release_caches(self) -> None:
         for layer in self.runner.attention_layers:
-            layer.key_cache = layer.value_cache = None
+            layer.release_kv_cache()
 
     @contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:
