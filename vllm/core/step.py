@@ -3,8 +3,48 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput
 from vllm.request import Request, RequestStatus
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The tokens of rows, those of one row after those of another."""
+
+    token_ids: IntArray
+    counts: IntArray | None
+    """Tokens of each row; None: one each."""
+
+    @classmethod
+    def of(cls, output: ModelRunnerOutput) -> "SampledTokens":
+        """Of the rows of an output."""
+        return cls(output.token_ids, output.num_tokens)
+
+    def select(self, places: list[int]) -> "SampledTokens":
+        """Of some rows only."""
+        if self.counts is None:
+            return SampledTokens(self.token_ids[places], None)
+        is_kept = np.zeros(len(self.counts), np.bool_)
+        is_kept[places] = True
+        kept = self.token_ids[np.repeat(is_kept, self.counts)]
+        return SampledTokens(kept, self.counts[places])
+
+    def of_those_with_some(self, names: list[str]) -> tuple[list[str], list[int] | None]:
+        """Names and tokens of the rows that have a token; None: one each."""
+        assert self.counts is not None
+        counts = self.counts.tolist()
+        names = [name for name, count in zip(names, counts, strict=True) if count]
+        some = [count for count in counts if count]
+        return names, None if len(some) == len(self.token_ids) else some
+
+    def first(self, counts: IntArray) -> "SampledTokens":
+        """The first tokens of each row, so many."""
+        assert self.counts is not None
+        starts = np.cumsum(self.counts) - self.counts
+        within = np.arange(len(self.token_ids)) - np.repeat(starts, self.counts)
+        return SampledTokens(self.token_ids[within < np.repeat(counts, self.counts)], counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +56,9 @@ class Step:
     requests: list[Request]
     request_ids: list[str]
     num_tokens: IntArray
-    """Tokens of each request, the sampled one included."""
+    """Tokens of each request, the sampled one included, and its drafts if all were right."""
+    num_drafts: IntArray | None
+    """Drafts of each request; None: none has any."""
     admitted: list[Request]
     """Requests whose first admission this step is."""
     started_at: float
@@ -30,14 +72,24 @@ class Step:
         """The step less some rows, and the places among its entries of those that stay."""
         drop = set(rows)
         keep = [i for i, row in enumerate(self.rows.tolist()) if row not in drop]
-        step = replace(
+        return self.select(keep), keep
+
+    def select(self, places: list[int]) -> "Step":
+        """The step with some of its entries."""
+        return replace(
             self,
-            rows=self.rows[keep],
-            requests=[self.requests[i] for i in keep],
-            request_ids=[self.request_ids[i] for i in keep],
-            num_tokens=self.num_tokens[keep],
+            rows=self.rows[places],
+            requests=[self.requests[i] for i in places],
+            request_ids=[self.request_ids[i] for i in places],
+            num_tokens=self.num_tokens[places],
+            num_drafts=None if self.num_drafts is None else self.num_drafts[places],
         )
-        return step, keep
+
+    def counts(self, tokens: "SampledTokens") -> IntArray | None:
+        """Tokens of each row; None: each row has one, and none has drafts."""
+        if tokens.counts is None and self.num_drafts is not None:
+            return np.ones(len(self.rows), np.int32)
+        return tokens.counts
 
     def num_cached_tokens(self) -> dict[str, int]:
         """Prefix-cache hits of the requests that came in with this step and are still there."""
@@ -47,12 +99,19 @@ class Step:
             if request.status is not RequestStatus.FINISHED
         }
 
-    def logprobs(self, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
-        """Log-probabilities of the sampled tokens, by request id."""
+    def logprobs(
+        self, output: ModelRunnerOutput, tokens: "SampledTokens"
+    ) -> dict[str, LogprobRows]:
+        """Log-probabilities of the tokens that are taken in, by request id."""
         if not output.logprobs:
             return {}
-        names = zip(self.rows.tolist(), self.request_ids, strict=True)
-        return {name: output.logprobs[row] for row, name in names if row in output.logprobs}
+        counts = [1] * len(self.rows) if tokens.counts is None else tokens.counts.tolist()
+        names = zip(self.rows.tolist(), self.request_ids, counts, strict=True)
+        return {
+            name: output.logprobs[row].first(count)
+            for row, name, count in names
+            if count and row in output.logprobs
+        }
 
     def unsent_prompt_logprobs(self, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
         """Prompt log-probabilities not sent before: a preempted prompt is computed twice."""
