@@ -23,7 +23,7 @@ from vllm.core.plan import Plan, share_budget
 from vllm.core.request_queue import RequestQueue
 from vllm.core.results import take_in
 from vllm.core.running_batch import RunningBatch
-from vllm.core.step import SampledTokens, Step
+from vllm.core.step import Step, select_tokens
 from vllm.errors import CapacityError, RequestError
 from vllm.logger import init_logger
 from vllm.messages import (
@@ -198,28 +198,27 @@ class Scheduler:
         num_cached_tokens = step.num_cached_tokens()
         prompt_logprobs = step.unsent_prompt_logprobs(output)
         finished: dict[str, Finished] = {}
-        tokens = SampledTokens.of(output)
+        token_ids, counts = output.token_ids, output.num_tokens
+        if counts is None and step.num_drafts is not None:
+            counts = np.ones(len(step.rows), np.int32)
         if step.gone or output.errors:
             finished = self._finish_failed(step, output.errors)
             step, kept = step.without(step.gone.union(output.errors))
-            tokens = tokens.select(kept)
+            token_ids, counts = select_tokens(token_ids, counts, kept)
         if self._drafts is not None:
             self.running.awaits_result[step.rows] = False
-        result = take_in(step, tokens, self.running, self.cache)
-        tokens = result.tokens
+        result = take_in(step, token_ids, counts, self.running, self.cache)
         if result.finished:
             self.abort_requests(result.finished)
             finished.update(result.finished)
-        self._shortened.update(result.shortened)
-        request_ids, num_tokens = step.request_ids.copy(), None
-        if tokens.counts is not None:
-            request_ids, num_tokens = tokens.of_those_with_some(request_ids)
+        if result.shortened:
+            self._shortened.update(result.shortened)
         return EngineOutput(
-            request_ids=request_ids,
-            token_ids=tokens.token_ids.tolist(),
-            num_tokens=num_tokens,
+            request_ids=result.request_ids,
+            token_ids=result.token_ids,
+            num_tokens=result.num_tokens,
             finished=finished,
-            logprobs=step.logprobs(output, tokens),
+            logprobs=result.logprobs(step, output),
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=num_cached_tokens,
             scheduled_times=dict.fromkeys(num_cached_tokens, step.started_at),

@@ -10,44 +10,6 @@ from vllm.request import Request, RequestStatus
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """The tokens of rows, those of one row after those of another."""
-
-    token_ids: IntArray
-    counts: IntArray | None
-    """Tokens of each row; None: one each."""
-
-    @classmethod
-    def of(cls, output: ModelRunnerOutput) -> "SampledTokens":
-        """Of the rows of an output."""
-        return cls(output.token_ids, output.num_tokens)
-
-    def select(self, places: list[int]) -> "SampledTokens":
-        """Of some rows only."""
-        if self.counts is None:
-            return SampledTokens(self.token_ids[places], None)
-        is_kept = np.zeros(len(self.counts), np.bool_)
-        is_kept[places] = True
-        kept = self.token_ids[np.repeat(is_kept, self.counts)]
-        return SampledTokens(kept, self.counts[places])
-
-    def of_those_with_some(self, names: list[str]) -> tuple[list[str], list[int] | None]:
-        """Names and tokens of the rows that have a token; None: one each."""
-        assert self.counts is not None
-        counts = self.counts.tolist()
-        names = [name for name, count in zip(names, counts, strict=True) if count]
-        some = [count for count in counts if count]
-        return names, None if len(some) == len(self.token_ids) else some
-
-    def first(self, counts: IntArray) -> "SampledTokens":
-        """The first tokens of each row, so many."""
-        assert self.counts is not None
-        starts = np.cumsum(self.counts) - self.counts
-        within = np.arange(len(self.token_ids)) - np.repeat(starts, self.counts)
-        return SampledTokens(self.token_ids[within < np.repeat(counts, self.counts)], counts)
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """A step in flight. The parallel members have one entry per row that samples a token."""
 
@@ -85,32 +47,12 @@ class Step:
             num_drafts=None if self.num_drafts is None else self.num_drafts[places],
         )
 
-    def counts(self, tokens: "SampledTokens") -> IntArray | None:
-        """Tokens of each row; None: each row has one, and none has drafts."""
-        if tokens.counts is None and self.num_drafts is not None:
-            return np.ones(len(self.rows), np.int32)
-        return tokens.counts
-
     def num_cached_tokens(self) -> dict[str, int]:
         """Prefix-cache hits of the requests that came in with this step and are still there."""
         return {
             request.request_id: request.num_cached_tokens
             for request in self.admitted
             if request.status is not RequestStatus.FINISHED
-        }
-
-    def logprobs(
-        self, output: ModelRunnerOutput, tokens: "SampledTokens"
-    ) -> dict[str, LogprobRows]:
-        """Log-probabilities of the tokens that are taken in, by request id."""
-        if not output.logprobs:
-            return {}
-        counts = [1] * len(self.rows) if tokens.counts is None else tokens.counts.tolist()
-        names = zip(self.rows.tolist(), self.request_ids, counts, strict=True)
-        return {
-            name: output.logprobs[row].first(count)
-            for row, name, count in names
-            if count and row in output.logprobs
         }
 
     def unsent_prompt_logprobs(self, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
@@ -129,3 +71,20 @@ class Step:
                 ranks=chunk.ranks[new],
             )
         return unsent
+
+
+def select_tokens(
+    token_ids: IntArray, counts: IntArray | None, places: list[int]
+) -> tuple[IntArray, IntArray | None]:
+    """The tokens of some rows.
+
+    Args:
+        token_ids: of all rows, those of one after those of another.
+        counts: tokens of each; None: one each.
+        places: of the rows, ascending.
+    """
+    if counts is None:
+        return token_ids[places], None
+    is_kept = np.zeros(len(counts), np.bool_)
+    is_kept[places] = True
+    return token_ids[np.repeat(is_kept, counts)], counts[places]
