@@ -8,6 +8,7 @@ from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.running_batch import RunningBatch
 from vllm.core.step import Step
 from vllm.messages import Finished, FinishReason, IntArray, LogprobRows, ModelRunnerOutput
+from vllm.utils.ragged import positions_within
 
 
 @dataclass(slots=True)
@@ -72,11 +73,10 @@ def take_in(
         has_ended = [request_id in ended for request_id in part.request_ids]
         taken[places[has_ended]] = column + 1
         finished.update(ended)
-    within = np.arange(len(token_ids)) - np.repeat(starts, counts)
     some = np.flatnonzero(taken)
     return StepResult(
         request_ids=[step.request_ids[i] for i in some.tolist()],
-        token_ids=token_ids[within < np.repeat(taken, counts)].tolist(),
+        token_ids=token_ids[positions_within(counts) < np.repeat(taken, counts)].tolist(),
         num_tokens=None if (taken[some] == 1).all() else taken[some].tolist(),
         finished=finished,
         shortened=shortened,
