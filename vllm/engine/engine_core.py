@@ -11,6 +11,7 @@ import msgspec
 
 from vllm.config import VllmConfig
 from vllm.core.cache_events import CacheEventLog
+from vllm.core.drafts import DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.engine.input.named_processors import NamedProcessors
@@ -40,6 +41,7 @@ class EngineCore:
         executor: loaded workers; None makes those that `config` names.
         run_ahead: whether to schedule ahead; None: as `config` says, where the executor can and
             it pays.
+        draft_source: guesses next tokens, which steps verify; None: one token per request and step.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class EngineCore:
         config: VllmConfig,
         executor: Executor | None = None,
         run_ahead: RunAhead | None = None,
+        draft_source: DraftSource | None = None,
     ) -> None:
         self.config = config
         if config.observability.profiler_enabled:
@@ -66,7 +69,7 @@ class EngineCore:
         cache = KVCacheManager(
             num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, self._events
         )
-        self.scheduler = Scheduler(config.scheduler, cache)
+        self.scheduler = Scheduler(config.scheduler, cache, draft_source)
         self._run_ahead = run_ahead or RunAhead(
             config.scheduler.async_scheduling and self.executor.is_asynchronous
         )
