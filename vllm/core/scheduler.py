@@ -477,6 +477,8 @@ class Scheduler:
             for request in requests
         }
         self.abort_requests(finished)
+        for request in requests:
+            self.cache.forget(request)
         return finished
 
     # ---- leaving the batch ----------------------------------------------------------------

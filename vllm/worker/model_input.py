@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import RaggedMetadata
+from vllm.attention import LaunchContext, RaggedMetadata
 from vllm.messages import IntArray
-from vllm.model_executor.layers.embedding import ReplacedTokens
 from vllm.utils.ragged import positions_within
 from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import InputBatch
@@ -21,9 +20,8 @@ class ModelInput:
 
     input_ids: Tensor
     """[T] int64."""
-    positions: Tensor
-    """[T] int64."""
-    metadata: RaggedMetadata
+    context: LaunchContext
+    """What the layers have to know."""
     sampled: IntArray
     """[m] indices into the launch's rows of those that sample."""
     num_drafts: IntArray | None
@@ -31,8 +29,6 @@ class ModelInput:
     logits_indices: Tensor | None
     """int64: the tokens whose logits they sample from, the newest token of a row and its drafts;
     None: all T."""
-    replaced: ReplacedTokens | None = None
-    """Tokens that embeddings of requests take the place of; None: no token of the launch."""
 
 
 def build_ragged_input(
@@ -86,10 +82,12 @@ def build_ragged_input(
         input_ids=torch.from_numpy(batch.token_ids[token_rows, positions].astype(np.int64)).to(
             device
         ),
-        positions=torch.from_numpy(positions.astype(np.int64)).to(device),
-        metadata=metadata,
+        context=LaunchContext(
+            attention=metadata,
+            positions=torch.from_numpy(positions.astype(np.int64)).to(device),
+            replaced=None if embeddings is None else embeddings.select(launch, query_start_loc),
+        ),
         sampled=sampled,
         num_drafts=num_drafts,
         logits_indices=None if all_tokens else torch.from_numpy(logits_indices).to(device),
-        replaced=None if embeddings is None else embeddings.select(launch, query_start_loc),
     )

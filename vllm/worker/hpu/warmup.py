@@ -32,7 +32,7 @@ from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.utils import startup
+from vllm.utils import startup_progress
 from vllm.worker.hpu.execution import GraphExecution
 from vllm.worker.hpu.memory_profile import attempt
 from vllm.worker.hpu.model_runner import HPUModelRunner
@@ -103,7 +103,7 @@ class WarmUp:
         with _progress_bar(phase) as bar:
             while pending := self._pending(phase):
                 bucket, total = pending[-1], done + len(pending)
-                startup.report(f"warm-up: {phase!s} buckets", done, total)
+                startup_progress.report(f"warm-up: {phase!s} buckets", done, total)
                 logger.info(warmup_line(phase, done + 1, total, bucket, self._free_bytes()))
                 if not self._fits(bucket):
                     self._give_up(bucket)
@@ -217,7 +217,7 @@ class WarmUp:
     def _capture_one(self, execution: GraphExecution, step: CaptureStep) -> int:
         """Capture all launches of a bucket; the bytes they took."""
         free_bytes = self._free_bytes()
-        startup.report(f"warm-up: {step.phase!s} graphs", step.index - 1, step.total)
+        startup_progress.report(f"warm-up: {step.phase!s} graphs", step.index - 1, step.total)
         logger.info(
             warmup_line(step.phase, step.index, step.total, step.bucket, free_bytes, graph=True)
         )

@@ -27,16 +27,17 @@ from vllm.bucketing.log_lines import memory_split_line, num_blocks_line
 from vllm.config import VllmConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
+from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
-from vllm.model_executor.models.interface import CausalLM, PoolingModel
+from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.ops import set_ops
 from vllm.ops.hpu import HPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
-from vllm.utils import startup
+from vllm.utils import startup_progress
 from vllm.worker.hpu.memory_profile import MemoryProfile, is_out_of_memory
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.offload import choose_layers, stream_layers
@@ -46,7 +47,7 @@ from vllm.worker.hpu.step_report import StepShape
 from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.kv_cache import (
     bind_kv_caches,
-    bytes_per_block,
+    cache_layout,
     check_capacity,
     count_blocks,
 )
@@ -113,7 +114,7 @@ class HPUWorker(WorkerBase):
             return load_model(self.config, TPGroup(), self.bridge.device)
         layers: list[nn.Module] = []
 
-        def choose(model: nn.Module) -> list[nn.Module]:
+        def choose(model: LoadableModel) -> list[nn.Module]:
             layers.extend(choose_layers(model, asked_bytes))
             return layers
 
@@ -213,7 +214,7 @@ class HPUWorker(WorkerBase):
     def _profile(self) -> int:
         """Run the largest launches on next to no cache; the bytes they need besides it."""
         most = self._most_workspace()
-        startup.report("measuring the memory of launches")
+        startup_progress.report("measuring the memory of launches")
         self._bind_caches(_PROFILE_BLOCKS)
         with self.bridge.dry_run():
             profile = profile_launches(self.config, self.bridge, self.runner, most)
@@ -289,16 +290,21 @@ class HPUWorker(WorkerBase):
         return 0.0 if self.config.model.enforce_eager else self.config.hpu.graph_reserved_mem
 
     def _block_bytes(self) -> int:
+        return self._layout.block_bytes
+
+    @property
+    def _layout(self) -> KVCacheLayout:
+        """One block table per request: the block lists of a launch serve all layers."""
         layers = self.runner.attention_layers
-        return bytes_per_block(layers, self.config.cache.block_size, self._dtype)
+        return cache_layout(self.config, layers, self._dtype, has_one_table=True)
 
     def _bind_caches(self, num_blocks: int) -> None:
-        layers, block_size = self.runner.attention_layers, self.config.cache.block_size
-        bind_kv_caches(layers, self.platform, num_blocks, block_size, self._dtype)
+        layers = self.runner.attention_layers
+        bind_kv_caches(layers, self.platform, num_blocks, self._layout, self._dtype)
 
     def _release_caches(self) -> None:
         for layer in self.runner.attention_layers:
-            layer.key_cache = layer.value_cache = None
+            layer.release_kv_cache()
 
     @contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:
