@@ -61,15 +61,22 @@ def count_blocks(config: VllmConfig, block_bytes: int, free_bytes: int) -> int:
         useful = useful * (2 if cache.enable_prefix_caching else 1) + 1
         num_blocks, source = min(budget // block_bytes, useful), "--gpu-memory-utilization"
     check_capacity(config, num_blocks, block_bytes, free_bytes, source)
+    return num_blocks
+
+
+def log_cache(config: VllmConfig, num_blocks: int, block_bytes: int) -> None:
+    """Log the size of a KV cache; nothing for a model without one."""
+    if not block_bytes:
+        return
+    num_tokens, max_model_len = config.cache.block_size, config.scheduler.max_model_len
     logger.info(
         "KV cache: %d blocks of %d tokens (%.2f GiB, %.1f x max_model_len %d)",
         num_blocks,
-        cache.block_size,
+        num_tokens,
         num_blocks * block_bytes / _GIB,
-        (num_blocks - 1) * cache.block_size / scheduler.max_model_len,
-        scheduler.max_model_len,
+        (num_blocks - 1) * num_tokens / max_model_len,
+        max_model_len,
     )
-    return num_blocks
 
 
 def check_capacity(

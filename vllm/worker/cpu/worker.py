@@ -6,7 +6,6 @@ from typing import cast
 import torch
 
 from vllm.config import VllmConfig
-from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
@@ -22,7 +21,14 @@ from vllm.platforms.cpu_threads import count_cores, count_threads, format_cores,
 from vllm.utils.imports import load_class
 from vllm.worker.cpu.model_runner import CPUModelRunner
 from vllm.worker.cpu.sleep import HostCache, HostWeights, check_can_sleep
-from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block, cache_dtype, count_blocks
+from vllm.worker.interface import MemoryReport
+from vllm.worker.kv_cache import (
+    bind_kv_caches,
+    bytes_per_block,
+    cache_dtype,
+    count_blocks,
+    log_cache,
+)
 from vllm.worker.model_runner import ModelRunner, StepHandle
 from vllm.worker.pooling.runner import PoolingRunner
 from vllm.worker.worker_base import WorkerBase
@@ -49,7 +55,7 @@ class CPUWorker(WorkerBase):
             if config.device.counts_threads:
                 torch.set_num_threads(len(cores))
 
-    def load_model(self) -> None:
+    def load(self, rank: int) -> None:
         """Build the model, read its weights and pack them for the kernels.
 
         Raises:
@@ -57,7 +63,9 @@ class CPUWorker(WorkerBase):
         """
         if self.config.model.enable_sleep_mode:
             check_can_sleep()
-        self.grammars.preload_beside_weights()
+        super().load(rank)
+
+    def _load_model(self) -> None:
         self.model = self._read_model(self.config)
         self._count_threads(sum(len(storage) for storage in model_storages(self.model)))
         self.runner = self._make_runner(self.model)
@@ -65,9 +73,9 @@ class CPUWorker(WorkerBase):
     def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
         stored_as = self._stored_as()
         if stored_as is None:
-            return load_model(config, TPGroup(), self.device)
+            return load_model(config, self.tp, self.device)
         format_ = stored_as
-        model = load_model(config, TPGroup(), self.device, lambda layer: pack_layer(layer, format_))
+        model = load_model(config, self.tp, self.device, lambda layer: pack_layer(layer, format_))
         pack_weights(model, stored_as)
         return model
 
@@ -106,16 +114,23 @@ class CPUWorker(WorkerBase):
             return PoolingRunner(self.config, model, self.device)
         return CPUModelRunner(self.config, model, self.device, self.grammars)
 
-    def initialize_cache(self) -> int:
-        """Size and allocate the KV cache; the number of blocks, the null block included."""
-        layers = self.runner.attention_layers
-        dtype = cache_dtype(self.config)
-        block_size = self.config.cache.block_size
-        num_blocks = count_blocks(
-            self.config,
-            bytes_per_block(layers, block_size, dtype),
-            self.platform.free_memory_bytes(),
+    def measure(self) -> MemoryReport:
+        """Count the KV blocks for which there is memory; launches are not measured."""
+        block_bytes = bytes_per_block(
+            self.runner.attention_layers, self.config.cache.block_size, cache_dtype(self.config)
         )
+        free_bytes = self.platform.free_memory_bytes()
+        return MemoryReport(
+            free_bytes=free_bytes,
+            block_bytes=block_bytes,
+            num_blocks=count_blocks(self.config, block_bytes, free_bytes),
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate a KV cache of so many blocks, the null block included."""
+        layers, block_size = self.runner.attention_layers, self.config.cache.block_size
+        dtype = cache_dtype(self.config)
+        log_cache(self.config, num_blocks, bytes_per_block(layers, block_size, dtype))
         bind_kv_caches(layers, self.platform, num_blocks, block_size, dtype)
         can_sleep = self.config.model.enable_sleep_mode
         folder = self.config.model.path or ""
@@ -123,7 +138,6 @@ class CPUWorker(WorkerBase):
             HostWeights(self.model, folder, self._build_model, can_sleep=can_sleep),
             HostCache(layers),
         )
-        return num_blocks
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
         """Start a step; at most one other is in flight."""
