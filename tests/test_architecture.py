@@ -19,6 +19,7 @@ LEAVES = {
     "envs",
     "errors",
     "inputs",
+    "kv_cache_spec",
     "logger",
     "message_codec",
     "messages",

@@ -71,6 +71,15 @@ class TokenEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
         return self.start + self.shape[0]
 
 
+class CacheKey(msgspec.Struct, frozen=True, array_like=True):
+    """Something besides token ids that decides the content of the KV cache."""
+
+    start: int
+    """First position of the prompt whose keys and values depend on it; 0 for an adapter."""
+    key: str
+    """Different for different contents, such as the hash of an image."""
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request, ready to be scheduled."""
 
@@ -92,8 +101,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Requests share cached prefixes only when their salts are equal."""
     grammar: Grammar | None = None
     """None while `sampling_params.guided_decoding` is not compiled, or not set."""
-    cache_extra_keys: tuple[str, ...] = ()
-    """What else decides the content of the KV cache: LoRA name, hashes of media."""
+    cache_extra_keys: tuple[CacheKey, ...] = ()
+    """What else decides the content of the KV cache: adapters, media, embeddings. Blocks before
+    the position of a key are shared with requests that do not have it."""
     pooling_params: PoolingParams | None = None
     """Of a request to a pooling model, which samples nothing; None: it generates."""
     token_type_ids: list[int] | None = None

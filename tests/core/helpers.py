@@ -22,6 +22,7 @@ from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.messages import (
     NULL_BLOCK_ID,
+    CacheKey,
     EngineOutput,
     EngineRequest,
     Finished,
@@ -47,7 +48,7 @@ def make_request(
     priority: int = 0,
     arrival_time: float = 0.0,
     salt: str | None = None,
-    extra_keys: tuple[str, ...] = (),
+    extra_keys: Iterable[tuple[int, str]] = (),
     **sampling: Any,
 ) -> EngineRequest:
     """A request; a number for a prompt means that many tokens nobody else has."""
@@ -65,7 +66,7 @@ def make_request(
         arrival_time=arrival_time,
         priority=priority,
         cache_salt=salt,
-        cache_extra_keys=extra_keys,
+        cache_extra_keys=tuple(CacheKey(*key) for key in extra_keys),
     )
 
 
@@ -90,12 +91,21 @@ def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]
 
 def root_content(spec: EngineRequest) -> int:
     """What the cache content of a request depends on besides its tokens."""
-    return zlib.crc32(repr((spec.cache_salt or "", spec.cache_extra_keys)).encode())
+    return zlib.crc32((spec.cache_salt or "").encode())
 
 
-def next_content(content: int, token_id: int) -> int:
-    """The content of a slot that follows one with `content`."""
-    return hash((content, token_id))
+def next_content(content: int, token_id: int, keys: tuple[str, ...] = ()) -> int:
+    """The content of a slot that follows one with `content`; `keys` begin there."""
+    return hash((content, token_id, *map(_stable, keys)))
+
+
+def _stable(key: str) -> int:
+    return zlib.crc32(key.encode())
+
+
+def keys_at(spec: EngineRequest, position: int) -> tuple[str, ...]:
+    """The extra keys of a request that begin at a position."""
+    return tuple(key.key for key in spec.cache_extra_keys if key.start == position)
 
 
 def next_token(spec: EngineRequest, content: int, num_output: int) -> int:
@@ -110,15 +120,16 @@ def next_token(spec: EngineRequest, content: int, num_output: int) -> int:
 def expected_result(spec: EngineRequest, fails_at: int | None = None) -> tuple[list[int], Finished]:
     """Output tokens and end of a request, without a scheduler."""
     content = root_content(spec)
-    for token_id in spec.prompt_token_ids:
-        content = next_content(content, token_id)
+    for position, token_id in enumerate(spec.prompt_token_ids):
+        content = next_content(content, token_id, keys_at(spec, position))
     output: list[int] = []
     while True:
         if len(output) == fails_at:
             return output, Finished(FinishReason.ERROR, error=FAILED)
         token_id = next_token(spec, content, len(output))
+        position = len(spec.prompt_token_ids) + len(output)
         output.append(token_id)
-        content = next_content(content, token_id)
+        content = next_content(content, token_id, keys_at(spec, position))
         if token_id == spec.eos_token_id:
             return output, Finished(FinishReason.STOP)
         if token_id in spec.stop_token_ids:
@@ -145,7 +156,9 @@ class FakeRow:
     def content(self, position: int) -> int:
         while len(self.contents) <= position:
             before = self.contents[-1] if self.contents else root_content(self.spec)
-            self.contents.append(next_content(before, self.token_ids[len(self.contents)]))
+            last = len(self.contents)
+            keys = keys_at(self.spec, last)
+            self.contents.append(next_content(before, self.token_ids[last], keys))
         return self.contents[position]
 
 

@@ -88,7 +88,7 @@ def arrivals(draw: st.DrawFn) -> dict[str, Any]:
         "priority": draw(st.integers(-1, 1)),
         "arrival_time": float(draw(st.integers(0, 3))),
         "salt": draw(st.sampled_from([None, None, None, "salt"])),
-        "extra_keys": draw(st.sampled_from([(), (), (), ("lora",)])),
+        "extra_keys": draw(st.sampled_from([(), (), (), ((0, "lora"),), ((5, "image"),)])),
         "prompt_logprobs": draw(st.sampled_from([None, None, None, 0])),
         "logprobs": draw(st.sampled_from([None, 0])),
     }
@@ -221,7 +221,7 @@ def random_event(rng: random.Random) -> tuple[str, Any]:
         "priority": rng.choice([-1, 0, 0, 0, 1]),
         "arrival_time": float(rng.randrange(4)),
         "salt": rng.choice([None, None, None, "salt"]),
-        "extra_keys": rng.choice([(), (), (), ("lora",)]),
+        "extra_keys": rng.choice([(), (), (), ((0, "lora"),), ((5, "image"),)]),
         "prompt_logprobs": rng.choice([None, None, None, 0]),
         "logprobs": rng.choice([None, 0]),
     }

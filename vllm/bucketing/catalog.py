@@ -4,7 +4,6 @@ Single-threaded: whoever warms buckets up and whoever asks for them take turns.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from vllm.bucketing.bucket import Bucket, Phase
 from vllm.bucketing.cover_index import make_index
@@ -24,19 +23,6 @@ def padded_cost(bucket: Bucket) -> int:
     if bucket.phase is Phase.DECODE:
         return bucket.batch + bucket.blocks
     return bucket.num_tokens * (65536 + bucket.query_len + 256 * bucket.blocks)
-
-
-@dataclass(frozen=True)
-class CatalogLimits:
-    """The largest value in each dimension, 0 without buckets. They need not meet in one bucket."""
-
-    max_prefill_batch: int
-    max_query_len: int
-    max_context_blocks: int
-    max_prefill_tokens: int
-    """batch * query_len"""
-    max_decode_batch: int
-    max_decode_blocks: int
 
 
 class Catalog:
@@ -94,17 +80,6 @@ class Catalog:
         """
         return (self._warmed_only if warmed_only else self._all)[phase].find(
             batch, query_len, blocks
-        )
-
-    def limits(self) -> CatalogLimits:
-        """Plain numbers, for who must not know buckets."""
-        return CatalogLimits(
-            max_prefill_batch=max((b.batch for b in self.prefill), default=0),
-            max_query_len=max((b.query_len for b in self.prefill), default=0),
-            max_context_blocks=max((b.blocks for b in self.prefill), default=0),
-            max_prefill_tokens=max((b.num_tokens for b in self.prefill), default=0),
-            max_decode_batch=max((b.batch for b in self.decode), default=0),
-            max_decode_blocks=max((b.blocks for b in self.decode), default=0),
         )
 
     # ---- warm-up --------------------------------------------------------------------------

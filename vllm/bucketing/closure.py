@@ -68,12 +68,6 @@ def missing_buckets(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
     return sorted(b for b in needed if not any(b != other and other.covers(b) for other in needed))
 
 
-def close(catalog: Catalog, limits: StepLimits) -> Catalog:
-    """The catalog and what it lacks for the proof; the same object when it lacks nothing."""
-    missing = missing_buckets(catalog, limits)
-    return catalog.with_buckets(missing) if missing else catalog
-
-
 @dataclass(frozen=True, slots=True)
 class _Class:
     """Launches that round up alike."""

@@ -6,7 +6,7 @@ The values are those of environment variables, under the names that users of Gau
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllm.config.checks import check_at_least, check_one_of
+from vllm.config.fields import check_at_least, check_one_of
 from vllm.errors import ConfigError
 
 BucketingStrategy = Literal["linear", "exponential", "sparse"]

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllm.config.checks import check_one_of
+from vllm.config.fields import check_one_of
 from vllm.errors import ConfigError
 
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from vllm.config.checks import check_at_least, check_one_of
+from vllm.config.fields import check_at_least, check_one_of
 from vllm.errors import ConfigError
 
 GuidedDecodingBackend = Literal[

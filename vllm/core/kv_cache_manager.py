@@ -89,6 +89,14 @@ class KVCacheManager:
         self._being_computed.update(block_ids)
         request.num_cached_blocks = end
 
+    def forget(self, request: Request) -> None:
+        """Let nobody find the blocks of a request whose computation failed.
+
+        Its keys may be NaN, and every request that read them would fail, too. That counts for the
+        blocks it has shared as well: they may be where the NaN came from.
+        """
+        self.pool.forget(request.block_hashes)
+
     def are_computed(self, block_ids: Sequence[int]) -> bool:
         """False when the step that is being scheduled is what computes some of the blocks."""
         return self._being_computed.isdisjoint(block_ids)
@@ -104,6 +112,8 @@ class KVCacheManager:
         hashes, size = request.block_hashes, self.block_size
         first = len(hashes)
         if first < count:
-            parent = hashes[-1] if hashes else root_hash(request.spec)
-            hashes += block_hashes(parent, request.token_ids[first * size : count * size], size)
+            spec, start = request.spec, first * size
+            parent = hashes[-1] if hashes else root_hash(spec)
+            token_ids = request.token_ids[start : count * size]
+            hashes += block_hashes(parent, token_ids, size, spec.cache_extra_keys, start)
         return hashes[:count]

@@ -461,6 +461,8 @@ class Scheduler:
             for request in requests
         }
         self.abort_requests(finished)
+        for request in requests:
+            self.cache.forget(request)
         return finished
 
     def _finish_ended(self, step: Step, token_ids: IntArray) -> dict[str, Finished]:

@@ -29,7 +29,7 @@ from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.output.request_stream import RequestStream
 from vllm.engine.process.admission import Admission, AdmissionLimits
 from vllm.engine.process.core_supervisor import CoreSupervisor
-from vllm.engine.process.startup_state import Startup
+from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import AbortRequests, AddRequests, CoreOutput, Refused
 from vllm.engine.unavailable import refuse
 from vllm.errors import (
@@ -131,7 +131,7 @@ class AsyncLLM(AsyncControl):
     # ---- start and end --------------------------------------------------------------------
 
     @property
-    def startup(self) -> Startup:
+    def startup(self) -> StartupState:
         """How far the start has come."""
         return self._core.startup
 

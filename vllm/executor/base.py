@@ -13,7 +13,7 @@ import msgspec
 
 from vllm.executor.worker_call import WorkerMethod
 from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
-from vllm.utils import startup
+from vllm.utils import startup_progress
 from vllm.worker.interface import MemoryReport, StepHandleLike, WarmUpStep
 
 
@@ -80,7 +80,7 @@ class Executor(ABC):
             step = steps[0]
             given_up = _first_reason([each.given_up for each in steps])
             if given_up is None:
-                startup.report(step.phase, step.index - 1, step.total)
+                startup_progress.report(step.phase, step.index - 1, step.total)
                 given_up = _first_reason(self.call_workers("warm_up"))
             yield msgspec.structs.replace(step, given_up=given_up)
 

@@ -69,19 +69,6 @@ def exponentials_at(
     return np.negative(values, out=values)
 
 
-def uniforms(
-    seeds: npt.NDArray[Any], positions: npt.NDArray[Any], stream: int = 0
-) -> npt.NDArray[np.float32]:
-    """[n] float32 in (0, 1): number `positions[i]` of stream `stream` of seed `seeds[i]`.
-
-    Args:
-        seeds: [n] int64 or uint64.
-        positions: [n] integers, at least 0.
-        stream: for further independent draws at the same positions.
-    """
-    return uniforms_at(stream_keys(seeds, stream), positions)
-
-
 def _bits_at(keys: KeyArray, positions: npt.NDArray[Any]) -> KeyArray:
     return _mix(keys + (positions.astype(np.uint64) + _1) * _GOLDEN)
 

@@ -88,12 +88,6 @@ class StaticShapes:
             return None
         return self.vocab_size if active & Feature.LARGE_TOP_K else SMALL_TOP_K
 
-    def num_recipes(self, padded_size: int) -> int:
-        """What a batch of `padded_size` rows compiles in lazy mode, all in all."""
-        limits = (self.max_edits, padded_size, self.max_penalties, self.max_likeliest)
-        start = 1
-        return start + sum(len(size_classes(limit)) for limit in limits) + 2 * len(self.kinds)
-
 
 def class_of(size: int, limit: int) -> int:
     """The least of `size_classes(limit)` that holds `size`; a size of 0 counts as 1."""

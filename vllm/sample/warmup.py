@@ -2,7 +2,7 @@
 before the first one comes.
 
 For a vocabulary of 128,256, requests of 8,192 tokens and 20 log-probabilities that is, per padded
-batch of 64 rows, 24 recipes, met in 10 launches (`StaticShapes.num_recipes`). No launch needs more
+batch of 64 rows, 24 recipes, met in 10 launches. No launch needs more
 memory than a real one of its kind: on the simulated card up to six times that of the logits as
 float32, which is when a row has a large top_k.
 """

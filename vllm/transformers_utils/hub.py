@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vllm.config.load import LoadFormat
 from vllm.errors import ConfigError
-from vllm.utils import startup
+from vllm.utils import startup_progress
 
 _METADATA = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 _SAFETENSORS = ("*.safetensors",)
@@ -84,7 +84,7 @@ def _download(
 ) -> Path:
     from huggingface_hub import snapshot_download
 
-    startup.report(f"getting {name} from the hub")
+    startup_progress.report(f"getting {name} from the hub")
     try:
         folder = snapshot_download(
             name,

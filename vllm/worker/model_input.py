@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import RaggedMetadata
+from vllm.attention import LaunchContext, RaggedMetadata
 from vllm.messages import IntArray
-from vllm.model_executor.layers.embedding import ReplacedTokens
 from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.launch import Launch
@@ -20,15 +19,12 @@ class ModelInput:
 
     input_ids: Tensor
     """[T] int64."""
-    positions: Tensor
-    """[T] int64."""
-    metadata: RaggedMetadata
+    context: LaunchContext
+    """What the layers have to know."""
     sampled: IntArray
     """Indices into the launch's rows of those that sample a token."""
     logits_indices: Tensor | None
     """[len(sampled)] int64: the token whose logits each of them samples from; None: all T."""
-    replaced: ReplacedTokens | None = None
-    """Tokens that embeddings of requests take the place of; None: no token of the launch."""
 
 
 def build_ragged_input(
@@ -79,9 +75,11 @@ def build_ragged_input(
         input_ids=torch.from_numpy(batch.token_ids[token_rows, positions].astype(np.int64)).to(
             device
         ),
-        positions=torch.from_numpy(positions.astype(np.int64)).to(device),
-        metadata=metadata,
+        context=LaunchContext(
+            attention=metadata,
+            positions=torch.from_numpy(positions.astype(np.int64)).to(device),
+            replaced=None if embeddings is None else embeddings.select(launch, query_start_loc),
+        ),
         sampled=sampled,
         logits_indices=None if all_tokens else torch.from_numpy(last).to(device),
-        replaced=None if embeddings is None else embeddings.select(launch, query_start_loc),
     )

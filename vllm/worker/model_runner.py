@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import Attention, attention_metadata
+from vllm.attention import CachedLayer, share_context
 from vllm.config import VllmConfig
 from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
@@ -19,6 +19,7 @@ from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
+from vllm.worker.kv_cache import layers_with_cache
 from vllm.worker.launch import Launch, LaunchPlanner, RaggedPlanner
 from vllm.worker.model_input import ModelInput, build_ragged_input
 from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs, join_logprobs
@@ -86,6 +87,7 @@ class ModelRunner:
         grammars: GrammarMatchers | None = None,
     ) -> None:
         self.model = model
+        self._launch_holder = share_context(model)
         self.device = device
         self.block_size = config.cache.block_size
         self.batch = InputBatch(
@@ -110,9 +112,9 @@ class ModelRunner:
         return SamplingState(config.scheduler.max_num_seqs, vocab_size, self.device), Sampler()
 
     @property
-    def attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[CachedLayer]:
         """The layers that own a KV cache, in the order of the model."""
-        return [module for module in self.model.modules() if isinstance(module, Attention)]
+        return layers_with_cache(self.model)
 
     def execute(self, step: SchedulerOutput) -> StepHandle:
         """Start a step. The one before may be in flight, and is waited for where its tokens are
@@ -176,12 +178,9 @@ class ModelRunner:
         return LaunchResult(rows, np.arange(len(rows), dtype=np.int32), sampled, prompt_logprobs)
 
     def _forward(self, model_input: ModelInput) -> Tensor:
-        with attention_metadata(model_input.metadata):
-            if model_input.replaced is None:
-                return self.model(model_input.input_ids, model_input.positions)
-            assert self.embeddings is not None
-            with self.embeddings.replacing(model_input.replaced):
-                return self.model(model_input.input_ids, model_input.positions)
+        context = model_input.context
+        with self._launch_holder.running(context):
+            return self.model(model_input.input_ids, context.positions)
 
     def _sample(self, logits: Tensor, rows: IntArray) -> SamplerOutput:
         """Sample for each row of the logits."""

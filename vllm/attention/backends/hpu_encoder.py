@@ -33,7 +33,7 @@ class HPUEncoderLaunch:
         return cls(shape, mask, kernel)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `LaunchMetadata`; T is B * Q, and nothing is stored."""
+        """See `AttentionMetadata`; T is B * Q, and nothing is stored."""
         attended = prompt_attention(
             query.unflatten(0, self.shape),
             key.unflatten(0, self.shape),

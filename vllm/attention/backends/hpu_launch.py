@@ -47,7 +47,7 @@ def check_layers(layers: Iterable[AttentionLayer]) -> None:
 class HPUDecodeLaunch:
     """One new token for each of B padded rows."""
 
-    metadata: HPUDecodeMetadata
+    metadata: HPUDecodeMetadata[Tensor]
     blocks: Mapping[int | None, DecodeBlocks]
     """Sliding window -> what all layers with it need."""
     normaliser: Normaliser | float | None = None
@@ -56,7 +56,7 @@ class HPUDecodeLaunch:
     @classmethod
     def derive(
         cls,
-        metadata: HPUDecodeMetadata,
+        metadata: HPUDecodeMetadata[Tensor],
         windows: Iterable[int | None],
         block_size: int,
         dtype: torch.dtype,
@@ -67,7 +67,7 @@ class HPUDecodeLaunch:
         return cls(metadata, blocks, normaliser)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `LaunchMetadata`; T is B."""
+        """See `AttentionMetadata`; T is B."""
         assert layer.key_cache is not None and layer.value_cache is not None
         return decode_attention(
             query,
@@ -96,7 +96,7 @@ class HPUPrefillLaunch:
     @classmethod
     def derive(
         cls,
-        metadata: HPUPrefillMetadata,
+        metadata: HPUPrefillMetadata[Tensor],
         windows: Iterable[int | None],
         block_size: int,
         kernel: SDPAKernel,
@@ -108,7 +108,7 @@ class HPUPrefillLaunch:
         return cls(blocks, (batch, query_len), masks, kernel)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `LaunchMetadata`; T is B * Q."""
+        """See `AttentionMetadata`; T is B * Q."""
         assert layer.key_cache is not None and layer.value_cache is not None
         attended = attend_prefill(
             query.unflatten(0, self.shape),
@@ -128,7 +128,7 @@ class HPUPrefillLaunch:
 class HPUMergedLaunch:
     """Prompts end to end in one row of Q padded tokens, after C blocks of their context."""
 
-    metadata: MergedPrefillMetadata
+    metadata: MergedPrefillMetadata[Tensor]
     masks: Mapping[int | None, Tensor]
     """Sliding window -> mask of all layers with it."""
     kernel: SDPAKernel
@@ -136,7 +136,7 @@ class HPUMergedLaunch:
     @classmethod
     def derive(
         cls,
-        metadata: MergedPrefillMetadata,
+        metadata: MergedPrefillMetadata[Tensor],
         windows: Iterable[int | None],
         block_size: int,
         kernel: SDPAKernel,
@@ -146,7 +146,7 @@ class HPUMergedLaunch:
         return cls(metadata, masks, kernel)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `LaunchMetadata`; T is Q."""
+        """See `AttentionMetadata`; T is Q."""
         assert layer.key_cache is not None and layer.value_cache is not None
         return merged_prefill_attention(
             query,

@@ -17,7 +17,7 @@ _NOT_STARTED = "waiting to start"
 _ENDS = ("ready", "failed")
 
 
-class Startup:
+class StartupState:
     """Phase, progress and readiness of one engine.
 
     Attributes:

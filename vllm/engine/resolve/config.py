@@ -28,10 +28,8 @@ from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType
 from vllm.engine.resolve.hpu import refuse_variables, resolve_hpu_config
-from vllm.engine.resolve.offload import resolve_offload
+from vllm.engine.resolve.model_options import check_quantization, resolve_offload, resolve_windows
 from vllm.engine.resolve.pooling import resolve_pooler
-from vllm.engine.resolve.quantization import check_quantization
-from vllm.engine.resolve.windows import resolve_windows
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.entrypoints.bench import report, statistics
-from vllm.entrypoints.bench.arrivals import arrival_times
 from vllm.entrypoints.bench.backends import Backend, BenchRequest, RequestRecord
 from vllm.entrypoints.bench.dataset_args import read_dataset_flags
 from vllm.entrypoints.bench.datasets import (
@@ -23,8 +22,7 @@ from vllm.entrypoints.bench.datasets import (
     random_texts,
 )
 from vllm.entrypoints.bench.http_client import HttpClient
-from vllm.entrypoints.bench.load import LoadRun, Send, run_load
-from vllm.entrypoints.bench.progress import LoadProgress
+from vllm.entrypoints.bench.load import LoadProgress, LoadRun, Send, arrival_times, run_load
 from vllm.entrypoints.bench.serve_args import add_cli_args, check_args
 from vllm.entrypoints.bench.server import ServedModel, difference, find_model, read_counters
 from vllm.errors import ConfigError

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vllm.config.checks import check_at_least, check_one_of
+from vllm.config.fields import check_at_least, check_one_of
 from vllm.errors import ConfigError
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]

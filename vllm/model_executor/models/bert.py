@@ -1,6 +1,6 @@
 """BERT: a post-norm encoder with learned positions, and its classifier for texts and pairs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -182,6 +182,10 @@ class EncoderModel(PoolingModel):
         super().__init__(arch, tp)
         self.num_token_types = int(arch.hf_config.get("type_vocab_size") or 1)
         self.model = Encoder(arch, tp, position_offset)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        return list(self.model.encoder.layer)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.embeddings.word_embeddings(input_ids)

@@ -4,6 +4,7 @@ Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP
 device, no KV cache, no phase and no checkpoint file.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -173,6 +174,10 @@ class DecoderForCausalLM(CausalLM):
         self.lm_head = ParallelLMHead(arch.vocab_size, arch.hidden_size, tp)
         if arch.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        return list(self.model.layers)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_tokens(input_ids)

@@ -1,7 +1,7 @@
 """What a runner and the loader need of a model. Knows no family."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 
 
-class LoadableModel(nn.Module):
+class LoadableModel(nn.Module, ABC):
     """Parameters that a checkpoint fills.
 
     Module names are those of the checkpoint, so most families need none of the renames below.
@@ -26,6 +26,12 @@ class LoadableModel(nn.Module):
         super().__init__()
         self.arch = arch
         self.tp = tp
+
+    @property
+    @abstractmethod
+    def layers(self) -> Sequence[nn.Module]:
+        """The layers of the decoder or encoder, in the order they run. On a card a mark may follow
+        each, each may be compiled on its own, and the weights of some may stay on the host."""
 
 
 class LayeredModel(LoadableModel, ABC):

@@ -1,5 +1,6 @@
 """OPT: learned positions, layer norms with biases and a plain MLP."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -128,6 +129,10 @@ class OPTForCausalLM(CausalLM):
         self.lm_head = ParallelLMHead(arch.vocab_size, self.model.decoder.embed_size, tp)
         if arch.tie_word_embeddings:
             self.lm_head.tie(self.model.decoder.embed_tokens)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        return list(self.model.decoder.layers)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.decoder.embed_tokens(input_ids)

@@ -2,7 +2,7 @@
 output head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -42,6 +42,10 @@ class DecoderPooling(PoolingModel):
         self.decoder = self.generative_class(arch, tp)
         # Built on the meta device: it never had memory.
         self.decoder._modules.pop("lm_head", None)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        return self.decoder.layers
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.decoder.embed(input_ids)

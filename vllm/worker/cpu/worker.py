@@ -1,20 +1,19 @@
 """The worker of the CPU."""
 
 import os
-from typing import cast
 
 import torch
 
 from vllm.config import VllmConfig
-from vllm.errors import ConfigError
+from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
-from vllm.model_executor.layers.cpu_linear_method import StoredAs, pack_layer, pack_weights
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.model_memory import model_storages
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
+from vllm.model_executor.quantization import Quantization
+from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.ops import set_ops
-from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators import CPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.cpu_threads import count_cores, count_threads, format_cores, usable_cores
@@ -24,8 +23,8 @@ from vllm.worker.cpu.sleep import HostCache, HostWeights, check_can_sleep
 from vllm.worker.interface import MemoryReport
 from vllm.worker.kv_cache import (
     bind_kv_caches,
-    bytes_per_block,
     cache_dtype,
+    cache_layout,
     count_blocks,
     log_cache,
 )
@@ -71,13 +70,7 @@ class CPUWorker(WorkerBase):
         self.runner = self._make_runner(self.model)
 
     def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
-        stored_as = self._stored_as()
-        if stored_as is None:
-            return load_model(config, self.tp, self.device)
-        format_ = stored_as
-        model = load_model(config, self.tp, self.device, lambda layer: pack_layer(layer, format_))
-        pack_weights(model, stored_as)
-        return model
+        return load_model(config, self.tp, self.device, self._dense_format())
 
     def _count_threads(self, weight_bytes: int) -> None:
         device = self.config.device
@@ -95,19 +88,12 @@ class CPUWorker(WorkerBase):
             format_cores(usable_cores()),
         )
 
-    def _stored_as(self) -> StoredAs | None:
-        """Format of packed weights; None: they stay as torch takes them."""
-        asked = self.config.model.quantization
-        if asked in ("int8", "int4"):
-            if load_cpu_kernels() is None:
-                raise ConfigError(
-                    f"quantization={asked!r} needs the C++ CPU kernels, which are not built here"
-                )
-            return cast(StoredAs, asked)
+    def _dense_format(self) -> Quantization | None:
+        """How the kernels take dense weights; None: they stay as torch takes them."""
         # torch reads bfloat16 weights at half the speed of the memory. Its float32 is as fast as
         # the kernels on small layers, which is where that type is used.
         is_packed = isinstance(self._ops, CPUOps) and self.config.model.dtype_name == "bfloat16"
-        return "dense" if is_packed else None
+        return CPUPacked() if is_packed else None
 
     def _make_runner(self, model: CausalLM | PoolingModel) -> ModelRunner | PoolingRunner:
         if isinstance(model, PoolingModel):
@@ -116,22 +102,24 @@ class CPUWorker(WorkerBase):
 
     def measure(self) -> MemoryReport:
         """Count the KV blocks for which there is memory; launches are not measured."""
-        block_bytes = bytes_per_block(
-            self.runner.attention_layers, self.config.cache.block_size, cache_dtype(self.config)
-        )
-        free_bytes = self.platform.free_memory_bytes()
+        layout, free_bytes = self._layout(), self.platform.free_memory_bytes()
         return MemoryReport(
             free_bytes=free_bytes,
-            block_bytes=block_bytes,
-            num_blocks=count_blocks(self.config, block_bytes, free_bytes),
+            block_bytes=layout.block_bytes,
+            num_blocks=count_blocks(
+                self.config, layout.block_bytes, free_bytes, len(layout.groups)
+            ),
         )
+
+    def _layout(self) -> KVCacheLayout:
+        layers, dtype = self.runner.attention_layers, cache_dtype(self.config)
+        return cache_layout(self.config, layers, dtype, has_one_table=True)
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate a KV cache of so many blocks, the null block included."""
-        layers, block_size = self.runner.attention_layers, self.config.cache.block_size
-        dtype = cache_dtype(self.config)
-        log_cache(self.config, num_blocks, bytes_per_block(layers, block_size, dtype))
-        bind_kv_caches(layers, self.platform, num_blocks, block_size, dtype)
+        layers, layout = self.runner.attention_layers, self._layout()
+        log_cache(self.config, num_blocks, layout)
+        bind_kv_caches(layers, self.platform, num_blocks, layout, cache_dtype(self.config))
         can_sleep = self.config.model.enable_sleep_mode
         folder = self.config.model.path or ""
         self._set_memory(

@@ -8,7 +8,6 @@ from types import TracebackType
 
 import psutil
 
-from vllm.attention import set_metadata
 from vllm.bucketing import format_bytes
 from vllm.platforms.habana.bridge import OUT_OF_MEMORY_TEXT, HabanaBridge
 
@@ -108,7 +107,6 @@ def attempt(bridge: HabanaBridge, run: Callable[[], None]) -> Attempt:
             raise
         found = _REFUSED.search(str(error))
         refused = int(found[1]) if found else 0
-        set_metadata(None)  # the forward pass has ended before it could do so
     if refused is not None:
         gc.collect()  # of what the frames of the error held
         bridge.mark_step()  # what it has recorded must not begin another recipe

@@ -4,12 +4,10 @@ Everything between the one copy to the device and the logits happens in here, on
 shapes that depend on the bucket alone. So this is what a graph captures and what is compiled.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from vllm.attention import Attention, LaunchMetadata, set_metadata
+from vllm.attention import Attention, AttentionMetadata, LaunchContext, share_context
 from vllm.attention.backends.flat_pa import Normaliser
 from vllm.attention.backends.hpu_launch import (
     HPUDecodeLaunch,
@@ -51,6 +49,7 @@ class HPUModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.launch_holder = share_context(model)
         self.last_token_ids = last_token_ids
         self._block_size = block_size
         self._kernel = kernel
@@ -94,14 +93,9 @@ class HPUModel(nn.Module):
         last = hidden_states.index_select(0, metadata.last_token_indices)
         return self.model.compute_logits(last), hidden_states
 
-    def _run(self, launch: LaunchMetadata, token_ids: Tensor, positions: Tensor) -> Tensor:
-        before = set_metadata(launch)
+    def _run(self, attention: AttentionMetadata, token_ids: Tensor, positions: Tensor) -> Tensor:
+        # No `with`: not every compiler traces one. Should this raise, `Execution.run` clears it.
+        self.launch_holder.context = LaunchContext(attention, positions)
         hidden_states: Tensor = self.model(token_ids, positions)
-        set_metadata(before)
+        self.launch_holder.context = None
         return hidden_states
-
-
-def repeated_layers(model: nn.Module) -> Sequence[nn.Module]:
-    """The decoder layers of a model: the longest list of modules in it."""
-    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=[])

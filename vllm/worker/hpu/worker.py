@@ -19,16 +19,17 @@ from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
+from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
-from vllm.model_executor.models.interface import CausalLM, PoolingModel
+from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.ops import set_ops
 from vllm.ops.hpu import HPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
-from vllm.utils import startup
+from vllm.utils import startup_progress
 from vllm.worker.hpu.memory import divide_memory, make_ledger, most_launch_bytes
 from vllm.worker.hpu.memory_profile import MemoryProfile, is_out_of_memory
 from vllm.worker.hpu.model_runner import HPUModelRunner
@@ -38,7 +39,7 @@ from vllm.worker.hpu.sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu.step_report import StepShape
 from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.interface import MemoryReport, WarmUpStep
-from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block
+from vllm.worker.kv_cache import bind_kv_caches, cache_layout
 from vllm.worker.model_runner import StepHandle
 from vllm.worker.pooling.hpu_runner import HPUPoolingRunner, WholePromptRunner
 from vllm.worker.sleep import KV_CACHE, TAGS, WEIGHTS
@@ -96,7 +97,7 @@ class HPUWorker(WorkerBase):
             return load_model(self.config, self.tp, self.bridge.device)
         layers: list[nn.Module] = []
 
-        def choose(model: nn.Module) -> list[nn.Module]:
+        def choose(model: LoadableModel) -> list[nn.Module]:
             layers.extend(choose_layers(model, asked_bytes))
             return layers
 
@@ -226,7 +227,7 @@ class HPUWorker(WorkerBase):
         """Run the largest launches on next to no cache; the bytes they need besides it."""
         free_bytes = self.bridge.memory_info().free_bytes
         most = most_launch_bytes(self.config, free_bytes, self._block_bytes())
-        startup.report("measuring the memory of launches")
+        startup_progress.report("measuring the memory of launches")
         self._bind_caches(_PROFILE_BLOCKS)
         with self.bridge.dry_run():
             profile = profile_launches(self.config, self.bridge, self.runner, most)
@@ -238,16 +239,21 @@ class HPUWorker(WorkerBase):
         return max(0, profile.device_bytes)
 
     def _block_bytes(self) -> int:
+        return self._layout.block_bytes
+
+    @property
+    def _layout(self) -> KVCacheLayout:
+        """One block table per request: the block lists of a launch serve all layers."""
         layers = self.runner.attention_layers
-        return bytes_per_block(layers, self.config.cache.block_size, self._dtype)
+        return cache_layout(self.config, layers, self._dtype, has_one_table=True)
 
     def _bind_caches(self, num_blocks: int) -> None:
-        layers, block_size = self.runner.attention_layers, self.config.cache.block_size
-        bind_kv_caches(layers, self.platform, num_blocks, block_size, self._dtype)
+        layers = self.runner.attention_layers
+        bind_kv_caches(layers, self.platform, num_blocks, self._layout, self._dtype)
 
     def _release_caches(self) -> None:
         for layer in self.runner.attention_layers:
-            layer.key_cache = layer.value_cache = None
+            layer.release_kv_cache()
 
     @contextmanager
     def _within_memory(self, what: str) -> Iterator[None]:

@@ -218,3 +218,17 @@ def usage_dict(
     if cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
     return usage
+
+
+class LoadLoRAAdapterRequest(RequestBody):
+    """An adapter to be served under a name of its own."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadLoRAAdapterRequest(RequestBody):
+    """An adapter that is not to be served any more."""
+
+    lora_name: str
+    lora_int_id: Int32 | None = None
