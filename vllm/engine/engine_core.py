@@ -29,7 +29,12 @@ _IDLE = EngineOutput()
 
 _PREPARE_WAIT_S = 0.02
 
-_OF_THE_ENGINE = frozenset({"load_model", "initialize_cache", "execute_model", "sleep", "wake_up"})
+_OF_THE_ENGINE = frozenset(
+    {
+        *("load", "measure", "allocate", "next_warm_up", "warm_up"),
+        *("execute_model", "sleep", "wake_up"),
+    }
+)
 """Methods of the workers that only the engine calls: what it knows would no longer be true."""
 
 
@@ -38,7 +43,7 @@ class EngineCore:
 
     Args:
         config: complete and consistent.
-        executor: loaded workers; None makes those that `config` names.
+        executor: of the workers, which it starts; None: the one that `config` asks for.
         run_ahead: whether to schedule ahead; None: as `config` says, where the executor can and
             it pays.
         draft_source: guesses next tokens, which steps verify; None: one token per request and step.
@@ -62,7 +67,7 @@ class EngineCore:
             self._events = CacheEventLog(config.cache.block_size)
         try:
             self.executor = UniProcExecutor(config) if executor is None else executor
-            num_blocks = self.executor.initialize_cache()
+            num_blocks = self.executor.start()
         except BaseException:
             self._close_publisher()
             raise
