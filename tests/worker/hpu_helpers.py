@@ -26,6 +26,8 @@ from vllm.messages import EngineRequest, Finished, IntArray, ModelRunnerOutput, 
 from vllm.sampling_params import SamplingParams
 from vllm.worker.hpu.input import HPUInputBuilder, fields_of, padded_sizes
 from vllm.worker.hpu.planner import BucketLaunch, HPULaunchPlanner, LaunchShape, launch_shapes
+from vllm.worker.hpu.warmup import WarmUp
+from vllm.worker.hpu.worker import HPUWorker
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
 
 EOS = 3
@@ -330,3 +332,10 @@ def warmed_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int) -> li
 def input_sizes(shape: LaunchShape) -> tuple[int, ...]:
     """Elements of each part of the packed input; the last one is a row for each of the logits."""
     return fields_of(shape).part_sizes(padded_sizes(shape))
+
+
+def run_warm_up(worker: HPUWorker | WarmUp) -> None:
+    """Advance a warm-up to its end, as an executor with one worker does."""
+    given_up = None
+    while (step := worker.next_warm_up(given_up)) is not None:
+        given_up = worker.warm_up() if step.given_up is None else step.given_up

@@ -118,8 +118,8 @@ def _const_norm(settings: envs.Envs) -> float | None:
         return None
     if settings.VLLM_PA_SOFTMAX_IMPL is not None:
         raise ConfigError(
-            "VLLM_SOFTMAX_CONST_NORM=1 and VLLM_PA_SOFTMAX_IMPL are two ways to normalise one "
-            "softmax; set one of them"
+            "VLLM_SOFTMAX_CONST_NORM=1 and VLLM_PA_SOFTMAX_IMPL cannot be used together: both say "
+            "how the softmax of decode attention is normalised. Unset one of them"
         )
     return settings.VLLM_SOFTMAX_CONST_NORM_VALUE
 

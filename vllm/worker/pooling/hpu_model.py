@@ -37,13 +37,15 @@ class HeadAsLogits(CausalLM):
     def layers(self) -> Sequence[nn.Module]:
         return self.pooling_model.layers
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.pooling_model.embed(input_ids)
+
+    def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
         types = None
         if self.pooling_model.num_token_types > 1:
             types = positions >> _TYPE_SHIFT
             positions = positions & ((1 << _TYPE_SHIFT) - 1)
-        hidden_states: Tensor = self.pooling_model(input_ids, positions, types)
-        return hidden_states
+        return self.pooling_model.run_layers(hidden_states, positions, first, end, types)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Pooled hidden states [N, hidden] -> numbers of the head, [N, size]."""
