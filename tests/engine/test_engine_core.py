@@ -268,7 +268,7 @@ def test_a_pause_between_two_loads_is_no_work_of_the_host(monkeypatch):
     for _ in range(10):
         clock.now += 0.001
         core.step()
-    assert policy.pays
+    assert policy.is_worthwhile
     core.abort_requests(["a"])
     assert core.has_unfinished_requests()  # nobody waits for the step that is left in flight
     clock.now += 3600
@@ -276,7 +276,7 @@ def test_a_pause_between_two_loads_is_no_work_of_the_host(monkeypatch):
     core.add_request(make_request("b", max_tokens=20))
     for _ in range(20):
         core.step()
-    assert not policy.pays
+    assert not policy.is_worthwhile
 
 
 def test_the_prefix_cache_is_not_reset_under_a_running_request():

@@ -105,7 +105,7 @@ def capture_order(buckets: Sequence[Bucket], order: CaptureOrder) -> list[Bucket
     if order == "max_bs":
         return sorted(buckets, key=lambda b: (-b.batch, _size(b), b.blocks))
     raise ConfigError(
-        f"Unsupported graph allocation strategy: {order}; there are min_tokens and max_bs"
+        f"Unsupported graph allocation strategy: {order}; accepted: min_tokens, max_bs"
     )
 
 
