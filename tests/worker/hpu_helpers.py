@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from vllm.bucketing import BucketPlan, StepLimits, plan_buckets
 from vllm.bucketing.bucket import Bucket
@@ -23,6 +24,7 @@ from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.errors import ConfigError
 from vllm.messages import EngineRequest, Finished, IntArray, ModelRunnerOutput, SchedulerOutput
+from vllm.platforms.habana.sim_device import active_card
 from vllm.sampling_params import SamplingParams
 from vllm.worker.hpu.input import HPUInputBuilder, fields_of, padded_sizes
 from vllm.worker.hpu.planner import BucketLaunch, HPULaunchPlanner, LaunchShape, launch_shapes
@@ -339,3 +341,5 @@ def run_warm_up(worker: HPUWorker | WarmUp) -> None:
     given_up = None
     while (step := worker.next_warm_up(given_up)) is not None:
         given_up = worker.warm_up() if step.given_up is None else step.given_up
+        # Whoever advances it may do other work now, as if there were no warm-up.
+        assert not torch.is_inference_mode_enabled() and not active_card().is_compile_only
