@@ -2,8 +2,8 @@
 
 prefill  [batch, query_len] tokens; each row attends to up to `blocks` blocks of context that
          were computed before this launch
-decode   [batch, 1] tokens; `blocks` counts the block references of the whole batch, so a
-         block that two sequences share counts twice
+decode   [batch, query_len] tokens, 1 or the drafts to verify and one more; `blocks` counts the
+         block references of the whole batch, so a block that two sequences share counts twice
 """
 
 from dataclasses import dataclass
@@ -35,8 +35,6 @@ class Bucket:
     def __post_init__(self) -> None:
         if self.batch < 1 or self.query_len < 1 or self.blocks < 0:
             raise ValueError(f"not a shape: {self}")
-        if self.phase is Phase.DECODE and self.query_len != 1:
-            raise ValueError(f"a decode has one token per sequence: {self}")
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +56,6 @@ def prefill(batch: int, query_len: int, blocks: int = 0) -> Bucket:
     return Bucket(Phase.PREFILL, batch, query_len, blocks)
 
 
-def decode(batch: int, blocks: int) -> Bucket:
+def decode(batch: int, blocks: int, query_len: int = 1) -> Bucket:
     """A decode bucket."""
-    return Bucket(Phase.DECODE, batch, 1, blocks)
+    return Bucket(Phase.DECODE, batch, query_len, blocks)

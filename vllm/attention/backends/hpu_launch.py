@@ -45,7 +45,7 @@ def check_layers(layers: Iterable[AttentionLayer]) -> None:
 
 @dataclass(frozen=True)
 class HPUDecodeLaunch:
-    """One new token for each of B padded rows."""
+    """One new token for each of B padded rows, or the drafts to verify and one more."""
 
     metadata: HPUDecodeMetadata[Tensor]
     blocks: Mapping[int | None, DecodeBlocks]
@@ -61,13 +61,17 @@ class HPUDecodeLaunch:
         block_size: int,
         dtype: torch.dtype,
         normaliser: Normaliser | float | None = None,
+        positions: Tensor | None = None,
     ) -> "HPUDecodeLaunch":
-        """A launch for layers with these windows and queries of this dtype."""
-        blocks = {w: derive_decode_blocks(metadata, block_size, dtype, w) for w in windows}
+        """A launch for layers with these windows and queries of this dtype; `positions` see
+        `derive_decode_blocks`."""
+        blocks = {
+            w: derive_decode_blocks(metadata, block_size, dtype, w, positions) for w in windows
+        }
         return cls(metadata, blocks, normaliser)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `AttentionMetadata`; T is B."""
+        """See `AttentionMetadata`; T is B * Q."""
         assert layer.key_cache is not None and layer.value_cache is not None
         return decode_attention(
             query,
