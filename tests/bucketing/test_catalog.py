@@ -105,5 +105,5 @@ def test_buckets_that_do_not_belong_are_refused():
 
 @pytest.mark.parametrize("shape", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
 def test_impossible_buckets_are_refused(shape):
-    with pytest.raises(ValueError, match="not a shape"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         Bucket(Phase.DECODE, *shape)

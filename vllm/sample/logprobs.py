@@ -67,7 +67,7 @@ def _gather(
     x = as_whole_blocks(logits, buffers)
     maxima = block_max(x)
     top = maxima.amax(-1, keepdim=True)
-    scratch = likelihoods(x, top, None, out=buffers.take_like("weights", x))
+    scratch = likelihoods(x, top, None, out=buffers.get_like("weights", x))
     # log(sum(exp(x))) = top + log(sum(exp(x - top)))
     log_total = top + split_blocks(scratch).sum(-1).sum(-1, keepdim=True).log()
     given = token_ids[:, None]
