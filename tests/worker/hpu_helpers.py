@@ -45,6 +45,7 @@ in the step."""
 
 _SCHEDULER_FIELDS = {
     "max_model_len",
+    "max_draft_tokens",
     "max_num_seqs",
     "max_num_batched_tokens",
     "enable_chunked_prefill",

@@ -62,7 +62,7 @@ def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel) -> SDPAKernel:
 
 @dataclass(frozen=True)
 class PaddedDecode:
-    """One new token for each of B padded rows."""
+    """One new token for each of B padded rows, or the drafts to verify and one more."""
 
     metadata: HPUDecodeMetadata[Tensor]
     blocks: Mapping[int | None, DecodeBlocks]
@@ -78,16 +78,20 @@ class PaddedDecode:
         block_size: int,
         dtype: torch.dtype,
         normaliser: Normaliser | float | None = None,
+        positions: Tensor | None = None,
     ) -> "PaddedDecode":
-        """A launch for layers of these kinds and queries of this dtype."""
+        """A launch for layers of these kinds and queries of this dtype; `positions` see
+        `derive_decode_blocks`."""
         blocks: dict[int | None, DecodeBlocks] = {}
         for window, _ in kinds:
             if window not in blocks:
-                blocks[window] = derive_decode_blocks(metadata, block_size, dtype, window)
+                blocks[window] = derive_decode_blocks(
+                    metadata, block_size, dtype, window, positions
+                )
         return cls(metadata, blocks, normaliser)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `AttentionMetadata`; T is B."""
+        """See `AttentionMetadata`; T is B * Q."""
         assert layer.key_cache is not None and layer.value_cache is not None
         return decode_attention(
             query,
