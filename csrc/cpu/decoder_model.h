@@ -56,14 +56,14 @@ VLLM_STRUCT(DecoderLaunch,
   int64_t bad_index;  // set with the status: the token or request that it is about
 );
 
-enum class DecoderStatus : int64_t {
-  kDone = 0,
-  kBadToken = 1,
-  kBadPosition = 2,
-  kBadSlot = 3,
-  kBadRequest = 4,  // its lengths or its block table
-  kNoMemory = 5,
-  kBadStart = 6,  // the first prefill does not begin behind the decodes
-};
+VLLM_ENUM(DecoderStatus,
+  kDone,
+  kBadToken,
+  kBadPosition,
+  kBadSlot,
+  kBadRequest,  // its lengths or its block table
+  kNoMemory,
+  kBadStart  // the first prefill does not begin behind the decodes
+);
 
 }  // namespace vllm_cpu

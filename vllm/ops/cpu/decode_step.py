@@ -87,7 +87,7 @@ class FusedDecodeStep:
         self._step = kernels.decode_step
         self._scratch_bytes = kernels.decode_step_scratch_bytes
         num_rows, max_tokens = arrays.token_ids.shape
-        self._rows = library.structs.DecodeStepRows(
+        self._rows = kernels.DecodeStepRows(
             **{name: getattr(arrays, name).ctypes.data for name in _ARRAY_DTYPES},
             num_rows=num_rows,
             max_tokens=max_tokens,
@@ -96,7 +96,7 @@ class FusedDecodeStep:
             known_features=known_features,
             random_feature=random_feature,
         )
-        self._launch = library.structs.DecodeStepLaunch()
+        self._launch = kernels.DecodeStepLaunch()
         self._addresses = (
             decoder.address,
             head.address,

@@ -113,14 +113,14 @@ class FusedDecoder:
         self._model = model
         self.dtype = model.final_norm.dtype
         self.hidden_size = model.final_norm.shape[0]
-        kernels, structs = library.of[self.dtype], library.structs
+        kernels = library.of[self.dtype]
         self._forward = kernels.decoder_forward
         self._scratch_bytes = kernels.decoder_scratch_bytes
-        self._layers = (structs.DecoderLayer * len(model.layers))()
+        self._layers = (kernels.DecoderLayer * len(model.layers))()
         for struct, layer in zip(self._layers, model.layers, strict=True):
             _fill_layer(struct, layer)
-        self._struct = structs.DecoderModel(**_model_fields(model, self._layers))
-        self._launch = structs.DecoderLaunch()
+        self._struct = kernels.DecoderModel(**_model_fields(model, self._layers))
+        self._launch = kernels.DecoderLaunch()
         self._addresses = ctypes.addressof(self._struct), ctypes.addressof(self._launch)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scratch_for = (0, 0)  # tokens, threads
