@@ -73,6 +73,20 @@ class KVCacheManager:
             request.block_ids.append(block_id)
         return block_ids
 
+    def shorten(self, request: Request, num_tokens: int) -> int | None:
+        """Take the blocks beyond the first `num_tokens` tokens back. No prefix-cache key has been
+        made of them: what is beyond the known tokens has none.
+
+        Returns:
+            How many blocks are left; None: nothing has changed.
+        """
+        num_kept = self.num_blocks_for(num_tokens)
+        if len(request.block_ids) <= num_kept:
+            return None
+        self.pool.free(reversed(request.block_ids[num_kept:]))
+        del request.block_ids[num_kept:]
+        return num_kept
+
     def remember(self, request: Request, num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens findable.
 
