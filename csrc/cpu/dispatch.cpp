@@ -102,6 +102,11 @@ VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
                                                     int num_threads) {                            \
     isa->table->fused_add_rms_norm(x, residual, weight, rows, hidden, eps, num_threads);          \
   }                                                                                               \
+  VLLM_EXPORT void vllm_layer_norm_##suffix(const T* x, const T* weight, const T* bias, T* out,   \
+                                            int64_t rows, int64_t size, float eps,                \
+                                            int num_threads) {                                    \
+    isa->table->layer_norm(x, weight, bias, out, rows, size, eps, num_threads);                   \
+  }                                                                                               \
   VLLM_EXPORT void vllm_silu_and_mul_##suffix(const T* x, T* out, int64_t rows, int64_t size,     \
                                               int64_t x_stride, int num_threads) {                \
     isa->table->silu_and_mul(x, out, rows, size, x_stride, num_threads);                          \
@@ -152,24 +157,23 @@ VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
                                                 int num_threads) {                                \
     return isa->table->linear_rows(*weight, ids, count, out, num_threads);                        \
   }                                                                                               \
-  VLLM_EXPORT int64_t vllm_decoder_scratch_bytes_##suffix(                                        \
-      const vllm_cpu::DecoderModel<T>* model, int64_t num_tokens, int num_threads) {              \
-    return isa->table->decoder_scratch_bytes(*model, num_tokens, num_threads);                    \
+  VLLM_EXPORT int64_t vllm_program_scratch_bytes_##suffix(const vllm_cpu::Program* program,       \
+      int64_t num_tokens, int num_threads) {                                                      \
+    return isa->table->program_scratch_bytes(*program, num_tokens, num_threads);                  \
   }                                                                                               \
-  VLLM_EXPORT int64_t vllm_decoder_forward_##suffix(const vllm_cpu::DecoderModel<T>* model,       \
-                                                    vllm_cpu::DecoderLaunch* launch,              \
-                                                    int num_threads) {                            \
-    return isa->table->decoder_forward(*model, *launch, num_threads);                             \
+  VLLM_EXPORT int64_t vllm_program_forward_##suffix(const vllm_cpu::Program* program,             \
+      vllm_cpu::ProgramLaunch* launch, int num_threads) {                                         \
+    return isa->table->program_forward(*program, *launch, num_threads);                           \
   }                                                                                               \
   VLLM_EXPORT int64_t vllm_decode_step_scratch_bytes_##suffix(                                    \
-      const vllm_cpu::DecoderModel<T>* model, const vllm_cpu::LinearWeight* head,                 \
+      const vllm_cpu::Program* decoder, const vllm_cpu::Program* head,                            \
       const vllm_cpu::DecodeStepRows* rows, int64_t n, int num_threads) {                         \
-    return isa->table->decode_step_scratch_bytes(*model, *head, *rows, n, num_threads);           \
+    return isa->table->decode_step_scratch_bytes(*decoder, *head, *rows, n, num_threads);         \
   }                                                                                               \
   VLLM_EXPORT int64_t vllm_decode_step_##suffix(                                                  \
-      const vllm_cpu::DecoderModel<T>* model, const vllm_cpu::LinearWeight* head,                 \
+      const vllm_cpu::Program* decoder, const vllm_cpu::Program* head,                            \
       const vllm_cpu::DecodeStepRows* rows, vllm_cpu::DecodeStepLaunch* launch, int num_threads) {\
-    return isa->table->decode_step(*model, *head, *rows, *launch, num_threads);                   \
+    return isa->table->decode_step(*decoder, *head, *rows, *launch, num_threads);                 \
   }                                                                                               \
   VLLM_EXPORT int64_t vllm_sample_##suffix(const vllm_cpu::SampleArgs<T>* args,                   \
                                            int num_threads) {                                     \
@@ -185,6 +189,17 @@ VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
 
 VLLM_ENTRIES(f32, float, f32)
 VLLM_ENTRIES(bf16, bf16, half)
+
+// The number of a kind of operation in a program; -1: there is none of this name.
+VLLM_EXPORT int64_t vllm_operation_kind(const char* name) {
+#define VLLM_NAME(kind, cost) #kind,
+  static const char* const kNames[] = {VLLM_ROW_OPERATIONS(VLLM_NAME) "linear", "attend"};
+#undef VLLM_NAME
+  for (int64_t i = 0; i < static_cast<int64_t>(sizeof(kNames) / sizeof(kNames[0])); ++i) {
+    if (std::strcmp(name, kNames[i]) == 0) return i;
+  }
+  return -1;
+}
 
 // In place; for weights that are not quantized.
 VLLM_EXPORT int64_t vllm_pack_panels(uint32_t* panels, int64_t num_panels, int64_t words,

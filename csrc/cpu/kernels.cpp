@@ -19,6 +19,7 @@ template <typename T>
 constexpr vllm_cpu::Kernels<T> all_kernels() {
   return {rms_norm<T>,
           fused_add_rms_norm<T>,
+          layer_norm<T>,
           silu_and_mul<T>,
           gelu_and_mul<T>,
           rotary_embedding<T>,
@@ -30,8 +31,8 @@ constexpr vllm_cpu::Kernels<T> all_kernels() {
           quantize_weight<T>,
           linear_rows<T>,
           pack_panels,
-          decoder_scratch_bytes<T>,
-          decoder_forward<T>,
+          program_scratch_bytes<T>,
+          program_forward<T>,
           decode_step_scratch_bytes<T>,
           decode_step<T>,
           sample<T>,

@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "decode_step_args.h"
-#include "decoder_model.h"
 #include "linear_format.h"
+#include "program_args.h"
 #include "sampling_args.h"
 
 namespace vllm_cpu {
@@ -76,6 +76,8 @@ struct Kernels {
                    int64_t x_stride, float eps, int num_threads);
   void (*fused_add_rms_norm)(T* x, T* residual, const T* weight, int64_t rows, int64_t hidden,
                              float eps, int num_threads);
+  void (*layer_norm)(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t size,
+                     float eps, int num_threads);
   void (*silu_and_mul)(const T* x, T* out, int64_t rows, int64_t size, int64_t x_stride,
                        int num_threads);
   void (*gelu_and_mul)(const T* x, T* out, int64_t rows, int64_t size, int64_t x_stride,
@@ -97,13 +99,12 @@ struct Kernels {
   int64_t (*linear_rows)(const LinearWeight& weight, const int64_t* ids, int64_t count, T* out,
                          int num_threads);
   int64_t (*pack_panels)(uint32_t* panels, int64_t num_panels, int64_t words, int num_threads);
-  int64_t (*decoder_scratch_bytes)(const DecoderModel<T>& model, int64_t num_tokens,
-                                   int num_threads);
-  int64_t (*decoder_forward)(const DecoderModel<T>& model, DecoderLaunch& launch, int num_threads);
-  int64_t (*decode_step_scratch_bytes)(const DecoderModel<T>& model, const LinearWeight& head,
+  int64_t (*program_scratch_bytes)(const Program& program, int64_t num_tokens, int num_threads);
+  int64_t (*program_forward)(const Program& program, ProgramLaunch& launch, int num_threads);
+  int64_t (*decode_step_scratch_bytes)(const Program& decoder, const Program& head,
                                        const DecodeStepRows& rows, int64_t n, int num_threads);
-  int64_t (*decode_step)(const DecoderModel<T>& model, const LinearWeight& head,
-                         const DecodeStepRows& rows, DecodeStepLaunch& launch, int num_threads);
+  int64_t (*decode_step)(const Program& decoder, const Program& head, const DecodeStepRows& rows,
+                         DecodeStepLaunch& launch, int num_threads);
   int64_t (*sample)(const SampleArgs<T>& args, int num_threads);
   int64_t (*gather_logprobs)(const LogprobArgs<T>& args, int num_threads);
   void (*draw_exponentials)(const uint64_t* keys, const int64_t* positions, int64_t num_rows,

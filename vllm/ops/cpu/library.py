@@ -22,6 +22,7 @@ _POINTER, _INT, _SIZE, _FLOAT = c_void_p, c_int, c_int64, c_float
 _ARGTYPES: dict[str, list[type]] = {
     "rms_norm": [_POINTER] * 3 + [_SIZE] * 4 + [_FLOAT, _INT],
     "fused_add_rms_norm": [_POINTER] * 3 + [_SIZE] * 2 + [_FLOAT, _INT],
+    "layer_norm": [_POINTER] * 4 + [_SIZE] * 2 + [_FLOAT, _INT],
     "silu_and_mul": [_POINTER] * 2 + [_SIZE] * 3 + [_INT],
     "gelu_and_mul": [_POINTER] * 2 + [_SIZE] * 3 + [_INT, _INT],
     "rotary_embedding": [_POINTER] * 4 + [_SIZE] * 8 + [_INT, _INT],

@@ -35,6 +35,7 @@ class _Kernels:
     def __init__(self, library: CDLL, suffix: str) -> None:
         self.rms_norm: Any = getattr(library, f"vllm_rms_norm_{suffix}")
         self.fused_add_rms_norm: Any = getattr(library, f"vllm_fused_add_rms_norm_{suffix}")
+        self.layer_norm: Any = getattr(library, f"vllm_layer_norm_{suffix}")
         self.silu_and_mul: Any = getattr(library, f"vllm_silu_and_mul_{suffix}")
         self.gelu_and_mul: Any = getattr(library, f"vllm_gelu_and_mul_{suffix}")
         self.rotary_embedding: Any = getattr(library, f"vllm_rotary_embedding_{suffix}")
@@ -114,6 +115,31 @@ class CPUOps(NativeOps):
             _num_threads(),
         )
         return x, residual
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        kernels = self._kernels_of(x)
+        if kernels is None:
+            return super().layer_norm(x, weight, bias, eps)
+        if not x.is_contiguous():
+            _refuse_strides("x", x)
+        for name, operand in (("weight", weight), ("bias", bias)):
+            if operand is not None:
+                _check_vector(name, operand, x)
+        out = torch.empty_like(x)
+        hidden = x.shape[-1]
+        kernels.layer_norm(
+            x.data_ptr(),
+            None if weight is None else weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            x.numel() // hidden,
+            hidden,
+            eps,
+            _num_threads(),
+        )
+        return out
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         kernels = self._kernels_of(x)
