@@ -30,6 +30,17 @@ constexpr int64_t kOwnRows = 64;       // most rows that one thread takes throug
 constexpr int64_t kSharedRows = 1024;  // and that all threads together do
 constexpr int64_t kRowBlock = 8;       // rows that an operation takes before the next one does
 
+// The number of a kind of operation; -1: there is none of this name.
+inline int64_t operation_kind(const char* name) {
+#define VLLM_NAME(kind, cost) #kind,
+  constexpr const char* kNames[] = {VLLM_ROW_OPERATIONS(VLLM_NAME) "linear", "attend"};
+#undef VLLM_NAME
+  for (int64_t i = 0; i < int64_t{sizeof(kNames) / sizeof(kNames[0])}; ++i) {
+    if (__builtin_strcmp(name, kNames[i]) == 0) return i;
+  }
+  return -1;
+}
+
 // A single operation has nothing to take rows through.
 inline bool is_cached(const Program& program) {
   return program.largest_run_bytes <= kCachedRunBytes && program.num_operations > 1;
@@ -255,6 +266,18 @@ class ProgramPass {
 
   void lookup_position(const Operation& op, const Rows& rows) const {
     copy_rows(op, rows, launch_.positions, op.option);
+  }
+
+  // In place.
+  void replace(const Operation& op, const Rows& rows) const {
+    if (launch_.replaced == nullptr) return;
+    const View x = view(op.x, 0, rows);
+    for (int64_t i = 0; i < rows.count; ++i) {
+      const int64_t source = launch_.replaced[rows.begin + i];
+      const T* const embedding =
+          static_cast<const T*>(launch_.embeddings) + source * op.head_size;
+      if (source >= 0) __builtin_memcpy(x[i], embedding, op.head_size * sizeof(T));
+    }
   }
 
   void rms_norm(const Operation& op, const Rows& rows) const {

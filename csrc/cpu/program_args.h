@@ -1,5 +1,5 @@
-// A program: the operations of a forward pass in their order, and one launch of it. Mirrored in
-// vllm/ops/cpu/program.py; what runs it is program.h.
+// A program: the operations of a forward pass in their order, and one launch of it. What runs it is
+// program.h.
 //
 // A buffer holds a row per token. T tokens of B requests, decodes (one token each) first, as in
 // attention.
@@ -16,6 +16,7 @@ namespace vllm_cpu {
 #define VLLM_ROW_OPERATIONS(X) \
   X(lookup, 10)                \
   X(lookup_position, 10)       \
+  X(replace, 1)                \
   X(rms_norm, 2)               \
   X(add_rms_norm, 2)           \
   X(layer_norm, 3)             \
@@ -36,7 +37,7 @@ enum class OperationKind : int64_t {
 };
 
 // One operation. What a kind does not use is 0. T is the type of the buffers.
-struct Operation {
+VLLM_STRUCT(Operation,
   OperationKind kind;
   int64_t x, x_offset;  // buffer of the first operand; the element of a row where it begins
   int64_t y, y_offset;  // the same for the second operand
@@ -54,14 +55,14 @@ struct Operation {
   int64_t sliding_window;  // 0: none
   float scalar;            // eps of a norm; the factor of scale; of query @ key in attend
   float soft_cap;          // of the scores in attend; 0: none
-};
+);
 
-struct ProgramBuffer {
+VLLM_STRUCT(ProgramBuffer,
   int64_t width;     // elements of a row
   int64_t is_local;  // 1: used only between two attentions, so not kept for all rows at once
-};
+);
 
-struct Program {
+VLLM_STRUCT(Program,
   const Operation* operations;
   const ProgramBuffer* buffers;
   int64_t num_operations, num_buffers;  // at most kMaxBuffers
@@ -72,23 +73,26 @@ struct Program {
   int64_t largest_run_bytes;  // weights of the linear layers between two attentions
   int64_t weight_bytes;       // of all linear layers
   int64_t attended_elements;  // num_heads * head_size of all attentions
-};
+);
 
 constexpr int64_t kMaxBuffers = 64;
 
-struct ProgramLaunch {
+VLLM_STRUCT(ProgramLaunch,
   const int64_t* input_ids;        // [T]
   const int64_t* positions;        // [T]
   const int64_t* slot_mapping;     // [T]; negative: nothing is written
   const int32_t* block_tables;     // [B, max_blocks], requests table_stride apart
   const int32_t* seq_lens;         // [B]
   const int32_t* query_start_loc;  // [B + 1]; unused when all requests are decodes
+  const int64_t* replaced;         // [T]: row of `embeddings` that takes the place of a token's own,
+                                   // or -1; null: none does
+  const void* embeddings;          // [rows, width of a row that replace changes]
   const void* given;  // [T, width of the buffer]; null where the program has no such buffer
   void* out;          // [T, width of the buffer]
   char* scratch;      // of program_scratch_bytes, aligned to 64
   int64_t num_tokens, num_requests, num_decodes, max_blocks, table_stride;
   int64_t bad_index;  // set with the status: the token or request that it is about
-};
+);
 
 enum class ProgramStatus : int64_t {
   kDone = 0,

@@ -8,11 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vllm.attention import Attention, RaggedMetadata, attention_metadata
+from tests.model_executor.helpers import pack_weights
+from vllm.attention import (
+    Attention,
+    LaunchContext,
+    RaggedMetadata,
+    ReplacedTokens,
+    share_context,
+)
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.fusion import fuse, fuse_head
-from vllm.model_executor.layers.cpu_linear_method import pack_weights
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.linear import ColumnParallelLinear, UnquantizedLinear
 from vllm.model_executor.layers.norm import RMSNorm
@@ -162,7 +168,11 @@ class Requests:
 
 
 def run_fused(
-    fused: Program, input_ids: Tensor, positions: Tensor, metadata: RaggedMetadata
+    fused: Program,
+    input_ids: Tensor,
+    positions: Tensor,
+    metadata: RaggedMetadata,
+    replaced: ReplacedTokens | None = None,
 ) -> Tensor:
     return fused.forward(
         input_ids,
@@ -172,7 +182,24 @@ def run_fused(
         metadata.seq_lens,
         torch.from_numpy(metadata.query_start_loc),
         metadata.num_decodes,
+        replaced and (replaced.indices, replaced.embeddings),
     )
+
+
+@torch.inference_mode()
+def test_embeddings_that_replace_tokens_have_the_bits_of_the_modules():
+    for model in (make_model("plain"), make_model("all biases, tied"), make_opt()):
+        fused = fuse(model)
+        input_ids, positions, metadata = Requests(3).launch([9, 1, 23])
+        replaced = ReplacedTokens(torch.tensor([3, 0, 20]), torch.randn(3, CONFIG["hidden_size"]))
+        context = LaunchContext(metadata, positions, replaced)
+        with share_context(model).running(context):
+            want = model(input_ids, positions)
+        assert torch.equal(run_fused(fused, input_ids, positions, metadata, replaced), want)
+        assert not torch.equal(run_fused(fused, input_ids, positions, metadata), want)
+        with pytest.raises(ValueError, match=r"embeddings are \[3, 71\] for 3 tokens"):
+            few = ReplacedTokens(replaced.indices, replaced.embeddings[:, 1:])
+            run_fused(fused, input_ids, positions, metadata, few)
 
 
 @torch.inference_mode()
@@ -184,7 +211,7 @@ def assert_same_bits(model: DecoderForCausalLM, launches: list[list[int]]) -> No
     requests = Requests(max(map(len, launches)))
     for launch in map(requests.launch, launches):
         before = [cache.clone() for cache in caches]
-        with attention_metadata(launch[2]):
+        with share_context(model).running(LaunchContext(launch[2], launch[1])):
             want = model(*launch[:2])
         written = [cache.clone() for cache in caches]
         for cache, old in zip(caches, before, strict=True):

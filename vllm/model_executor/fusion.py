@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm.attention import attention_metadata
+from vllm.attention import LaunchContext, share_context
 from vllm.logger import init_logger
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops import get_ops, set_ops
@@ -38,9 +38,12 @@ def fuse(model: CausalLM) -> Program | None:
     def record() -> Program:
         dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
         recorder = Recorder(next(dtypes, torch.float32))
-        with _recording(recorder):
-            result: Any = model(Ids(recorder, is_position=False), Ids(recorder, is_position=True))
-            return Program(recorder, result)
+        positions: Any = Ids(recorder, is_position=True)
+        replaced: Any = recorder  # whatever a launch replaces
+        context = LaunchContext(attention=recorder, positions=positions, replaced=replaced)
+        with _recording(recorder), share_context(model).running(context):
+            result: Any = model(Ids(recorder, is_position=False), positions)
+        return Program(recorder, result)
 
     return _fused("forward pass", model, record)
 
@@ -53,7 +56,7 @@ def fuse_head(model: CausalLM, forward: Program) -> Program | None:
         given: Any = recorder.given(forward.width)
         with _recording(recorder):
             result: Any = model.compute_logits(given)
-            return Program(recorder, result, given)
+        return Program(recorder, result, given)
 
     return _fused("output head", model, record)
 
@@ -72,8 +75,8 @@ def _fused(name: str, model: CausalLM, record: Callable[[], Program]) -> Program
 
 @contextmanager
 def _recording(recorder: Recorder) -> Iterator[None]:
-    """The operators and attentions of this thread that are given symbols are recorded."""
-    with _lock, torch.inference_mode(), attention_metadata(recorder):
+    """Operators that are given symbols are recorded."""
+    with _lock, torch.inference_mode():
         before = get_ops()
         set_ops(recorder)
         try:

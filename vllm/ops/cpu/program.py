@@ -7,19 +7,17 @@ arithmetic. Here a call sets a few pointers. Knows operations and their buffers;
 import ctypes
 from collections import defaultdict
 from collections.abc import Iterator
-from ctypes import c_float, c_int, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.recorder import Operation, Recorder
 from vllm.ops.cpu.symbols import Buffer, NotFusibleError, Rows
 
-_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _MAX_BUFFERS = 64
 
 _num_threads = torch.get_num_threads
@@ -35,39 +33,6 @@ class ProgramStatus(IntEnum):
     BAD_REQUEST = 4
     NO_MEMORY = 5
     BAD_START = 6
-
-
-def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
-    return [(name, c_type) for c_type, names in groups for name in names.split()]
-
-
-class _OperationStruct(ctypes.Structure):
-    _fields_ = _fields(
-        (c_int64, "kind x x_offset y y_offset out"),
-        (c_void_p, "weight bias packed table key_cache value_cache"),
-        (c_int64, "num_heads head_size num_kv_heads option sliding_window"),
-        (c_float, "scalar soft_cap"),
-    )
-
-
-class _BufferStruct(ctypes.Structure):
-    _fields_ = _fields((c_int64, "width is_local"))
-
-
-class _ProgramStruct(ctypes.Structure):
-    _fields_ = _fields(
-        (c_void_p, "operations buffers"),
-        (c_int64, "num_operations num_buffers given out vocab_size max_positions num_blocks"),
-        (c_int64, "block_size largest_run_bytes weight_bytes attended_elements"),
-    )
-
-
-class _LaunchStruct(ctypes.Structure):
-    _fields_ = _fields(
-        (c_void_p, "input_ids positions slot_mapping block_tables seq_lens query_start_loc"),
-        (c_void_p, "given out scratch"),
-        (c_int64, "num_tokens num_requests num_decodes max_blocks table_stride bad_index"),
-    )
 
 
 class Program:
@@ -92,35 +57,27 @@ class Program:
     """
 
     def __init__(self, recorder: Recorder, result: Rows, given: Rows | None = None) -> None:
-        library: Any = load_cpu_kernels()
-        if library is None:
-            raise RuntimeError("a program needs the C++ CPU kernels, which are not built")
+        library = require_cpu_kernels("a program needs")
         self.dtype, self.width = recorder.dtype, result.width
         self.given_width = given.width if given is not None else 0
         if not recorder.operations or not result.is_whole:
             raise NotFusibleError("the result is part of a buffer, or there are no operations")
-        suffix = _SUFFIXES[self.dtype]
-        self._forward = getattr(library, f"vllm_program_forward_{suffix}")
-        self._forward.argtypes = [c_void_p, c_void_p, c_int]
-        self._forward.restype = c_int64
-        self._scratch_bytes = getattr(library, f"vllm_program_scratch_bytes_{suffix}")
-        self._scratch_bytes.argtypes = [c_void_p, c_int64, c_int]
-        self._scratch_bytes.restype = c_int64
-        library.vllm_operation_kind.restype = c_int64
+        kernels, structs = library.of[self.dtype], library.structs
+        self._forward, self._scratch_bytes = kernels.program_forward, kernels.program_scratch_bytes
         self._recorder = recorder
         operations = recorder.operations
         buffers = _Buffers(operations, result.buffer, given.buffer if given is not None else None)
-        self._operations = (_OperationStruct * len(operations))(
-            *(_operation_struct(library, o, buffers) for o in operations)
+        self._operations = (structs.Operation * len(operations))(
+            *(structs.Operation(**_fields(kernels, o, buffers)) for o in operations)
         )
-        self._buffers = (_BufferStruct * len(buffers.structs))(*buffers.structs)
+        self._buffers = (structs.ProgramBuffer * len(buffers.shapes))(*buffers.shapes)
         runs = [sum(map(_weight_bytes, run)) for run in _runs(operations)]
         num_blocks, block_size = recorder.cache_shape
-        self._struct = _ProgramStruct(
+        self._struct = structs.Program(
             operations=ctypes.addressof(self._operations),
             buffers=ctypes.addressof(self._buffers),
             num_operations=len(operations),
-            num_buffers=len(buffers.structs),
+            num_buffers=len(buffers.shapes),
             given=-1 if given is None else buffers.index[given.buffer],
             out=buffers.index[result.buffer],
             vocab_size=recorder.vocab_size,
@@ -131,7 +88,7 @@ class Program:
             weight_bytes=sum(runs),
             attended_elements=sum(o.out.width for o in operations if o.kind == "attend"),
         )
-        self._launch = _LaunchStruct()
+        self._launch = structs.ProgramLaunch()
         self._addresses = ctypes.addressof(self._struct), ctypes.addressof(self._launch)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scratch_for = (0, 0)  # tokens, threads
@@ -150,6 +107,7 @@ class Program:
         seq_lens: Tensor,
         query_start_loc: Tensor,
         num_decodes: int,
+        replaced: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """One ragged launch of T tokens of B requests, decodes of one token first.
 
@@ -161,6 +119,7 @@ class Program:
             seq_lens: [B] int32: tokens of a request, this launch's included.
             query_start_loc: [B + 1] int32: where the tokens of each request begin.
             num_decodes: requests that are decodes; their tokens are the first.
+            replaced: tokens [m] int64, and the embeddings [m, W] that take the place of theirs.
 
         Returns:
             [T, width]
@@ -198,12 +157,30 @@ class Program:
         launch.max_blocks, launch.table_stride = block_tables.shape[1], block_tables.stride(0)
         if num_tokens > self._scratch_for[0] or num_threads != self._scratch_for[1]:
             self._grow(num_tokens, num_threads)
+        launch.replaced = launch.embeddings = None
+        if replaced is not None:
+            sources, embeddings = self._sources(num_tokens, *replaced)
+            launch.replaced, launch.embeddings = sources.data_ptr(), embeddings.data_ptr()
         status = self._forward(*self._addresses, num_threads)
         if status != ProgramStatus.DONE:
             self._refuse(
                 ProgramStatus(status), input_ids, positions, slot_mapping, block_tables, seq_lens
             )
         return out
+
+    def _sources(
+        self, num_tokens: int, indices: Tensor, embeddings: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """For each token the row of the embeddings that replaces its own, or -1; and these."""
+        width = self._recorder.replaced_width
+        if embeddings.shape != (len(indices), width):
+            raise ValueError(
+                f"embeddings are {list(embeddings.shape)} for {len(indices)} tokens; they must "
+                f"have {width} elements each"
+            )
+        sources = torch.full((num_tokens,), -1)
+        sources[indices] = torch.arange(len(indices))
+        return sources, embeddings.to(self.dtype).contiguous()
 
     def _grow(self, num_tokens: int, num_threads: int) -> None:
         num_bytes = self._scratch_bytes(self._addresses[0], num_tokens, num_threads)
@@ -255,7 +232,8 @@ class _Buffers:
     """
 
     def __init__(self, operations: list[Operation], out: Buffer, given: Buffer | None) -> None:
-        self.structs: list[_BufferStruct] = []
+        self.shapes: list[tuple[int, bool]] = []
+        """(width, is_local) of each."""
         self.index: dict[Buffer, int] = {}
         self._free: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
         self._is_local: dict[Buffer, bool] = {out: False}
@@ -285,16 +263,16 @@ class _Buffers:
                 self._make(operation.out)
             if operation.kind not in _ROW_BY_ROW:
                 self._release(ended)
-        if len(self.structs) > _MAX_BUFFERS:
-            raise NotFusibleError(f"{len(self.structs)} buffers are needed, at most {_MAX_BUFFERS}")
+        if len(self.shapes) > _MAX_BUFFERS:
+            raise NotFusibleError(f"{len(self.shapes)} buffers are needed, at most {_MAX_BUFFERS}")
 
     def _make(self, buffer: Buffer) -> None:
         key = buffer.width, self._is_local[buffer]
         if self._free[key]:
             self.index[buffer] = self._free[key].pop()
         else:
-            self.index[buffer] = len(self.structs)
-            self.structs.append(_BufferStruct(*key))
+            self.index[buffer] = len(self.shapes)
+            self.shapes.append(key)
 
     def _release(self, buffers: list[Buffer]) -> None:
         for buffer in buffers:
@@ -331,18 +309,16 @@ def _weight_bytes(operation: Operation) -> int:
     return weight.num_bytes
 
 
-def _operation_struct(library: Any, operation: Operation, buffers: _Buffers) -> _OperationStruct:
-    kind = library.vllm_operation_kind(operation.kind.encode())
+def _fields(kernels: Any, operation: Operation, buffers: _Buffers) -> dict[str, Any]:
+    """The fields of an Operation of csrc/cpu/program_args.h."""
+    kind = kernels.operation_kind(operation.kind.encode())
     if kind < 0:
         raise NotFusibleError(f"the kernels have no operation {operation.kind!r}")
-    struct = _OperationStruct(kind=kind, out=buffers.index[operation.out], **operation.numbers)
-    if operation.x is not None:
-        struct.x, struct.x_offset = buffers.index[operation.x.buffer], operation.x.offset
-    if operation.y is not None:
-        struct.y, struct.y_offset = buffers.index[operation.y.buffer], operation.y.offset
-    for name, operand in operation.operands.items():
-        setattr(struct, name, _pointer(operand))
-    return struct
+    fields = {"kind": kind, "out": buffers.index[operation.out]} | operation.numbers
+    for name, rows in (("x", operation.x), ("y", operation.y)):
+        if rows is not None:
+            fields |= {name: buffers.index[rows.buffer], f"{name}_offset": rows.offset}
+    return fields | {name: _pointer(x) for name, x in operation.operands.items()}
 
 
 def _pointer(x: Tensor | PackedWeight | None) -> int | None:

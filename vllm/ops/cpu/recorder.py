@@ -66,6 +66,8 @@ class Recorder(CPUOps):
         self.operations: list[Operation] = []
         self.vocab_size = self.max_positions = 0
         """Exclusive limits of token ids and positions; 0: none are used."""
+        self.replaced_width = 0
+        """Elements of the embeddings that a launch may bring."""
         self.cache_shape = (0, 0)
         """(blocks, tokens of a block)"""
 
@@ -94,6 +96,12 @@ class Recorder(CPUOps):
             self.vocab_size = min(self.vocab_size or num_rows, num_rows)
         kind = "lookup_position" if ids.is_position else "lookup"
         return self._rows(kind, (width,), operands=operands, option=ids.offset)
+
+    def put_into(self, rows: Any) -> Any:
+        """Put the embeddings that a launch brings in the places of those that were looked up."""
+        self.replaced_width = rows.width
+        self._in_place("replace", rows)
+        return rows
 
     def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None) -> Rows:
         """[T, in_features] -> [T, out_features]"""
@@ -201,12 +209,12 @@ class Recorder(CPUOps):
         x: Rows,
         y: Rows | None = None,
         *,
-        operands: dict[str, Any],
+        operands: dict[str, Any] | None = None,
         **numbers: float,
     ) -> None:
         """Record an operation without a result, or that changes x."""
         numbers |= {"num_heads": x.width // x.sizes[-1], "head_size": x.sizes[-1]}
-        self.operations.append(Operation(kind, x, y, x.buffer, operands, numbers))
+        self.operations.append(Operation(kind, x, y, x.buffer, operands or {}, numbers))
 
     def _bind(self, num_blocks: int, block_size: int) -> None:
         if self.cache_shape not in ((0, 0), (num_blocks, block_size)):

@@ -47,7 +47,7 @@ def _refuse(name: str) -> Any:
     return method
 
 
-for _name in ("len", "bool", "iter", "int", "float", "index", "getitem", "setitem", "iadd", "imul"):
+for _name in ("len", "bool", "iter", "int", "float", "index", "setitem", "iadd", "imul"):
     setattr(Symbol, f"__{_name}__", _refuse(_name))
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "pow", "matmul", "lt"):
     setattr(Symbol, f"__{_name}__", _refuse(_name))
@@ -153,6 +153,11 @@ class Rows(Symbol):
         if start_dim != 1:
             raise NotFusibleError("the dimension of tokens cannot be flattened")
         return Rows(self.recorder, self.buffer, (self.width,), self.offset)
+
+    def __getitem__(self, index: Any) -> "Rows":
+        if index != (..., slice(None, self.sizes[-1])):
+            raise NotFusibleError(f"the part {index} of rows of {self.sizes} cannot be recorded")
+        return self  # nothing is cut off
 
     def __add__(self, other: Any) -> "Rows":
         return self.recorder.add(self, other)
