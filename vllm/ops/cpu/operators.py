@@ -96,6 +96,31 @@ class CPUOps(NativeOps):
         )
         return x, residual
 
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        kernels = self._kernels_of(x)
+        if kernels is None:
+            return super().layer_norm(x, weight, bias, eps)
+        if not x.is_contiguous():
+            _refuse_strides("x", x)
+        for name, operand in (("weight", weight), ("bias", bias)):
+            if operand is not None:
+                _check_vector(name, operand, x)
+        out = torch.empty_like(x)
+        hidden = x.shape[-1]
+        kernels.layer_norm(
+            x.data_ptr(),
+            None if weight is None else weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            x.numel() // hidden,
+            hidden,
+            eps,
+            _num_threads(),
+        )
+        return out
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         kernels = self._kernels_of(x)
         if kernels is None:
