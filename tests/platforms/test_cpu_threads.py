@@ -135,7 +135,7 @@ def run_worker(variables, **device):
         "device = dataclasses.replace(config.device, **json.loads(sys.argv[1]))\n"
         "load = dataclasses.replace(config.load, use_tqdm_on_load=False)\n"
         "worker = CPUWorker(dataclasses.replace(config, device=device, load=load))\n"
-        "worker.load_model()\n"
+        "worker.load(0)\n"
         "import torch\n"
         "print(json.dumps([torch.get_num_threads(), sorted(os.sched_getaffinity(0))]))"
     )

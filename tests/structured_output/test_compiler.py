@@ -51,6 +51,12 @@ def make_compiler(**config) -> GrammarCompiler:
     return GrammarCompiler(StructuredOutputConfig(**config), tokenizer, len(tokenizer) + 5)
 
 
+@pytest.fixture(autouse=True)
+def processes_of_its_own(monkeypatch):
+    """Engines of other tests share the process that forks; here it is what is looked at."""
+    monkeypatch.setattr("vllm.structured_output.compiler.make_server", make_server)
+
+
 @pytest.fixture(scope="module")
 def compiler():
     compiler = make_compiler(grammar_compile_timeout=120.0)

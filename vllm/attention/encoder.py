@@ -1,12 +1,15 @@
 """The attention layer of encoders: every token sees all of its prompt, and nothing is kept."""
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from vllm.attention.backends.encoder_attn import full_attention
-from vllm.attention.metadata import current_metadata
+from vllm.attention.cached_layer import CachedLayer
+from vllm.attention.context import ContextHolder, ReadsContext
+from vllm.kv_cache_spec import CacheKind, KVCacheSpec
 
 
-class EncoderAttention(nn.Module):
+class EncoderAttention(CachedLayer, ReadsContext):
     """Scaled dot product attention in both directions, without a KV cache.
 
     H heads, D head size; all per rank.
@@ -17,6 +20,8 @@ class EncoderAttention(nn.Module):
 
     Shape: query, key and value [T, H, D] -> [T, H, D]
     """
+
+    cache_names = ()
 
     key_cache: Tensor | None = None
     """Never there; makes this an `AttentionLayer` like the others."""
@@ -29,13 +34,18 @@ class EncoderAttention(nn.Module):
 
     def __init__(self, num_heads: int, head_size: int) -> None:
         super().__init__()
+        self.launch = ContextHolder()
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale: float = head_size**-0.5
 
+    def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        """Nothing."""
+        return KVCacheSpec(CacheKind.NONE)
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        metadata = current_metadata()
-        if metadata is None:
+        context = self.launch.context
+        if context is None or context.attention is None:
             # All tokens are one prompt.
             return full_attention(query[None], key[None], value[None], None, self.scale)[0]
-        return metadata.attend(self, query, key, value)
+        return context.attention.attend(self, query, key, value)

@@ -11,6 +11,7 @@ import msgspec
 
 from vllm.config import VllmConfig
 from vllm.core.cache_events import CacheEventLog
+from vllm.core.drafts import DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.engine.input.named_processors import NamedProcessors
@@ -28,7 +29,12 @@ _IDLE = EngineOutput()
 
 _PREPARE_WAIT_S = 0.02
 
-_OF_THE_ENGINE = frozenset({"load_model", "initialize_cache", "execute_model", "sleep", "wake_up"})
+_OF_THE_ENGINE = frozenset(
+    {
+        *("load", "measure", "allocate", "next_warm_up", "warm_up"),
+        *("execute_model", "sleep", "wake_up"),
+    }
+)
 """Methods of the workers that only the engine may call, because they change what it knows."""
 
 
@@ -37,9 +43,10 @@ class EngineCore:
 
     Args:
         config: complete and consistent.
-        executor: loaded workers; None makes those that `config` names.
+        executor: of the workers, which it starts; None: the one that `config` asks for.
         run_ahead: whether to schedule ahead; None: as `config` says, where the executor can do it
             and it is worthwhile.
+        draft_source: guesses next tokens, which steps verify; None: one token per request and step.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class EngineCore:
         config: VllmConfig,
         executor: Executor | None = None,
         run_ahead: RunAhead | None = None,
+        draft_source: DraftSource | None = None,
     ) -> None:
         self.config = config
         if config.observability.profiler_enabled:
@@ -59,14 +67,14 @@ class EngineCore:
             self._events = CacheEventLog(config.cache.block_size)
         try:
             self.executor = UniProcExecutor(config) if executor is None else executor
-            num_blocks = self.executor.initialize_cache()
+            num_blocks = self.executor.start()
         except BaseException:
             self._close_publisher()
             raise
         cache = KVCacheManager(
             num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, self._events
         )
-        self.scheduler = Scheduler(config.scheduler, cache)
+        self.scheduler = Scheduler(config.scheduler, cache, draft_source)
         self._run_ahead = run_ahead or RunAhead(
             config.scheduler.async_scheduling and self.executor.is_asynchronous
         )

@@ -35,7 +35,7 @@ class RaggedMetadata:
     """[B] `seq_lens` on the host."""
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `LaunchMetadata`."""
+        """See `AttentionMetadata`."""
         assert layer.key_cache is not None and layer.value_cache is not None
         ops, num_decodes = get_ops(), self.num_decodes
         key_cache, value_cache = layer.key_cache, layer.value_cache

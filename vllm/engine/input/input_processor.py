@@ -19,7 +19,12 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.input.pooling_input import PoolingInput, refuse_generation
-from vllm.engine.input.prompt_embeds import PLACEHOLDER_TOKEN_ID, PromptEmbeds, key_of, needs_tokens
+from vllm.engine.input.prompt_embeds import (
+    PLACEHOLDER_TOKEN_ID,
+    PromptEmbeds,
+    cache_keys,
+    needs_tokens,
+)
 from vllm.errors import PromptTooLongError, RequestError, TextTooLongError
 from vllm.inputs import PromptType
 from vllm.messages import EngineRequest, Grammar, TokenEmbeddings
@@ -174,7 +179,7 @@ class InputProcessor:
             arrival_time=time.time() if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=tokenized.cache_salt,
-            cache_extra_keys=tuple(map(key_of, tokenized.embeddings)),
+            cache_extra_keys=cache_keys(tokenized.embeddings),
             embeddings=tokenized.embeddings,
         )
 

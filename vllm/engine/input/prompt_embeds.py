@@ -6,6 +6,7 @@ Loads no torch: a tensor brings its own methods.
 
 import base64
 import binascii
+from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from vllm.config import ModelConfig
 from vllm.errors import PromptTooLongError, RequestError
-from vllm.messages import TokenEmbeddings
+from vllm.messages import CacheKey, TokenEmbeddings
 from vllm.utils.tensor_file import RawTensor, TensorFileError, read_tensor_file
 
 PLACEHOLDER_TOKEN_ID = 0
@@ -96,9 +97,13 @@ class PromptEmbeds:
                 )
 
 
-def key_of(embeddings: TokenEmbeddings) -> str:
-    """Equal for equal embeddings only; what the prefix cache tells them apart by."""
-    digest = sha256(repr((embeddings.start, embeddings.shape, embeddings.dtype)).encode())
+def cache_keys(embeddings: Iterable[TokenEmbeddings]) -> tuple[CacheKey, ...]:
+    """What the prefix cache tells embeddings apart by, from the position where each begins."""
+    return tuple(CacheKey(part.start, _hash_of(part)) for part in embeddings)
+
+
+def _hash_of(embeddings: TokenEmbeddings) -> str:
+    digest = sha256(repr((embeddings.shape, embeddings.dtype)).encode())
     digest.update(embeddings.data)
     return "embeddings:" + digest.hexdigest()
 

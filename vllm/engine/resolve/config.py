@@ -14,6 +14,7 @@ from vllm.assets import BUNDLED_MODEL
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    HPUConfig,
     LoadConfig,
     ModelArch,
     ModelConfig,
@@ -79,7 +80,9 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
             "(enable_prefix_caching=False, or a pooling model). Leave kv_events_config out, or "
             "turn the prefix cache on"
         )
-    hpu = resolve_hpu_config(enable_prefix_caching=cache.enable_prefix_caching)
+    hpu = resolve_hpu_config(
+        _section(HPUConfig, settings), enable_prefix_caching=cache.enable_prefix_caching
+    )
     # Last, so that no weights are downloaded for settings that are wrong.
     return VllmConfig(
         model=replace(model, path=str(_model_folder(model, load, load.load_format))),

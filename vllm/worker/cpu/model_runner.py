@@ -77,14 +77,15 @@ class CPUModelRunner(ModelRunner):
 
     def _forward(self, model_input: ModelInput) -> Tensor:
         self._fuse()
-        metadata = model_input.metadata
+        context = model_input.context
+        metadata = context.attention
         if self._fused is None or type(metadata) is not RaggedMetadata:
             return super()._forward(model_input)
-        if model_input.replaced is not None:
+        if context.replaced is not None or context.adapter_rows is not None:
             return super()._forward(model_input)  # the fused decoder knows token ids only
         return self._fused.forward(
             model_input.input_ids,
-            model_input.positions,
+            context.positions,
             metadata.slot_mapping,
             metadata.block_tables,
             metadata.seq_lens,
