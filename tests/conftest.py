@@ -93,11 +93,11 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     library = load_cpu_kernels()
     if library is None:
         pytest.skip("the C++ kernels are not built")
-    best = library.vllm_cpu_isa()
-    if not library.vllm_cpu_set_isa(request.param.encode()):
+    best = library.isa
+    if not library.set_isa(request.param):
         pytest.skip(f"no {request.param} in this build or on this processor")
     yield request.param
-    library.vllm_cpu_set_isa(best)
+    library.set_isa(best)
 
 
 @pytest.fixture

@@ -158,10 +158,7 @@ class OneLayer(nn.Module):
         self.layer, self.weight = layer, nn.Parameter(torch.zeros(1))
 
 
-@pytest.mark.parametrize(
-    ("option", "message"), [("alibi", "has ALiBi"), ("soft cap", "has a soft cap of attention")]
-)
-def test_a_gaudi_refuses_what_it_would_compute_wrongly(option, message):
-    model = OneLayer(Attention(6, 16, 2, **OPTIONS[option]))
-    with pytest.raises(ConfigError, match=f"this model {message}.*run on cpu"):
+def test_a_gaudi_refuses_what_it_would_compute_wrongly():
+    model = OneLayer(Attention(6, 16, 2, **OPTIONS["soft cap"]))
+    with pytest.raises(ConfigError, match=r"this model has a soft cap of attention.*run it on cpu"):
         HPUModel(model, torch.zeros(2, dtype=torch.int32), 128, torch_sdpa)

@@ -7,7 +7,6 @@ from vllm.bucketing.ledger import (
     MemoryClass,
     MemoryLedger,
     format_bytes,
-    kv_block_bytes,
     open_ledger,
     split_graph_memory,
     split_memory,
@@ -18,14 +17,14 @@ from vllm.bucketing.log_lines import (
     num_blocks_line,
     warmup_finished_line,
 )
+from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheSpec, plan_layout
 
 # The seeds print rounded numbers; these are unrounded ones that print so.
 CARD = int(94.6216 * GIB)
 USED_2024_09 = int(15.3969 * GIB)
 USED_2024_08 = int(15.4656 * GIB)
-LLAMA_8B_BLOCK = kv_block_bytes(
-    num_layers=32, block_size=128, num_kv_heads=8, head_size=128, dtype_bytes=2
-)
+_LAYER = KVCacheSpec(CacheKind.FULL, (CacheTensor((8, 128), "bfloat16", 2),) * 2)
+LLAMA_8B_BLOCK = plan_layout([_LAYER] * 32, block_size=128, max_model_len=8192).block_bytes
 
 
 @pytest.mark.parametrize(

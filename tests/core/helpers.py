@@ -7,10 +7,12 @@ function of that hash alone, so what a request gets must not depend on how it is
 """
 
 import copy
+import random
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,12 @@ import numpy as np
 from tests.core.cache_follower import CacheFollower
 from vllm.config import SchedulerConfig
 from vllm.core.cache_events import CacheEventLog
+from vllm.core.drafts import DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.messages import (
     NULL_BLOCK_ID,
+    CacheKey,
     EngineOutput,
     EngineRequest,
     Finished,
@@ -47,7 +51,7 @@ def make_request(
     priority: int = 0,
     arrival_time: float = 0.0,
     salt: str | None = None,
-    extra_keys: tuple[str, ...] = (),
+    extra_keys: Iterable[tuple[int, str]] = (),
     **sampling: Any,
 ) -> EngineRequest:
     """A request; a number for a prompt means that many tokens nobody else has."""
@@ -65,18 +69,24 @@ def make_request(
         arrival_time=arrival_time,
         priority=priority,
         cache_salt=salt,
-        cache_extra_keys=extra_keys,
+        cache_extra_keys=tuple(CacheKey(*key) for key in extra_keys),
     )
 
 
 def make_scheduler(
-    *, num_blocks: int = 64, block_size: int = 4, enable_caching: bool = True, **limits: Any
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    enable_caching: bool = True,
+    draft_source: DraftSource | None = None,
+    **limits: Any,
 ) -> Scheduler:
     """A scheduler; `num_blocks` counts the usable ones, `limits` are of SchedulerConfig."""
     defaults = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128}
     config = SchedulerConfig(**{**defaults, **limits})
     events = CacheEventLog(block_size)
-    return Scheduler(config, KVCacheManager(num_blocks + 1, block_size, enable_caching, events))
+    cache = KVCacheManager(num_blocks + 1, block_size, enable_caching, events)
+    return Scheduler(config, cache, draft_source)
 
 
 def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]:
@@ -90,12 +100,21 @@ def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]
 
 def root_content(spec: EngineRequest) -> int:
     """What the cache content of a request depends on besides its tokens."""
-    return zlib.crc32(repr((spec.cache_salt or "", spec.cache_extra_keys)).encode())
+    return zlib.crc32((spec.cache_salt or "").encode())
 
 
-def next_content(content: int, token_id: int) -> int:
-    """The content of a slot that follows one with `content`."""
-    return hash((content, token_id))
+def next_content(content: int, token_id: int, keys: tuple[str, ...] = ()) -> int:
+    """The content of a slot that follows one with `content`; `keys` begin there."""
+    return hash((content, token_id, *map(_stable, keys)))
+
+
+def _stable(key: str) -> int:
+    return zlib.crc32(key.encode())
+
+
+def keys_at(spec: EngineRequest, position: int) -> tuple[str, ...]:
+    """The extra keys of a request that begin at a position."""
+    return tuple(key.key for key in spec.cache_extra_keys if key.start == position)
 
 
 def next_token(spec: EngineRequest, content: int, num_output: int) -> int:
@@ -110,21 +129,58 @@ def next_token(spec: EngineRequest, content: int, num_output: int) -> int:
 def expected_result(spec: EngineRequest, fails_at: int | None = None) -> tuple[list[int], Finished]:
     """Output tokens and end of a request, without a scheduler."""
     content = root_content(spec)
-    for token_id in spec.prompt_token_ids:
-        content = next_content(content, token_id)
+    for position, token_id in enumerate(spec.prompt_token_ids):
+        content = next_content(content, token_id, keys_at(spec, position))
     output: list[int] = []
     while True:
         if len(output) == fails_at:
             return output, Finished(FinishReason.ERROR, error=FAILED)
         token_id = next_token(spec, content, len(output))
+        position = len(spec.prompt_token_ids) + len(output)
         output.append(token_id)
-        content = next_content(content, token_id)
+        content = next_content(content, token_id, keys_at(spec, position))
         if token_id == spec.eos_token_id:
             return output, Finished(FinishReason.STOP)
         if token_id in spec.stop_token_ids:
             return output, Finished(FinishReason.STOP, token_id)
         if len(spec.prompt_token_ids) + len(output) >= spec.max_total_tokens:
             return output, Finished(FinishReason.LENGTH)
+
+
+def next_tokens(spec: EngineRequest, token_ids: list[int], count: int) -> list[int]:
+    """What a request that has these tokens samples next, as if nothing ended it."""
+    content = root_content(spec)
+    for token_id in token_ids:
+        content = next_content(content, token_id)
+    found: list[int] = []
+    for num_output in range(len(token_ids) - len(spec.prompt_token_ids), 10**9):
+        if len(found) == count:
+            break
+        found.append(next_token(spec, content, num_output))
+        content = next_content(content, found[-1])
+    return found
+
+
+class GuessSource:
+    """Guesses that are right, right up to some token, wrong, or none; they do not care where the
+    output ends."""
+
+    def __init__(self, rng: random.Random, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
+        self.num_proposed = 0
+        self._rng = rng
+
+    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        return [self._guess(request) for request in requests]
+
+    def _guess(self, request: Request) -> list[int]:
+        count = self._rng.choice([0, self.max_drafts, self._rng.randint(1, self.max_drafts)])
+        guess = next_tokens(request.spec, request.token_ids, count)
+        first_wrong = self._rng.choice([count, count, 0, self._rng.randint(0, count)])
+        for index in range(first_wrong, count):
+            guess[index] = (guess[index] + 1) % VOCAB_SIZE
+        self.num_proposed += count
+        return guess
 
 
 # ---- the runner -----------------------------------------------------------------------------
@@ -145,8 +201,15 @@ class FakeRow:
     def content(self, position: int) -> int:
         while len(self.contents) <= position:
             before = self.contents[-1] if self.contents else root_content(self.spec)
-            self.contents.append(next_content(before, self.token_ids[len(self.contents)]))
+            last = len(self.contents)
+            keys = keys_at(self.spec, last)
+            self.contents.append(next_content(before, self.token_ids[last], keys))
         return self.contents[position]
+
+    def take_back(self, num_tokens: int) -> None:
+        """Only the first `num_tokens` tokens count as computed."""
+        del self.contents[num_tokens:]
+        self.num_computed = num_tokens
 
 
 class FakeRunner:
@@ -157,11 +220,18 @@ class FakeRunner:
         is_split: one launch for the decodes, then one per prefill, as on a device with static
             shapes; False: everything in one launch, which writes before it reads.
         fails_at: request id -> number of output tokens after which its sampling fails.
+        stalls_every: of so many rows with drafts one gets no token; 0: none.
     """
 
     def __init__(
-        self, block_size: int, is_split: bool = True, fails_at: dict[str, int] | None = None
+        self,
+        block_size: int,
+        is_split: bool = True,
+        fails_at: dict[str, int] | None = None,
+        stalls_every: int = 0,
     ) -> None:
+        self.stalls_every = stalls_every
+        self.num_verified = 0
         self.block_size = block_size
         self.is_split = is_split
         self.fails_at = fails_at or {}
@@ -170,9 +240,12 @@ class FakeRunner:
         self.last_step_id = -1
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run a step in the documented order: free, place, add blocks, run."""
+        """Run a step in the documented order: shorten, free, place, add blocks, run."""
         assert step.step_id > self.last_step_id
         self.last_step_id = step.step_id
+        for row, num_blocks in step.shortened_tables:
+            assert num_blocks < len(self.rows[row].block_ids)
+            del self.rows[row].block_ids[num_blocks:]
         for row in step.freed_rows:
             del self.rows[row]
         for new in step.new_requests:
@@ -182,17 +255,33 @@ class FakeRunner:
         for row, block_id in zip(step.block_rows.tolist(), step.block_ids.tolist(), strict=True):
             self.rows[row].block_ids.append(block_id)
         self._check_tables()
+        rows = step.rows.tolist()
         work = list(
             zip(
-                step.rows.tolist(),
+                rows,
                 step.num_computed_tokens.tolist(),
                 step.num_scheduled_tokens.tolist(),
                 strict=True,
             )
         )
+        drafts = self._drafts(step)
+        for row, guess in drafts.items():
+            self.rows[row].token_ids += guess
         for launch in self._launches(work):
             self._run(launch)
-        return self._sample(step, work)
+        return self._sample(step, work, drafts)
+
+    @staticmethod
+    def _drafts(step: SchedulerOutput) -> dict[int, list[int]]:
+        """Row -> its drafts."""
+        if step.num_draft_tokens is None:
+            assert step.draft_token_ids is None
+            return {}
+        assert step.draft_token_ids is not None
+        parts = np.split(step.draft_token_ids, np.cumsum(step.num_draft_tokens))
+        assert not len(parts[-1])
+        pairs = zip(step.rows.tolist(), parts[:-1], strict=True)
+        return {row: part.tolist() for row, part in pairs if len(part)}
 
     def _launches(self, work: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
         if not self.is_split:
@@ -232,8 +321,13 @@ class FakeRunner:
         index, offset = divmod(position, self.block_size)
         return row.block_ids[index], offset
 
-    def _sample(self, step: SchedulerOutput, work: list[tuple[int, int, int]]) -> ModelRunnerOutput:
-        token_ids: dict[int, int] = {}
+    def _sample(
+        self,
+        step: SchedulerOutput,
+        work: list[tuple[int, int, int]],
+        drafts: dict[int, list[int]],
+    ) -> ModelRunnerOutput:
+        token_ids: dict[int, list[int]] = {}
         logprobs: dict[int, LogprobRows] = {}
         prompt_logprobs: dict[int, LogprobRows] = {}
         errors: dict[int, str] = {}
@@ -247,22 +341,52 @@ class FakeRunner:
                     prompt_logprobs[row_id] = _logprob_rows(targets, list(positions))
             if start + count < len(row.token_ids):
                 continue
-            num_output = len(row.token_ids) - num_prompt
-            token_id = next_token(row.spec, row.content(start + count - 1), num_output)
-            if self.fails_at.get(row.spec.request_id) == num_output:
+            guess = drafts.get(row_id, [])
+            num_known = len(row.token_ids) - len(guess)
+            num_output = num_known - num_prompt
+            tokens = self._verify(row, num_known, guess)
+            if not tokens:
                 errors[row_id] = FAILED
-            elif params.logprobs is not None:
-                logprobs[row_id] = _logprob_rows([token_id], [num_output])
-            row.token_ids.append(token_id)
-            token_ids[row_id] = token_id
+                tokens = [0]
+            elif self._stalls(guess):
+                tokens = []
+            if params.logprobs is not None and tokens and row_id not in errors:
+                positions = range(num_output, num_output + len(tokens))
+                logprobs[row_id] = _logprob_rows(tokens, list(positions))
+            row.take_back(num_known - 1 + len(tokens))
+            row.token_ids[num_known:] = tokens
+            token_ids[row_id] = tokens
+        counts = [len(tokens) for tokens in token_ids.values()]
         return ModelRunnerOutput(
             step_id=step.step_id,
             rows=np.array(list(token_ids), np.int32),
-            token_ids=np.array(list(token_ids.values()), np.int32),
+            token_ids=np.array([t for tokens in token_ids.values() for t in tokens], np.int32),
+            num_tokens=None if set(counts) <= {1} else np.array(counts, np.int32),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             errors=errors,
         )
+
+    def _verify(self, row: FakeRow, num_known: int, guess: list[int]) -> list[int]:
+        """The tokens of a row, up to the first that is not its draft; none when the first fails."""
+        num_prompt = len(row.spec.prompt_token_ids)
+        tokens: list[int] = []
+        for draft in [*guess, None]:
+            num_output = num_known + len(tokens) - num_prompt
+            if self.fails_at.get(row.spec.request_id) == num_output:
+                break
+            content = row.content(num_known + len(tokens) - 1)
+            tokens.append(next_token(row.spec, content, num_output))
+            if tokens[-1] != draft:
+                break
+        return tokens
+
+    def _stalls(self, guess: list[int]) -> bool:
+        """Whether a row gets no token in this step, although nothing is wrong with it."""
+        if not guess:
+            return False
+        self.num_verified += 1
+        return bool(self.stalls_every) and self.num_verified % self.stalls_every == 0
 
 
 def _logprob_rows(token_ids: list[int], positions: list[int]) -> LogprobRows:
@@ -294,7 +418,7 @@ class Loop:
 
     Args:
         depth: results outstanding while the next step is scheduled.
-        is_split, fails_at: see FakeRunner.
+        is_split, fails_at, stalls_every: see FakeRunner.
     """
 
     def __init__(
@@ -303,10 +427,11 @@ class Loop:
         depth: int = 0,
         is_split: bool = True,
         fails_at: dict[str, int] | None = None,
+        stalls_every: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.depth = depth
-        self.runner = FakeRunner(scheduler.cache.block_size, is_split, fails_at)
+        self.runner = FakeRunner(scheduler.cache.block_size, is_split, fails_at, stalls_every)
         self.results: dict[str, Result] = {}
         self.num_steps = 0
         self.follower = CacheFollower()
@@ -379,8 +504,11 @@ class Loop:
             self._open(name).num_cached_tokens.append(count)
         for name, rows in output.prompt_logprobs.items():
             self._open(name).prompt_logprobs += _entries(rows)
-        for name, token_id in zip(output.request_ids, output.token_ids, strict=True):
-            self._open(name).token_ids.append(token_id)
+        counts = output.num_tokens or [1] * len(output.request_ids)
+        assert all(counts) and sum(counts) == len(output.token_ids)
+        tokens = iter(output.token_ids)
+        for name, count in zip(output.request_ids, counts, strict=True):
+            self._open(name).token_ids += islice(tokens, count)
         for name, rows in output.logprobs.items():
             self._open(name).logprobs += _entries(rows)
         for name, finished in output.finished.items():
@@ -397,7 +525,13 @@ def _entries(rows: LogprobRows) -> list[tuple[int, int]]:
 
 
 def _plain(output: EngineOutput) -> tuple[Any, ...]:
-    return output.request_ids, output.token_ids, output.finished, output.num_cached_tokens
+    return (
+        output.request_ids,
+        output.token_ids,
+        output.num_tokens,
+        output.finished,
+        output.num_cached_tokens,
+    )
 
 
 # ---- invariants -----------------------------------------------------------------------------
@@ -411,14 +545,19 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
     assert len(rows) <= config.max_num_seqs
     assert step.num_tokens <= config.max_num_batched_tokens
     assert all(count >= 1 for count in counts)
-    is_prefill = [count > 1 for count in counts]
-    assert is_prefill == sorted(is_prefill), "decodes go before prefills"
+    drafts = [0] * len(rows)
+    if step.num_draft_tokens is not None:
+        drafts = step.num_draft_tokens.tolist()
+    kinds = [0 if count == 1 else 1 if d else 2 for count, d in zip(counts, drafts, strict=True)]
+    assert kinds == sorted(kinds), "single tokens, then drafts, then prefills"
+    assert all(not d or d == count - 1 for count, d in zip(counts, drafts, strict=True))
     assert {new.row for new in step.new_requests} <= set(rows)
     for array in (step.rows, step.num_computed_tokens, step.num_scheduled_tokens):
         assert array.dtype == np.int32
     for row in running.order.tolist():
         rest = int(running.num_tokens[row] - running.num_computed[row])
-        if row not in rows and running.num_tokens[row] < running.limit[row]:
+        waits = running.awaits_result[row] or running.num_tokens[row] >= running.limit[row]
+        if row not in rows and not waits:
             assert rest > 1, "a decode is left out"
 
 

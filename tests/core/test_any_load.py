@@ -11,7 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.core.helpers import VOCAB_SIZE, Loop, expected_result, make_request, make_scheduler
+from tests.core.helpers import (
+    VOCAB_SIZE,
+    GuessSource,
+    Loop,
+    expected_result,
+    make_request,
+    make_scheduler,
+)
 from vllm.errors import CapacityError
 from vllm.messages import EngineRequest, Finished, FinishReason
 
@@ -31,16 +38,19 @@ class Setup:
     depth: int
     is_split: bool
     fails_at: dict[str, int] = field(default_factory=dict)
+    draft_source: GuessSource | None = None
+    stalls_every: int = 0
 
     def loop(self) -> Loop:
         scheduler = make_scheduler(
+            draft_source=self.draft_source,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             enable_caching=self.enable_caching,
             max_model_len=MAX_MODEL_LEN,
             **self.limits,
         )
-        return Loop(scheduler, self.depth, self.is_split, self.fails_at)
+        return Loop(scheduler, self.depth, self.is_split, self.fails_at, self.stalls_every)
 
 
 @st.composite
@@ -88,7 +98,7 @@ def arrivals(draw: st.DrawFn) -> dict[str, Any]:
         "priority": draw(st.integers(-1, 1)),
         "arrival_time": float(draw(st.integers(0, 3))),
         "salt": draw(st.sampled_from([None, None, None, "salt"])),
-        "extra_keys": draw(st.sampled_from([(), (), (), ("lora",)])),
+        "extra_keys": draw(st.sampled_from([(), (), (), ((0, "lora"),), ((5, "image"),)])),
         "prompt_logprobs": draw(st.sampled_from([None, None, None, 0])),
         "logprobs": draw(st.sampled_from([None, 0])),
     }
@@ -106,7 +116,7 @@ def programs() -> st.SearchStrategy[list[Any]]:
     return st.lists(event, min_size=1, max_size=40)
 
 
-def run_program(setup: Setup, program: Sequence[tuple[str, Any]]) -> None:
+def run_program(setup: Setup, program: Sequence[tuple[str, Any]]) -> Loop:
     """Run a load to its end and compare what everybody got with what they get alone."""
     loop = setup.loop()
     specs: dict[str, EngineRequest] = {}
@@ -128,6 +138,7 @@ def run_program(setup: Setup, program: Sequence[tuple[str, Any]]) -> None:
     loop.run()
     for name, spec in specs.items():
         check_result(loop, setup, spec, name)
+    return loop
 
 
 def check_result(loop: Loop, setup: Setup, spec: EngineRequest, name: str) -> None:
@@ -221,7 +232,7 @@ def random_event(rng: random.Random) -> tuple[str, Any]:
         "priority": rng.choice([-1, 0, 0, 0, 1]),
         "arrival_time": float(rng.randrange(4)),
         "salt": rng.choice([None, None, None, "salt"]),
-        "extra_keys": rng.choice([(), (), (), ("lora",)]),
+        "extra_keys": rng.choice([(), (), (), ((0, "lora"),), ((5, "image"),)]),
         "prompt_logprobs": rng.choice([None, None, None, 0]),
         "logprobs": rng.choice([None, 0]),
     }

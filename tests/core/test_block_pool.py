@@ -109,6 +109,18 @@ def test_reset_is_refused_while_a_block_is_held():
     check_pool(pool)
 
 
+def test_forgotten_contents_are_not_found_and_their_free_blocks_are_taken_first():
+    pool = BlockPool(4)
+    a, b, c = held_and_remembered(pool, b"a", b"b", b"c")
+    pool.free([a, b])
+    pool.forget([b"b", b"c", b"unknown"])
+    assert pool.find([b"a"]) == [a]
+    assert pool.find([b"b"]) == pool.find([b"c"]) == []
+    assert (pool.num_refs(c), pool.num_free) == (1, 2)
+    assert pool.allocate(2) == [b, a]
+    check_pool(pool)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_use_keeps_counts_queue_and_hashes_together(seed):
     rng = random.Random(seed)
@@ -120,6 +132,8 @@ def test_any_use_keeps_counts_queue_and_hashes_together(seed):
             holders.append(pool.allocate(rng.randint(0, pool.num_free)))
         elif draw < 0.7 and holders:
             pool.free(holders.pop(rng.randrange(len(holders))))
+        elif draw < 0.74:
+            pool.forget({bytes([rng.randrange(30)]) for _ in range(2)})
         elif draw < 0.85 and holders and holders[-1]:
             pool.remember([rng.choice(holders[-1])], [bytes([rng.randrange(30)])])
         else:

@@ -37,9 +37,12 @@ def test_hashes_are_the_same_in_every_process_and_release():
 
 def test_hashes_differ_by_salt_extra_keys_parent_tokens_and_order():
     def hash_of(*blocks, **kwargs):
-        parent = root_hash(make_request(**kwargs))
+        request, start = make_request(**kwargs), 0
+        parent = root_hash(request)
         for tokens in blocks:
-            (parent,) = block_hashes(parent, tokens, len(tokens))
+            keys = request.cache_extra_keys
+            (parent,) = block_hashes(parent, tokens, len(tokens), keys, start)
+            start += len(tokens)
         return parent
 
     different = [
@@ -51,12 +54,17 @@ def test_hashes_differ_by_salt_extra_keys_parent_tokens_and_order():
         hash_of([0, 2], [3, 4]),
         hash_of([1, 2], [3, 4], salt="s"),
         hash_of([1, 2], [3, 4], salt="t"),
-        hash_of([1, 2], [3, 4], extra_keys=("s",)),
-        hash_of([1, 2], [3, 4], extra_keys=("s", "t")),
-        hash_of([1, 2], [3, 4], extra_keys=("st",)),
-        hash_of([1, 2], [3, 4], extra_keys=("", "st")),
-        hash_of([1, 2], [3, 4], salt="s", extra_keys=("t",)),
-        hash_of([1, 2], [3, 4], salt="t", extra_keys=("s",)),
+        hash_of([1, 2], [3, 4], extra_keys=[(0, "s")]),
+        hash_of([1, 2], [3, 4], extra_keys=[(1, "s")]),
+        hash_of([1, 2], [3, 4], extra_keys=[(2, "s")]),
+        hash_of([1, 2], [3, 4], extra_keys=[(3, "s")]),
+        hash_of([1, 2], [3, 4], extra_keys=[(0, "s"), (0, "t")]),
+        hash_of([1, 2], [3, 4], extra_keys=[(0, "s"), (1, "t")]),
+        hash_of([1, 2], [3, 4], extra_keys=[(0, "s"), (2, "t")]),
+        hash_of([1, 2], [3, 4], extra_keys=[(0, "st")]),
+        hash_of([1, 2], [3, 4], extra_keys=[(0, ""), (0, "st")]),
+        hash_of([1, 2], [3, 4], salt="s", extra_keys=[(0, "t")]),
+        hash_of([1, 2], [3, 4], salt="t", extra_keys=[(0, "s")]),
     ]
     assert len(set(different)) == len(different)
 
@@ -99,11 +107,22 @@ def test_only_computed_full_blocks_are_found():
     assert cache.find_prefix(make_entry(range(12))) == request.block_ids[:1]
 
 
-@pytest.mark.parametrize("other", [{"salt": "s"}, {"extra_keys": ("lora",)}])
+@pytest.mark.parametrize("other", [{"salt": "s"}, {"extra_keys": [(0, "lora")]}])
 def test_requests_with_other_keys_share_nothing(other):
     cache = make_cache()
     computed(cache, range(12))
     assert cache.find_prefix(make_entry(range(12), **other)) == []
+
+
+@pytest.mark.parametrize(("start", "num_shared"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (99, 3)])
+def test_requests_share_the_blocks_before_the_position_of_a_key(start, num_shared):
+    cache = make_cache()
+    first = computed(cache, range(13), extra_keys=[(start, "one image")])
+    same = make_entry(range(13), extra_keys=[(start, "one image")])
+    assert cache.find_prefix(same) == first.block_ids[:3]
+    other = make_entry(range(13), extra_keys=[(start, "another image")])
+    assert cache.find_prefix(other) == first.block_ids[:num_shared]
+    assert cache.find_prefix(make_entry(range(13))) == first.block_ids[:num_shared]
 
 
 def test_a_request_for_prompt_logprobs_is_computed_whole_and_shared_by_others():

@@ -580,6 +580,23 @@ def test_the_failure_of_a_cancelled_request_hits_nobody():
     assert loop.run()["b"].finished == Finished(FinishReason.LENGTH)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_request_that_fails_leaves_no_block_of_its_prompt_in_the_prefix_cache(depth):
+    loop = make_loop(depth, fails_at={"bad": 0, "shares": 1})
+    loop.add(make_request("bad", [*range(16)]))
+    loop.run()
+    loop.add(make_request("next", [*range(16), 99]))
+    loop.run()
+    assert loop.results["next"].num_cached_tokens == [0]
+    # What a request has shared may be where its failure came from.
+    loop.add(make_request("shares", [*range(16), 99, 98]))
+    loop.run()
+    assert loop.results["shares"].num_cached_tokens == [16]
+    loop.add(make_request("last", [*range(16), 99]))
+    loop.run()
+    assert loop.results["last"].num_cached_tokens == [0]
+
+
 def test_nothing_of_a_cancelled_request_arrives_later():
     loop = make_loop(depth=1)
     loop.add(make_request("a", prompt_logprobs=0, logprobs=0))

@@ -1,5 +1,6 @@
 """Prompts that are embeddings give what `transformers` gives for the same `inputs_embeds`."""
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -7,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.reference import assert_same_tokens, generate
 from tests.tiny_models import FAMILIES
 from vllm import LLM, SamplingParams
+from vllm.engine.input.prompt_embeds import cache_keys
 from vllm.errors import ConfigError, RequestError
 
 MAX_TOKENS = 20
@@ -107,6 +109,42 @@ def test_equal_embeddings_share_cached_blocks_and_others_never_do(models):
     assert run(as_prompt(first)) == (one[0], 32)
     assert run({**as_prompt(first), "cache_salt": "x"}) == (one[0], 0)
     assert run(as_prompt(torch.cat([first[:39], second[39:]])))[1] == 0
+
+
+def test_prompts_share_the_blocks_of_the_text_before_their_embeddings(models):
+    table = table_of(models("llama"))
+    text = list(range(20, 60))
+
+    def run(llm, embeds):
+        """Tokens and cache hits of a prompt whose text is followed by embeddings."""
+        engine = llm.llm_engine
+        params = SamplingParams(**GREEDY)
+        _, request = engine.input_processor.process("a", as_prompt(embeds), params)
+        (part,) = request.embeddings
+        parts = (msgspec.structs.replace(part, start=len(text)),)
+        engine.engine_core.add_request(
+            msgspec.structs.replace(
+                request,
+                prompt_token_ids=text + request.prompt_token_ids,
+                embeddings=parts,
+                cache_extra_keys=cache_keys(parts),
+                max_total_tokens=request.max_total_tokens + len(text),
+            )
+        )
+        token_ids, num_cached = [], []
+        while engine.engine_core.has_unfinished_requests():
+            output = engine.engine_core.step()
+            token_ids += output.token_ids
+            num_cached += output.num_cached_tokens.values()
+        return token_ids, num_cached
+
+    first, second = make_embeds(table, 20), make_embeds(table, 20, seed=1)
+    fresh = [run(make_llm(models("llama")), embeds) for embeds in (first, second)]
+    assert fresh[0][0] != fresh[1][0]
+    llm = make_llm(models("llama"))
+    assert run(llm, first) == (fresh[0][0], [0])
+    assert run(llm, second) == (fresh[1][0], [32])
+    assert run(llm, first) == (fresh[0][0], [48])
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])

@@ -38,7 +38,7 @@ def test_waiting_tokens_are_those_that_have_not_begun():
     admission = Admission(AdmissionLimits(max_queued_tokens=10), max_num_seqs=8)
     admission.check(1, 100)  # nothing waits: it would never be taken otherwise
     admission.add("large", 100)
-    with pytest.raises(CapacityError, match="100 prompt tokens wait"):
+    with pytest.raises(CapacityError, match="100 prompt tokens are waiting"):
         admission.check(1, 1)
     admission.begin(["large"])
     admission.add("a", 6)

@@ -3,7 +3,8 @@
 import dataclasses
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModel
 
 from tests.tiny_models import FAMILIES
 from vllm.config import ModelArch
@@ -47,6 +48,73 @@ def test_windows_of_layers(tiny_model):
     assert windows("llama") == (None, None, None)
 
 
+TINY = {
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+}
+TYPES = ["full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values"),
+    [
+        ("llama", {}),
+        ("mistral", {}),
+        ("mistral", {"sliding_window": None}),
+        ("ministral", {"layer_types": TYPES, "head_dim": 8}),
+        *(
+            (model_type, values)
+            for model_type in ("qwen2", "qwen3")
+            for values in (
+                {},
+                {"use_sliding_window": False},
+                {"use_sliding_window": True},
+                {"use_sliding_window": True, "max_window_layers": 1},
+                {"use_sliding_window": True, "layer_types": TYPES},
+                {"use_sliding_window": True, "sliding_window": None},
+                {"layer_types": TYPES},
+            )
+        ),
+    ],
+)
+def test_layers_have_the_windows_that_transformers_gives_them(model_type, values):
+    config = AutoConfig.for_model(model_type, **TINY | values)
+    with torch.device("meta"):
+        layers = AutoModel.from_config(config).layers
+    # Mistral's layers have no attribute: each of them reads the config.
+    of_all = config.sliding_window if model_type == "mistral" else None
+    expected = tuple(getattr(layer.self_attn, "sliding_window", of_all) for layer in layers)
+    arch = {"architectures": ["A"], "model_type": model_type, "max_position_embeddings": 64}
+    # As config.json has it, and as transformers completes it.
+    assert ModelArch.from_hf({**config.to_dict(), **arch}).layer_windows == expected
+    raw = {"max_window_layers": 28, **TINY, **values, **arch}
+    assert ModelArch.from_hf(raw).layer_windows == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"]
+)
+def test_the_epsilon_of_norms_is_read_under_every_name(name):
+    assert ModelArch.from_hf(minimal(**{name: 0.25})).norm_eps == 0.25
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "bert", "roberta"])
+def test_the_epsilon_of_norms_is_that_of_transformers(model_type):
+    config = AutoConfig.for_model(model_type, **TINY)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    norms = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
+    epsilons = {getattr(norm, "eps", None) or norm.variance_epsilon for norm in norms}
+    arch = ModelArch.from_hf({**config.to_dict(), "architectures": ["A"]})
+    assert epsilons == {arch.norm_eps}
+
+
 def minimal(**values):
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -88,7 +156,7 @@ def test_longest_sequence(scaling, length):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"architectures": None}, "names no architecture"),
+        ({"architectures": None}, "has no 'architectures'"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"hidden_size": 66}, r"hidden_size \(66\).*num_attention_heads \(4\)"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\).*num_key_value_heads \(3\)"),

@@ -4,12 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from vllm.attention import Attention
+from vllm.attention import Attention, CachedLayer, EncoderAttention
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.errors import ConfigError
+from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheGroup, KVCacheLayout, KVCacheSpec
 from vllm.platforms import resolve_platform
-from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block, cache_dtype, count_blocks
+from vllm.worker.kv_cache import (
+    bind_kv_caches,
+    cache_dtype,
+    cache_layout,
+    count_blocks,
+    layers_with_cache,
+)
 
 GIB = 2**30
 
@@ -24,7 +32,8 @@ def make_config(**cache) -> VllmConfig:
 
 def test_a_block_holds_keys_and_values_of_all_layers():
     layers = [Attention(8, 64, 2) for _ in range(3)]
-    assert bytes_per_block(layers, 16, torch.bfloat16) == 2 * 3 * 2 * 64 * 16 * 2
+    layout = cache_layout(make_config(), layers, torch.bfloat16)
+    assert layout.block_bytes == 2 * 3 * 2 * 64 * 16 * 2
 
 
 @pytest.mark.parametrize(
@@ -41,7 +50,7 @@ def test_a_cache_of_fp8_has_twice_as_many_blocks(asked, dtype, num_blocks):
     config = replace(config, model=replace(config.model, dtype="bfloat16"))
     assert cache_dtype(config) == dtype
     layers = [Attention(8, 64, 2) for _ in range(3)]
-    block_bytes = bytes_per_block(layers, 16, cache_dtype(config))
+    block_bytes = cache_layout(config, layers, cache_dtype(config)).block_bytes
     assert count_blocks(config, block_bytes, free_bytes=GIB) == num_blocks
 
 
@@ -74,10 +83,84 @@ def test_a_cache_too_small_for_the_longest_request_is_refused_with_what_would_fi
         count_blocks(config, block_bytes=100, free_bytes=GIB)
 
 
+def bind(layers: list[CachedLayer], dtype: torch.dtype, num_blocks: int) -> KVCacheLayout:
+    layout = cache_layout(make_config(), layers, dtype)
+    bind_kv_caches(layers, resolve_platform("cpu"), num_blocks, layout, dtype)
+    return layout
+
+
 def test_caches_are_zero_and_belong_to_one_layer_each():
     layers = [Attention(4, 8, 2) for _ in range(2)]
-    bind_kv_caches(layers, resolve_platform("cpu"), 5, 16, torch.bfloat16)
+    bind(layers, torch.bfloat16, num_blocks=5)
     tensors = [t for layer in layers for t in (layer.key_cache, layer.value_cache)]
     assert all(t.shape == (5, 16, 2, 8) and t.dtype == torch.bfloat16 for t in tensors)
     assert all(not t.any() for t in tensors)
     assert len({t.data_ptr() for t in tensors}) == 4
+
+
+def test_layers_with_different_windows_share_one_memory_in_groups_of_equal_size():
+    windows = [32, 32, None, 32, 32]
+    layers = [Attention(4, 8, 2, sliding_window=window) for window in windows]
+    layout = bind(layers, torch.float32, num_blocks=5)
+    assert [group.window for group in layout.groups] == [None, *[32] * 4]
+    assert [layer.cache_group for layer in layers] == [1, 2, 0, 3, 4]
+    assert layout.block_bytes == 2 * 16 * 2 * 8 * 4
+    assert len({layer.key_cache.data_ptr() for layer in layers}) == 1
+    # Two of each kind: a block has room for two layers.
+    layers = [Attention(4, 8, 2, sliding_window=window) for window in (None, 32, None, 32)]
+    layout = bind(layers, torch.float32, num_blocks=5)
+    assert [group.layers for group in layout.groups] == [(0, 2), (1, 3)]
+    first, second, third, fourth = (layer.key_cache.data_ptr() for layer in layers)
+    assert (first, third) == (second, fourth) and first != third
+    layers[0].release_kv_cache()
+    assert layers[0].kv_caches == () and len(layers[1].kv_caches) == 2
+
+
+def test_a_window_that_no_request_outgrows_is_no_window():
+    layers = [Attention(4, 8, 2, sliding_window=window) for window in (64, None)]
+    layout = cache_layout(make_config(), layers, torch.float32)
+    assert layout.groups == (KVCacheGroup(None, (0, 1)),)
+
+
+class LatentLayer(CachedLayer):
+    """Keeps one tensor, and not one of keys and one of values."""
+
+    cache_names = ("latent_cache",)
+
+    def __init__(self, size: int, window: int | None = None) -> None:
+        super().__init__()
+        self.latent_cache = None
+        self.size = size
+        self.window = window
+
+    def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        tensor = CacheTensor((self.size,), str(dtype).removeprefix("torch."), dtype.itemsize)
+        if self.window is None:
+            return KVCacheSpec(CacheKind.LATENT, (tensor,))
+        return KVCacheSpec(CacheKind.SLIDING_WINDOW, (tensor,), self.window)
+
+
+def test_what_a_layer_keeps_needs_to_be_neither_two_tensors_nor_of_one_shape():
+    model = nn.ModuleList([LatentLayer(24), EncoderAttention(4, 8), Attention(4, 8, 2)])
+    layers = layers_with_cache(model)
+    assert layers == [model[0], model[2]]
+    layout = bind(layers, torch.bfloat16, num_blocks=3)
+    assert layout.block_bytes == 16 * 2 * (24 + 2 * 2 * 8)
+    assert model[0].latent_cache.shape == (3, 16, 24)
+    assert model[2].key_cache.shape == (3, 16, 2, 8)
+    assert all(
+        len({c.data_ptr() for c in layer.kv_caches}) == len(layer.kv_caches) for layer in layers
+    )
+    # Tensors that differ cannot take turns in one memory: all layers keep all tokens.
+    mixed = [LatentLayer(24), LatentLayer(16, window=32)]
+    assert [group.layers for group in bind(mixed, torch.bfloat16, num_blocks=3).groups] == [(0, 1)]
+    assert mixed[0].latent_cache.shape != mixed[1].latent_cache.shape
+
+
+def test_several_groups_need_as_many_blocks_for_the_same_tokens():
+    config = make_config(num_gpu_blocks_override=9)
+    assert count_blocks(config, 1, GIB, num_groups=2) == 9
+    with pytest.raises(ConfigError, match=r"holds 32 tokens.*max_model_len is 64"):
+        count_blocks(config, 1, GIB, num_groups=3)
+    config = make_config(enable_prefix_caching=False)
+    assert count_blocks(config, 1, GIB, num_groups=3) == 1000 * 4 * 3 + 1

@@ -2,6 +2,7 @@
 
 from vllm.attention.backends.encoder_attn import EncoderMetadata
 from vllm.attention.backends.native_attn import RaggedMetadata
+from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import (
     ContextHolder,
     LaunchContext,
@@ -17,6 +18,7 @@ from vllm.attention.metadata import AttentionMetadata
 __all__ = [
     "Attention",
     "AttentionMetadata",
+    "CachedLayer",
     "ContextHolder",
     "EncoderAttention",
     "EncoderMetadata",

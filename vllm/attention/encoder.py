@@ -1,12 +1,15 @@
 """The attention layer of encoders: every token sees all of its prompt, and nothing is kept."""
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from vllm.attention.backends.encoder_attn import full_attention
+from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import ContextHolder, ReadsContext
+from vllm.kv_cache_spec import CacheKind, KVCacheSpec
 
 
-class EncoderAttention(nn.Module, ReadsContext):
+class EncoderAttention(CachedLayer, ReadsContext):
     """Scaled dot product attention in both directions, without a KV cache.
 
     H heads, D head size; all per rank.
@@ -17,6 +20,8 @@ class EncoderAttention(nn.Module, ReadsContext):
 
     Shape: query, key and value [T, H, D] -> [T, H, D]
     """
+
+    cache_names = ()
 
     key_cache: Tensor | None = None
     """Never there; makes this an `AttentionLayer` like the others."""
@@ -33,6 +38,10 @@ class EncoderAttention(nn.Module, ReadsContext):
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale: float = head_size**-0.5
+
+    def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        """Nothing."""
+        return KVCacheSpec(CacheKind.NONE)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         context = self.launch.context

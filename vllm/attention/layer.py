@@ -1,12 +1,15 @@
 """The attention layer of a model: heads and KV cache; how to compute is the backend's."""
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from vllm.attention.backends.native_attn import prompt_attention
+from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import ContextHolder, ReadsContext
+from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheSpec
 
 
-class Attention(nn.Module, ReadsContext):
+class Attention(CachedLayer, ReadsContext):
     """Causal attention of flattened tokens over what their requests have in the KV cache.
 
     H query heads, G key/value heads (H a multiple of G), D head size; all per rank.
@@ -23,6 +26,8 @@ class Attention(nn.Module, ReadsContext):
 
     Shape: query [T, H, D], key and value [T, G, D] -> [T, H, D]
     """
+
+    cache_names = ("key_cache", "value_cache")
 
     key_cache: Tensor | None
     """[num_blocks, S, G, D], bound by the runner; None until then."""
@@ -58,9 +63,15 @@ class Attention(nn.Module, ReadsContext):
         self.key_cache = None
         self.value_cache = None
 
-    def bind_kv_cache(self, key_cache: Tensor, value_cache: Tensor) -> None:
-        """Use these caches, [num_blocks, S, G, D] each, from now on."""
-        self.key_cache, self.value_cache = key_cache, value_cache
+    def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        """Keys and values of all tokens, or of those in the window."""
+        shape, name = (self.num_kv_heads, self.head_size), str(dtype).removeprefix("torch.")
+        kind = CacheKind.FULL if self.sliding_window is None else CacheKind.SLIDING_WINDOW
+        tensors = tuple(
+            CacheTensor(shape, name, dtype.itemsize, scale)
+            for scale in (self.key_scale, self.value_scale)
+        )
+        return KVCacheSpec(kind, tensors, self.sliding_window)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         context = self.launch.context

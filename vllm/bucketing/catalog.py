@@ -1,6 +1,6 @@
 """The finite set of shapes that may be launched, and the cheapest one for a launch.
 
-Single-threaded: whoever warms buckets up and whoever asks for them take turns.
+Not thread-safe: warming up and looking up must not run at the same time.
 """
 
 from collections.abc import Callable, Iterable
@@ -94,7 +94,7 @@ class Catalog:
         return bucket in self._warmed
 
     def mark_warmed(self, buckets: Iterable[Bucket]) -> None:
-        """Say that buckets are warmed up; from now on `warmed_only` finds them.
+        """Mark buckets as warmed up; from now on `warmed_only` finds them.
 
         Raises:
             ValueError: one is not in the catalog.
@@ -108,19 +108,20 @@ class Catalog:
     # ---- other sets -----------------------------------------------------------------------
 
     def without(self, buckets: Iterable[Bucket]) -> "Catalog":
-        """The catalog less some buckets; the others stay warmed up.
+        """The catalog without some buckets; the others stay warmed up.
 
         Raises:
             ValueError: one is not in the catalog.
         """
-        gone = set(buckets)
-        self._check_known(gone)
+        removed = set(buckets)
+        self._check_known(removed)
         return self._with(
-            [b for b in self.prefill if b not in gone], [b for b in self.decode if b not in gone]
+            [b for b in self.prefill if b not in removed],
+            [b for b in self.decode if b not in removed],
         )
 
     def with_buckets(self, buckets: Iterable[Bucket]) -> "Catalog":
-        """The catalog and further buckets, not warmed up yet."""
+        """The catalog with further buckets, which are not warmed up yet."""
         new = list(buckets)
         return self._with(
             [*self.prefill, *(b for b in new if b.phase is Phase.PREFILL)],

@@ -88,13 +88,6 @@ def split_graph_memory(graph_bytes: int, prompt_ratio: float) -> tuple[int, int]
     return prompt, graph_bytes - prompt
 
 
-def kv_block_bytes(
-    *, num_layers: int, block_size: int, num_kv_heads: int, head_size: int, dtype_bytes: int
-) -> int:
-    """Bytes of one KV block over all layers of this rank; keys and values."""
-    return 2 * num_layers * block_size * num_kv_heads * head_size * dtype_bytes
-
-
 class MemoryLedger:
     """Budgets per class and what is booked against them.
 

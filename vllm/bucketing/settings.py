@@ -1,6 +1,6 @@
 """The twelve variables VLLM_{PROMPT|DECODE}_{BS|SEQ|BLOCK}_BUCKET_{MIN|STEP|MAX}.
 
-Their values come in as arguments; who has read them is not known here.
+Their values are arguments: nothing here reads the environment.
 
     VLLM_PROMPT_BS_BUCKET_*      prompts in one launch        1, min(seqs, 32), min(seqs, 64)
     VLLM_PROMPT_SEQ_BUCKET_*     tokens of the longest        block_size, block_size, 1024

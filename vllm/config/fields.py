@@ -35,7 +35,7 @@ class ConfigField:
 
     name: str
     kind: FieldKind
-    """Form of the value. size: an integer that may be written as 8k; strings: a tuple of them;
+    """Kind of value. size: an integer that may be written as 8k; strings: a tuple of them;
     str_or_bool: true where the flag has no value."""
     default: object
     """None also when the platform decides."""
@@ -51,7 +51,7 @@ class ConfigField:
 
     @property
     def flag(self) -> str:
-        """The command-line flag, without aliases and without its `--no-` form."""
+        """The command-line flag, without aliases and without its `--no-` variant."""
         return flag_of(self.name)
 
     def convert(self, value: object) -> object:
@@ -118,7 +118,7 @@ def _read_type(annotation: object) -> tuple[FieldKind, tuple[str, ...]]:
     if origin is Literal:
         return "str", args
     if origin is tuple:
-        assert args == (str, Ellipsis), f"no flag form for {annotation}"
+        assert args == (str, Ellipsis), f"no flag can be made for {annotation}"
         return "strings", ()
     if origin is Mapping:
         return "mapping", ()

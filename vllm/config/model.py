@@ -69,7 +69,7 @@ class ModelArch:
         """
         architectures = config.get("architectures") or ()
         if not architectures:
-            raise ConfigError("config.json names no architecture (key 'architectures')")
+            raise ConfigError("config.json has no 'architectures'")
         hidden_size = _number(config, "hidden_size")
         num_heads = _number(config, "num_attention_heads")
         head_size = config.get("head_dim") or _divide(config, hidden_size, num_heads)
@@ -92,7 +92,7 @@ class ModelArch:
             head_size=head_size,
             max_position_embeddings=_number(config, "max_position_embeddings")
             - _num_unused_positions(config),
-            norm_eps=config.get("rms_norm_eps", config.get("layer_norm_eps", 1e-5)),
+            norm_eps=_read_norm_eps(config),
             hidden_act=config.get("hidden_act") or config.get("activation_function") or "silu",
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             rope=_read_rope(config, head_size),
@@ -171,9 +171,32 @@ def _read_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig | None:
     )
 
 
+_NORM_EPS_KEYS = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "norm_epsilon",
+    "norm_eps",
+)
+_DEFAULT_NORM_EPS = 1e-5
+"""What torch adds, too: OPT has no key."""
+
+
+def _read_norm_eps(config: Mapping[str, Any]) -> float:
+    given = (config[name] for name in _NORM_EPS_KEYS if config.get(name) is not None)
+    return float(next(given, _DEFAULT_NORM_EPS))
+
+
+_NO_WINDOWS = frozenset({"llama", "opt", "bert", "roberta", "xlm-roberta", "camembert"})
+"""Model types whose attention ignores `sliding_window`, though some checkpoints give one."""
+_WINDOWS_IF_SWITCHED_ON = frozenset({"qwen2", "qwen3"})
+"""Model types that use windows only with `use_sliding_window`."""
+
+
 def _read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
-    if window is None or config.get("use_sliding_window") is False:
+    window, model_type = config.get("sliding_window"), config.get("model_type")
+    is_on = config.get("use_sliding_window", model_type not in _WINDOWS_IF_SWITCHED_ON)
+    if window is None or model_type in _NO_WINDOWS or is_on is False:
         return (None,) * num_layers
     layer_types = config.get("layer_types")
     if layer_types:

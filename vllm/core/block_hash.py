@@ -1,34 +1,61 @@
 """Content hashes of KV blocks.
 
 A block's keys and values depend on every token before them, so its hash covers the hash of the
-block before it, its own token ids, and, at the root, everything else that decides the content
-(cache salt, LoRA, media). SHA-256: a collision would show one user another's text, and Python's
-hash can be made to collide.
+block before it, its own token ids, and what else decides the content from a position in it on
+(`CacheKey`: an adapter, an image). The root covers the cache salt. So requests share the blocks
+before the first position at which they differ, whatever it is that differs. SHA-256: a collision
+would show one user another's text, and Python's hash can be made to collide.
 """
 
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
-from vllm.messages import EngineRequest
+from vllm.messages import CacheKey, EngineRequest
 
 
 def root_hash(request: EngineRequest) -> bytes:
     """The parent of a request's first block."""
-    digest = sha256(b"vllm-block")
-    for key in (request.cache_salt or "", *request.cache_extra_keys):
-        data = key.encode("utf-8", "surrogatepass")
-        digest.update(len(data).to_bytes(8, "little"))  # keeps ("ab", "c") apart from ("a", "bc")
-        digest.update(data)
-    return digest.digest()
+    salt = _encoded(request.cache_salt or "")
+    return sha256(b"vllm-block" + salt).digest()
 
 
-def block_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """The hashes of consecutive blocks that follow `parent`; a last block not full has none."""
+def block_hashes(
+    parent: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    keys: Sequence[CacheKey] = (),
+    start: int = 0,
+) -> list[bytes]:
+    """The hashes of consecutive blocks that follow `parent`; a last block not full has none.
+
+    Args:
+        parent: hash of the block before the first one, or of the root.
+        token_ids: of the blocks.
+        block_size: tokens per block.
+        keys: of the request, all of them.
+        start: position of the first of the tokens.
+    """
     width = block_size * 8
     data = array("q", token_ids).tobytes()
-    hashes = []
+    extra = _keys_of_blocks(keys, block_size, start) if keys else {}
+    hashes: list[bytes] = []
     for end in range(width, len(data) + 1, width):
-        parent = sha256(parent + data[end - width : end]).digest()
+        parent = sha256(parent + data[end - width : end] + extra.get(len(hashes), b"")).digest()
         hashes.append(parent)
     return hashes
+
+
+def _keys_of_blocks(keys: Sequence[CacheKey], block_size: int, start: int) -> dict[int, bytes]:
+    """Index of a block behind `start` -> the keys that begin in it, encoded."""
+    found: dict[int, bytes] = {}
+    for key in keys:
+        index, offset = divmod(key.start - start, block_size)
+        found[index] = found.get(index, b"") + offset.to_bytes(8, "little") + _encoded(key.key)
+    return found
+
+
+def _encoded(text: str) -> bytes:
+    """With its length in front, which keeps ("ab", "c") apart from ("a", "bc")."""
+    data = text.encode("utf-8", "surrogatepass")
+    return len(data).to_bytes(8, "little") + data

@@ -121,6 +121,21 @@ class BlockPool:
                 stored.append(index)
         return stored
 
+    def forget(self, hashes: Iterable[bytes]) -> None:
+        """Make contents unfindable, those of held blocks too. Hashes of no block are ignored."""
+        forgotten = []
+        for block_hash in hashes:
+            block_id = self._block_of.pop(block_hash, None)
+            if block_id is None:
+                continue
+            self._hash_of[block_id] = None
+            forgotten.append(block_hash)
+            if self._num_refs[block_id] == 0:
+                self._unlink(block_id)
+                self._link(block_id, at_front=True)
+        if self._events is not None:
+            self._events.removed(forgotten)
+
     def forget_all(self) -> bool:
         """Drop the prefix cache. False, and no change, while any block is held."""
         if self.num_free != self.num_usable_blocks:

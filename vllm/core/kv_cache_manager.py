@@ -73,6 +73,20 @@ class KVCacheManager:
             request.block_ids.append(block_id)
         return block_ids
 
+    def shorten(self, request: Request, num_tokens: int) -> int | None:
+        """Take the blocks beyond the first `num_tokens` tokens back. No prefix-cache key has been
+        made of them: what is beyond the known tokens has none.
+
+        Returns:
+            How many blocks are left; None: nothing has changed.
+        """
+        num_kept = self.num_blocks_for(num_tokens)
+        if len(request.block_ids) <= num_kept:
+            return None
+        self.pool.free(reversed(request.block_ids[num_kept:]))
+        del request.block_ids[num_kept:]
+        return num_kept
+
     def remember(self, request: Request, num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens findable.
 
@@ -89,6 +103,14 @@ class KVCacheManager:
         self._being_computed.update(block_ids)
         request.num_cached_blocks = end
 
+    def forget(self, request: Request) -> None:
+        """Let nobody find the blocks of a request whose computation failed.
+
+        Its keys may be NaN, and every request that read them would fail, too. That counts for the
+        blocks it has shared as well: they may be where the NaN came from.
+        """
+        self.pool.forget(request.block_hashes)
+
     def are_computed(self, block_ids: Sequence[int]) -> bool:
         """False when the step that is being scheduled is what computes some of the blocks."""
         return self._being_computed.isdisjoint(block_ids)
@@ -104,6 +126,8 @@ class KVCacheManager:
         hashes, size = request.block_hashes, self.block_size
         first = len(hashes)
         if first < count:
-            parent = hashes[-1] if hashes else root_hash(request.spec)
-            hashes += block_hashes(parent, request.token_ids[first * size : count * size], size)
+            spec, start = request.spec, first * size
+            parent = hashes[-1] if hashes else root_hash(spec)
+            token_ids = request.token_ids[start : count * size]
+            hashes += block_hashes(parent, token_ids, size, spec.cache_extra_keys, start)
         return hashes[:count]

@@ -55,8 +55,11 @@ def fuse(model: nn.Module) -> FusedDecoder | None:
         return None
     if not isinstance(model, DecoderForCausalLM):
         return None
-    # A family gives options; one that computes something else has a `forward` of its own.
-    if type(model).forward is not DecoderForCausalLM.forward or type(model.model) is not Decoder:
+    # A family gives options; one that computes something else has such a method of its own.
+    methods = ("forward", "embed", "run_layers")
+    if any(getattr(type(model), m) is not getattr(DecoderForCausalLM, m) for m in methods):
+        return None
+    if type(model.model) is not Decoder:
         return None
     try:
         return FusedDecoder(_read_decoder(model.model))

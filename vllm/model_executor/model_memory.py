@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm.attention import Attention
+from vllm.attention import Attention, CachedLayer
 
-_CACHES = frozenset({"key_cache", "value_cache"})
 _FINGERPRINT_COLUMNS = 1024
 
 
@@ -45,8 +44,8 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         below = list(value)
     elif isinstance(value, nn.Module) or type(value).__module__.startswith("vllm."):
         names: dict[str, Any] = getattr(value, "__dict__", {})
-        is_attention = isinstance(value, Attention)
-        below = [v for name, v in names.items() if not (is_attention and name in _CACHES)]
+        caches = value.cache_names if isinstance(value, CachedLayer) else ()
+        below = [v for name, v in names.items() if name not in caches]
     else:
         return
     if id(value) in seen:

@@ -113,7 +113,7 @@ class ReasoningParser:
         stream = self._stream
         if self._is_thinking and (yield from self._read_start()):
             end = yield from stream.read_until(Markers(self.ends), self._add_reasoning)
-            stream.take(len(end))
+            stream.consume(len(end))
         yield from stream.read_until(Markers(()), self._add_content)
 
     def _read_start(self) -> Wait[bool]:

@@ -22,7 +22,7 @@ def resolve_model_folder(
 ) -> Path:
     """The folder of a model: `name` itself when it is one, else a download from the hub.
 
-    Weights are downloaded in one form only, safetensors before pickles; none for "dummy".
+    Weights are downloaded in one format only, safetensors before pickles; none for "dummy".
     `HF_HUB_OFFLINE`, `HF_TOKEN` and the other variables of huggingface_hub apply; `token` has
     priority over `HF_TOKEN`, and True is the token of `hf auth login`.
 

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
-from vllm.attention import Attention
+from vllm.attention import CachedLayer
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
+from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheLayout, plan_layout
 from vllm.logger import init_logger
 from vllm.platforms import Platform
 
@@ -28,19 +30,40 @@ def cache_dtype(config: VllmConfig) -> torch.dtype:
     return _CACHE_DTYPES.get(asked, model_dtype)
 
 
-def bytes_per_block(layers: Sequence[Attention], block_size: int, dtype: torch.dtype) -> int:
-    """Keys and values of one block in all layers."""
-    heads = sum(layer.num_kv_heads * layer.head_size for layer in layers)
-    return 2 * heads * block_size * dtype.itemsize
+def layers_with_cache(model: nn.Module) -> list[CachedLayer]:
+    """The layers that keep something, in the order of the model; an encoder has none."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, CachedLayer)
+        and module.cache_spec(torch.float32).kind is not CacheKind.NONE
+    ]
 
 
-def count_blocks(config: VllmConfig, block_bytes: int, free_bytes: int) -> int:
+def cache_layout(
+    config: VllmConfig,
+    layers: Sequence[CachedLayer],
+    dtype: torch.dtype,
+    *,
+    has_one_table: bool = False,
+) -> KVCacheLayout:
+    """How the blocks of these layers are shared out; see `plan_layout`."""
+    return plan_layout(
+        [layer.cache_spec(dtype) for layer in layers],
+        config.cache.block_size,
+        config.scheduler.max_model_len,
+        has_one_table=has_one_table,
+    )
+
+
+def count_blocks(config: VllmConfig, block_bytes: int, free_bytes: int, num_groups: int = 1) -> int:
     """KV blocks, the null block included.
 
     Args:
         config: budget and limits.
-        block_bytes: of one block in all layers; 0 for a model without a KV cache.
+        block_bytes: of one block; 0 for a model without a KV cache.
         free_bytes: device memory that is free now that the model is loaded.
+        num_groups: of layers with block tables of their own.
 
     Raises:
         ConfigError: the cache would not hold one request of max_model_len tokens.
@@ -57,19 +80,27 @@ def count_blocks(config: VllmConfig, block_bytes: int, free_bytes: int) -> int:
         budget = int(free_bytes * cache.gpu_memory_utilization)
         # Twice what a full batch of the longest requests can hold leaves room for prefixes of
         # finished requests; more would only cost memory.
-        useful = scheduler.max_num_seqs * config.max_blocks_per_request
+        useful = scheduler.max_num_seqs * config.max_blocks_per_request * num_groups
         useful = useful * (2 if cache.enable_prefix_caching else 1) + 1
         num_blocks, source = min(budget // block_bytes, useful), "--gpu-memory-utilization"
-    check_capacity(config, num_blocks, block_bytes, free_bytes, source)
+    check_capacity(config, num_blocks, block_bytes, free_bytes, source, num_groups)
+    return num_blocks
+
+
+def log_cache(config: VllmConfig, num_blocks: int, layout: KVCacheLayout) -> None:
+    """Log the size of a KV cache; nothing for a model without one."""
+    if not layout.block_bytes:
+        return
+    num_tokens = _num_tokens(num_blocks, layout.block_size, len(layout.groups))
+    max_model_len = config.scheduler.max_model_len
     logger.info(
         "KV cache: %d blocks of %d tokens (%.2f GiB, %.1f x max_model_len %d)",
         num_blocks,
-        cache.block_size,
-        num_blocks * block_bytes / _GIB,
-        (num_blocks - 1) * cache.block_size / scheduler.max_model_len,
-        scheduler.max_model_len,
+        layout.block_size,
+        num_blocks * layout.block_bytes / _GIB,
+        num_tokens / max_model_len,
+        max_model_len,
     )
-    return num_blocks
 
 
 def check_capacity(
@@ -78,21 +109,23 @@ def check_capacity(
     block_bytes: int,
     free_bytes: int,
     source: str = "--gpu-memory-utilization",
+    num_groups: int = 1,
 ) -> None:
     """Refuse a cache that would not hold one request of max_model_len tokens.
 
     Args:
         config: limits.
         num_blocks: the null block included.
-        block_bytes: of one block in all layers.
+        block_bytes: of one block.
         free_bytes: device memory that was free.
         source: what has decided the number of blocks.
+        num_groups: of layers with block tables of their own.
 
     Raises:
         ConfigError: it would not.
     """
     scheduler, free_gib = config.scheduler, free_bytes / _GIB
-    capacity = max(0, num_blocks - 1) * config.cache.block_size
+    capacity = _num_tokens(num_blocks, config.cache.block_size, num_groups)
     if capacity >= scheduler.max_model_len:
         return
     raise ConfigError(
@@ -105,16 +138,43 @@ def check_capacity(
     )
 
 
+def _num_tokens(num_blocks: int, block_size: int, num_groups: int) -> int:
+    """Tokens that the cache holds at least: fewer blocks are needed where windows have passed."""
+    return max(0, num_blocks - 1) // num_groups * block_size
+
+
 def bind_kv_caches(
-    layers: Sequence[Attention],
+    layers: Sequence[CachedLayer],
     platform: Platform,
     num_blocks: int,
-    block_size: int,
+    layout: KVCacheLayout,
     dtype: torch.dtype,
 ) -> None:
-    """Allocate key and value caches [num_blocks, S, G, D] of every layer, zeroed."""
-    for layer in layers:
-        shape = (num_blocks, block_size, layer.num_kv_heads, layer.head_size)
-        layer.bind_kv_cache(
-            platform.allocate_cache(shape, dtype), platform.allocate_cache(shape, dtype)
-        )
+    """Allocate the caches of all layers, zeroed.
+
+    The layers at one place of several groups get the same tensors: a block belongs to one group
+    at a time.
+
+    Args:
+        layers: those that the layout was planned for.
+        platform: of the device.
+        num_blocks: the null block included.
+        layout: of the layers.
+        dtype: that the layout was planned for.
+    """
+    pool: list[list[torch.Tensor]] = []
+    for index, group in enumerate(layout.groups):
+        for place, layer_index in enumerate(group.layers):
+            layer = layers[layer_index]
+            if place == len(pool):
+                tensors = layer.cache_spec(dtype).tensors
+                pool.append([_allocate(t, platform, num_blocks, layout) for t in tensors])
+            layer.bind_kv_cache(*pool[place])
+            layer.cache_group = index
+
+
+def _allocate(
+    tensor: CacheTensor, platform: Platform, num_blocks: int, layout: KVCacheLayout
+) -> torch.Tensor:
+    shape = (num_blocks, layout.block_size, *tensor.shape)
+    return platform.allocate_cache(shape, getattr(torch, tensor.dtype))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vllm.attention import LaunchContext, RaggedMetadata
 from vllm.messages import IntArray
+from vllm.utils.ragged import positions_within
 from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.launch import Launch
@@ -22,9 +23,12 @@ class ModelInput:
     context: LaunchContext
     """What the layers have to know."""
     sampled: IntArray
-    """Indices into the launch's rows of those that sample a token."""
+    """[m] indices into the launch's rows of those that sample."""
+    num_drafts: IntArray | None
+    """[m] drafts of each; None: none has any."""
     logits_indices: Tensor | None
-    """[len(sampled)] int64: the token whose logits each of them samples from; None: all T."""
+    """int64: the tokens whose logits they sample from, the newest token of a row and its drafts;
+    None: all T."""
 
 
 def build_ragged_input(
@@ -54,8 +58,7 @@ def build_ragged_input(
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(count, out=query_start_loc[1:])
         token_rows = np.repeat(rows, count)
-        within = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1], count)
-        positions = np.repeat(start, count) + within
+        positions = np.repeat(start, count) + positions_within(count)
     blocks = batch.block_table[token_rows, positions // block_size].astype(np.int64)
     slots = blocks * block_size + positions % block_size
 
@@ -70,7 +73,11 @@ def build_ragged_input(
     )
     sampled = np.flatnonzero(seq_lens >= batch.num_tokens[rows]).astype(np.int32)
     all_tokens = only_decodes and len(sampled) == len(rows)
-    last = query_start_loc[1:][sampled].astype(np.int64) - 1
+    logits_indices = query_start_loc[1:][sampled].astype(np.int64) - 1
+    num_drafts = None if launch.num_drafts is None else launch.num_drafts[sampled]
+    if num_drafts is not None:
+        sizes = num_drafts + 1
+        logits_indices = np.repeat(logits_indices - num_drafts, sizes) + positions_within(sizes)
     return ModelInput(
         input_ids=torch.from_numpy(batch.token_ids[token_rows, positions].astype(np.int64)).to(
             device
@@ -81,5 +88,6 @@ def build_ragged_input(
             replaced=None if embeddings is None else embeddings.select(launch, query_start_loc),
         ),
         sampled=sampled,
-        logits_indices=None if all_tokens else torch.from_numpy(last).to(device),
+        num_drafts=num_drafts,
+        logits_indices=None if all_tokens else torch.from_numpy(logits_indices).to(device),
     )

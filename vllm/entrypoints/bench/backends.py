@@ -88,7 +88,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """An event of either endpoint, or the body of an error in either form."""
+    """An event of either endpoint, or the body of an error in either format."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None

@@ -129,7 +129,7 @@ async def _warm_up(send: Send, requests: Sequence[BenchRequest], count: int) -> 
         warmup = LoadRun()
         await run_load(warmup, send, requests[:1], [0.0])
         if (error := warmup.records[0].error) is not None:
-            raise ConfigError(f"a first request, to warm up, failed: {error}")
+            raise ConfigError(f"the warm-up request failed: {error}")
 
 
 async def _send_load(

@@ -165,7 +165,9 @@ def _count_lines(source: str, lines: IO[bytes]) -> int:
                 first_error = first_error or error
     lines.seek(0)
     if first_error is not None and not has_request:
-        raise ConfigError(f"{source!r} holds no request. Its first line: {first_error}")
+        raise ConfigError(
+            f"{source!r} has no valid request. Error in the first line: {first_error}"
+        )
     return num_lines
 
 

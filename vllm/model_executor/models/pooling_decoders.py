@@ -47,11 +47,18 @@ class DecoderPooling(PoolingModel):
     def layers(self) -> Sequence[nn.Module]:
         return self.decoder.layers
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.decoder.embed(input_ids)
+
+    def run_layers(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        first: int,
+        end: int,
+        token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        out: Tensor = self.decoder(input_ids, positions)
-        return out
+        return self.decoder.run_layers(hidden_states, positions, first, end)
 
 
 class DecoderForSequenceClassification(DecoderPooling):

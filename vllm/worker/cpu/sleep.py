@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from vllm.attention import Attention
+from vllm.attention import CachedLayer
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.logger import init_logger
 from vllm.model_executor.model_memory import copy_cache_scales, fingerprint, model_storages
@@ -130,15 +130,14 @@ class HostCache:
         layers: with their caches bound.
     """
 
-    def __init__(self, layers: Sequence[Attention]) -> None:
+    def __init__(self, layers: Sequence[CachedLayer]) -> None:
         self._layers = layers
 
     def release(self, *, keep: bool) -> None:
         """Give the caches back."""
         for layer in self._layers:
-            for cache in (layer.key_cache, layer.value_cache):
-                if cache is not None:
-                    _discard(cache)
+            for cache in layer.kv_caches:
+                _discard(cache)
 
     def restore(self) -> None:
         """Nothing: the system gives memory to what is written."""

@@ -5,7 +5,7 @@ import os
 import torch
 
 from vllm.config import VllmConfig
-from vllm.distributed import TPGroup
+from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
@@ -20,7 +20,14 @@ from vllm.platforms.cpu_threads import count_cores, count_threads, format_cores,
 from vllm.utils.imports import load_class
 from vllm.worker.cpu.model_runner import CPUModelRunner
 from vllm.worker.cpu.sleep import HostCache, HostWeights, check_can_sleep
-from vllm.worker.kv_cache import bind_kv_caches, bytes_per_block, cache_dtype, count_blocks
+from vllm.worker.interface import MemoryReport
+from vllm.worker.kv_cache import (
+    bind_kv_caches,
+    cache_dtype,
+    cache_layout,
+    count_blocks,
+    log_cache,
+)
 from vllm.worker.model_runner import ModelRunner, StepHandle
 from vllm.worker.pooling.runner import PoolingRunner
 from vllm.worker.worker_base import WorkerBase
@@ -47,7 +54,7 @@ class CPUWorker(WorkerBase):
             if config.device.counts_threads:
                 torch.set_num_threads(len(cores))
 
-    def load_model(self) -> None:
+    def load(self, rank: int) -> None:
         """Build the model, read its weights and pack them for the kernels.
 
         Raises:
@@ -55,13 +62,15 @@ class CPUWorker(WorkerBase):
         """
         if self.config.model.enable_sleep_mode:
             check_can_sleep()
-        self.grammars.preload_beside_weights()
+        super().load(rank)
+
+    def _load_model(self) -> None:
         self.model = self._read_model(self.config)
         self._count_threads(sum(len(storage) for storage in model_storages(self.model)))
         self.runner = self._make_runner(self.model)
 
     def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
-        return load_model(config, TPGroup(), self.device, self._dense_format())
+        return load_model(config, self.tp, self.device, self._dense_format())
 
     def _count_threads(self, weight_bytes: int) -> None:
         device = self.config.device
@@ -91,24 +100,32 @@ class CPUWorker(WorkerBase):
             return PoolingRunner(self.config, model, self.device)
         return CPUModelRunner(self.config, model, self.device, self.grammars)
 
-    def initialize_cache(self) -> int:
-        """Size and allocate the KV cache; the number of blocks, the null block included."""
-        layers = self.runner.attention_layers
-        dtype = cache_dtype(self.config)
-        block_size = self.config.cache.block_size
-        num_blocks = count_blocks(
-            self.config,
-            bytes_per_block(layers, block_size, dtype),
-            self.platform.free_memory_bytes(),
+    def measure(self) -> MemoryReport:
+        """Count the KV blocks for which there is memory; launches are not measured."""
+        layout, free_bytes = self._layout(), self.platform.free_memory_bytes()
+        return MemoryReport(
+            free_bytes=free_bytes,
+            block_bytes=layout.block_bytes,
+            num_blocks=count_blocks(
+                self.config, layout.block_bytes, free_bytes, len(layout.groups)
+            ),
         )
-        bind_kv_caches(layers, self.platform, num_blocks, block_size, dtype)
+
+    def _layout(self) -> KVCacheLayout:
+        layers, dtype = self.runner.attention_layers, cache_dtype(self.config)
+        return cache_layout(self.config, layers, dtype, has_one_table=True)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate a KV cache of so many blocks, the null block included."""
+        layers, layout = self.runner.attention_layers, self._layout()
+        log_cache(self.config, num_blocks, layout)
+        bind_kv_caches(layers, self.platform, num_blocks, layout, cache_dtype(self.config))
         can_sleep = self.config.model.enable_sleep_mode
         folder = self.config.model.path or ""
         self._set_memory(
             HostWeights(self.model, folder, self._build_model, can_sleep=can_sleep),
             HostCache(layers),
         )
-        return num_blocks
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
         """Start a step; at most one other is in flight."""

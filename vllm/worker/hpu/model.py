@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from vllm.attention import Attention, AttentionMetadata, LaunchContext, share_context
 from vllm.attention.backends.flat_pa import Normaliser
-from vllm.attention.backends.hpu_launch import (
-    HPUDecodeLaunch,
-    HPUMergedLaunch,
-    HPUPrefillLaunch,
-    check_layers,
+from vllm.attention.backends.padded import (
+    MergedPrefill,
+    PaddedDecode,
+    PaddedPrefill,
+    layer_kinds,
 )
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
@@ -54,9 +54,7 @@ class HPUModel(nn.Module):
         self._block_size = block_size
         self._kernel = kernel
         self._normaliser = normaliser
-        layers = [module for module in model.modules() if isinstance(module, Attention)]
-        check_layers(layers)
-        self._windows = tuple(dict.fromkeys(layer.sliding_window for layer in layers))
+        self._kinds = layer_kinds(m for m in model.modules() if isinstance(m, Attention))
         self._dtype = next(model.parameters()).dtype
 
     def forward(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
@@ -70,26 +68,28 @@ class HPUModel(nn.Module):
         given = unpack_decode(packed, shape)
         resident = self.last_token_ids.index_select(0, given.rows)
         token_ids = torch.where(given.token_ids < 0, resident, given.token_ids)
-        launch = HPUDecodeLaunch.derive(
-            given.metadata, self._windows, self._block_size, self._dtype, self._normaliser
+        attention = PaddedDecode.derive(
+            given.metadata, self._kinds, self._block_size, self._dtype, self._normaliser
         )
-        hidden_states = self._run(launch, token_ids, given.positions)
+        hidden_states = self._run(attention, token_ids, given.positions)
         return self.model.compute_logits(hidden_states), hidden_states
 
     def _prefill(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
         given = unpack_prefill(packed, shape)
-        launch = HPUPrefillLaunch.derive(
-            given.metadata, self._windows, self._block_size, self._kernel
+        attention = PaddedPrefill.derive(
+            given.metadata, self._kinds, self._block_size, self._dtype, self._kernel
         )
-        hidden_states = self._run(launch, given.token_ids, given.positions)
+        hidden_states = self._run(attention, given.token_ids, given.positions)
         last = hidden_states.index_select(0, given.last_tokens)
         return self.model.compute_logits(last), hidden_states
 
     def _merged_prefill(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
         given = unpack_merged(packed, shape)
         metadata = given.metadata
-        launch = HPUMergedLaunch.derive(metadata, self._windows, self._block_size, self._kernel)
-        hidden_states = self._run(launch, given.token_ids, metadata.positions)
+        attention = MergedPrefill.derive(
+            metadata, self._kinds, self._block_size, self._dtype, self._kernel
+        )
+        hidden_states = self._run(attention, given.token_ids, metadata.positions)
         last = hidden_states.index_select(0, metadata.last_token_indices)
         return self.model.compute_logits(last), hidden_states
 

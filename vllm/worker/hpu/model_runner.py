@@ -113,7 +113,9 @@ class HPUModelRunner(ModelRunner):
     def use_catalog(self, catalog: Catalog, limits: StepLimits) -> None:
         """Launch in these buckets from now on."""
         self._limits = limits
-        self.planner = HPULaunchPlanner(catalog, limits, self.batch, self._merged_prompts)
+        self.planner = HPULaunchPlanner(
+            catalog, limits, self.batch, self._merged_prompts, self.prompt_logprobs.rows
+        )
 
     def launch_shapes(self, bucket: Bucket) -> list[LaunchShape]:
         """Every shape in which launches of a bucket can run."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm.attention import AttentionMetadata
-from vllm.attention.backends.hpu_encoder import HPUEncoderLaunch
-from vllm.attention.backends.hpu_launch import HPUPrefillLaunch
+from vllm.attention.backends.padded import PaddedPrefill
+from vllm.attention.backends.padded_encoder import PaddedEncoder
 from vllm.config import PoolerConfig
 from vllm.messages import IntArray
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
@@ -37,13 +37,15 @@ class HeadAsLogits(CausalLM):
     def layers(self) -> Sequence[nn.Module]:
         return self.pooling_model.layers
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.pooling_model.embed(input_ids)
+
+    def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
         types = None
         if self.pooling_model.num_token_types > 1:
             types = positions >> _TYPE_SHIFT
             positions = positions & ((1 << _TYPE_SHIFT) - 1)
-        hidden_states: Tensor = self.pooling_model(input_ids, positions, types)
-        return hidden_states
+        return self.pooling_model.run_layers(hidden_states, positions, first, end, types)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Pooled hidden states [N, hidden] -> numbers of the head, [N, size]."""
@@ -70,11 +72,11 @@ class WholePromptModel(HPUModel):
 
     def _attention(self, given: PrefillInput[Tensor], shape: LaunchShape) -> AttentionMetadata:
         if self._pooler.is_causal:
-            return HPUPrefillLaunch.derive(
-                given.metadata, self._windows, self._block_size, self._kernel
+            return PaddedPrefill.derive(
+                given.metadata, self._kinds, self._block_size, self._dtype, self._kernel
             )
         size = (shape.bucket.batch, shape.bucket.query_len)
-        return HPUEncoderLaunch.derive(given.metadata.query_lens, size, self._kernel)
+        return PaddedEncoder.derive(given.metadata.query_lens, size, self._kernel)
 
     def _pool(
         self, hidden_states: Tensor, given: PrefillInput[Tensor], shape: LaunchShape

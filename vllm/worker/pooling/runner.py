@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import Attention, EncoderMetadata, LaunchContext, share_context
+from vllm.attention import CachedLayer, EncoderMetadata, LaunchContext, share_context
 from vllm.config import VllmConfig
 from vllm.messages import FloatArray, IntArray, ModelRunnerOutput, RunnerStats, SchedulerOutput
 from vllm.model_executor.layers.pooler import finish, pool_tokens, split_results
 from vllm.model_executor.models.interface import PoolingModel
 from vllm.pooling_params import PoolingParams
 from vllm.worker.input_batch import InputBatch
+from vllm.worker.kv_cache import layers_with_cache
 from vllm.worker.launch import Launch, RaggedPlanner
 from vllm.worker.model_input import build_ragged_input
 from vllm.worker.model_runner import StepHandle
@@ -136,9 +137,9 @@ class PoolingRunner:
         self._num_useful_tokens = 0
 
     @property
-    def attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> list[CachedLayer]:
         """The layers that own a KV cache, in the order of the model; an encoder has none."""
-        return [module for module in self.model.modules() if isinstance(module, Attention)]
+        return layers_with_cache(self.model)
 
     def stats(self) -> RunnerStats:
         """What it has done; on a device that takes any shape nothing is padded or compiled."""

@@ -97,7 +97,7 @@ _LETTERS = string.ascii_letters + string.digits
 class MistralToolParser(JsonToolParser):
     """`[TOOL_CALLS][{...}]`, and since 2025 `[TOOL_CALLS]name{...}` for each call.
 
-    In the later form `[CALL_ID]id` and `[ARGS]` may stand before the arguments.
+    In the later format `[CALL_ID]id` and `[ARGS]` may stand before the arguments.
     """
 
     markers = ("[TOOL_CALLS]",)

@@ -1,0 +1,40 @@
+"""A layer that keeps something of each token, and where that is."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vllm.kv_cache_spec import KVCacheSpec
+
+
+class CachedLayer(nn.Module, ABC):
+    """A layer that describes what it keeps, and gets the memory for it."""
+
+    cache_names: ClassVar[tuple[str, ...]]
+    """Attributes for the tensors of the cache, in the order of `KVCacheSpec.tensors`; None while
+    no cache is bound."""
+
+    cache_group: int = 0
+    """Index of the group of layers whose block tables this one reads."""
+
+    @abstractmethod
+    def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        """What the layer keeps, in a cache of this dtype."""
+
+    @property
+    def kv_caches(self) -> tuple[Tensor, ...]:
+        """The tensors of the cache; none while no cache is bound."""
+        tensors = (getattr(self, name) for name in self.cache_names)
+        return tuple(tensor for tensor in tensors if tensor is not None)
+
+    def bind_kv_cache(self, *tensors: Tensor) -> None:
+        """Use these tensors, [num_blocks, block_size, ...] each, from now on."""
+        for name, tensor in zip(self.cache_names, tensors, strict=True):
+            setattr(self, name, tensor)
+
+    def release_kv_cache(self) -> None:
+        """Let go of the tensors."""
+        for name in self.cache_names:
+            setattr(self, name, None)

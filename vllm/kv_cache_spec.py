@@ -1,0 +1,156 @@
+"""What the layers of a model keep in the KV cache, and how its blocks are shared out. No torch.
+
+A layer says what it keeps as a `KVCacheSpec`. Layers that need the same blocks of a request form a
+`KVCacheGroup`, which has block tables of its own: layers with full attention need all blocks of a
+request, layers with a sliding window only the last ones. All groups take their blocks from one
+pool, so a block has the same number of bytes in every group: it holds `block_size` tokens of as
+many layers as a group has. Worker, scheduler and ledger read the same `KVCacheLayout`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+
+
+class CacheKind(Enum):
+    """Which tokens of a request a layer keeps, and as what."""
+
+    FULL = "full attention"
+    """Keys and values of all tokens."""
+    SLIDING_WINDOW = "sliding window"
+    """Keys and values of the most recent tokens."""
+    LATENT = "latent"
+    """One compressed vector for keys and values together, of all tokens."""
+    NONE = "none"
+    """Nothing, such as an encoder."""
+
+
+@dataclass(frozen=True)
+class CacheTensor:
+    """One tensor of a layer: [num_blocks, block_size, *shape]."""
+
+    shape: tuple[int, ...]
+    """Of one token."""
+    dtype: str
+    """Name of a torch dtype."""
+    itemsize: int
+    """Bytes of an element."""
+    scale: float = field(default=1.0, compare=False)
+    """What is kept times this is the value."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one layer."""
+        return prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """What one layer keeps of each token."""
+
+    kind: CacheKind
+    tensors: tuple[CacheTensor, ...] = ()
+    window: int | None = None
+    """Most recent tokens that a query sees, itself included; None: all."""
+
+    def __post_init__(self) -> None:
+        if (self.kind is CacheKind.NONE) == bool(self.tensors):
+            raise ValueError(f"a cache of kind {self.kind.value!r} has {len(self.tensors)} tensors")
+        if (self.kind is CacheKind.SLIDING_WINDOW) != (self.window is not None):
+            raise ValueError(f"a cache of kind {self.kind.value!r} has the window {self.window}")
+
+    @property
+    def bytes_per_token(self) -> int:
+        """All tensors together."""
+        return sum(tensor.bytes_per_token for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class KVCacheGroup:
+    """Layers that share block tables."""
+
+    window: int | None = None
+    """Most recent tokens that a query sees, itself included; None: all."""
+    layers: tuple[int, ...] = ()
+    """Indices of the layers. The layers at one place of several groups share their memory."""
+
+    def first_block(self, position: int, block_size: int) -> int:
+        """Index of the first block that a query at `position`, or behind it, sees.
+
+        >>> [KVCacheGroup(window=5).first_block(position, 4) for position in (0, 7, 8, 11, 12)]
+        [0, 0, 1, 1, 2]
+        """
+        if self.window is None:
+            return 0
+        return max(0, position - self.window + 1) // block_size
+
+
+FULL_GROUP = KVCacheGroup()
+"""The one group of a model whose layers all need all blocks of a request."""
+
+
+@dataclass(frozen=True)
+class KVCacheLayout:
+    """How the blocks of the cache are shared out."""
+
+    block_size: int
+    """Tokens per block."""
+    block_bytes: int
+    """Bytes of a block; 0 for a model that keeps nothing."""
+    groups: tuple[KVCacheGroup, ...] = (FULL_GROUP,)
+    """With full attention first, then by the size of the window."""
+
+
+def plan_layout(
+    specs: Sequence[KVCacheSpec],
+    block_size: int,
+    max_model_len: int,
+    *,
+    has_one_table: bool = False,
+) -> KVCacheLayout:
+    """Group the layers of a model.
+
+    Layers with different windows form groups of equal numbers of layers. Where that is not
+    possible, because their tensors differ, all layers share one table and keep all tokens.
+
+    Args:
+        specs: one per layer, none of them of kind NONE.
+        block_size: tokens per block.
+        max_model_len: a window that is as long never passes a token.
+        has_one_table: the device takes one block table per request for all layers.
+    """
+    by_window: dict[int | None, list[int]] = {}
+    for index, spec in enumerate(specs):
+        window = spec.window
+        is_passed = window is not None and window < max_model_len
+        by_window.setdefault(window if is_passed else None, []).append(index)
+    if len(by_window) > 1 and len({spec.tensors for spec in specs}) > 1:
+        has_one_table = True
+    if has_one_table or not specs:
+        by_window = {None: list(range(len(specs)))}
+    if len(by_window) == 1:
+        ((window, layers),) = by_window.items()
+        bytes_per_token = sum(spec.bytes_per_token for spec in specs)
+        group = KVCacheGroup(window, tuple(layers))
+        return KVCacheLayout(block_size, bytes_per_token * block_size, (group,))
+    size = _group_size([len(layers) for layers in by_window.values()])
+    groups = tuple(
+        KVCacheGroup(window, tuple(by_window[window][start : start + size]))
+        for window in sorted(by_window, key=lambda window: window or 0)
+        for start in range(0, len(by_window[window]), size)
+    )
+    return KVCacheLayout(block_size, specs[0].bytes_per_token * size * block_size, groups)
+
+
+def _group_size(counts: Sequence[int]) -> int:
+    """Layers per group, so that the fewest places of layers stay empty, then in few groups.
+
+    >>> [_group_size(counts) for counts in ([13, 13], [10, 52], [4, 22], [16, 17])]
+    [13, 10, 4, 17]
+    """
+
+    def num_places(size: int) -> int:
+        return size * sum(-(-count // size) for count in counts)
+
+    return min(counts, key=lambda size: (num_places(size), -size))
