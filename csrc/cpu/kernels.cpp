@@ -52,7 +52,8 @@ struct Entry<function> {
 #define KERNEL(name) \
   Entry<&name<float>>::row(#name, "f32"), Entry<&name<bf16>>::row(#name, "bf16")
 #define KERNEL_WITHOUT_DTYPE(name) Entry<&name>::row(#name, "-")
-#define STRUCT(...) {__VA_ARGS__::kName, sizeof(__VA_ARGS__), __VA_ARGS__::kFields}
+#define STRUCT(...) {"struct", __VA_ARGS__::kName, sizeof(__VA_ARGS__), __VA_ARGS__::kText}
+#define ENUM(name) {"enum", name##Text::kName, sizeof(name), name##Text::kText}
 
 // Up to one without a name.
 extern const vllm_cpu::Kernel kernels[] = {
@@ -73,7 +74,6 @@ extern const vllm_cpu::Kernel kernels[] = {
     KERNEL_WITHOUT_DTYPE(packed_bytes),
     KERNEL_WITHOUT_DTYPE(convert_int4),
     KERNEL(moe),
-    KERNEL_WITHOUT_DTYPE(operation_kind),
     KERNEL(program_scratch_bytes),
     KERNEL(program_forward),
     KERNEL(decode_step_scratch_bytes),
@@ -84,8 +84,12 @@ extern const vllm_cpu::Kernel kernels[] = {
     {},
 };
 
-// The structs whose address a kernel takes; the fields of one have the same places for each dtype.
-extern const vllm_cpu::Struct structs[] = {
+// What callers tell a kernel, and what it answers. A struct is the same for each dtype.
+extern const vllm_cpu::Type types[] = {
+    ENUM(vllm_cpu::CacheType),
+    ENUM(vllm_cpu::WeightFormat),
+    ENUM(vllm_cpu::OperationKind),
+    ENUM(vllm_cpu::ProgramStatus),
     STRUCT(vllm_cpu::CacheFp8Args<float>),
     STRUCT(vllm_cpu::AttentionArgs<float>),
     STRUCT(vllm_cpu::LinearWeight),

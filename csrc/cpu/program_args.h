@@ -28,13 +28,9 @@ namespace vllm_cpu {
   X(rotate, 1)                 \
   X(write_cache, 1)
 
-enum class OperationKind : int64_t {
 #define VLLM_KIND(name, cost) name,
-  VLLM_ROW_OPERATIONS(VLLM_KIND)
+VLLM_ENUM(OperationKind, VLLM_ROW_OPERATIONS(VLLM_KIND) linear, attend);
 #undef VLLM_KIND
-  linear,
-  attend,
-};
 
 // One operation. What a kind does not use is 0. T is the type of the buffers.
 VLLM_STRUCT(Operation,
@@ -94,14 +90,14 @@ VLLM_STRUCT(ProgramLaunch,
   int64_t bad_index;  // set with the status: the token or request that it is about
 );
 
-enum class ProgramStatus : int64_t {
-  kDone = 0,
-  kBadToken = 1,
-  kBadPosition = 2,
-  kBadSlot = 3,
-  kBadRequest = 4,  // its lengths or its block table
-  kNoMemory = 5,
-  kBadStart = 6,  // the first prefill does not begin behind the decodes
-};
+VLLM_ENUM(ProgramStatus,
+  kDone,
+  kBadToken,
+  kBadPosition,
+  kBadSlot,
+  kBadRequest,  // its lengths or its block table
+  kNoMemory,
+  kBadStart  // the first prefill does not begin behind the decodes
+);
 
 }  // namespace vllm_cpu

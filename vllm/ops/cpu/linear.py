@@ -87,7 +87,7 @@ class PackedWeight:
             self._sums = torch.zeros(padded, dtype=torch.int32)
         is_int4 = weight_format is WeightFormat.INT4
         kernels = _kernels()
-        self._struct = kernels.structs.LinearWeight(
+        self._struct = kernels.plain.LinearWeight(
             scales=_address(self._scales),
             sums=_address(self._sums),
             order=_address(self.order),
@@ -204,7 +204,7 @@ class PackedWeight:
     def _from_groups(cls, words: Tensor, groups: Int4Groups, is_awq: bool) -> "PackedWeight":
         packed = cls(WeightFormat.INT4, groups.shape, groups=groups)
         kernels = _kernels()
-        source = kernels.structs.Int4Source(
+        source = kernels.plain.Int4Source(
             words=words.data_ptr(),
             scales=groups.scales.data_ptr(),
             zeros=_address(groups.zeros),
