@@ -126,6 +126,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: list[int]
     """Tokens sampled before a preemption; empty at first admission."""
     block_ids: list[int]
+    """Its block tables, one per group of layers, after each other; all are equally long."""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +150,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     block_rows: IntArray
     """[m] rows that get one more block each, in order of their tables; a row may repeat."""
     block_ids: IntArray
-    """[m] the blocks."""
+    """[groups * m] the blocks, those of one group of layers after those of another."""
+    passed_blocks: list[tuple[int, int, int]] = []
+    """(row, group, n): the first n blocks of the row's table for this group of layers are given
+    back; the null block takes their places."""
 
     @property
     def num_tokens(self) -> int:
