@@ -8,6 +8,7 @@ is needed; torch must never be a build requirement, because build isolation woul
 import importlib.util
 import os
 import platform
+import runpy
 import shlex
 import shutil
 import site
@@ -16,6 +17,7 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -31,17 +33,33 @@ CXX_FLAGS = [
     *("-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-pragmas"),
 ]
-# Instruction sets beyond the one the compiler targets; csrc/cpu/dispatch.cpp picks at run time.
-_AVX512 = [
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
-    "-mprefer-vector-width=512",
+
+
+class InstructionSet(NamedTuple):
+    """For which the kernels are compiled once more; the best that the processor has is used."""
+
+    name: str
+    flags: str
+    """What the compiler is told."""
+    runs_here: str
+    """C++: whether this processor has it. HAS is __builtin_cpu_supports."""
+
+
+_AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512"
+_HAS_AVX512 = 'HAS("avx512f") && HAS("avx512bw") && HAS("avx512vl") && HAS("avx512dq")'
+_HAS_VNNI = _HAS_AVX512 + ' && HAS("avx512vnni")'
+
+# Best first. `base`, what the compiler targets without flags, comes after them.
+X86_ISAS = [
+    InstructionSet(
+        "avx512_bf16",
+        _AVX512 + " -mavx512vnni -mavx512bf16",
+        _HAS_VNNI + ' && HAS("avx512bf16")',
+    ),
+    InstructionSet("avx512_vnni", _AVX512 + " -mavx512vnni", _HAS_VNNI),
+    InstructionSet("avx512", _AVX512, _HAS_AVX512),
+    InstructionSet("avx2", "-mavx2 -mfma", 'HAS("avx2") && HAS("fma")'),
 ]
-X86_ISAS = {
-    "avx2": ["-mavx2", "-mfma"],
-    "avx512": _AVX512,
-    "avx512_vnni": [*_AVX512, "-mavx512vnni"],
-    "avx512_bf16": [*_AVX512, "-mavx512vnni", "-mavx512bf16"],
-}
 
 
 class BuildError(Exception):
@@ -113,6 +131,13 @@ def run(command: list[str]) -> None:
         print(done.stderr, file=sys.stderr, flush=True)
 
 
+def build_identity() -> str:
+    """What `vllm.ops.cpu.library` accepts: this version, and the hash of these sources."""
+    version = runpy.run_path(str(ROOT / "vllm" / "version.py"))["__version__"]
+    source_hash = runpy.run_path(str(ROOT / "vllm" / "ops" / "cpu" / "source_hash.py"))
+    return f"{version} {source_hash['hash_sources'](ROOT)}"
+
+
 def build_kernels(objects_dir: Path, library: Path) -> None:
     """Compile csrc/cpu and link it.
 
@@ -130,22 +155,24 @@ def build_kernels(objects_dir: Path, library: Path) -> None:
         run([*compiler, *CXX_FLAGS, *flags, "-c", str(CSRC / source), "-o", target])
         return target
 
-    def compile_isa(isa: str, flags: list[str]) -> str:
-        return compile_source("kernels.cpp", isa, [f"-DVLLM_ISA=vllm_{isa}", *flags])
+    def compile_kernels(name: str, flags: str) -> str:
+        return compile_source("kernels.cpp", name, [f"-DVLLM_ISA=vllm_{name}", *flags.split()])
 
-    isas = X86_ISAS if platform.machine().lower() in ("x86_64", "amd64") else {}
+    build = build_identity()  # of the sources now, not of those when they are compiled
+    isas = X86_ISAS if platform.machine().lower() in ("x86_64", "amd64") else []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        base = pool.submit(compile_isa, "base", [])
+        base = pool.submit(compile_kernels, "base", "")
         shared = pool.submit(compile_source, "runtime.cpp", "runtime", ["-DVLLM_ISA=vllm_base"])
-        pending = {isa: pool.submit(compile_isa, isa, flags) for isa, flags in isas.items()}
+        pending = [pool.submit(compile_kernels, isa.name, isa.flags) for isa in isas]
     objects = [base.result(), shared.result()]
-    defines = []
-    for isa, compiled in pending.items():
+    rows = []
+    for isa, compiled in zip(isas, pending, strict=True):
         try:
             objects.append(compiled.result())
-            defines.append(f"-DVLLM_WITH_{isa.upper()}")
+            rows.append(f"ISA({isa.name}, {isa.runs_here})")
         except BuildError as error:
-            print(f"left out the {isa} kernels: {error}", file=sys.stderr, flush=True)
+            print(f"left out the {isa.name} kernels: {error}", file=sys.stderr, flush=True)
+    defines = [f"-DVLLM_ISAS={' '.join(rows)}", f'-DVLLM_BUILD="{build}"']
     objects.append(compile_source("dispatch.cpp", "dispatch", defines))
     run([*compiler, "-shared", *objects, "-o", str(library)])
 

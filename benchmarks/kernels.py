@@ -1,7 +1,6 @@
 """What the benchmarks of kernels share: flags, the library, and how calls are timed."""
 
 import argparse
-import ctypes
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm.ops.cpu.operators import load_cpu_kernels
+from vllm.ops.cpu.library import CPUKernels, load_cpu_kernels
 
 
 def make_parser(description: str | None, *, seconds: float, per: str) -> argparse.ArgumentParser:
@@ -29,24 +28,24 @@ def make_parser(description: str | None, *, seconds: float, per: str) -> argpars
     return parser
 
 
-def load_kernels(args: argparse.Namespace) -> ctypes.CDLL:
+def load_kernels(args: argparse.Namespace) -> CPUKernels:
     """The kernels that the flags name; sets threads and the seed. Exits where there are none."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     library = load_cpu_kernels()
     if library is None:
         sys.exit("the C++ kernels are not built: python setup.py build_ext --inplace")
-    if args.isa is not None and not library.vllm_cpu_set_isa(args.isa.encode()):
+    if args.isa is not None and not library.set_isa(args.isa):
         sys.exit(f"this machine or this build has no {args.isa} kernels")
     return library
 
 
-def describe(args: argparse.Namespace, library: ctypes.CDLL) -> dict[str, Any]:
+def describe(args: argparse.Namespace, library: CPUKernels) -> dict[str, Any]:
     """What a result was measured with."""
     return {
         "dtype": args.dtype,
         "threads": args.threads,
-        "isa": library.vllm_cpu_isa().decode(),
+        "isa": library.isa,
     }
 
 

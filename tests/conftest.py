@@ -1,7 +1,10 @@
 """Settings of every test process."""
 
+import functools
+import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -9,6 +12,16 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from vllm.structured_output import compiler
+from vllm.utils import deadline_worker
+from vllm.utils.fork_server import ForkServer
+from vllm.utils.process_memory import keep_for_good
+
+# The tests start some hundred processes. Each would compile all of the package again if nobody may
+# keep the bytecode.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Test processes run side by side: more threads than cores would only wait for each other.
 torch.set_num_threads(1)
@@ -36,6 +49,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: its name holds an address; give it an id")
 
 
+def pytest_collection_finish() -> None:
+    """Leave modules and items out of every garbage collection: a full one of them takes half a
+    second, and each start on a simulated card asks for several."""
+    keep_for_good()
+
+
+class _KeptServer(ForkServer):
+    """Forks for all engines of this process that have one tokenizer; none of them ends it."""
+
+    def close(self) -> None:
+        """The next engine goes on with it."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def engines_share_the_process_that_compiles_grammars() -> Iterator[None]:
+    """It takes over two seconds to start, and each engine of a test would have one of its own."""
+
+    @functools.cache
+    def make_kept_server(target: str, setup: bytes) -> ForkServer:
+        made = deadline_worker.make_server(target, setup)
+        made.__class__ = _KeptServer
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "make_server", make_kept_server)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def same_numbers_in_each_run() -> None:
     """What a test draws without a generator of its own."""
@@ -52,11 +93,11 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     library = load_cpu_kernels()
     if library is None:
         pytest.skip("the C++ kernels are not built")
-    best = library.vllm_cpu_isa()
-    if not library.vllm_cpu_set_isa(request.param.encode()):
+    best = library.isa
+    if not library.set_isa(request.param):
         pytest.skip(f"no {request.param} in this build or on this processor")
     yield request.param
-    library.vllm_cpu_set_isa(best)
+    library.set_isa(best)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from pytest import MonkeyPatch
 
 import vllm.ops
 from vllm import envs
-from vllm.attention.metadata import set_metadata
 from vllm.platforms import resolve_platform
 from vllm.platforms.habana import sim_spec
 from vllm.platforms.habana.sim import SimBridge
@@ -78,7 +77,7 @@ def simulated_hpu(
             spec = replace(sim_spec.CARDS[card], pool_bytes=pool_bytes)
             patch.setitem(sim_spec.CARDS, card, spec)
         patch.setattr(vllm.ops, "_ops", None)
-        metadata, thresholds = set_metadata(None), gc.get_threshold()
+        thresholds = gc.get_threshold()
         _forget_environment()
         try:
             with torch._dynamo.config.patch():
@@ -88,7 +87,6 @@ def simulated_hpu(
                 assert isinstance(bridge, SimBridge)
                 yield bridge
         finally:
-            set_metadata(metadata)
             gc.set_threshold(*thresholds)
             torch.compiler.set_stance("default")
             torch._dynamo.reset()

@@ -21,6 +21,7 @@ LEAVES = {
     "inputs",
     "kv_cache_spec",
     "logger",
+    "message_codec",
     "messages",
     "outputs",
     "pooling_params",

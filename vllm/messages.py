@@ -117,6 +117,19 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         """The prompt as the user's tokens; None when it was given as embeddings."""
         return None if self.embeddings else self.prompt_token_ids
 
+    @property
+    def follows_output(self) -> bool:
+        """Whether sampling depends on which tokens were generated before, and not on their number
+        alone: penalties, a grammar, bad words of several tokens, code of the user."""
+        params = self.sampling_params
+        return (
+            bool(params.presence_penalty or params.frequency_penalty)
+            or params.repetition_penalty != 1
+            or params.guided_decoding is not None
+            or bool(params.logits_processors)
+            or any(len(word) > 1 for word in self.bad_words_token_ids)
+        )
+
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request entering the batch: first admission, or return after preemption."""
@@ -130,11 +143,16 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. Applied in this order: free rows, place new requests, add blocks, run.
+    """One step. Applied in this order: shorten block tables, free rows, place new requests, add
+    blocks, run.
 
     A runner that splits a step into launches runs decodes first and keeps prefills in the order
     of `rows`: a later one may read blocks that an earlier one, or its own launch, writes. A step
     without rows is neither executed nor updated. Arrays may be the scheduler's own: only read.
+
+    A row may have drafts: guesses of its next tokens, that run behind its newest token. The
+    runner samples after each of them and gives back the sampled tokens up to the first that is
+    not the draft in its place. Such a row is scheduled again only when its result is known.
     """
 
     step_id: int
@@ -142,18 +160,25 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Rows whose request has finished, was cancelled or preempted since the last step."""
     new_requests: list[NewRequest]
     rows: IntArray
-    """[n] rows that run, decodes (one token) before prefills."""
+    """[n] rows that run: those with one token, then those with drafts, then prefills."""
     num_computed_tokens: IntArray
     """[n] tokens whose KV is in the cache; the first scheduled token has this position."""
     num_scheduled_tokens: IntArray
-    """[n] tokens to run, at least 1."""
+    """[n] tokens to run, at least 1, drafts included."""
     block_rows: IntArray
     """[m] rows that get one more block each, in order of their tables; a row may repeat."""
     block_ids: IntArray
-    """[groups * m] the blocks, those of one group of layers after those of another."""
+    """[m * groups] the blocks: one of each row for every group of layers in turn."""
     passed_blocks: list[tuple[int, int, int]] = []
     """(row, group, n): the first n blocks of the row's table for this group of layers are given
     back; the null block takes their places."""
+    num_draft_tokens: IntArray | None = None
+    """[n] drafts among the scheduled tokens of each row, the last ones; None: no row has any."""
+    draft_token_ids: IntArray | None = None
+    """[sum of `num_draft_tokens`] the drafts of one row after those of another; None: none."""
+    shortened_tables: list[tuple[int, int]] = []
+    """(row, n): the row keeps the first n blocks of its table; drafts that were rejected had the
+    others."""
 
     @property
     def num_tokens(self) -> int:
@@ -175,6 +200,16 @@ class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
     ranks: IntArray
     """[positions] rank of column 0 in the vocabulary, 1 is the likeliest."""
 
+    def first(self, count: int) -> "LogprobRows":
+        """The first `count` positions."""
+        if count >= len(self.ranks):
+            return self
+        return LogprobRows(
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            ranks=self.ranks[:count],
+        )
+
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one step."""
@@ -183,14 +218,17 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     rows: IntArray
     """[m] rows that sampled, in the order of `SchedulerOutput.rows`."""
     token_ids: IntArray
-    """[m] their next tokens."""
+    """[sum of `num_tokens`] their next tokens, those of one row after those of another."""
+    num_tokens: IntArray | None = None
+    """[m] tokens of each row; None: one each. A row without drafts has one. A row with d drafts
+    has 0 to 1 + d; with 0 it runs its newest token again."""
     logprobs: dict[int, LogprobRows] = {}
-    """row -> one position, for rows that asked."""
+    """row -> one position per token, for rows that asked."""
     prompt_logprobs: dict[int, LogprobRows] = {}
     """row -> one entry per position p of this step's chunk, for prompt token p + 1; rows that
     asked."""
     errors: dict[int, str] = {}
-    """row -> why sampling failed for this row alone; its token id is meaningless."""
+    """row -> why sampling failed for this row alone; its token ids are meaningless."""
     pooled: dict[int, FloatArray] = {}
     """row -> result of a pooling model for a prompt that is computed now: [numbers], or
     [tokens, numbers] with one result per token. Such rows have no token id."""
@@ -242,7 +280,9 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     request_ids: list[str] = []
     token_ids: list[int] = []
-    """One token per entry of `request_ids`."""
+    """The new tokens, those of one request after those of another."""
+    num_tokens: list[int] | None = None
+    """New tokens of each entry of `request_ids`, at least 1; None: one each."""
     finished: dict[str, Finished] = {}
     """Requests that ended, with or without a token in this output."""
     logprobs: dict[str, LogprobRows] = {}

@@ -29,6 +29,7 @@ class Request:
         num_cached_tokens: prompt tokens found cached at first admission; -1 before it.
         num_prompt_logprobs: prompt positions whose log-probabilities were sent.
         num_preemptions: times it lost its blocks.
+        takes_drafts: guesses of its next tokens may be verified.
         sort_key: requests with smaller keys go first.
     """
 
@@ -46,6 +47,7 @@ class Request:
         "sort_key",
         "spec",
         "status",
+        "takes_drafts",
         "token_ids",
     )
 
@@ -63,6 +65,7 @@ class Request:
         self.num_cached_tokens = -1
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0
+        self.takes_drafts = False
         self.sort_key = sort_key
 
     @property

@@ -6,8 +6,8 @@
 // on the request alone: its result has the same bits in any batch and with any number of threads.
 #pragma once
 
+#include "attention_args.h"
 #include "attention_tile.h"
-#include "kernels.h"
 #include "parallel.h"
 #include "workspace.h"
 
@@ -18,7 +18,7 @@ constexpr int kStepsAhead = 2;  // how early memory is asked for a tile of a kv 
 
 // The arguments of one call, and what follows from them.
 template <typename T>
-struct DecodeCall : vllm_cpu::DecodeArgs<T> {
+struct DecodeCall : vllm_cpu::AttentionArgs<T> {
   int64_t group() const { return this->num_heads / this->num_kv_heads; }
   // Keys [first_key, end_key) are visible to request b.
   int64_t end_key(int64_t b) const { return this->seq_lens[b]; }
@@ -266,7 +266,7 @@ class WorkList {
 // Returns -1, or a request whose length or block table is out of range; the content of out is
 // undefined then. -2: no memory.
 template <typename T>
-int64_t paged_attention_decode(const vllm_cpu::DecodeArgs<T>& args, int num_threads) {
+int64_t paged_attention_decode(const vllm_cpu::AttentionArgs<T>& args, int num_threads) {
   using Dot = typename PrefillDot<T>::type;
   using Scratch = DecodeScratch<Dot, T>;
   const DecodeCall<T> call{args};

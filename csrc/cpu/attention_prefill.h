@@ -7,8 +7,8 @@
 // were alone: its result has the same bits in any chunk, in any batch and on any threads.
 #pragma once
 
+#include "attention_args.h"
 #include "attention_block.h"
-#include "kernels.h"
 #include "parallel.h"
 #include "workspace.h"
 
@@ -17,7 +17,7 @@ namespace VLLM_ISA {
 constexpr int64_t kItemRows = 192;  // a multiple of kQueryRows for every instruction set
 
 template <typename T>
-struct PrefillCall : vllm_cpu::PrefillArgs<T> {
+struct PrefillCall : vllm_cpu::AttentionArgs<T> {
   int64_t group() const { return this->num_heads / this->num_kv_heads; }
   int64_t query_len(int64_t b) const {
     return int64_t{this->query_start_loc[b + 1]} - this->query_start_loc[b];
@@ -310,7 +310,7 @@ inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
 // they are. Returns -1, or a request whose lengths or block table are out of range; the content of
 // out is undefined then. -2: no memory.
 template <typename T>
-int64_t paged_attention_prefill(const vllm_cpu::PrefillArgs<T>& args, int num_threads) {
+int64_t paged_attention_prefill(const vllm_cpu::AttentionArgs<T>& args, int num_threads) {
   using Dot = typename PrefillDot<T>::type;
   const PrefillCall<T> call{args};
   for (int64_t b = 0; b < call.num_requests; ++b) {

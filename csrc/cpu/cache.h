@@ -2,7 +2,6 @@
 #pragma once
 
 #include "fp8.h"
-#include "kernels.h"
 #include "parallel.h"
 #include "simd.h"
 

@@ -97,7 +97,7 @@ class DecodeStep {
       const int64_t row = launch_.rows[i], position = launch_.num_computed[i];
       if (row < 0 || row >= rows_.num_rows || launch_.num_scheduled[i] != 1) return false;
       // The newest token, and one of the output.
-      if (position + 1 != rows_.num_tokens[row] || position < rows_.num_prompt[row]) return false;
+      if (position + 1 != rows_.num_tokens[row] || position < rows_.num_prompt_tokens[row]) return false;
       if (position + 1 >= rows_.max_tokens) return false;
       if (position / model_.block_size >= rows_.max_blocks) return false;
       if ((rows_.features[row] & ~rows_.known_features) != 0) return false;
@@ -127,7 +127,7 @@ class DecodeStep {
         buffers_.params[p * n + i] = rows_.params[p * rows_.num_params + row];
       }
       buffers_.keys[i] = rows_.keys[row];
-      buffers_.draws[i] = position + 1 - rows_.num_prompt[row];
+      buffers_.draws[i] = position + 1 - rows_.num_prompt_tokens[row];
     }
     forward_.input_ids = buffers_.input_ids;
     forward_.positions = buffers_.positions;

@@ -1,5 +1,4 @@
-// What a decode step in one call is told; what it does is said in decode_step.h. Mirrored in
-// vllm/ops/cpu/decode_step.py.
+// What a decode step in one call is told; what it does is said in decode_step.h.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +8,10 @@
 namespace vllm_cpu {
 
 // The running requests, as arrays over rows that belong to the Python side and stay where they are.
-struct DecodeStepRows {
+VLLM_STRUCT(DecodeStepRows,
   int32_t* token_ids;         // [num_rows, max_tokens]
   int32_t* num_tokens;        // [num_rows] how many of them are known
-  const int32_t* num_prompt;  // [num_rows] how many of them are the prompt
+  const int32_t* num_prompt_tokens;  // [num_rows] how many of them are the prompt
   const int32_t* block_table;  // [num_rows, max_blocks]
   const int32_t* features;     // [num_rows] bits: what a row wants of the sampler
   const float* params;         // [8, num_params] in the order of Param; num_params >= num_rows
@@ -20,10 +19,10 @@ struct DecodeStepRows {
   int64_t num_rows, max_tokens, max_blocks, num_params;
   int64_t known_features;  // bits that this step can serve
   int64_t random_feature;  // the bit of a row that is not greedy
-};
+);
 
 // One step of n rows.
-struct DecodeStepLaunch {
+VLLM_STRUCT(DecodeStepLaunch,
   const int32_t* rows;           // [n]
   const int32_t* num_computed;   // [n] tokens whose keys and values are in the cache
   const int32_t* num_scheduled;  // [n] tokens to run
@@ -32,7 +31,7 @@ struct DecodeStepLaunch {
   int64_t n;
   int64_t num_invalid;  // set: rows whose logits allow no token
   int64_t bad_index;    // set with the status of a decoder
-};
+);
 
 // Besides those of DecoderStatus.
 constexpr int64_t kNotPlain = 100;  // nothing was done: the step wants more than this call knows

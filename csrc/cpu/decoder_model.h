@@ -1,5 +1,4 @@
-// A whole decoder as the kernels read it: weights, caches and one launch. Mirrored in
-// vllm/ops/cpu/decoder.py.
+// A whole decoder as the kernels read it: weights, caches and one launch.
 //
 // T tokens of B requests, decodes (one token each) first, as in attention; H query heads, G
 // key/value heads, D head size, I size inside the MLP.
@@ -13,7 +12,7 @@ namespace vllm_cpu {
 
 // Null: the model has no such bias or norm.
 template <typename T>
-struct DecoderLayer {
+VLLM_STRUCT(DecoderLayer,
   const LinearWeight* qkv;      // [(H + 2 G) * D, hidden]: queries, keys, values
   const LinearWeight* output;   // [hidden, H * D]
   const LinearWeight* gate_up;  // [2 * I, hidden]: gate, up
@@ -30,10 +29,10 @@ struct DecoderLayer {
   T* value_cache;           // the same
   float scale;              // of query @ key
   int64_t sliding_window;   // 0: none
-};
+);
 
 template <typename T>
-struct DecoderModel {
+VLLM_STRUCT(DecoderModel,
   const DecoderLayer<T>* layers;
   const T* embedding;                    // [vocab_size, hidden], or null:
   const LinearWeight* packed_embedding;  // rows of the output head
@@ -42,9 +41,9 @@ struct DecoderModel {
   int64_t num_layers, vocab_size, hidden_size, intermediate_size;
   int64_t num_heads, num_kv_heads, head_size, rot_dim, max_positions, num_blocks, block_size;
   float norm_eps;
-};
+);
 
-struct DecoderLaunch {
+VLLM_STRUCT(DecoderLaunch,
   const int64_t* input_ids;        // [T]
   const int64_t* positions;        // [T]
   const int64_t* slot_mapping;     // [T]; negative: nothing is written
@@ -55,7 +54,7 @@ struct DecoderLaunch {
   char* scratch;                   // of decoder_scratch_bytes, aligned to 64
   int64_t num_tokens, num_requests, num_decodes, max_blocks, table_stride;
   int64_t bad_index;  // set with the status: the token or request that it is about
-};
+);
 
 enum class DecoderStatus : int64_t {
   kDone = 0,

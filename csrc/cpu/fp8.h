@@ -2,7 +2,7 @@
 // the business of the caller.
 #pragma once
 
-#include "kernels.h"
+#include "attention_args.h"
 #include "linear_dot.h"
 
 namespace VLLM_ISA {

@@ -1,7 +1,10 @@
-// All kernels for one instruction set. Compiled once per set, with -DVLLM_ISA=<its name> and the
-// flags that go with it (the list is in setup.py).
-#include "kernels.h"
+// The table of kernels: an operation is one row, and its types are those of its function. Compiled
+// once for each instruction set, with -DVLLM_ISA=<its name> and the flags that go with it (the
+// table of instruction sets is in setup.py).
+#include <cstdint>
+#include <type_traits>
 
+#include "abi.h"
 #include "activation.h"
 #include "attention.h"
 #include "attention_prefill.h"
@@ -14,34 +17,86 @@
 #include "sampling_logprobs.h"
 
 namespace VLLM_ISA {
+namespace {
 
+// The letter of a type in `Kernel::types`; a reference is passed as a pointer.
 template <typename T>
-constexpr vllm_cpu::Kernels<T> all_kernels() {
-  return {rms_norm<T>,
-          fused_add_rms_norm<T>,
-          silu_and_mul<T>,
-          gelu_and_mul<T>,
-          rotary_embedding<T>,
-          reshape_and_cache<T>,
-          reshape_and_cache_fp8<T>,
-          paged_attention_decode<T>,
-          paged_attention_prefill<T>,
-          linear<T>,
-          quantize_weight<T>,
-          linear_rows<T>,
-          pack_panels,
-          decoder_scratch_bytes<T>,
-          decoder_forward<T>,
-          decode_step_scratch_bytes<T>,
-          decode_step<T>,
-          sample<T>,
-          gather_logprobs<T>,
-          draw_exponentials,
-          moe<T>,
-          convert_int4};
+constexpr char letter() {
+  if (std::is_void_v<T>) return 'v';
+  if (std::is_pointer_v<T> || std::is_reference_v<T>) return 'p';
+  if (std::is_same_v<T, int64_t>) return 'q';
+  if (std::is_same_v<T, int>) return 'i';
+  return std::is_same_v<T, float> ? 'f' : '?';
 }
 
-extern const vllm_cpu::Kernels<float> kernels_f32 = all_kernels<float>();
-extern const vllm_cpu::Kernels<bf16> kernels_bf16 = all_kernels<bf16>();
+// What callers outside call instead of `function`: it goes on to the instruction set in use.
+template <auto function>
+struct Entry;
+
+template <typename Result, typename... Args, Result (*function)(Args...)>
+struct Entry<function> {
+  static_assert(letter<Result>() != '?' && ((letter<Args>() != '?') && ...));
+  static constexpr char types[] = {letter<Result>(), letter<Args>()..., 0};
+  static inline Result (*chosen)(Args...) = function;
+
+  static Result call(Args... args) { return chosen(args...); }
+  static void choose(vllm_cpu::Function other) { chosen = reinterpret_cast<Result (*)(Args...)>(other); }
+  static vllm_cpu::Kernel row(const char* name, const char* dtype) {
+    return {name, dtype, types, reinterpret_cast<vllm_cpu::Function>(function),
+            reinterpret_cast<vllm_cpu::Function>(call), choose};
+  }
+};
+
+}  // namespace
+
+#define KERNEL(name) \
+  Entry<&name<float>>::row(#name, "f32"), Entry<&name<bf16>>::row(#name, "bf16")
+#define KERNEL_WITHOUT_DTYPE(name) Entry<&name>::row(#name, "-")
+#define STRUCT(...) {__VA_ARGS__::kName, sizeof(__VA_ARGS__), __VA_ARGS__::kFields}
+
+// Up to one without a name.
+extern const vllm_cpu::Kernel kernels[] = {
+    KERNEL(rms_norm),
+    KERNEL(fused_add_rms_norm),
+    KERNEL(silu_and_mul),
+    KERNEL(gelu_and_mul),
+    KERNEL(rotary_embedding),
+    KERNEL(reshape_and_cache),
+    KERNEL(reshape_and_cache_fp8),
+    KERNEL(paged_attention_decode),
+    KERNEL(paged_attention_prefill),
+    KERNEL(linear),
+    KERNEL(linear_rows),
+    KERNEL(quantize_weight),
+    KERNEL_WITHOUT_DTYPE(pack_panels),
+    KERNEL_WITHOUT_DTYPE(packed_bytes),
+    KERNEL_WITHOUT_DTYPE(convert_int4),
+    KERNEL(moe),
+    KERNEL(decoder_scratch_bytes),
+    KERNEL(decoder_forward),
+    KERNEL(decode_step_scratch_bytes),
+    KERNEL(decode_step),
+    KERNEL(sample),
+    KERNEL(gather_logprobs),
+    KERNEL_WITHOUT_DTYPE(draw_exponentials),
+    {},
+};
+
+// The structs whose address a kernel takes; the fields of one have the same places for each dtype.
+extern const vllm_cpu::Struct structs[] = {
+    STRUCT(vllm_cpu::CacheFp8Args<float>),
+    STRUCT(vllm_cpu::AttentionArgs<float>),
+    STRUCT(vllm_cpu::LinearWeight),
+    STRUCT(vllm_cpu::Int4Source),
+    STRUCT(vllm_cpu::MoeArgs<float>),
+    STRUCT(vllm_cpu::DecoderLayer<float>),
+    STRUCT(vllm_cpu::DecoderModel<float>),
+    STRUCT(vllm_cpu::DecoderLaunch),
+    STRUCT(vllm_cpu::DecodeStepRows),
+    STRUCT(vllm_cpu::DecodeStepLaunch),
+    STRUCT(vllm_cpu::SampleArgs<float>),
+    STRUCT(vllm_cpu::LogprobArgs<float>),
+    {},
+};
 
 }  // namespace VLLM_ISA

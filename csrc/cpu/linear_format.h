@@ -20,6 +20,7 @@
 
 #include <cstdint>
 
+#include "abi.h"
 #include "dtypes.h"
 
 namespace vllm_cpu {
@@ -32,8 +33,8 @@ constexpr int kNoZero = 8;               // the zero point where none is stored
 
 enum class WeightFormat : int64_t { kFloat = 0, kBf16 = 1, kInt8 = 2, kInt4 = 3 };
 
-// A packed weight [out_features, in_features]. Mirrored in vllm/ops/cpu/linear.py.
-struct LinearWeight {
+// A packed weight [out_features, in_features].
+VLLM_STRUCT(LinearWeight,
   const uint32_t* panels;  // aligned to 64 bytes
   const float* scales;     // int8, int4: [out_features rounded up to 64]; else null
   const int32_t* sums;     // int8: sum of the weights of an output, as many; else null
@@ -42,10 +43,10 @@ struct LinearWeight {
   WeightFormat format;
   int64_t block_inputs;  // int4: inputs that share a scale; else 0
   int64_t has_zeros;     // int4: 1 when zero points are stored; else 0
-};
+);
 
 // int4 numbers as checkpoints have them, all dense.
-struct Int4Source {
+VLLM_STRUCT(Int4Source,
   // GPTQ: [in_features / 8, out_features], eight inputs of an output in a word, the first in the
   // lowest bits. AWQ: [in_features, out_features / 8], eight outputs of an input.
   const uint32_t* words;
@@ -54,7 +55,7 @@ struct Int4Source {
   int64_t num_groups;
   int64_t group_inputs;  // a multiple of the weight's blocks, or there is one group
   int64_t is_awq;
-};
+);
 
 // These are static: each is compiled for several instruction sets, and the linker must not give all
 // of them the same copy.

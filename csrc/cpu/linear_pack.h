@@ -5,6 +5,11 @@
 
 namespace VLLM_ISA {
 
+// Bytes of the panels of a weight, whose pointers need not be set yet.
+inline int64_t packed_bytes(const LinearWeight& weight) {
+  return vllm_cpu::num_panels(weight) * vllm_cpu::panel_words(weight) * 4;
+}
+
 // Panels of words, in place: from [64 outputs][words] to [words][64 outputs].
 // Returns 0, or kNoMemory (nothing was changed).
 inline int64_t pack_panels(uint32_t* panels, int64_t num_panels, int64_t words, int num_threads) {

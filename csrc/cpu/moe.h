@@ -10,6 +10,25 @@
 #include "activation.h"
 #include "linear.h"
 
+namespace vllm_cpu {
+
+// All gates and ups are [I, H] in one format, with the same order of inputs in an expert's two; all
+// downs are [H, I] in one format.
+template <typename T>
+VLLM_STRUCT(MoeArgs,
+  const LinearWeight* const* gate;  // [num_experts]
+  const LinearWeight* const* up;
+  const LinearWeight* const* down;
+  const T* x;            // [num_tokens, H], tokens x_stride apart
+  const int64_t* ids;    // [num_tokens, top_k]
+  const float* weights;  // the same
+  T* out;                // [num_tokens, H], dense
+  int64_t num_tokens, num_experts, top_k, x_stride;
+  int64_t has_orders;  // 1 when a gate has an order of inputs
+);
+
+}  // namespace vllm_cpu
+
 namespace VLLM_ISA {
 
 using vllm_cpu::MoeArgs;

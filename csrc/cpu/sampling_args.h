@@ -3,11 +3,13 @@
 
 #include <cstdint>
 
+#include "abi.h"
+
 namespace vllm_cpu {
 
 // A launch of n rows. A pointer that no row needs is null.
 template <typename T>
-struct SampleArgs {
+VLLM_STRUCT(SampleArgs,
   const T* logits;            // [n, vocab_size], rows row_stride apart
   const int64_t* rows;        // [num_rows] the rows to sample, or null: all n
   const float* params;        // [8, n] in the order of Param; null: all rows are greedy
@@ -25,13 +27,13 @@ struct SampleArgs {
   int32_t* host_ids;              // [n] out: the same, but -1 in rows that cannot be sampled
   int64_t n, num_rows, vocab_size, row_stride;
   int64_t num_draws, num_edits, num_words, num_penalties;
-};
+);
 
 // Indices into the first dimension of params.
 enum Param { kTemperature, kMinP, kTopK, kTopP, kPresence, kFrequency, kRepetition, kIsGreedy };
 
 template <typename T>
-struct LogprobArgs {
+VLLM_STRUCT(LogprobArgs,
   const T* logits;           // [*, vocab_size], rows row_stride apart
   const int64_t* rows;       // [num_rows] rows of logits and token_ids, or null: the first ones
   const int32_t* token_ids;  // given tokens
@@ -39,6 +41,6 @@ struct LogprobArgs {
   float* out_logprobs;       // [num_rows, 1 + num_likeliest]
   int32_t* out_ranks;        // [num_rows]
   int64_t num_rows, vocab_size, row_stride, num_likeliest;
-};
+);
 
 }  // namespace vllm_cpu

@@ -5,10 +5,20 @@ import pytest
 import torch
 
 from tests.attention.launches import random_cache
+from vllm.attention import Attention, LaunchContext
 from vllm.attention.backends.alibi import alibi_slopes
 from vllm.attention.backends.flat_pa import derive_decode_blocks
 from vllm.attention.backends.hpu_attn import decode_attention, prefill_attention, prefill_mask
 from vllm.attention.backends.hpu_metadata import build_decode_metadata, build_prefill_metadata
+from vllm.attention.backends.merged_prefill import build_merged_prefill_metadata
+from vllm.attention.backends.padded import (
+    MergedPrefill,
+    PaddedDecode,
+    PaddedPrefill,
+    layer_kinds,
+)
+from vllm.attention.backends.sdpa import torch_sdpa
+from vllm.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -64,6 +74,43 @@ def test_decode_continues_what_a_prompt_began(num_heads, window):
         new = (query[:, position], key[:, position], value[:, position])
         outputs.append(decode_attention(*new, *caches, metadata, blocks, 0.25, alibi_slopes=slopes))
     torch.testing.assert_close(torch.cat(outputs), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+@pytest.mark.parametrize("window", [None, 9])
+def test_padded_launches_of_a_layer_are_the_prompt_in_one_piece(window, is_merged):
+    torch.manual_seed(0)
+    length, tables = 43, np.array([[3, 1, 2]])
+    layer = Attention(6, 16, 2, sliding_window=window, alibi_slopes=alibi_slopes(6))
+    query, key, value = torch.randn(length, 10, 16).split([6, 2, 2], dim=1)
+    want = layer(query, key, value)
+    layer.bind_kv_cache(*torch.full((2, 4, 16, 2, 16), float("nan")))
+    kinds, dtype = layer_kinds([layer]), torch.float32
+
+    def launch(start: int, stop: int):
+        if stop - start == 1:
+            decode = build_decode_metadata(tables, [stop], 1, 4, 16).to("cpu")
+            return PaddedDecode.derive(decode, kinds, 16, dtype)
+        sizes = (tables, [start], [stop - start], 1, stop - start, 2, 16)
+        if is_merged:
+            merged = build_merged_prefill_metadata(*sizes).to("cpu")
+            return MergedPrefill.derive(merged, kinds, 16, dtype, torch_sdpa)
+        prefill = build_prefill_metadata(*sizes).to("cpu")
+        return PaddedPrefill.derive(prefill, kinds, 16, dtype, torch_sdpa)
+
+    outputs = []
+    for start, stop in ((0, 20), (20, 39), *((i, i + 1) for i in range(39, length))):
+        part = slice(start, stop)
+        with layer.launch.running(LaunchContext(launch(start, stop), torch.arange(start, stop))):
+            outputs.append(layer(query[part], key[part], value[part]))
+    torch.testing.assert_close(torch.cat(outputs), want, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_with_slopes_of_their_own_are_refused():
+    layers = [Attention(4, 16, 4, alibi_slopes=alibi_slopes(4) * factor) for factor in (1, 2)]
+    assert list(layer_kinds(layers[:1])) == [(None, True)]
+    with pytest.raises(ConfigError, match=r"different ALiBi slopes.*run it on cpu"):
+        layer_kinds(layers)
 
 
 def test_random_caches_of_alibi_rows_do_not_see_each_other():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.attention import EncoderAttention, EncoderMetadata, attention_metadata
+from vllm.attention import EncoderAttention, EncoderMetadata, LaunchContext
 from vllm.attention.backends.encoder_attn import _ends
 
 
@@ -15,7 +15,8 @@ def test_a_launch_is_its_prompts_one_by_one(lens):
     torch.manual_seed(0)
     layer, starts = EncoderAttention(2, 8), np.concatenate([[0], np.cumsum(lens)])
     q, k, v = torch.randn(3, sum(lens), 2, 8)
-    with attention_metadata(EncoderMetadata.build(starts, torch.device("cpu"))):
+    metadata = EncoderMetadata.build(starts, torch.device("cpu"))
+    with layer.launch.running(LaunchContext(metadata, torch.arange(sum(lens)))):
         got = layer(q, k, v)
     for first, last in itertools.pairwise(starts):
         part = slice(first, last)

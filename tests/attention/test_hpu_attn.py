@@ -11,11 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.attention.launches import NAN, Cache, StaticOnly, random_cache
 from vllm.attention.backends.hpu_attn import (
     SDPAKernel,
-    merged_prefill_mask,
     naive_sdpa,
     prefill_attention,
     prefill_mask,
-    prompt_attention,
     torch_sdpa,
     write_kv_cache,
 )
@@ -188,25 +186,6 @@ def test_alibi(rows, window, kernel):
     torch.testing.assert_close(got, torch.cat(wants), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("window", [None, 4])
-def test_merged_prompts_do_not_see_each_other(window, kernel):
-    lengths = [5, 1, 9]
-    query, key, value = (torch.randn(1, 20, heads, HEAD_SIZE) for heads in (4, 2, 2))
-    ids = torch.tensor([*np.repeat([0, 1, 2], lengths), *[-1] * 5])
-    positions = torch.tensor([*range(5), *range(1), *range(9), *[-1] * 5])
-    mask = merged_prefill_mask(ids, positions, window)
-    got = prompt_attention(query, key, value, mask, SCALE, kernel=KERNELS[kernel])
-    assert got.isfinite().all()
-    start = 0
-    for length in lengths:
-        part = slice(start, start + length)
-        alone = merged_prefill_mask(torch.zeros(length), torch.arange(length), window)
-        want = prompt_attention(query[:, part], key[:, part], value[:, part], alone, SCALE)
-        torch.testing.assert_close(got[:, part], want, rtol=1e-5, atol=1e-5)
-        start += length
-
-
 def test_padding_is_stored_in_the_null_block():
     """Also with more padding than the block has slots, so that slots repeat."""
     launch = build_prefill_metadata([[2, 1]], [3], [4], 3, 9, 1, 4).to("cpu")
@@ -229,8 +208,6 @@ def test_nothing_happens_on_the_host_and_shapes_are_static(rows):
             with StaticOnly():
                 mask = prefill_mask(prefill.metadata, 16, window, slopes)
                 prefill_attention(*arguments[:5], prefill.metadata, mask, SCALE, kernel)
-    with StaticOnly():
-        merged_prefill_mask(torch.zeros(9), torch.arange(9), 4)
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.attention.backends.hpu_metadata import (
-    DecodeArrays,
+    HPUDecodeMetadata,
     build_decode_metadata,
     build_prefill_metadata,
     count_decode_blocks,
@@ -28,7 +28,7 @@ def decodes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
     return tables, lengths, block_size
 
 
-def entries(launch: DecodeArrays) -> list[tuple[int, int, int, int]]:
+def entries(launch: HPUDecodeMetadata) -> list[tuple[int, int, int, int]]:
     """(row, block, age, usage) of every entry that is not padding, as the device reads them."""
     num_sliced = len(launch.block_groups) - len(launch.block_list)
     blocks = [*range(num_sliced), *launch.block_list.tolist()]

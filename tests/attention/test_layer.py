@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vllm.attention import Attention, LaunchMetadata, attention_metadata, current_metadata
+from vllm.attention import Attention, LaunchContext, ReadsContext, share_context, text_positions
 from vllm.attention.backends.alibi import alibi_slopes
 from vllm.attention.backends.native_attn import RaggedMetadata
 from vllm.attention.backends.sdpa import torch_sdpa
@@ -54,30 +54,70 @@ def attend_in_pieces(layer: Attention, query: Tensor, key: Tensor, value: Tensor
     outputs = []
     for piece in pieces:
         rows = slice(*piece[1:])
-        with attention_metadata(launch(*piece)):
+        context = LaunchContext(launch(*piece), torch.arange(*piece[1:]))
+        with layer.launch.running(context):
             outputs.append(layer(query[rows], key[rows], value[rows]))
     return torch.cat(outputs)
 
 
-def test_a_forward_pass_of_another_thread_has_metadata_of_its_own():
-    mine, other = launch(0, 0, 17), launch(0, 17, 40)
+class TwoLayers(nn.Module):
+    """Gives what its layers read of the launch, one after the other."""
 
-    def run() -> tuple[LaunchMetadata | None, ...]:
-        before = current_metadata()
-        with attention_metadata(other):
-            is_entered.set()
-            assert may_leave.wait(60)
-            return before, current_metadata()
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(1, 4, 1) for _ in range(2))
 
-    is_entered, may_leave = Event(), Event()
-    with ThreadPoolExecutor(1) as pool, attention_metadata(mine):
-        found = pool.submit(run)
-        assert is_entered.wait(60)
-        assert current_metadata() is mine
-        may_leave.set()
-        assert found.result() == (None, other)
-        assert current_metadata() is mine
-    assert current_metadata() is None
+    def forward(self) -> list[LaunchContext | None]:
+        return [layer.launch.context for layer in self.layers]
+
+
+def test_engines_in_two_threads_do_not_read_each_others_launches():
+    """One sets its launch as code that is compiled does, the other with a context manager."""
+    ours, theirs = TwoLayers(), TwoLayers()
+    our_holder, their_holder = share_context(ours), share_context(theirs)
+    our_launch, their_launch = (LaunchContext(None, torch.arange(n)) for n in (3, 4))
+    is_set, is_read = Event(), Event()
+
+    def compiled() -> list[LaunchContext | None]:
+        our_holder.context = our_launch
+        is_set.set()
+        assert is_read.wait(60)
+        return ours()
+
+    with ThreadPoolExecutor(1) as pool:
+        of_ours = pool.submit(compiled)
+        assert is_set.wait(60)
+        assert theirs() == [None, None]
+        with their_holder.running(their_launch):
+            assert all(context is their_launch for context in theirs())
+        is_read.set()
+        assert all(context is our_launch for context in of_ours.result())
+    assert theirs() == [None, None]
+
+
+def test_all_layers_of_a_model_read_one_holder_however_often_it_is_asked_for():
+    model = TwoLayers()
+    holder = share_context(model)
+    assert share_context(nn.Sequential(model)) is holder
+    assert {id(m.launch) for m in model.modules() if isinstance(m, ReadsContext)} == {id(holder)}
+
+
+def test_a_launch_that_fails_leaves_no_context():
+    layer = Attention(1, 4, 1)
+    with (
+        pytest.raises(RuntimeError, match="broken"),
+        layer.launch.running(LaunchContext(None, torch.arange(1))),
+    ):
+        raise RuntimeError("broken")
+    assert layer.launch.context is None
+
+
+def test_positions_may_have_a_row_for_each_kind_of_position():
+    positions = torch.arange(5)
+    assert text_positions(positions) is positions
+    assert torch.equal(text_positions(positions[None]), positions)
+    with pytest.raises(ValueError, match=r"positions are \[3, 5\]; this layer takes one"):
+        text_positions(positions.repeat(3, 1))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -118,10 +158,7 @@ class OneLayer(nn.Module):
         self.layer, self.weight = layer, nn.Parameter(torch.zeros(1))
 
 
-@pytest.mark.parametrize(
-    ("option", "message"), [("alibi", "has ALiBi"), ("soft cap", "has a soft cap of attention")]
-)
-def test_a_gaudi_refuses_what_it_would_compute_wrongly(option, message):
-    model = OneLayer(Attention(6, 16, 2, **OPTIONS[option]))
-    with pytest.raises(ConfigError, match=f"this model {message}.*run on cpu"):
+def test_a_gaudi_refuses_what_it_would_compute_wrongly():
+    model = OneLayer(Attention(6, 16, 2, **OPTIONS["soft cap"]))
+    with pytest.raises(ConfigError, match=r"this model has a soft cap of attention.*run it on cpu"):
         HPUModel(model, torch.zeros(2, dtype=torch.int32), 128, torch_sdpa)

@@ -3,6 +3,8 @@
 from typing import Any
 
 from vllm.bucketing.bucket import Bucket, decode, prefill
+from vllm.bucketing.catalog import Catalog
+from vllm.bucketing.closure import missing_buckets
 from vllm.bucketing.settings import BucketRange, BucketSettings
 from vllm.bucketing.step_limits import StepLimits
 
@@ -12,6 +14,11 @@ MIB = 1 << 20
 SEED_PROMPTS = [prefill(batch, seq) for batch in (1, 2, 4) for seq in range(128, 1025, 128)]
 # The seeds of that time count the length of one sequence where we count blocks of the batch.
 SEED_DECODES = [decode(batch, seq) for batch in (1, 2, 4) for seq in range(128, 2049, 128)]
+
+
+def close(catalog: Catalog, limits: StepLimits) -> Catalog:
+    """The catalog with what it lacks for the proof."""
+    return catalog.with_buckets(missing_buckets(catalog, limits))
 
 
 def make_limits(**changes: Any) -> StepLimits:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tests.bucketing.helpers import GIB, MIB, SEED_DECODES, SEED_PROMPTS
 from vllm.bucketing.bucket import Bucket, Phase, decode, prefill
 from vllm.bucketing.capture_plan import (
-    CaptureCallbacks,
+    Capture,
     CaptureStep,
     PhaseGraphs,
     capture_graphs,
@@ -52,8 +52,19 @@ def run(
     prompts: list[Bucket], decodes: list[Bucket], pools: tuple[int, int], bytes_of, estimate=None
 ) -> tuple[dict[Phase, PhaseGraphs], FakeDevice, MemoryLedger]:
     ledger, device = make_ledger(*pools), FakeDevice(bytes_of)
-    callbacks = CaptureCallbacks(device.capture, device.release, estimate)
-    return capture_graphs(prompts, decodes, ledger, callbacks), device, ledger
+    plan, capture = capture_graphs(prompts, decodes, ledger, estimate=estimate), None
+    while True:
+        try:
+            step = plan.send(capture)
+        except StopIteration as end:
+            return end.value, device, ledger
+        if step.refusal is not None:
+            capture = Capture(None, step.refusal)
+            continue
+        used_bytes = device.capture(step)
+        capture = Capture(used_bytes, step.refusal_of(used_bytes))
+        if capture.given_up is not None:
+            device.release(step.bucket)
 
 
 def seed_bytes(bucket: Bucket) -> int:

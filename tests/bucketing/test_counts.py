@@ -17,7 +17,7 @@ from vllm.bucketing.sparse import (
     sparse_prefill_buckets,
     sparse_range,
 )
-from vllm.bucketing.token_budget import split_by_token_budget
+from vllm.bucketing.step_limits import split_by_token_budget
 
 PUBLISHED = make_limits(
     max_num_batched_tokens=8192,

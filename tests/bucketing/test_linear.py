@@ -10,7 +10,7 @@ from vllm.bucketing.linear import (
     linear_prefill_buckets,
     linear_range,
 )
-from vllm.bucketing.token_budget import split_by_token_budget
+from vllm.bucketing.step_limits import split_by_token_budget
 from vllm.errors import ConfigError
 
 

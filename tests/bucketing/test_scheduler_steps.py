@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
+from tests.bucketing.helpers import close
 from vllm.bucketing.bucket import Phase
 from vllm.bucketing.catalog import Catalog
-from vllm.bucketing.closure import close
 from vllm.bucketing.step_limits import StepLimits
 from vllm.config import SchedulerConfig
 from vllm.core.kv_cache_manager import KVCacheManager

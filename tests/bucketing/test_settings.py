@@ -73,14 +73,6 @@ def test_a_bad_variable_is_named_with_its_value(given, message):
         BucketSettings.resolve(make_limits(), given)
 
 
-def test_each_variable_has_a_log_line():
-    settings = BucketSettings.resolve(make_limits(), {"VLLM_PROMPT_BS_BUCKET_MAX": 2})
-    lines = settings.lines()
-    assert len(lines) == 12
-    assert lines[2] == "VLLM_PROMPT_BS_BUCKET_MAX=2 (default:4)"
-    assert lines[9] == "VLLM_DECODE_BLOCK_BUCKET_MIN=128 (default:128)"
-
-
 def test_merged_prompts_are_one_long_row():
     settings, lines = merge_prompts(make_settings(prompt_bs=(1, 32, 16)), make_limits())
     assert settings.prompt_bs == BucketRange(1, 1, 1)

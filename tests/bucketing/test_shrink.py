@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from vllm.bucketing import Catalog, StepLimits, close, prove
+from tests.bucketing.helpers import close
+from vllm.bucketing import Catalog, StepLimits, prove
 from vllm.bucketing.bucket import decode, prefill
 from vllm.bucketing.shrink import shrink_launches
 

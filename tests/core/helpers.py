@@ -7,10 +7,12 @@ function of that hash alone, so what a request gets must not depend on how it is
 """
 
 import copy
+import random
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ import numpy as np
 from tests.core.cache_follower import CacheFollower
 from vllm.config import SchedulerConfig
 from vllm.core.cache_events import CacheEventLog
+from vllm.core.drafts import DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.kv_cache_spec import KVCacheGroup
@@ -77,6 +80,7 @@ def make_scheduler(
     block_size: int = 4,
     enable_caching: bool = True,
     windows: Sequence[int | None] = (None,),
+    draft_source: DraftSource | None = None,
     **limits: Any,
 ) -> Scheduler:
     """A scheduler; `num_blocks` counts the usable ones, `windows` are those of
@@ -86,7 +90,7 @@ def make_scheduler(
     events = CacheEventLog(block_size)
     groups = [KVCacheGroup(window) for window in windows]
     cache = KVCacheManager(num_blocks + 1, block_size, enable_caching, events, groups)
-    return Scheduler(config, cache)
+    return Scheduler(config, cache, draft_source)
 
 
 def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]:
@@ -147,6 +151,42 @@ def expected_result(spec: EngineRequest, fails_at: int | None = None) -> tuple[l
             return output, Finished(FinishReason.LENGTH)
 
 
+def next_tokens(spec: EngineRequest, token_ids: list[int], count: int) -> list[int]:
+    """What a request that has these tokens samples next, as if nothing ended it."""
+    content = root_content(spec)
+    for token_id in token_ids:
+        content = next_content(content, token_id)
+    found: list[int] = []
+    for num_output in range(len(token_ids) - len(spec.prompt_token_ids), 10**9):
+        if len(found) == count:
+            break
+        found.append(next_token(spec, content, num_output))
+        content = next_content(content, found[-1])
+    return found
+
+
+class GuessSource:
+    """Guesses that are right, right up to some token, wrong, or none; they do not care where the
+    output ends."""
+
+    def __init__(self, rng: random.Random, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
+        self.num_proposed = 0
+        self._rng = rng
+
+    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        return [self._guess(request) for request in requests]
+
+    def _guess(self, request: Request) -> list[int]:
+        count = self._rng.choice([0, self.max_drafts, self._rng.randint(1, self.max_drafts)])
+        guess = next_tokens(request.spec, request.token_ids, count)
+        first_wrong = self._rng.choice([count, count, 0, self._rng.randint(0, count)])
+        for index in range(first_wrong, count):
+            guess[index] = (guess[index] + 1) % VOCAB_SIZE
+        self.num_proposed += count
+        return guess
+
+
 # ---- the runner -----------------------------------------------------------------------------
 
 
@@ -177,6 +217,11 @@ class FakeRow:
             self.contents.append(next_content(before, self.token_ids[last], keys))
         return self.contents[position]
 
+    def take_back(self, num_tokens: int) -> None:
+        """Only the first `num_tokens` tokens count as computed."""
+        del self.contents[num_tokens:]
+        self.num_computed = num_tokens
+
 
 class FakeRunner:
     """Executes steps against a model of the KV cache.
@@ -187,6 +232,7 @@ class FakeRunner:
             shapes; False: everything in one launch, which writes before it reads.
         fails_at: request id -> number of output tokens after which its sampling fails.
         windows: of the groups of layers.
+        stalls_every: of so many rows with drafts one gets no token; 0: none.
     """
 
     def __init__(
@@ -195,7 +241,10 @@ class FakeRunner:
         is_split: bool = True,
         fails_at: dict[str, int] | None = None,
         windows: Sequence[int | None] = (None,),
+        stalls_every: int = 0,
     ) -> None:
+        self.stalls_every = stalls_every
+        self.num_verified = 0
         self.block_size = block_size
         self.windows = windows
         self.is_split = is_split
@@ -205,9 +254,13 @@ class FakeRunner:
         self.last_step_id = -1
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run a step in the documented order: free, place, add blocks, run."""
+        """Run a step in the documented order: shorten, free, place, add blocks, run."""
         assert step.step_id > self.last_step_id
         self.last_step_id = step.step_id
+        for row, num_blocks in step.shortened_tables:
+            assert num_blocks < len(self.rows[row].block_ids)
+            for table in self.rows[row].tables:
+                del table[num_blocks:]
         for row in step.freed_rows:
             del self.rows[row]
         for new in step.new_requests:
@@ -215,24 +268,40 @@ class FakeRunner:
             token_ids = new.request.prompt_token_ids + new.output_token_ids
             first, *more = np.array(new.block_ids).reshape(len(self.windows), -1).tolist()
             self.rows[new.row] = FakeRow(new.request, token_ids, first, more)
-        block_ids = step.block_ids.reshape(len(self.windows), -1).tolist()
-        for index, of_group in enumerate(block_ids):
-            for row, block_id in zip(step.block_rows.tolist(), of_group, strict=True):
-                self.rows[row].tables[index].append(block_id)
+        block_ids = step.block_ids.reshape(-1, len(self.windows)).tolist()
+        for row, of_row in zip(step.block_rows.tolist(), block_ids, strict=True):
+            for table, block_id in zip(self.rows[row].tables, of_row, strict=True):
+                table.append(block_id)
         for row, index, count in step.passed_blocks:
             self.rows[row].tables[index][:count] = [NULL_BLOCK_ID] * count
         self._check_tables()
+        rows = step.rows.tolist()
         work = list(
             zip(
-                step.rows.tolist(),
+                rows,
                 step.num_computed_tokens.tolist(),
                 step.num_scheduled_tokens.tolist(),
                 strict=True,
             )
         )
+        drafts = self._drafts(step)
+        for row, guess in drafts.items():
+            self.rows[row].token_ids += guess
         for launch in self._launches(work):
             self._run(launch)
-        return self._sample(step, work)
+        return self._sample(step, work, drafts)
+
+    @staticmethod
+    def _drafts(step: SchedulerOutput) -> dict[int, list[int]]:
+        """Row -> its drafts."""
+        if step.num_draft_tokens is None:
+            assert step.draft_token_ids is None
+            return {}
+        assert step.draft_token_ids is not None
+        parts = np.split(step.draft_token_ids, np.cumsum(step.num_draft_tokens))
+        assert not len(parts[-1])
+        pairs = zip(step.rows.tolist(), parts[:-1], strict=True)
+        return {row: part.tolist() for row, part in pairs if len(part)}
 
     def _launches(self, work: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
         if not self.is_split:
@@ -281,8 +350,13 @@ class FakeRunner:
         index, offset = divmod(position, self.block_size)
         return table[index], offset
 
-    def _sample(self, step: SchedulerOutput, work: list[tuple[int, int, int]]) -> ModelRunnerOutput:
-        token_ids: dict[int, int] = {}
+    def _sample(
+        self,
+        step: SchedulerOutput,
+        work: list[tuple[int, int, int]],
+        drafts: dict[int, list[int]],
+    ) -> ModelRunnerOutput:
+        token_ids: dict[int, list[int]] = {}
         logprobs: dict[int, LogprobRows] = {}
         prompt_logprobs: dict[int, LogprobRows] = {}
         errors: dict[int, str] = {}
@@ -296,22 +370,52 @@ class FakeRunner:
                     prompt_logprobs[row_id] = _logprob_rows(targets, list(positions))
             if start + count < len(row.token_ids):
                 continue
-            num_output = len(row.token_ids) - num_prompt
-            token_id = next_token(row.spec, row.content(start + count - 1), num_output)
-            if self.fails_at.get(row.spec.request_id) == num_output:
+            guess = drafts.get(row_id, [])
+            num_known = len(row.token_ids) - len(guess)
+            num_output = num_known - num_prompt
+            tokens = self._verify(row, num_known, guess)
+            if not tokens:
                 errors[row_id] = FAILED
-            elif params.logprobs is not None:
-                logprobs[row_id] = _logprob_rows([token_id], [num_output])
-            row.token_ids.append(token_id)
-            token_ids[row_id] = token_id
+                tokens = [0]
+            elif self._stalls(guess):
+                tokens = []
+            if params.logprobs is not None and tokens and row_id not in errors:
+                positions = range(num_output, num_output + len(tokens))
+                logprobs[row_id] = _logprob_rows(tokens, list(positions))
+            row.take_back(num_known - 1 + len(tokens))
+            row.token_ids[num_known:] = tokens
+            token_ids[row_id] = tokens
+        counts = [len(tokens) for tokens in token_ids.values()]
         return ModelRunnerOutput(
             step_id=step.step_id,
             rows=np.array(list(token_ids), np.int32),
-            token_ids=np.array(list(token_ids.values()), np.int32),
+            token_ids=np.array([t for tokens in token_ids.values() for t in tokens], np.int32),
+            num_tokens=None if set(counts) <= {1} else np.array(counts, np.int32),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             errors=errors,
         )
+
+    def _verify(self, row: FakeRow, num_known: int, guess: list[int]) -> list[int]:
+        """The tokens of a row, up to the first that is not its draft; none when the first fails."""
+        num_prompt = len(row.spec.prompt_token_ids)
+        tokens: list[int] = []
+        for draft in [*guess, None]:
+            num_output = num_known + len(tokens) - num_prompt
+            if self.fails_at.get(row.spec.request_id) == num_output:
+                break
+            content = row.content(num_known + len(tokens) - 1)
+            tokens.append(next_token(row.spec, content, num_output))
+            if tokens[-1] != draft:
+                break
+        return tokens
+
+    def _stalls(self, guess: list[int]) -> bool:
+        """Whether a row gets no token in this step, although nothing is wrong with it."""
+        if not guess:
+            return False
+        self.num_verified += 1
+        return bool(self.stalls_every) and self.num_verified % self.stalls_every == 0
 
 
 def _logprob_rows(token_ids: list[int], positions: list[int]) -> LogprobRows:
@@ -343,7 +447,7 @@ class Loop:
 
     Args:
         depth: results outstanding while the next step is scheduled.
-        is_split, fails_at: see FakeRunner.
+        is_split, fails_at, stalls_every: see FakeRunner.
     """
 
     def __init__(
@@ -352,11 +456,14 @@ class Loop:
         depth: int = 0,
         is_split: bool = True,
         fails_at: dict[str, int] | None = None,
+        stalls_every: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.depth = depth
         windows = [group.window for group in scheduler.cache._groups]
-        self.runner = FakeRunner(scheduler.cache.block_size, is_split, fails_at, windows)
+        self.runner = FakeRunner(
+            scheduler.cache.block_size, is_split, fails_at, windows, stalls_every
+        )
         self.results: dict[str, Result] = {}
         self.num_steps = 0
         self.follower = CacheFollower()
@@ -429,8 +536,11 @@ class Loop:
             self._open(name).num_cached_tokens.append(count)
         for name, rows in output.prompt_logprobs.items():
             self._open(name).prompt_logprobs += _entries(rows)
-        for name, token_id in zip(output.request_ids, output.token_ids, strict=True):
-            self._open(name).token_ids.append(token_id)
+        counts = output.num_tokens or [1] * len(output.request_ids)
+        assert all(counts) and sum(counts) == len(output.token_ids)
+        tokens = iter(output.token_ids)
+        for name, count in zip(output.request_ids, counts, strict=True):
+            self._open(name).token_ids += islice(tokens, count)
         for name, rows in output.logprobs.items():
             self._open(name).logprobs += _entries(rows)
         for name, finished in output.finished.items():
@@ -447,7 +557,13 @@ def _entries(rows: LogprobRows) -> list[tuple[int, int]]:
 
 
 def _plain(output: EngineOutput) -> tuple[Any, ...]:
-    return output.request_ids, output.token_ids, output.finished, output.num_cached_tokens
+    return (
+        output.request_ids,
+        output.token_ids,
+        output.num_tokens,
+        output.finished,
+        output.num_cached_tokens,
+    )
 
 
 # ---- invariants -----------------------------------------------------------------------------
@@ -461,14 +577,19 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
     assert len(rows) <= config.max_num_seqs
     assert step.num_tokens <= config.max_num_batched_tokens
     assert all(count >= 1 for count in counts)
-    is_prefill = [count > 1 for count in counts]
-    assert is_prefill == sorted(is_prefill), "decodes go before prefills"
+    drafts = [0] * len(rows)
+    if step.num_draft_tokens is not None:
+        drafts = step.num_draft_tokens.tolist()
+    kinds = [0 if count == 1 else 1 if d else 2 for count, d in zip(counts, drafts, strict=True)]
+    assert kinds == sorted(kinds), "single tokens, then drafts, then prefills"
+    assert all(not d or d == count - 1 for count, d in zip(counts, drafts, strict=True))
     assert {new.row for new in step.new_requests} <= set(rows)
     for array in (step.rows, step.num_computed_tokens, step.num_scheduled_tokens):
         assert array.dtype == np.int32
     for row in running.order.tolist():
         rest = int(running.num_tokens[row] - running.num_computed[row])
-        if row not in rows and running.num_tokens[row] < running.limit[row]:
+        waits = running.awaits_result[row] or running.num_tokens[row] >= running.limit[row]
+        if row not in rows and not waits:
             assert rest > 1, "a decode is left out"
 
 

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.core.helpers import VOCAB_SIZE, Loop, expected_result, make_request, make_scheduler
+from tests.core.helpers import (
+    VOCAB_SIZE,
+    GuessSource,
+    Loop,
+    expected_result,
+    make_request,
+    make_scheduler,
+)
 from vllm.errors import CapacityError
 from vllm.messages import EngineRequest, Finished, FinishReason
 
@@ -35,9 +42,12 @@ class Setup:
     fails_at: dict[str, int] = field(default_factory=dict)
     windows: tuple[int | None, ...] = (None,)
     """Of the groups of layers; `num_blocks` counts blocks of all of them together."""
+    draft_source: GuessSource | None = None
+    stalls_every: int = 0
 
     def loop(self) -> Loop:
         scheduler = make_scheduler(
+            draft_source=self.draft_source,
             num_blocks=self.num_blocks * len(self.windows),
             windows=self.windows,
             block_size=self.block_size,
@@ -45,7 +55,7 @@ class Setup:
             max_model_len=MAX_MODEL_LEN,
             **self.limits,
         )
-        return Loop(scheduler, self.depth, self.is_split, self.fails_at)
+        return Loop(scheduler, self.depth, self.is_split, self.fails_at, self.stalls_every)
 
 
 @st.composite
@@ -112,7 +122,7 @@ def programs() -> st.SearchStrategy[list[Any]]:
     return st.lists(event, min_size=1, max_size=40)
 
 
-def run_program(setup: Setup, program: Sequence[tuple[str, Any]]) -> None:
+def run_program(setup: Setup, program: Sequence[tuple[str, Any]]) -> Loop:
     """Run a load to its end and compare what everybody got with what they get alone."""
     loop = setup.loop()
     specs: dict[str, EngineRequest] = {}
@@ -134,6 +144,7 @@ def run_program(setup: Setup, program: Sequence[tuple[str, Any]]) -> None:
     loop.run()
     for name, spec in specs.items():
         check_result(loop, setup, spec, name)
+    return loop
 
 
 def check_result(loop: Loop, setup: Setup, spec: EngineRequest, name: str) -> None:

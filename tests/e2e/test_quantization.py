@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from tests.e2e.server import start_server
-from tests.model_executor.helpers import load, logits_of, prompt_of
+from tests.model_executor.helpers import load, logits_of, pack_weights, prompt_of
 from tests.tiny_pooling_models import make_pooling_model
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
-from vllm.model_executor.layers.cpu_linear_method import pack_weights
 from vllm.ops.cpu.library import load_cpu_kernels
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")

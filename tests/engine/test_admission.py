@@ -6,7 +6,7 @@ import pytest
 
 from vllm.engine.output.request_stream import RequestStream
 from vllm.engine.process.admission import Admission, AdmissionLimits
-from vllm.engine.process.startup_state import Startup
+from vllm.engine.process.startup_state import StartupState
 from vllm.errors import CapacityError, ConfigError
 
 
@@ -38,7 +38,7 @@ def test_waiting_tokens_are_those_that_have_not_begun():
     admission = Admission(AdmissionLimits(max_queued_tokens=10), max_num_seqs=8)
     admission.check(1, 100)  # nothing waits: it would never be taken otherwise
     admission.add("large", 100)
-    with pytest.raises(CapacityError, match="100 prompt tokens wait"):
+    with pytest.raises(CapacityError, match="100 prompt tokens are waiting"):
         admission.check(1, 1)
     admission.begin(["large"])
     admission.add("a", 6)
@@ -55,7 +55,7 @@ def test_waiting_tokens_are_those_that_have_not_begun():
 def test_a_start_tells_its_pace(monkeypatch):
     clock = [10.0]
     monkeypatch.setattr("vllm.engine.process.startup_state.time.monotonic", lambda: clock[0])
-    startup = Startup()
+    startup = StartupState()
     startup.report("warm-up", 0, 8)
     assert startup.eta_seconds is None
     clock[0] = 16.0
@@ -67,7 +67,7 @@ def test_a_start_tells_its_pace(monkeypatch):
 
 def test_those_who_wait_go_on_or_get_the_error():
     async def main():
-        startup = Startup()
+        startup = StartupState()
         waiter = asyncio.create_task(startup.wait())
         await asyncio.sleep(0)
         assert not waiter.done()

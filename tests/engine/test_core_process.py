@@ -47,7 +47,7 @@ def test_it_computes_what_the_engine_in_process_does_and_leaves_nothing():
         engine = AsyncLLM(EngineArgs(**SMALL))
         await engine.start()
         process = psutil.Process(engine.core_pid)
-        folder = Path(engine._core._core._folder)
+        folder = Path(engine._core._core._address.removeprefix("ipc://")).parent
         try:
             found = await asyncio.gather(
                 *(generate(engine, f"r{n}", max_tokens=n) for n in range(1, 9))
@@ -141,7 +141,7 @@ def test_a_core_ends_with_its_parent_however_that_ends(how):
 @pytest.mark.parametrize("has_process", [False, True])
 def test_a_process_that_was_only_prepared_is_ended(tmp_path, monkeypatch, has_process):
     """Also when nobody waits for it any more while it is made."""
-    monkeypatch.setattr("vllm.engine.process.core_client.tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("vllm.engine.process.socket_folder.tempfile.tempdir", str(tmp_path))
     before = {child.pid for child in psutil.Process().children()}
     engine = AsyncLLM(EngineArgs(**SMALL))
 

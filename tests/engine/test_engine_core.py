@@ -15,6 +15,7 @@ from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, Reque
 from vllm.executor import Executor
 from vllm.messages import EngineRequest, FinishReason, ModelRunnerOutput, SchedulerOutput
 from vllm.sampling_params import SamplingParams
+from vllm.worker.interface import MemoryReport
 
 
 class FakeHandle:
@@ -55,8 +56,12 @@ class FakeExecutor(Executor):
         self.num_tokens: dict[int, int] = {}
         self.worker_calls: dict[str, Callable[..., Any]] = {}
 
-    def initialize_cache(self) -> int:
-        return 20
+    def start_workers(self) -> None:
+        self.is_started = True
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        report = MemoryReport(free_bytes=20, block_bytes=1, num_blocks=20)
+        return [report if method == "measure" else None]
 
     def execute_model(self, step: SchedulerOutput) -> FakeHandle:
         if step.step_id == self.fails_at:
@@ -263,7 +268,7 @@ def test_a_pause_between_two_loads_is_no_work_of_the_host(monkeypatch):
     for _ in range(10):
         clock.now += 0.001
         core.step()
-    assert policy.pays
+    assert policy.is_worthwhile
     core.abort_requests(["a"])
     assert core.has_unfinished_requests()  # nobody waits for the step that is left in flight
     clock.now += 3600
@@ -271,7 +276,7 @@ def test_a_pause_between_two_loads_is_no_work_of_the_host(monkeypatch):
     core.add_request(make_request("b", max_tokens=20))
     for _ in range(20):
         core.step()
-    assert not policy.pays
+    assert not policy.is_worthwhile
 
 
 def test_the_prefix_cache_is_not_reset_under_a_running_request():
@@ -332,7 +337,7 @@ def test_workers_are_called_by_name_but_not_for_what_the_engine_does_itself():
     core = make_core()
     core.executor.worker_calls["add"] = lambda a, b: a + b
     assert core.collective_rpc("add", args=(1,), kwargs={"b": 2}) == [3]
-    for name in ("load_model", "initialize_cache", "execute_model", "sleep", "wake_up"):
+    for name in ("load", "allocate", "warm_up", "execute_model", "sleep", "wake_up"):
         with pytest.raises(RequestError, match=f"{name}.*only the engine"):
             core.collective_rpc(name)
 

@@ -80,7 +80,7 @@ def test_the_cache_salt_goes_along():
         (None, "a prompt cannot be of type NoneType"),
         (b"abc", "a prompt cannot be of type bytes"),
         ({"prompt": 5}, "'prompt' of a prompt must be a string, got int"),
-        ({"promt": "a"}, "a prompt has no 'promt'"),
+        ({"promt": "a"}, "unknown key 'promt'; accepted"),
         ({"prompt_token_ids": "abc"}, "a prompt cannot be of type str"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt must be a non-empty string"),
         (
@@ -170,7 +170,7 @@ def test_without_a_tokenizer_the_end_token_is_that_of_config_json():
         ({"stop_token_ids": [4096]}, "stop_token_ids has token id 4096"),
         (
             {"guided_decoding": GuidedDecodingParams(backend="auto")},
-            "guided_decoding asks for nothing: give one of json, json_object, regex, choice",
+            "guided_decoding is empty: set one of json, json_object, regex, choice",
         ),
     ],
 )

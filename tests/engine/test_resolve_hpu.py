@@ -16,7 +16,7 @@ def resolve(monkeypatch):
     def resolve_with(*, enable_prefix_caching=True, **variables):
         monkeypatch.setattr(envs.os, "environ", variables)
         envs.get.cache_clear()
-        return resolve_hpu_config(enable_prefix_caching=enable_prefix_caching)
+        return resolve_hpu_config(HPUConfig(), enable_prefix_caching=enable_prefix_caching)
 
     yield resolve_with
     monkeypatch.undo()

@@ -34,17 +34,17 @@ def run_steps(policy: RunAhead, clock: Clock, host_s: float, wait_s: float, coun
 )
 def test_it_pays_where_the_host_has_a_share_worth_hiding(clock, host_s, wait_s, pays):
     policy = RunAhead(True)
-    assert not policy.pays  # nothing is known yet
+    assert not policy.is_worthwhile  # nothing is known yet
     run_steps(policy, clock, host_s, wait_s)
-    assert policy.pays == pays
+    assert policy.is_worthwhile == pays
 
 
 def test_it_follows_a_load_that_changes(clock):
     policy = RunAhead(True)
     run_steps(policy, clock, 1e-3, 2e-3)
-    assert policy.pays
+    assert policy.is_worthwhile
     run_steps(policy, clock, 1e-3, 100e-3)
-    assert not policy.pays
+    assert not policy.is_worthwhile
 
 
 def test_an_idle_hour_is_no_work_of_the_host(clock):
@@ -53,10 +53,10 @@ def test_an_idle_hour_is_no_work_of_the_host(clock):
     policy.idle()
     run_steps(policy, clock, 3600, 50e-3, count=1)
     run_steps(policy, clock, 0.1e-3, 50e-3, count=1)
-    assert not policy.pays
+    assert not policy.is_worthwhile
 
 
 def test_switched_off_it_never_pays(clock):
     policy = RunAhead(False, min_share=0)
     run_steps(policy, clock, 1, 1)
-    assert not policy.pays
+    assert not policy.is_worthwhile

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from vllm.engine.process import startup_state
-from vllm.engine.process.startup_state import Startup
+from vllm.engine.process.startup_state import StartupState
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def now(monkeypatch):
 
 
 def test_each_phase_is_a_line_with_the_time_of_the_one_before(lines, now):
-    startup = Startup()
+    startup = StartupState()
     startup.report("importing")
     now[0] += 2.5
     startup.report("loading weights")
@@ -47,7 +47,7 @@ def test_each_phase_is_a_line_with_the_time_of_the_one_before(lines, now):
 
 
 def test_a_long_phase_tells_its_progress_now_and_then(lines, now):
-    startup = Startup()
+    startup = StartupState()
     for done in range(30):
         startup.report("loading weights", done, 30)
         now[0] += 1

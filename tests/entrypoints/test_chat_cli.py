@@ -185,7 +185,7 @@ def test_ctrl_c_keeps_what_has_come(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("http://127.0.0.1:PORT/v1", "no answer from http://127.0.0.1"),
+        ("http://127.0.0.1:PORT/v1", "cannot reach http://127.0.0.1"),
         ("localhost:8000", "must be like http://localhost:8000/v1"),
         ("ftp://a/v1", "must be like"),
         ("http://a:b/v1", "must be like"),

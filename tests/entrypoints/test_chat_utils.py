@@ -102,9 +102,9 @@ def test_arguments_of_tool_calls_reach_the_template_as_objects(arguments, parsed
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "the conversation has no messages"),
-        ("hi", "a conversation is a list of messages, got str"),
-        (USER, "a conversation is a list of messages, got dict"),
+        ([], "messages must not be empty"),
+        ("hi", "messages must be a list of messages, got str"),
+        (USER, "messages must be a list of messages, got dict"),
         (["hi"], "messages[0] must be a dict with role and content, got str"),
         ([{"content": "a"}], "messages[0] needs a role, got None"),
         ([USER, {"role": "user"}], "messages[1] has no content"),
@@ -151,9 +151,9 @@ def test_what_the_template_refuses_is_an_error_of_the_request(template, message)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"continue_final_message": True}, "exclude each other"),
+        ({"continue_final_message": True}, "cannot both be true"),
         ({"content_format": "xml"}, "must be auto, string or openai, got 'xml'"),
-        ({"template_kwargs": {"tokenize": True}}, "cannot hold tokenize"),
+        ({"template_kwargs": {"tokenize": True}}, "must not contain tokenize"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):

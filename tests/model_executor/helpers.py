@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm.config import (
@@ -17,8 +17,10 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed import TPGroup
+from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
+from vllm.model_executor.quantization.cpu_packed import CPUInt4, CPUInt8, CPUPacked
 
 
 def read_arch(folder: Path) -> ModelArch:
@@ -60,3 +62,26 @@ def reference_logits(folder: Path, input_ids: Tensor) -> Tensor:
     """[T, vocab] by transformers in float32."""
     logits: Tensor = _reference(folder)(input_ids[None]).logits[0]
     return logits
+
+
+PACKED_FORMATS = {"dense": CPUPacked, "int8": CPUInt8, "int4": CPUInt4}
+
+
+@torch.no_grad()
+def pack_weights(model: nn.Module, stored_as: str = "dense") -> int:
+    """Store the dense weights of a model as the CPU does while it loads one.
+
+    Returns:
+        Bytes of packed weights.
+    """
+    quantization, packed = PACKED_FORMATS[stored_as](), {}
+    layers = [layer for layer in model.modules() if isinstance(layer, MethodLayer)]
+    for layer in layers:
+        method = quantization.method_of("", layer)
+        for each in (layer, *getattr(layer, "_tied", ())) if method else ():
+            each.method = method
+    for layer in layers:
+        layer.method.finish(layer)
+        weight = getattr(layer.method, "packed", None)
+        packed[id(layer.method)] = weight.num_bytes if weight else 0
+    return sum(packed.values())

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 import vllm
-from tests.model_executor.helpers import load, logits_of, prompt_of
+from tests.model_executor.helpers import load, logits_of, pack_weights, prompt_of
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.cpu_linear_method import CPULinear, PackedLMHead, pack_weights
-from vllm.model_executor.layers.embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.cpu_linear_method import PackedTable
+from vllm.model_executor.layers.embedding import DenseTable
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ParallelLinear
-from vllm.model_executor.quantization.cpu_int4 import CPUInt4
-from vllm.model_executor.quantization.cpu_int8 import CPUInt8
+from vllm.model_executor.quantization.cpu_packed import CPUInt4, CPUInt8
 from vllm.ops.cpu.linear import WeightFormat
 from vllm.ops.cpu.operators import load_cpu_kernels
 
@@ -71,8 +70,9 @@ def test_embeddings_are_read_from_the_packed_head_that_they_share(dtype):
     input_ids = prompt_of(9)
     want = model.model.embed_tokens(input_ids)
     pack_weights(model)
-    assert isinstance(model.lm_head, PackedLMHead)
-    assert model.model.embed_tokens.packed is model.lm_head.packed
+    assert isinstance(model.lm_head.method, PackedTable)
+    assert model.model.embed_tokens.method is model.lm_head.method
+    assert not list(model.lm_head.parameters()) and not list(model.model.embed_tokens.parameters())
     assert torch.equal(model.model.embed_tokens(input_ids), want)
 
 
@@ -80,22 +80,8 @@ def test_embeddings_of_their_own_stay_as_they_are(tiny_model):
     model = load(tiny_model("llama"))
     assert not model.arch.tie_word_embeddings
     pack_weights(model)
-    assert isinstance(model.model.embed_tokens, VocabParallelEmbedding)
-    assert isinstance(model.lm_head, PackedLMHead)
-
-
-def test_a_layer_that_is_packed_or_of_another_method_is_left_alone(tiny_model):
-    model = load(tiny_model("llama"))
-    first, second, *_ = linear_layers(model)
-    first.method = CPULinear("int8")
-    other = second.method = type("Other", (CPULinear.__base__,), {})()
-    pack_weights(model)
-    assert second.method is other
-    assert second.weight.is_floating_point()
-    assert first.method.packed.weight_format is WeightFormat.INT8
-    methods = [layer.method for layer in linear_layers(model)]
-    assert pack_weights(model) == 0
-    assert methods == [layer.method for layer in linear_layers(model)]
+    assert type(model.model.embed_tokens.method) is DenseTable
+    assert isinstance(model.lm_head.method, PackedTable)
 
 
 @pytest.mark.parametrize(
@@ -126,15 +112,14 @@ def test_a_size_that_a_format_cannot_hold_takes_the_next_better_one(
     torch.testing.assert_close(layer(transposed), layer(x).transpose(0, 1), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize(
-    ("quantization", "stored_as"), [(CPUInt8(), "int8"), (CPUInt4({}), "int4")]
-)
-def test_an_on_the_fly_format_gives_each_layer_a_method_of_its_own(quantization, stored_as):
+@pytest.mark.parametrize("quantization", [CPUInt8(), CPUInt4()])
+def test_a_format_gives_each_layer_a_method_of_its_own(quantization):
     layers = [ColumnParallelLinear(32, {"": 10}, TPGroup()) for _ in range(2)]
     methods = [quantization.linear_method("a.b", layer) for layer in layers]
     assert methods[0] is not methods[1]
     for layer, method in zip(layers, methods, strict=True):
         layer.use_method(method)
         nn.init.normal_(layer.weight)  # loaded as a dense weight
-    pack_weights(nn.ModuleList(layers))
-    assert [method.packed.weight_format.name.lower() for method in methods] == [stored_as] * 2
+        method.finish(layer)
+        assert method.packed.weight_format.name.lower() == quantization.stored_as
+        assert not list(layer.parameters())

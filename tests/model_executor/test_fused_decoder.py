@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vllm.attention import Attention, RaggedMetadata, attention_metadata
+from tests.model_executor.helpers import pack_weights
+from vllm.attention import Attention, LaunchContext, RaggedMetadata, share_context
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.fused_decoder import fuse
-from vllm.model_executor.layers.cpu_linear_method import pack_weights
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.norm import RMSNorm
@@ -159,7 +159,7 @@ def assert_same_bits(model: DecoderForCausalLM, launches: list[list[int]]) -> No
     requests = Requests(max(map(len, launches)))
     for launch in map(requests.launch, launches):
         before = [cache.clone() for cache in caches]
-        with attention_metadata(launch[2]):
+        with share_context(model).running(LaunchContext(launch[2], launch[1])):
             want = model(*launch[:2])
         written = [cache.clone() for cache in caches]
         for cache, old in zip(caches, before, strict=True):

@@ -156,7 +156,7 @@ def test_longest_sequence(scaling, length):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"architectures": None}, "names no architecture"),
+        ({"architectures": None}, "has no 'architectures'"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"hidden_size": 66}, r"hidden_size \(66\).*num_attention_heads \(4\)"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\).*num_key_value_heads \(3\)"),

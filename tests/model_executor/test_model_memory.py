@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from vllm.attention import Attention
-from vllm.model_executor.layers.cpu_linear_method import PackedLMHead
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.cpu_linear_method import PackedTable
+from vllm.model_executor.layers.embedding import ParallelLMHead
 from vllm.model_executor.model_memory import fingerprint, model_storages, replace_tensors
 from vllm.ops.cpu.library import load_cpu_kernels
-from vllm.ops.cpu.linear import PackedWeight
 
 
 class TinyModel(nn.Module):
@@ -40,7 +41,9 @@ def test_a_storage_is_the_memory_itself():
 
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 def test_packed_weights_are_found():
-    head = PackedLMHead(PackedWeight.pack(torch.randn(64, 32)))
+    head = ParallelLMHead(64, 32, TPGroup())
+    head.use_method(PackedTable())
+    head.method.finish(head)
     assert [len(storage) for storage in model_storages(head)] == [64 * 32 * 4]
 
 

@@ -9,10 +9,11 @@ from safetensors.torch import save_file
 from tests.model_executor.helpers import make_config
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.cpu_linear_method import pack_layer
+from vllm.model_executor.layers.cpu_linear_method import CPULinear
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader import load_model, safetensors_file
 from vllm.model_executor.loader.safetensors_file import read_safetensors
+from vllm.model_executor.quantization import Quantization
 from vllm.ops.cpu.library import load_cpu_kernels
 
 DTYPES = [
@@ -85,13 +86,18 @@ def test_layers_are_packed_before_the_last_one_has_memory(tiny_model):
     dense: list[set[ParallelLinear]] = []
     seen: set[ParallelLinear] = set()
 
-    def finish(layer: ParallelLinear) -> None:
-        seen.add(layer)
-        dense.append({other for other in seen if hasattr(other, "weight")})
-        assert not layer.weight.is_meta
-        pack_layer(layer, "int8")
+    class Recording(CPULinear):
+        def finish(self, layer: ParallelLinear) -> None:
+            seen.add(layer)
+            dense.append({other for other in seen if hasattr(other, "weight")})
+            assert not layer.weight.is_meta
+            super().finish(layer)
+
+    class RecordingFormat(Quantization):
+        def linear_method(self, name: str, layer: ParallelLinear) -> CPULinear:
+            return Recording("int8")
 
     config = make_config(tiny_model("llama"))
-    model = load_model(config, TPGroup(), torch.device("cpu"), finish)
+    model = load_model(config, TPGroup(), torch.device("cpu"), RecordingFormat())
     assert seen == {m for m in model.modules() if isinstance(m, ParallelLinear)}
     assert all(len(layers) == 1 for layers in dense)

@@ -12,7 +12,6 @@ import torch
 
 import vllm.ops
 from vllm import envs
-from vllm.attention.metadata import set_metadata
 from vllm.platforms import hpu, registry
 from vllm.platforms.habana.sim import SimBridge
 from vllm.platforms.habana.sim_vendor import install_vendor, uninstall_vendor
@@ -74,13 +73,12 @@ def vendor_engine(
     """
     environment()
     monkeypatch.setattr(vllm.ops, "_ops", None)
-    metadata, thresholds = set_metadata(None), gc.get_threshold()
+    thresholds = gc.get_threshold()
     registry.resolve_platform.cache_clear()
     vendor.calls.clear()
     with torch._dynamo.config.patch():
         yield vendor
     registry.resolve_platform.cache_clear()
-    set_metadata(metadata)
     gc.set_threshold(*thresholds)
     torch.compiler.set_stance("default")
     torch._dynamo.reset()

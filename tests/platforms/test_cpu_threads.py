@@ -50,9 +50,9 @@ def test_lists_of_cores(text, cores):
         ("0-1-2", "expected auto"),
         ("some", "expected auto"),
         ("0\u00b2", "expected auto"),
-        ("3-1", "3-1 runs backwards"),
-        ("6-9", "may not use the cores 8-9, but 0-7"),
-        ("0-99999999999", "may not use the cores 8-"),
+        ("3-1", "the range 3-1 ends before it begins"),
+        ("6-9", "cannot use the cores 8-9; usable: 0-7"),
+        ("0-99999999999", "cannot use the cores 8-"),
         ("0-3|4-7", "one list of cores for each rank"),
     ],
 )
@@ -135,7 +135,7 @@ def run_worker(variables, **device):
         "device = dataclasses.replace(config.device, **json.loads(sys.argv[1]))\n"
         "load = dataclasses.replace(config.load, use_tqdm_on_load=False)\n"
         "worker = CPUWorker(dataclasses.replace(config, device=device, load=load))\n"
-        "worker.load_model()\n"
+        "worker.load(0)\n"
         "import torch\n"
         "print(json.dumps([torch.get_num_threads(), sorted(os.sched_getaffinity(0))]))"
     )

@@ -98,7 +98,7 @@ def test_parsers_are_registered_by_name(monkeypatch):
     assert ReasoningParserManager.get("mull") is Muse
     assert read("muse", "(a)b") == ("a", "b")
     with pytest.raises(
-        ConfigError, match="'r1' is none of deepseek_r1, granite, mull, muse, qwen3"
+        ConfigError, match="'r1' is not one of deepseek_r1, granite, mull, muse, qwen3"
     ):
         ReasoningParserManager.get("r1")
     with pytest.raises(TypeError, match="not a subclass of ReasoningParser"):

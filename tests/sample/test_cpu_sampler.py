@@ -143,9 +143,9 @@ def test_bad_logits_are_flagged_and_hurt_no_other_row(isa, params, bad, dtype):
 def restored() -> Iterator[None]:
     """The instruction set and the number of threads are as before after the test."""
     library, num_threads = load_cpu_kernels(), torch.get_num_threads()
-    best = library.vllm_cpu_isa()
+    best = library.isa
     yield
-    library.vllm_cpu_set_isa(best)
+    library.set_isa(best)
     torch.set_num_threads(num_threads)
 
 
@@ -157,7 +157,7 @@ def test_neither_neighbours_nor_threads_nor_instruction_sets_change_a_token(rest
     want = sample_with(make_sampler, requests, logits)[0].token_ids
     torch.set_num_threads(2)
     for name in ISAS:
-        if load_cpu_kernels().vllm_cpu_set_isa(name.encode()):
+        if load_cpu_kernels().set_isa(name):
             assert sample_with(make_sampler, requests, logits)[0].token_ids.equal(want), name
     for i in range(0, n, 7):
         alone, _ = sample_with(make_sampler, requests[i : i + 1], logits[i : i + 1])

@@ -127,10 +127,13 @@ def test_a_freed_row_leaves_nothing_behind():
     assert metadata.penalties.token_ids.tolist() == [[row] for row in range(19)]
 
 
-def test_a_row_taken_twice_is_a_bug():
-    state = make_state([make_request()], VOCAB_SIZE)
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}], ids=["random", "plain greedy"])
+def test_a_row_taken_twice_is_a_bug(params):
+    state = make_state([make_request(**params)], VOCAB_SIZE)
     with pytest.raises(AssertionError, match="row 0 is taken"):
         state.add(0, make_request(), [])
+    state.remove(0)
+    state.add(0, make_request(), [])
 
 
 def test_selected_rows_keep_what_they_need_and_no_more():

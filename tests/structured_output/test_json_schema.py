@@ -137,7 +137,7 @@ def test_older_drafts_are_understood(schema, draft):
         ({"type": "string", "pattern": "(?=a)b"}, "'pattern' of the schema: look-ahead"),
         ({"properties": [1]}, "'properties' of the schema must be an object, got list"),
         ({"items": 3}, "'items' of the schema must be an object, got int"),
-        (False, "allows nothing"),
+        (False, "allows no output"),
         (3, "must be an object"),
     ],
     ids=str,

@@ -81,7 +81,7 @@ def test_an_end_token_that_has_text_ends_and_is_no_text():
 @pytest.mark.parametrize(
     ("output", "params", "message"),
     [
-        (b"", {"allowed_token_ids": [ord("x")]}, "allowed_token_ids has none of the tokens"),
+        (b"", {"allowed_token_ids": [ord("x")]}, "the grammar allows none of allowed_token_ids"),
         (b"b", {}, r"grammar"),
     ],
 )

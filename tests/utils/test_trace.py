@@ -53,8 +53,6 @@ def test_a_closed_file_is_json_and_every_event_has_what_viewers_need(writer):
     with writer.span("step", track="engine", rows=3):
         writer.instant("preempted", row=1)
     writer.counter("utils", free=2, used=5.5)
-    writer.begin_async("request", "r-1", prompt_tokens=7)
-    writer.end_async("request", "r-1", reason="stop")
     events = closed(writer)
     for event in events:
         assert {"pid", "tid", "ph", "name", "args"} <= event.keys()
@@ -63,11 +61,7 @@ def test_a_closed_file_is_json_and_every_event_has_what_viewers_need(writer):
         ("i", "preempted", {"row": 1}),
         ("X", "step", {"rows": 3}),
         ("C", "utils", {"free": 2, "used": 5.5}),
-        ("b", "request", {"prompt_tokens": 7}),
-        ("e", "request", {"reason": "stop"}),
     ]
-    begin, end = only(events, "b") + only(events, "e")
-    assert begin["id"] == end["id"] == "r-1" and begin["cat"] == end["cat"]
 
 
 def test_processes_and_tracks_have_names_and_the_known_tracks_their_numbers(writer):
@@ -103,11 +97,11 @@ def test_a_span_that_fails_is_written_and_lets_the_exception_through(writer):
 
 
 def test_arguments_may_be_called_as_the_parameters_are(writer):
-    with writer.span("step", name="llama", async_id=3):
-        writer.begin_async("request", "r", name="x")
+    with writer.span("step", name="llama"):
+        writer.instant("request", name="x")
     events = closed(writer)
-    assert only(events, "X")[0]["args"] == {"name": "llama", "async_id": 3}
-    assert only(events, "b")[0]["args"] == {"name": "x"}
+    assert only(events, "X")[0]["args"] == {"name": "llama"}
+    assert only(events, "i")[0]["args"] == {"name": "x"}
 
 
 class Unreadable:
@@ -282,8 +276,6 @@ def test_a_trace_that_is_off_takes_the_same_calls(tmp_path):
     with NULL_TRACE.span("outer", track="x", rows=1), NULL_TRACE.span("inner"):
         NULL_TRACE.instant("a", track="x", b=1)
         NULL_TRACE.counter("utils", a=1)
-        NULL_TRACE.begin_async("request", "r", a=1)
-        NULL_TRACE.end_async("request", "r", a=1)
     NULL_TRACE.close()
     assert not NULL_TRACE.is_on and threading.active_count() == before
     with pytest.raises(KeyError), NULL_TRACE.span("step"):

@@ -26,6 +26,8 @@ from vllm.messages import EngineRequest, Finished, IntArray, ModelRunnerOutput, 
 from vllm.sampling_params import SamplingParams
 from vllm.worker.hpu.input import HPUInputBuilder
 from vllm.worker.hpu.planner import BucketLaunch, HPULaunchPlanner, LaunchShape, launch_shapes
+from vllm.worker.hpu.warmup import WarmUp
+from vllm.worker.hpu.worker import HPUWorker
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
 
 EOS = 3
@@ -325,3 +327,10 @@ def joined(rows: Rows) -> Rows:
 def warmed_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int) -> list[LaunchShape]:
     """`launch_shapes`, made once."""
     return launch_shapes(bucket, limits, merged_prompts)
+
+
+def run_warm_up(worker: HPUWorker | WarmUp) -> None:
+    """Advance a warm-up to its end, as an executor with one worker does."""
+    given_up = None
+    while (step := worker.next_warm_up(given_up)) is not None:
+        given_up = worker.warm_up() if step.given_up is None else step.given_up

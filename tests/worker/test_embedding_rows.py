@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.worker.test_input_batch import int_array, new_request
+from vllm.attention import LaunchContext, share_context
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.messages import EngineRequest, TokenEmbeddings
@@ -51,7 +52,7 @@ def run(rows: EmbeddingRows, model: nn.Module, *scheduled: tuple[int, int, int])
     (embedding,) = [m for m in model.children() if type(m) is VocabParallelEmbedding]
     if replaced is None:
         return embedding(input_ids)[:, 0].tolist()
-    with rows.replacing(replaced):
+    with share_context(model).running(LaunchContext(None, input_ids, replaced)):
         found = embedding(input_ids)
     assert (found == found[:, :1]).all()
     return found[:, 0].tolist()
@@ -86,7 +87,8 @@ def test_a_launch_that_fails_leaves_nothing_for_the_next():
     rows = EmbeddingRows(model, torch.device("cpu"))
     rows.add(0, request_with((0, 4)))
     replaced = rows.select(Launch(int_array(0), int_array(0), int_array(4)), int_array(0))
-    with pytest.raises(RuntimeError, match="lost"), rows.replacing(replaced):
+    context = LaunchContext(None, torch.arange(4), replaced)
+    with pytest.raises(RuntimeError, match="lost"), share_context(model).running(context):
         raise RuntimeError("lost")
     (embedding,) = [m for m in model.children() if type(m) is VocabParallelEmbedding]
     assert embedding(torch.tensor([7, 7]))[:, 0].tolist() == [7, 7]

@@ -91,3 +91,17 @@ def test_a_full_warm_up_makes_a_later_compilation_an_error():
         assert bridge.counters().compilations == before
         with pytest.raises(RuntimeError, match="skip_guard_eval_unsafe"):
             runner_of(llm).warm_up(LaunchShape(decode(3, 7)), with_sampler=False)
+
+
+def test_a_chunk_of_one_token_has_the_log_probabilities_of_its_prompt():
+    """The budget leaves one token for the first chunk of the second prompt."""
+    prompts = [{"prompt_token_ids": [20 + n] * n} for n in (32, 40)]
+    wants = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, prompt_logprobs=1)
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+        llm = LLM(**SMALL_ENGINE | {"max_num_batched_tokens": 33, "enable_chunked_prefill": True})
+        outputs = llm.generate(prompts, [GREEDY, wants], use_tqdm=False)
+        alone = llm.generate(prompts[1], wants, use_tqdm=False)[0].prompt_logprobs
+    found = outputs[1].prompt_logprobs
+    assert len(found) == 40 and found[0] is None
+    for got, want in zip(found[1:], alone[1:], strict=True):
+        assert {t: p.rank for t, p in got.items()} == {t: p.rank for t, p in want.items()}

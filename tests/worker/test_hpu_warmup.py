@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, captured_log, simulated_hpu
+from tests.worker.hpu_helpers import run_warm_up
 from vllm import LLM, SamplingParams
 from vllm.bucketing import MemoryClass, Phase, prove
 from vllm.bucketing.bucket_plan import plan_buckets
@@ -15,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.platforms.habana import sim_spec
 from vllm.worker.hpu import warmup as hpu_warmup
+from vllm.worker.hpu.memory import divide_memory, make_ledger
 from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.hpu.worker import HPUWorker
 
@@ -96,8 +98,16 @@ def test_whatever_memory_there_is_a_start_serves_or_says_why_not(pool_mib, is_ea
 def make_warm_up(bridge, *, workspace: int, **settings) -> WarmUp:
     """A worker with its cache, about to warm up, and a ledger without memory for graphs."""
     worker = HPUWorker(EngineArgs(**SMALL_ENGINE | settings).create_engine_config())
-    worker.load_model()
-    num_blocks, ledger = worker._divide_memory(workspace)
+    worker.load(0)
+    memory, block_bytes = bridge.memory_info(), worker._block_bytes()
+    report = divide_memory(
+        worker.config,
+        free_bytes=memory.free_bytes,
+        launch_bytes=workspace,
+        block_bytes=block_bytes,
+    )
+    num_blocks = report.num_blocks
+    ledger = make_ledger(worker.config, report, memory.total_bytes, num_blocks)
     for cls in GRAPHS:
         ledger.assign(cls, 0)
     ledger.assign(MemoryClass.KV_CACHE, ledger.left(MemoryClass.KV_CACHE) + ledger.unassigned_bytes)
@@ -112,7 +122,7 @@ def test_a_slice_of_the_cache_that_needs_too_much_is_given_up_with_its_cost():
     variables["VLLM_DECODE_BLOCK_BUCKET_STEP"] = 1000
     with simulated_hpu(**variables) as bridge, captured_log() as log:
         warm_up = make_warm_up(bridge, workspace=12 * MIB, num_gpu_blocks_override=2000)
-        warm_up.run()
+        run_warm_up(warm_up)
         planner = warm_up._runner.planner
     lost = [line for line in log if "is not used" in line]
     assert re.fullmatch(
@@ -131,7 +141,7 @@ def test_without_memory_for_the_smallest_launch_the_error_names_what_to_lower():
         with pytest.raises(
             ConfigError, match=r"no memory for any prefill.*--max-model-len \(128\)"
         ):
-            warm_up.run()
+            run_warm_up(warm_up)
 
 
 # ---- graphs ---------------------------------------------------------------------------------

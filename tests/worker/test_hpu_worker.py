@@ -5,12 +5,15 @@ import re
 import pytest
 
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
+from tests.worker.hpu_helpers import run_warm_up
 from vllm import LLM, SamplingParams
 from vllm.bucketing import Catalog, MemoryClass
 from vllm.bucketing.bucket_plan import step_limits
+from vllm.bucketing.log_lines import num_blocks_line
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.platforms.habana.sim_memory import Lease
+from vllm.worker.hpu.memory import divide_memory, make_ledger
 from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.hpu.worker import HPUWorker
 
@@ -20,7 +23,7 @@ BLOCK_BYTES = 16 * MIB  # Llama-3.1-8B in bfloat16, 128 tokens
 
 def loaded_worker(**settings) -> HPUWorker:
     worker = HPUWorker(EngineArgs(**SMALL_ENGINE | settings).create_engine_config())
-    worker.load_model()
+    worker.load(0)
     return worker
 
 
@@ -62,24 +65,28 @@ def take_up_to(bridge, num_bytes: int) -> Lease:
         ),
     ],
 )
-def test_the_memory_is_divided_as_in_the_published_logs(
-    free_gib, utilization, reserved, lines, monkeypatch
-):
+def test_the_memory_is_divided_as_in_the_published_logs(free_gib, utilization, reserved, lines):
     variables = {"VLLM_GRAPH_RESERVED_MEM": reserved, "PT_HPU_LAZY_MODE": 1}
     settings = {"gpu_memory_utilization": utilization, "num_gpu_blocks_override": None}
     with simulated_hpu(**variables) as bridge:
         worker = loaded_worker(**settings)
-        monkeypatch.setattr(worker, "_block_bytes", lambda: BLOCK_BYTES)
         total, workspace = bridge.memory_info().total_bytes, 504 * MIB
         weights = take_up_to(bridge, total - int(free_gib * GIB) - workspace)
         with captured_log() as log:
-            num_blocks, ledger = worker._divide_memory(workspace)
-            cache = Lease(bridge.card.memory, num_blocks * BLOCK_BYTES)
+            report = divide_memory(
+                worker.config,
+                free_bytes=bridge.memory_info().free_bytes,
+                launch_bytes=workspace,
+                block_bytes=BLOCK_BYTES,
+            )
+            ledger = make_ledger(worker.config, report, total, report.num_blocks)
+            cache = Lease(bridge.card.memory, report.num_blocks * BLOCK_BYTES)
             ledger.book(MemoryClass.KV_CACHE, cache.num_bytes)
-            limits = step_limits(worker.config, num_blocks)
-            WarmUp(worker.config, bridge, worker.runner, Catalog((), ()), limits, ledger).run()
+            limits = step_limits(worker.config, report.num_blocks)
+            no_buckets = Catalog((), ())
+            run_warm_up(WarmUp(worker.config, bridge, worker.runner, no_buckets, limits, ledger))
         assert ledger.booked(MemoryClass.WEIGHTS) > weights.num_bytes
-    assert log[:3] == lines
+    assert [log[0], num_blocks_line(report.num_blocks, 0), log[1]] == lines
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -89,7 +96,8 @@ def test_the_profiling_run_books_what_the_largest_launches_need(mode):
         worker = loaded_worker(enforce_eager=is_eager, enable_sleep_mode=True)
         used = bridge.card.memory.in_use_bytes
         with captured_log() as log:
-            worker.initialize_cache()
+            worker.allocate(worker.measure().num_blocks)
+            run_warm_up(worker)
         ledger = worker.ledger
         assert ledger.booked(MemoryClass.WEIGHTS) == used
         logits = 256 * 4096 * 4  # of prompt log-probabilities, the largest tensor

@@ -29,13 +29,20 @@ def test_decodes_come_first_and_every_token_knows_its_slot():
     launch = Launch(int_array(2, 0, 3), int_array(3, 0, 4), int_array(1, 5, 4))
     built = build_ragged_input(filled_batch(), launch, block_size=4, device=CPU)
     assert built.input_ids.tolist() == [23, 10, 11, 12, 13, 14, 34, 35, 36, 37]
-    assert built.positions.tolist() == [3, 0, 1, 2, 3, 4, 4, 5, 6, 7]
+    assert built.context.positions.tolist() == [3, 0, 1, 2, 3, 4, 4, 5, 6, 7]
     blocks_of_0 = [3 * 4 + i for i in range(4)] + [7 * 4]
-    assert built.metadata.slot_mapping.tolist() == [5 * 4 + 3, *blocks_of_0, 36, 37, 38, 39]
-    assert built.metadata.num_decodes == 1
-    assert built.metadata.query_start_loc.tolist() == [0, 1, 6, 10]
-    assert built.metadata.seq_lens.tolist() == [4, 5, 8]
-    assert built.metadata.block_tables.shape == (3, 2)
+    assert built.context.attention.slot_mapping.tolist() == [
+        5 * 4 + 3,
+        *blocks_of_0,
+        36,
+        37,
+        38,
+        39,
+    ]
+    assert built.context.attention.num_decodes == 1
+    assert built.context.attention.query_start_loc.tolist() == [0, 1, 6, 10]
+    assert built.context.attention.seq_lens.tolist() == [4, 5, 8]
+    assert built.context.attention.block_tables.shape == (3, 2)
 
 
 def test_only_rows_that_reach_their_last_token_sample():
@@ -50,4 +57,4 @@ def test_a_pure_decode_launch_needs_no_selection_of_rows():
     built = build_ragged_input(filled_batch(), launch, block_size=4, device=CPU)
     assert built.logits_indices is None
     assert built.input_ids.tolist() == [14, 23]
-    assert np.array_equal(built.metadata.query_start_loc, [0, 1, 2])
+    assert np.array_equal(built.context.attention.query_start_loc, [0, 1, 2])

@@ -6,7 +6,7 @@ import torch
 from vllm.bucketing.bucket import Phase
 from vllm.platforms.habana.sim import SimBridge
 from vllm.worker.hpu import step_report
-from vllm.worker.hpu.step_report import StepReport, StepShape, not_warmed_line, report_mode
+from vllm.worker.hpu.step_report import StepReport, StepShape, not_warmed_line
 
 SHAPE = StepShape.of([300, 129], 128, is_prompt=True)
 SHAPE_TEXT = "is_prompt: True, num_seqs: 2, max_context_len: 300, max_num_blocks 3"
@@ -157,16 +157,3 @@ def test_compilations_count_from_the_end_of_the_warm_up(lazy):
         compile_something(length)
         lazy.mark_step()
     assert report.compilations_after_warmup() == 2
-
-
-@pytest.mark.parametrize(
-    ("is_on", "is_all", "mode"),
-    [
-        (False, False, "off"),
-        (True, False, "some"),
-        (False, True, "all"),
-        (True, True, "all"),
-    ],
-)
-def test_the_mode_of_a_pair_of_switches(is_on, is_all, mode):
-    assert report_mode(is_on=is_on, is_all=is_all) == mode

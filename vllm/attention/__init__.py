@@ -3,23 +3,29 @@
 from vllm.attention.backends.encoder_attn import EncoderMetadata
 from vllm.attention.backends.native_attn import RaggedMetadata
 from vllm.attention.cached_layer import CachedLayer
+from vllm.attention.context import (
+    ContextHolder,
+    LaunchContext,
+    ReadsContext,
+    ReplacedTokens,
+    share_context,
+    text_positions,
+)
 from vllm.attention.encoder import EncoderAttention
 from vllm.attention.layer import Attention
-from vllm.attention.metadata import (
-    LaunchMetadata,
-    attention_metadata,
-    current_metadata,
-    set_metadata,
-)
+from vllm.attention.metadata import AttentionMetadata
 
 __all__ = [
     "Attention",
+    "AttentionMetadata",
     "CachedLayer",
+    "ContextHolder",
     "EncoderAttention",
     "EncoderMetadata",
-    "LaunchMetadata",
+    "LaunchContext",
     "RaggedMetadata",
-    "attention_metadata",
-    "current_metadata",
-    "set_metadata",
+    "ReadsContext",
+    "ReplacedTokens",
+    "share_context",
+    "text_positions",
 ]

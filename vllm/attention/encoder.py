@@ -5,11 +5,11 @@ from torch import Tensor
 
 from vllm.attention.backends.encoder_attn import full_attention
 from vllm.attention.cached_layer import CachedLayer
-from vllm.attention.metadata import current_metadata
+from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.kv_cache_spec import CacheKind, KVCacheSpec
 
 
-class EncoderAttention(CachedLayer):
+class EncoderAttention(CachedLayer, ReadsContext):
     """Scaled dot product attention in both directions, without a KV cache.
 
     H heads, D head size; all per rank.
@@ -34,6 +34,7 @@ class EncoderAttention(CachedLayer):
 
     def __init__(self, num_heads: int, head_size: int) -> None:
         super().__init__()
+        self.launch = ContextHolder()
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale: float = head_size**-0.5
@@ -43,8 +44,8 @@ class EncoderAttention(CachedLayer):
         return KVCacheSpec(CacheKind.NONE)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        metadata = current_metadata()
-        if metadata is None:
+        context = self.launch.context
+        if context is None or context.attention is None:
             # All tokens are one prompt.
             return full_attention(query[None], key[None], value[None], None, self.scale)[0]
-        return metadata.attend(self, query, key, value)
+        return context.attention.attend(self, query, key, value)

@@ -5,11 +5,11 @@ from torch import Tensor
 
 from vllm.attention.backends.native_attn import prompt_attention
 from vllm.attention.cached_layer import CachedLayer
-from vllm.attention.metadata import current_metadata
+from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheSpec
 
 
-class Attention(CachedLayer):
+class Attention(CachedLayer, ReadsContext):
     """Causal attention of flattened tokens over what their requests have in the KV cache.
 
     H query heads, G key/value heads (H a multiple of G), D head size; all per rank.
@@ -48,6 +48,7 @@ class Attention(CachedLayer):
         logits_soft_cap: float | None = None,
     ) -> None:
         super().__init__()
+        self.launch = ContextHolder()
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} query heads is not a multiple of {num_kv_heads}")
         self.num_heads = num_heads
@@ -73,8 +74,8 @@ class Attention(CachedLayer):
         return KVCacheSpec(kind, tensors, self.sliding_window)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        metadata = current_metadata()
-        if metadata is None or self.key_cache is None:
+        context = self.launch.context
+        if context is None or context.attention is None or self.key_cache is None:
             # No cache: all tokens are one prompt, and nothing is kept.
             return prompt_attention(self, query, key, value)
-        return metadata.attend(self, query, key, value)
+        return context.attention.attend(self, query, key, value)

@@ -1,4 +1,4 @@
-"""Which shapes the device may see, and what fits into its memory. Pure logic.
+"""The shapes of launches on the device, and what fits into its memory. Pure logic.
 
     settings, linear,      which buckets there are: the twelve variables, three strategies,
     exponential, sparse,   a file; `generate` puts them together
@@ -15,8 +15,8 @@ Knows no torch, no device, no environment variable and no request.
 
 from vllm.bucketing.bucket import Bucket, Phase
 from vllm.bucketing.bucket_plan import BucketPlan, plan_buckets
-from vllm.bucketing.catalog import Catalog, CatalogLimits
-from vllm.bucketing.closure import ClosureReport, close, missing_buckets, prove
+from vllm.bucketing.catalog import Catalog
+from vllm.bucketing.closure import ClosureReport, missing_buckets, prove
 from vllm.bucketing.generate import GeneratedBuckets, Strategy, generate_buckets
 from vllm.bucketing.ledger import MemoryClass, MemoryLedger, format_bytes
 from vllm.bucketing.settings import BucketRange, BucketSettings
@@ -28,7 +28,6 @@ __all__ = [
     "BucketRange",
     "BucketSettings",
     "Catalog",
-    "CatalogLimits",
     "ClosureReport",
     "GeneratedBuckets",
     "MemoryClass",
@@ -36,7 +35,6 @@ __all__ = [
     "Phase",
     "StepLimits",
     "Strategy",
-    "close",
     "format_bytes",
     "generate_buckets",
     "missing_buckets",

@@ -34,9 +34,11 @@ class Bucket:
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.query_len < 1 or self.blocks < 0:
-            raise ValueError(f"not a shape: {self}")
+            raise ValueError(
+                f"batch and query_len must be at least 1 and blocks at least 0, got {self}"
+            )
         if self.phase is Phase.DECODE and self.query_len != 1:
-            raise ValueError(f"a decode has one token per sequence: {self}")
+            raise ValueError(f"query_len of a decode bucket must be 1, got {self}")
 
     @property
     def num_tokens(self) -> int:

@@ -66,7 +66,7 @@ def _parse_line(line: str) -> list[Bucket]:
         ("blocks", counts, 1 if lengths == [1] else 0),
     ):
         if min(values) < smallest:
-            raise ValueError(f"{name} is at least {smallest}, got {min(values)}")
+            raise ValueError(f"{name} must be at least {smallest}, got {min(values)}")
     return [
         Bucket(Phase.DECODE if length == 1 else Phase.PREFILL, batch, length, blocks)
         for batch, length, blocks in product(batches, lengths, counts)

@@ -6,9 +6,12 @@ the graph memory that is left.
 
     min_tokens  ascending by tokens of a launch: prompts mostly run in small batches
     max_bs      largest batch first, then ascending by size: decodes mostly run in the largest
+
+A plan is a generator, which whoever has the device drives. Several ranks that run the same plan
+with the same answers capture the same graphs, whatever memory each of them has.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,8 +28,23 @@ _NO_WEIGHT = 0.001
 
 
 @dataclass(frozen=True)
+class OmittedGraph:
+    """A bucket that runs without a graph, and why."""
+
+    bucket: Bucket
+    needed_bytes: int
+    """Estimated, or measured when it was captured and thrown away."""
+    was_captured: bool
+    reason: str
+
+    def __str__(self) -> str:
+        shape = (self.bucket.batch, self.bucket.query_len, self.bucket.blocks)
+        return f"no graph for {self.bucket.phase!s} {shape}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class CaptureStep:
-    """One graph that is about to be captured."""
+    """One graph that is to be captured."""
 
     phase: Phase
     index: int
@@ -35,25 +53,30 @@ class CaptureStep:
     """Buckets of its phase."""
     bucket: Bucket
     estimated_bytes: int
+    left_bytes: int
+    """Memory that graphs of its phase may still take."""
+    refusal: str | None
+    """Why it is not to be captured: there is no memory for it. None: it may be captured."""
+
+    def refusal_of(self, used_bytes: int) -> str | None:
+        """Why the graph cannot be kept now that it has taken so much; None: it can."""
+        if used_bytes <= self.left_bytes:
+            return None
+        return f"it took {format_bytes(used_bytes)}, {format_bytes(self.left_bytes)} are left"
 
 
 @dataclass(frozen=True)
-class OmittedGraph:
-    """A bucket that runs without a graph, and why."""
+class Capture:
+    """What has become of a graph: the answer to a `CaptureStep`."""
 
-    bucket: Bucket
-    needed_bytes: int
-    """Estimated, or measured when it was captured and thrown away."""
-    left_bytes: int
-    was_captured: bool
+    used_bytes: int | None
+    """Memory that it took; None: it was not captured."""
+    given_up: str | None = None
+    """Why it is not kept; its memory is free again. None: it is kept, within what was left."""
 
-    def __str__(self) -> str:
-        verb = "took" if self.was_captured else "would take about"
-        shape = (self.bucket.batch, self.bucket.query_len, self.bucket.blocks)
-        return (
-            f"no graph for {self.bucket.phase!s} {shape}: it {verb} "
-            f"{format_bytes(self.needed_bytes)}, {format_bytes(self.left_bytes)} are left"
-        )
+
+CapturePlan = Generator[CaptureStep, Capture, dict[Phase, "PhaseGraphs"]]
+"""Asks for one graph after the other, and returns the outcome."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +94,6 @@ class PhaseGraphs:
         return len(self.captured) + len(self.omitted)
 
 
-@dataclass(frozen=True)
-class CaptureCallbacks:
-    """What is done with a graph. In a plan without a device these are a cost model."""
-
-    capture: Callable[[CaptureStep], int]
-    """Captures the graph and returns the bytes it took."""
-    release: Callable[[Bucket], None]
-    """Throws away a graph that took more than there was."""
-    estimate: Callable[[Bucket], int] | None = None
-    """Bytes a graph will take. None: as the graphs of its phase have taken so far, in proportion
-    to tokens (prompts) or sequences (decodes)."""
-
-
 def capture_order(buckets: Sequence[Bucket], order: CaptureOrder) -> list[Bucket]:
     """Buckets of one phase in the order their graphs are captured.
 
@@ -95,7 +105,7 @@ def capture_order(buckets: Sequence[Bucket], order: CaptureOrder) -> list[Bucket
     if order == "max_bs":
         return sorted(buckets, key=lambda b: (-b.batch, _size(b), b.blocks))
     raise ConfigError(
-        f"Unsupported graph allocation strategy: {order}; there are min_tokens and max_bs"
+        f"Unsupported graph allocation strategy: {order}; accepted: min_tokens, max_bs"
     )
 
 
@@ -103,37 +113,38 @@ def capture_graphs(
     prefill: Sequence[Bucket],
     decode: Sequence[Bucket],
     ledger: MemoryLedger,
-    callbacks: CaptureCallbacks,
     *,
     prefill_order: CaptureOrder = "min_tokens",
     decode_order: CaptureOrder = "max_bs",
-) -> dict[Phase, PhaseGraphs]:
-    """Capture graphs until their memory is used up.
+    estimate: Callable[[Bucket], int] | None = None,
+) -> CapturePlan:
+    """Plan graphs until their memory is used up.
 
-    Every byte is booked. A graph that turns out larger than what is left is released, so the
-    budgets of the ledger hold afterwards, whatever the estimates were worth.
+    Every byte is booked. A graph that turns out larger than what is left has to be given up, so
+    the budgets of the ledger hold afterwards, whatever the estimates were worth.
 
     Args:
         prefill: prompt buckets.
         decode: decode buckets.
         ledger: has the budgets of both classes of graphs; the second pass moves what is left.
-        callbacks: how a graph is captured, measured and thrown away.
         prefill_order: order of prompts.
         decode_order: order of decodes.
+        estimate: bytes a graph will take. None: as the graphs of its phase have taken so far, in
+            proportion to tokens (prompts) or sequences (decodes).
     """
     queues = [
-        _Queue(Phase.PREFILL, capture_order(prefill, prefill_order), ledger, callbacks),
-        _Queue(Phase.DECODE, capture_order(decode, decode_order), ledger, callbacks),
+        _Queue(Phase.PREFILL, capture_order(prefill, prefill_order), ledger, estimate),
+        _Queue(Phase.DECODE, capture_order(decode, decode_order), ledger, estimate),
     ]
     for queue in queues:
-        queue.run()
+        yield from queue.run()
     incomplete = [queue for queue in queues if not queue.is_complete]
     if len(incomplete) == 1:
         (done,) = (queue for queue in queues if queue.is_complete)
+        # Also when nothing is left here: it may be on other ranks, which have the same steps.
         left = ledger.left(done.memory_class)
-        if left:
-            ledger.move(done.memory_class, incomplete[0].memory_class, left)
-            incomplete[0].run()
+        ledger.move(done.memory_class, incomplete[0].memory_class, left)
+        yield from incomplete[0].run()
     return {queue.phase: queue.result() for queue in queues}
 
 
@@ -141,13 +152,17 @@ class _Queue:
     """The graphs of one phase, and what capturing them has taught about their size."""
 
     def __init__(
-        self, phase: Phase, order: list[Bucket], ledger: MemoryLedger, callbacks: CaptureCallbacks
+        self,
+        phase: Phase,
+        order: list[Bucket],
+        ledger: MemoryLedger,
+        estimate: Callable[[Bucket], int] | None,
     ) -> None:
         self.phase = phase
         self.memory_class = _CLASSES[phase]
         self._order = order
         self._ledger = ledger
-        self._callbacks = callbacks
+        self._estimate = estimate
         self._captured: dict[Bucket, int] = {}
         self._omitted: dict[Bucket, OmittedGraph] = {}
         self._seen_bytes = 0
@@ -158,11 +173,11 @@ class _Queue:
         """Every bucket has its graph."""
         return len(self._captured) == len(self._order)
 
-    def run(self) -> None:
+    def run(self) -> Generator[CaptureStep, Capture, None]:
         """Try every bucket without a graph, in order."""
         for index, bucket in enumerate(self._order, start=1):
             if bucket not in self._captured:
-                self._try(index, bucket)
+                yield from self._try(index, bucket)
 
     def result(self) -> PhaseGraphs:
         """What has become of the buckets."""
@@ -172,31 +187,35 @@ class _Queue:
             used_bytes=sum(self._captured.values()),
         )
 
-    def _try(self, index: int, bucket: Bucket) -> None:
+    def _try(self, index: int, bucket: Bucket) -> Generator[CaptureStep, Capture, None]:
         left = self._ledger.left(self.memory_class)
         needed, is_measured = self._expect(bucket)
         # An estimate that uses up everything has no room for being wrong; a size that is known has.
-        is_known = is_measured or self._callbacks.estimate is not None
+        is_known = is_measured or self._estimate is not None
+        refusal = None
         if needed > left or (needed == left and not is_known):
-            self._omitted[bucket] = OmittedGraph(bucket, needed, left, is_measured)
+            verb = "took" if is_measured else "would take about"
+            refusal = f"it {verb} {format_bytes(needed)}, {format_bytes(left)} are left"
+        step = CaptureStep(self.phase, index, len(self._order), bucket, needed, left, refusal)
+        capture = yield step
+        used = capture.used_bytes
+        if used is not None:
+            self._seen_bytes += used
+            self._seen_weight += _weight(bucket)
+            needed, is_measured = used, True
+        if capture.given_up is not None:
+            self._omitted[bucket] = OmittedGraph(bucket, needed, is_measured, capture.given_up)
             return
-        step = CaptureStep(self.phase, index, len(self._order), bucket, needed)
-        used = self._callbacks.capture(step)
-        self._seen_bytes += used
-        self._seen_weight += _weight(bucket)
-        if self._ledger.book(self.memory_class, used):
-            self._captured[bucket] = used
-        else:
-            self._callbacks.release(bucket)
-            self._omitted[bucket] = OmittedGraph(bucket, used, left, was_captured=True)
+        assert used is not None and self._ledger.book(self.memory_class, used)
+        self._captured[bucket] = used
 
     def _expect(self, bucket: Bucket) -> tuple[int, bool]:
         """Bytes the graph will take, and whether that was measured."""
         before = self._omitted.get(bucket)
         if before is not None and before.was_captured:
             return before.needed_bytes, True
-        if self._callbacks.estimate is not None:
-            return self._callbacks.estimate(bucket), False
+        if self._estimate is not None:
+            return self._estimate(bucket), False
         return int(_weight(bucket) / self._seen_weight * self._seen_bytes), False
 
 

@@ -1,10 +1,9 @@
 """The finite set of shapes that may be launched, and the cheapest one for a launch.
 
-Single-threaded: whoever warms buckets up and whoever asks for them take turns.
+Not thread-safe: warming up and looking up must not run at the same time.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from vllm.bucketing.bucket import Bucket, Phase
 from vllm.bucketing.cover_index import make_index
@@ -24,19 +23,6 @@ def padded_cost(bucket: Bucket) -> int:
     if bucket.phase is Phase.DECODE:
         return bucket.batch + bucket.blocks
     return bucket.num_tokens * (65536 + bucket.query_len + 256 * bucket.blocks)
-
-
-@dataclass(frozen=True)
-class CatalogLimits:
-    """The largest value in each dimension, 0 without buckets. They need not meet in one bucket."""
-
-    max_prefill_batch: int
-    max_query_len: int
-    max_context_blocks: int
-    max_prefill_tokens: int
-    """batch * query_len"""
-    max_decode_batch: int
-    max_decode_blocks: int
 
 
 class Catalog:
@@ -96,17 +82,6 @@ class Catalog:
             batch, query_len, blocks
         )
 
-    def limits(self) -> CatalogLimits:
-        """Plain numbers, for who must not know buckets."""
-        return CatalogLimits(
-            max_prefill_batch=max((b.batch for b in self.prefill), default=0),
-            max_query_len=max((b.query_len for b in self.prefill), default=0),
-            max_context_blocks=max((b.blocks for b in self.prefill), default=0),
-            max_prefill_tokens=max((b.num_tokens for b in self.prefill), default=0),
-            max_decode_batch=max((b.batch for b in self.decode), default=0),
-            max_decode_blocks=max((b.blocks for b in self.decode), default=0),
-        )
-
     # ---- warm-up --------------------------------------------------------------------------
 
     @property
@@ -119,7 +94,7 @@ class Catalog:
         return bucket in self._warmed
 
     def mark_warmed(self, buckets: Iterable[Bucket]) -> None:
-        """Say that buckets are warmed up; from now on `warmed_only` finds them.
+        """Mark buckets as warmed up; from now on `warmed_only` finds them.
 
         Raises:
             ValueError: one is not in the catalog.
@@ -133,19 +108,20 @@ class Catalog:
     # ---- other sets -----------------------------------------------------------------------
 
     def without(self, buckets: Iterable[Bucket]) -> "Catalog":
-        """The catalog less some buckets; the others stay warmed up.
+        """The catalog without some buckets; the others stay warmed up.
 
         Raises:
             ValueError: one is not in the catalog.
         """
-        gone = set(buckets)
-        self._check_known(gone)
+        removed = set(buckets)
+        self._check_known(removed)
         return self._with(
-            [b for b in self.prefill if b not in gone], [b for b in self.decode if b not in gone]
+            [b for b in self.prefill if b not in removed],
+            [b for b in self.decode if b not in removed],
         )
 
     def with_buckets(self, buckets: Iterable[Bucket]) -> "Catalog":
-        """The catalog and further buckets, not warmed up yet."""
+        """The catalog with further buckets, which are not warmed up yet."""
         new = list(buckets)
         return self._with(
             [*self.prefill, *(b for b in new if b.phase is Phase.PREFILL)],

@@ -1,7 +1,8 @@
-"""The proof that whatever a scheduler step emits has a bucket, and what is missing for it.
+"""Proves that every launch of every scheduler step has a bucket, or finds the missing buckets.
 
 Padding only adds, so a bucket covers every smaller launch of its phase. The sizes of the buckets
-cut the possible launches into classes that round up alike, which leaves one comparison for each:
+divide the possible launches into classes that are padded alike, so one comparison per class is
+enough:
 
     prefill  of b prompts, longest query in (q1, q2], q1 and q2 being neighbouring sizes. The
              shorter the query, the more context fits before it: all of them are covered if and
@@ -59,24 +60,19 @@ def prove(catalog: Catalog, limits: StepLimits) -> ClosureReport:
 
 
 def missing_buckets(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
-    """Buckets with which the proof holds; it holds without none of them. Empty: it holds as is.
+    """The buckets to add so that the proof holds, none of which is superfluous; empty if it holds.
 
-    One for each size with a class that is not covered, unless a larger one serves that too. Sizes
-    are those that the catalog has; beyond its largest, what the limits allow, in whole blocks.
+    There is one for each size with an uncovered class, unless a larger added bucket covers it too.
+    Sizes are those of the catalog; beyond its largest, the largest that the limits allow, in whole
+    blocks.
     """
     needed = {c.needed for c in _classes(catalog, limits) if c.smallest is not None}
     return sorted(b for b in needed if not any(b != other and other.covers(b) for other in needed))
 
 
-def close(catalog: Catalog, limits: StepLimits) -> Catalog:
-    """The catalog and what it lacks for the proof; the same object when it lacks nothing."""
-    missing = missing_buckets(catalog, limits)
-    return catalog.with_buckets(missing) if missing else catalog
-
-
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """Launches that round up alike."""
+    """Launches that are padded to the same sizes."""
 
     smallest: Bucket | None
     """The smallest that no bucket covers; None when all are covered."""

@@ -15,8 +15,7 @@ from vllm.bucketing.linear import linear_decode_buckets, linear_prefill_buckets
 from vllm.bucketing.log_lines import bucket_config_line, omitted_line
 from vllm.bucketing.settings import BucketSettings, merge_prompts
 from vllm.bucketing.sparse import SparseSettings, sparse_decode_buckets, sparse_prefill_buckets
-from vllm.bucketing.step_limits import StepLimits
-from vllm.bucketing.token_budget import split_by_token_budget
+from vllm.bucketing.step_limits import StepLimits, split_by_token_budget
 
 Strategy = Literal["linear", "exponential", "sparse"]
 

@@ -76,7 +76,7 @@ def linear_context(limits: StepLimits, batch: int, shorter: int, length: int) ->
 
     The most is what the shortest prompt that is padded to `length` can have before it, so that
     none is left without a bucket; in a batch it is also what the token budget leaves. What is
-    beyond the budget without any context (`vllm.bucketing.token_budget`) gets none.
+    beyond the budget without any context (`vllm.bucketing.step_limits`) gets none.
 
     The fork has every count (0, 1, 2, 3, ...): hundreds to thousands of prompt buckets, each of
     which is compiled and may take a graph. A block of context costs a prompt far less than a block

@@ -1,6 +1,6 @@
 """The twelve variables VLLM_{PROMPT|DECODE}_{BS|SEQ|BLOCK}_BUCKET_{MIN|STEP|MAX}.
 
-Their values come in as arguments; who has read them is not known here.
+Their values are arguments: nothing here reads the environment.
 
     VLLM_PROMPT_BS_BUCKET_*      prompts in one launch        1, min(seqs, 32), min(seqs, 64)
     VLLM_PROMPT_SEQ_BUCKET_*     tokens of the longest        block_size, block_size, 1024
@@ -47,8 +47,6 @@ class BucketSettings:
     decode_block: BucketRange
     given: tuple[tuple[str, int], ...] = ()
     """The variables that were set, and their values."""
-    defaults: tuple[tuple[str, int], ...] = ()
-    """Each variable and what it is when nobody sets it."""
 
     @classmethod
     def resolve(
@@ -69,28 +67,17 @@ class BucketSettings:
             if value < 1:
                 raise ConfigError(f"{name}={value} must be an integer of at least 1")
         ranges = {key: _resolve_range(key, default, values) for key, default in defaults.items()}
-        flat = [value for default in defaults.values() for value in default.as_tuple()]
         return cls(
             prompt_bs=ranges["PROMPT_BS"],
             prompt_seq=ranges["PROMPT_SEQ"],
             decode_bs=ranges["DECODE_BS"],
             decode_block=ranges["DECODE_BLOCK"],
             given=tuple(values.items()),
-            defaults=tuple(zip(names, flat, strict=True)),
         )
 
     def is_given(self, name: str) -> bool:
         """Whether the variable was set."""
         return any(name == given for given, _ in self.given)
-
-    def lines(self) -> list[str]:
-        """One log line per variable: what it is, and what it would be when nobody set it."""
-        ranges = (self.prompt_bs, self.prompt_seq, self.decode_bs, self.decode_block)
-        values = [value for r in ranges for value in r.as_tuple()]
-        return [
-            f"{name}={value} (default:{default})"
-            for value, (name, default) in zip(values, self.defaults, strict=False)
-        ]
 
 
 def merge_prompts(

@@ -39,7 +39,7 @@ def shrink_launches(
             continue
         for smaller in _smaller(phase, catalog, limits):
             added = [b for b in missing_buckets(catalog, smaller) if b.phase is phase]
-            if not any(bucket.covers(gone) for bucket in added for gone in given_up):
+            if not any(bucket.covers(dropped) for bucket in added for dropped in given_up):
                 catalog, limits = catalog.with_buckets(added), smaller
                 break
         else:

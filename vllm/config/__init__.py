@@ -7,10 +7,9 @@ flag (see `vllm.engine.arg_utils`). Nothing here imports torch or touches a devi
 from vllm.config.cache import CacheConfig
 from vllm.config.device import DeviceConfig
 from vllm.config.hpu import HPUConfig
-from vllm.config.kv_events import KVEventsConfig
 from vllm.config.load import LoadConfig
 from vllm.config.model import ModelArch, ModelConfig, RopeConfig
-from vllm.config.observability import ObservabilityConfig
+from vllm.config.observability import KVEventsConfig, ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.pooler import PoolerConfig
 from vllm.config.scheduler import SchedulerConfig

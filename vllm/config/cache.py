@@ -4,7 +4,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllm.config.checks import check_at_least, check_one_of
+from vllm.config.fields import check_at_least, check_one_of
 from vllm.errors import ConfigError
 
 CacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]

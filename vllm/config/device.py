@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllm.config.checks import check_one_of
+from vllm.config.fields import check_one_of
 
 Device = Literal["auto", "cpu", "hpu"]
 

@@ -1,4 +1,4 @@
-"""What the config classes say about themselves: name, type, default and help of each field.
+"""The fields of the config classes: name, type, default and help of each, and checks of values.
 
 Source of the command-line flags, of the keywords of `EngineArgs` and of the reference in docs/.
 A field takes part unless its metadata has `{"cli": False}`. `{"auto": True}` marks a field the
@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from vllm.errors import ConfigError
 from vllm.utils.arguments import flag_of
@@ -35,7 +35,7 @@ class ConfigField:
 
     name: str
     kind: FieldKind
-    """Form of the value. size: an integer that may be written as 8k; strings: a tuple of them;
+    """Kind of value. size: an integer that may be written as 8k; strings: a tuple of them;
     str_or_bool: true where the flag has no value."""
     default: object
     """None also when the platform decides."""
@@ -51,7 +51,7 @@ class ConfigField:
 
     @property
     def flag(self) -> str:
-        """The command-line flag, without aliases and without its `--no-` form."""
+        """The command-line flag, without aliases and without its `--no-` variant."""
         return flag_of(self.name)
 
     def convert(self, value: object) -> object:
@@ -118,7 +118,7 @@ def _read_type(annotation: object) -> tuple[FieldKind, tuple[str, ...]]:
     if origin is Literal:
         return "str", args
     if origin is tuple:
-        assert args == (str, Ellipsis), f"no flag form for {annotation}"
+        assert args == (str, Ellipsis), f"no flag can be made for {annotation}"
         return "strings", ()
     if origin is Mapping:
         return "mapping", ()
@@ -223,3 +223,19 @@ _CONVERTERS: dict[FieldKind, Callable[[object], object]] = {
     "strings": _to_strings,
     "mapping": _to_mapping,
 }
+
+
+def check_at_least(config: object, smallest: int, *names: str) -> None:
+    """Each named integer field is an int of at least `smallest`."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+            raise ConfigError(f"{name} must be an integer of at least {smallest}, got {value!r}")
+
+
+def check_one_of(config: object, name: str, choices: tuple[Any, ...]) -> None:
+    """The named field holds one of `choices`."""
+    value = getattr(config, name)
+    if value not in choices:
+        accepted = ", ".join(str(choice) for choice in choices)
+        raise ConfigError(f"{name} must be one of {accepted}, got {value!r}")

@@ -1,12 +1,13 @@
 """What only Gaudi has: buckets, warm-up, graphs, and how their attention is computed.
 
-The values are those of environment variables, under the names that users of Gaudi know.
+Most values are those of environment variables, under the names that users of Gaudi know. A new
+setting is a field with a docstring, which becomes a flag as everywhere in this folder.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from vllm.config.checks import check_at_least, check_one_of
+from vllm.config.fields import check_at_least, check_one_of
 from vllm.errors import ConfigError
 
 BucketingStrategy = Literal["linear", "exponential", "sparse"]
@@ -18,38 +19,55 @@ StepLog = Literal["off", "some", "all"]
 _NO_FLAG = {"cli": False}
 
 
+VARIABLE = "variable"
+"""Key in the metadata of a field that has the value of one variable as it is."""
+
+
+def _variable(name: str) -> dict[str, Any]:
+    """Metadata of a field with the value of an environment variable, which `envs.Envs` declares."""
+    return {"cli": False, VARIABLE: name}
+
+
 @dataclass(frozen=True, kw_only=True)
 class HPUConfig:
     """Settings of the Gaudi path."""
 
     bucketing_strategy: BucketingStrategy = field(default="linear", metadata=_NO_FLAG)
-    bucketing_file: str | None = field(default=None, metadata=_NO_FLAG)
+    bucketing_file: str | None = field(default=None, metadata=_variable("VLLM_BUCKETING_FROM_FILE"))
     """Path of a file with the buckets, in place of a strategy."""
     bucket_variables: tuple[tuple[str, int], ...] = field(default=(), metadata=_NO_FLAG)
     """The variables of linear bucketing that are set: name and value."""
-    merged_prefill: bool = field(default=False, metadata=_NO_FLAG)
+    merged_prefill: bool = field(default=False, metadata=_variable("VLLM_MERGED_PREFILL"))
     """Prompts of a launch are laid end to end in one row."""
-    skip_warmup: bool = field(default=False, metadata=_NO_FLAG)
-    full_warmup: bool = field(default=False, metadata=_NO_FLAG)
+    skip_warmup: bool = field(default=False, metadata=_variable("VLLM_SKIP_WARMUP"))
+    full_warmup: bool = field(default=False, metadata=_variable("VLLM_FULL_WARMUP"))
     """A compilation after the warm-up is an error."""
-    graph_reserved_mem: float = field(default=0.1, metadata=_NO_FLAG)
+    graph_reserved_mem: float = field(default=0.1, metadata=_variable("VLLM_GRAPH_RESERVED_MEM"))
     """Share of the usable memory for HPU graphs."""
-    graph_prompt_ratio: float = field(default=0.3, metadata=_NO_FLAG)
+    graph_prompt_ratio: float = field(default=0.3, metadata=_variable("VLLM_GRAPH_PROMPT_RATIO"))
     """Share of the graph memory for prompt graphs."""
-    graph_prompt_strategy: GraphOrder = field(default="min_tokens", metadata=_NO_FLAG)
-    graph_decode_strategy: GraphOrder = field(default="max_bs", metadata=_NO_FLAG)
+    graph_prompt_strategy: GraphOrder = field(
+        default="min_tokens", metadata=_variable("VLLM_GRAPH_PROMPT_STRATEGY")
+    )
+    graph_decode_strategy: GraphOrder = field(
+        default="max_bs", metadata=_variable("VLLM_GRAPH_DECODE_STRATEGY")
+    )
     contiguous_pa: bool = field(default=False, metadata=_NO_FLAG)
     """Decode reads the KV cache as one slice."""
     prompt_attention: PromptAttention = field(default="fused", metadata=_NO_FLAG)
     softmax_const_norm: float | None = field(default=None, metadata=_NO_FLAG)
     """Decode subtracts this from all scores; None: what `pa_softmax_impl` says."""
-    pa_softmax_impl: str | None = field(default=None, metadata=_NO_FLAG)
+    pa_softmax_impl: str | None = field(default=None, metadata=_variable("VLLM_PA_SOFTMAX_IMPL"))
     """Names of what decode subtracts from scores; None: the largest score of each block."""
-    hidden_layers_per_graph: int = field(default=1, metadata=_NO_FLAG)
+    hidden_layers_per_graph: int = field(default=1, metadata=_variable("VLLM_CONFIG_HIDDEN_LAYERS"))
     """Decoder layers after which lazy mode ends a recorded graph."""
-    regional_compilation: bool = field(default=True, metadata=_NO_FLAG)
-    compile_fullgraph: bool = field(default=False, metadata=_NO_FLAG)
-    compile_dynamic_shapes: bool = field(default=False, metadata=_NO_FLAG)
+    regional_compilation: bool = field(
+        default=True, metadata=_variable("VLLM_REGIONAL_COMPILATION")
+    )
+    compile_fullgraph: bool = field(default=False, metadata=_variable("VLLM_T_COMPILE_FULLGRAPH"))
+    compile_dynamic_shapes: bool = field(
+        default=False, metadata=_variable("VLLM_T_COMPILE_DYNAMIC_SHAPES")
+    )
     gc_thresholds: tuple[int, int, int] = field(default=(11200, 160, 160), metadata=_NO_FLAG)
     """For `gc.set_threshold` in the worker: by default 16 times those of Python, because a step
     makes many objects and hardly ever a cycle."""

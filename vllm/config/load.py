@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllm.config.checks import check_one_of
+from vllm.config.fields import check_one_of
 from vllm.errors import ConfigError
 
 LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
@@ -12,10 +12,10 @@ LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig:
-    """Where weights come from and in which form."""
+    """Where weights come from, and in which format."""
 
     load_format: LoadFormat = "auto"
-    """Form of the weights. auto: safetensors, else .bin (read with weights_only); dummy: seeded
+    """Format of the weights. auto: safetensors, else .bin (read with weights_only); dummy: seeded
     random weights, for measuring without a checkpoint."""
 
     download_dir: str | None = None

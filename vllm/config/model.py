@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from vllm.config.checks import check_at_least, check_one_of
+from vllm.config.fields import check_at_least, check_one_of
 from vllm.config.pooler import ModelTask, PoolerConfig
 from vllm.errors import ConfigError
 
@@ -69,7 +69,7 @@ class ModelArch:
         """
         architectures = config.get("architectures") or ()
         if not architectures:
-            raise ConfigError("config.json names no architecture (key 'architectures')")
+            raise ConfigError("config.json has no 'architectures'")
         hidden_size = _number(config, "hidden_size")
         num_heads = _number(config, "num_attention_heads")
         head_size = config.get("head_dim") or _divide(config, hidden_size, num_heads)

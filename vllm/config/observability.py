@@ -1,10 +1,84 @@
 """What the engine tells about itself while it runs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
-from vllm.config.kv_events import KVEventsConfig
+from vllm.config.fields import check_at_least, check_one_of
+from vllm.errors import ConfigError
+
+Publisher = Literal["null", "zmq"]
+_TRANSPORTS = ("tcp://", "ipc://", "inproc://")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVEventsConfig:
+    """Whether and how changes of the prefix cache are published."""
+
+    enable_kv_cache_events: bool = False
+    """Record which blocks the prefix cache stores and removes."""
+
+    publisher: Publisher = "null"
+    """null: events are not published; zmq: a ZMQ PUB socket publishes them."""
+
+    endpoint: str = "tcp://*:5557"
+    """Where the events are published. An address with * or ::, and one of ipc or inproc, is bound;
+    to any other the socket connects."""
+
+    replay_endpoint: str | None = None
+    """Where a ROUTER socket sends earlier events again. Not set: nowhere."""
+
+    buffer_steps: int = 10_000
+    """Batches that are kept to be sent again."""
+
+    hwm: int = 100_000
+    """Messages that wait for a slow subscriber; it misses further ones."""
+
+    max_queue_size: int = 100_000
+    """Batches that wait to be published; further ones are dropped, which their numbers show."""
+
+    topic: str = ""
+    """First frame of every message, by which subscribers choose."""
+
+    def __post_init__(self) -> None:
+        check_one_of(self, "publisher", ("null", "zmq"))
+        check_at_least(self, 0, "buffer_steps", "hwm")
+        check_at_least(self, 1, "max_queue_size")
+        for name, kind in (("enable_kv_cache_events", bool), ("topic", str)):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
+        for name in ("endpoint", "replay_endpoint"):
+            value = getattr(self, name)
+            if name == "replay_endpoint" and value is None:
+                continue
+            if not isinstance(value, str) or not value.startswith(_TRANSPORTS):
+                raise ConfigError(
+                    f"{name} must begin with {', '.join(_TRANSPORTS[:-1])} or {_TRANSPORTS[-1]}, "
+                    f"got {value!r}"
+                )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "KVEventsConfig":
+        """The value of `kv_events_config`.
+
+        Raises:
+            ConfigError: a key is not known, or its value is wrong.
+        """
+        names = [f.name for f in fields(cls)]
+        if unknown := [name for name in values if name not in names]:
+            raise ConfigError(
+                f"kv_events_config has no key {', '.join(map(repr, unknown))}; accepted: "
+                f"{', '.join(names)}"
+            )
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"kv_events_config: {error}") from None
+
+    @property
+    def is_published(self) -> bool:
+        """Whether events are recorded and published."""
+        return self.enable_kv_cache_events and self.publisher != "null"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllm.config.checks import check_at_least
+from vllm.config.fields import check_at_least
 from vllm.errors import ConfigError
 
 ONE_DEVICE = "the engine runs on one device"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm.config.checks import check_one_of
+from vllm.config.fields import check_one_of
 from vllm.errors import ConfigError
 
 ModelTask = Literal["auto", "generate", "embed", "embedding", "classify", "score", "reward"]

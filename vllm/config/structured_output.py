@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from vllm.config.checks import check_at_least, check_one_of
+from vllm.config.fields import check_at_least, check_one_of
 from vllm.errors import ConfigError
 
 GuidedDecodingBackend = Literal[
@@ -13,7 +13,7 @@ GuidedDecodingBackend = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputConfig:
-    """Defaults and limits of requests whose output has to have a form."""
+    """Defaults and limits of structured output."""
 
     guided_decoding_backend: GuidedDecodingBackend = "auto"
     """Library that enforces JSON schemas, regular expressions and grammars. auto: by what the

@@ -132,17 +132,31 @@ class KVCacheManager:
         """Append a block to all tables of each; the caller has checked that they are free.
 
         Returns:
-            The blocks of all requests for the first group, then those for the next.
+            The blocks, those of one request for all groups after those of another.
         """
-        count = len(requests)
-        block_ids = self.pool.allocate(count * self.num_groups)
-        for request, block_id in zip(requests, block_ids, strict=False):
+        num_groups = self.num_groups
+        block_ids = self.pool.allocate(len(requests) * num_groups)
+        for request, block_id in zip(requests, block_ids[::num_groups], strict=True):
             request.block_ids.append(block_id)
-        for index in range(1, self.num_groups):
-            of_group = block_ids[index * count : (index + 1) * count]
-            for request, block_id in zip(requests, of_group, strict=True):
+        for index in range(1, num_groups):
+            for request, block_id in zip(requests, block_ids[index::num_groups], strict=True):
                 request.more_block_ids[index - 1].append(block_id)
         return block_ids
+
+    def shorten(self, request: Request, num_tokens: int) -> int | None:
+        """Take the blocks beyond the first `num_tokens` tokens back. No prefix-cache key has been
+        made of them: what is beyond the known tokens has none.
+
+        Returns:
+            How many entries its tables have left; None: nothing has changed.
+        """
+        num_kept = -(-num_tokens // self.block_size)
+        if len(request.block_ids) <= num_kept:
+            return None
+        for table in (request.block_ids, *request.more_block_ids):
+            self.pool.free(reversed(table[num_kept:]))
+            del table[num_kept:]
+        return num_kept
 
     def num_passed(self, positions: IntArray) -> IntArray:
         """Blocks that windows have passed when a query at each position is the next."""

@@ -29,6 +29,31 @@ class Plan:
     """See `SchedulerOutput`."""
     first_admitted: list[Request] = field(default_factory=list)
     """Those of the new ones that were never admitted before."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """row -> guesses of its next tokens, which `take` includes."""
+
+    def add_drafts(self, drafts: dict[int, list[int]]) -> None:
+        """Let rows, which run one token each, run drafts behind it."""
+        if not drafts:
+            return
+        counts = np.array([len(drafts.get(row, ())) for row in self.rows.tolist()], np.int32)
+        self.take = self.take + counts
+        self.budget -= int(counts.sum())
+        self.drafts = drafts
+        self.only_decodes = False
+
+    def num_drafts_of(self, rows: IntArray) -> IntArray | None:
+        """Drafts of each row; None: no row of the step has any."""
+        if not self.drafts:
+            return None
+        return np.array([len(self.drafts.get(row, ())) for row in rows.tolist()], np.int32)
+
+    def drafts_of(self, rows: IntArray) -> IntArray | None:
+        """The drafts of rows after each other; None: no row of the step has any."""
+        if not self.drafts:
+            return None
+        drafts = [token for row in rows.tolist() for token in self.drafts.get(row, ())]
+        return np.array(drafts, np.int32)
 
     def add_rows(self, rows: list[int], take: list[int]) -> None:
         """Append rows; their tokens are off the budget already."""
@@ -37,7 +62,8 @@ class Plan:
         self.only_decodes = False
 
     def decodes_first(self) -> tuple[IntArray, IntArray]:
-        """Rows with something to run and their tokens, single tokens before the others."""
+        """Rows with something to run and their tokens: single tokens, then those with drafts, then
+        the others."""
         rows, take = self.rows, self.take
         if self.has_idle and not (runs := take > 0).all():
             rows, take = rows[runs], take[runs]
@@ -45,7 +71,10 @@ class Plan:
             return rows, take
         several = take > 1
         if several.any():
-            order = np.argsort(several, kind="stable")
+            group = several.astype(np.int8)
+            if self.drafts:
+                group[several & ~np.isin(rows, list(self.drafts))] = 2
+            order = np.argsort(group, kind="stable")
             rows, take = rows[order], take[order]
         return rows, take
 

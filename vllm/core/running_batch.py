@@ -30,6 +30,8 @@ class RunningBatch:
         has_stop_tokens: per row, whether further tokens end it.
         num_prompt: per row, tokens of the prompt.
         num_passed: per row, blocks of its tables that sliding windows have passed.
+        takes_drafts: per row, whether guesses of its next tokens may be verified.
+        awaits_result: per row, whether it runs again only when the step in flight has its result.
         num_prompt_logprobs: running requests that want log-probabilities of their prompt.
         num_with_stop_tokens: running requests that further tokens end.
     """
@@ -43,12 +45,15 @@ class RunningBatch:
         self.has_stop_tokens = np.zeros(max_num_seqs, np.bool_)
         self.num_prompt = np.zeros(max_num_seqs, np.int32)
         self.num_passed = np.zeros(max_num_seqs, np.int32)
+        self.takes_drafts = np.zeros(max_num_seqs, np.bool_)
+        self.awaits_result = np.zeros(max_num_seqs, np.bool_)
         self.num_prompt_logprobs = 0
         self.num_with_stop_tokens = 0
         self._requests: list[Request | None] = [None] * max_num_seqs
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._sorted: list[Request] = []
         self._order: IntArray | None = None
+        self._full_batch: tuple[IntArray, list[Request], list[str]] = (self.order, [], [])
 
     def __len__(self) -> int:
         return len(self._sorted)
@@ -84,6 +89,30 @@ class RunningBatch:
         requests = self._requests
         return [requests[row] for row in rows.tolist()]
 
+    def named(self, rows: IntArray) -> tuple[list[Request], list[str]]:
+        """Requests and ids of rows; made once for as long as the same whole batch decodes."""
+        known_rows, requests, ids = self._full_batch
+        if rows is not known_rows:
+            requests = self.at(rows)
+            ids = [request.request_id for request in requests]
+            if rows is self.order:
+                self._full_batch = (rows, requests, ids)
+        return requests, ids
+
+    def prompt_chunks(
+        self, rows: IntArray, num_computed: IntArray
+    ) -> dict[int, tuple[Request, int]]:
+        """row -> request and first position, where a prompt's log-probabilities are wanted."""
+        if not self.num_prompt_logprobs:
+            return {}
+        in_prompt = num_computed < self.num_prompt[rows]
+        requests = self.at(rows[in_prompt])
+        return {
+            request.row: (request, start)
+            for request, start in zip(requests, num_computed[in_prompt].tolist(), strict=True)
+            if request.wants_prompt_logprobs
+        }
+
     def add(self, request: Request, num_computed: int, capacity: int) -> None:
         """Give a request a row; there is one left."""
         row = self._free_rows.pop()
@@ -99,6 +128,8 @@ class RunningBatch:
         self.has_stop_tokens[row] = bool(spec.stop_token_ids)
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_passed[row] = 0
+        self.takes_drafts[row] = request.takes_drafts
+        self.awaits_result[row] = False
         self.num_prompt_logprobs += request.wants_prompt_logprobs
         self.num_with_stop_tokens += bool(spec.stop_token_ids)
         insort(self._sorted, request, key=_sort_key)

@@ -4,7 +4,9 @@ A request is tokens computed so far out of tokens wanted. Prefill, chunked prefi
 decode and the return after preemption are all "schedule n more tokens of this request".
 
 A step may be in flight while the next is scheduled: scheduling counts its tokens as computed,
-and the token it will sample as there, before their values are known.
+and the token it will sample as there, before their values are known. Drafts are counted as if all
+of them were right; the result takes back those that were not. Until then their request waits, and
+so does one that gets drafts as soon as its tokens are known.
 """
 
 import itertools
@@ -15,11 +17,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from vllm.config import SchedulerConfig
+from vllm.core.drafts import DraftPlanner, DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.plan import Plan, share_budget
 from vllm.core.request_queue import RequestQueue
+from vllm.core.results import take_in
 from vllm.core.running_batch import RunningBatch
-from vllm.core.step import Step
+from vllm.core.step import Step, select_tokens
 from vllm.core.windows import give_back_passed
 from vllm.errors import CapacityError, RequestError
 from vllm.logger import init_logger
@@ -54,9 +58,15 @@ class Scheduler:
     Args:
         config: limits of a step.
         cache: blocks of the KV cache, shared with nobody.
+        draft_source: guesses next tokens; None: one token per request and step.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: KVCacheManager,
+        draft_source: DraftSource | None = None,
+    ) -> None:
         self.config = config
         self.cache = cache
         self.waiting = RequestQueue()
@@ -75,8 +85,12 @@ class Scheduler:
         self._step_ids = itertools.count()
         self._in_flight: deque[Step] = deque()
         self._freed_rows: list[int] = []
+        self._drafts: DraftPlanner | None = None
+        if draft_source is not None:
+            self._drafts = DraftPlanner(draft_source, self.running, cache)
+        self._shortened: dict[int, int] = {}
+        """Rows whose block tables have become shorter since the last step, and how long."""
         self._lacks_room: Request | None = None
-        self._full_batch: tuple[IntArray, list[Request], list[str]] = (self.running.order, [], [])
 
     # ---- requests come and go -------------------------------------------------------------
 
@@ -111,6 +125,7 @@ class Scheduler:
         arrival = next(self._arrivals)
         key = (spec.priority, spec.arrival_time, arrival) if self._by_priority else (arrival,)
         request = Request(spec, key)
+        request.takes_drafts = self._drafts is not None and self._drafts.can_verify(spec)
         self._requests[spec.request_id] = request
         self.waiting.push(request)
 
@@ -150,15 +165,20 @@ class Scheduler:
         if self.cache.has_windows:
             rows = plan.rows[plan.take > 0]
             plan.passed_blocks = give_back_passed(self.running, self.cache, rows)
+        if self._drafts is not None:
+            self._drafts.add(plan, self._num_reserved)
         if self.waiting and self._has_row_for_next():
             self._admit(plan)
         rows, num_scheduled = plan.decodes_first()
         num_computed = self.running.num_computed[rows]
         step_id = next(self._step_ids)
         freed_rows: list[int] = []
+        shortened: list[tuple[int, int]] = []
         if len(rows):
             self._launch(step_id, rows, num_computed, num_scheduled, plan)
             freed_rows, self._freed_rows = self._freed_rows, []
+            if self._shortened:
+                shortened, self._shortened = list(self._shortened.items()), {}
         return SchedulerOutput(
             step_id=step_id,
             freed_rows=freed_rows,
@@ -169,6 +189,9 @@ class Scheduler:
             block_rows=plan.block_rows,
             block_ids=np.array(plan.block_ids, np.int32) if plan.block_ids else _NO_ROWS,
             passed_blocks=plan.passed_blocks,
+            num_draft_tokens=plan.num_drafts_of(rows),
+            draft_token_ids=plan.drafts_of(rows),
+            shortened_tables=shortened,
         )
 
     def update(self, output: ModelRunnerOutput) -> EngineOutput:
@@ -180,20 +203,27 @@ class Scheduler:
         num_cached_tokens = step.num_cached_tokens()
         prompt_logprobs = step.unsent_prompt_logprobs(output)
         finished: dict[str, Finished] = {}
-        token_ids = output.token_ids
+        token_ids, counts = output.token_ids, output.num_tokens
+        if counts is None and step.num_drafts is not None:
+            counts = np.ones(len(step.rows), np.int32)
         if step.gone or output.errors:
             finished = self._finish_failed(step, output.errors)
             step, kept = step.without(step.gone.union(output.errors))
-            token_ids = token_ids[kept]
-        tokens: list[int] = token_ids.tolist()
-        for request, token_id in zip(step.requests, tokens, strict=True):
-            request.token_ids.append(token_id)
-        finished.update(self._finish_ended(step, token_ids))
+            token_ids, counts = select_tokens(token_ids, counts, kept)
+        if self._drafts is not None:
+            self.running.awaits_result[step.rows] = False
+        result = take_in(step, token_ids, counts, self.running, self.cache)
+        if result.finished:
+            self.abort_requests(result.finished)
+            finished.update(result.finished)
+        if result.shortened:
+            self._shortened.update(result.shortened)
         return EngineOutput(
-            request_ids=step.request_ids.copy(),
-            token_ids=tokens,
+            request_ids=result.request_ids,
+            token_ids=result.token_ids,
+            num_tokens=result.num_tokens,
             finished=finished,
-            logprobs=step.logprobs(output),
+            logprobs=result.logprobs(step, output),
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=num_cached_tokens,
             scheduled_times=dict.fromkeys(num_cached_tokens, step.started_at),
@@ -226,6 +256,8 @@ class Scheduler:
             if self._in_flight:
                 # A request whose last token is in flight has nothing left to run.
                 want[num_tokens >= running.limit[rows]] = 0
+                if self._drafts is not None:
+                    want[running.awaits_result[rows]] = 0
             only_decodes = len(rows) <= budget and int(want.max(initial=0)) <= 1
             take = want
             if not only_decodes:
@@ -338,8 +370,12 @@ class Scheduler:
         this has a quarter of the preemptions of a reserve of 1 % of all blocks, at the same
         throughput; as many blocks as requests cost 1 to 2 %.
         """
-        num_reserved = (len(self.running) + 1) // 2 * self.cache.num_groups
-        return self.cache.num_lacking(request, shared) + num_reserved
+        return self.cache.num_lacking(request, shared) + self._num_reserved
+
+    @property
+    def _num_reserved(self) -> int:
+        """Free blocks that running requests will want soon."""
+        return (len(self.running) + 1) // 2 * self.cache.num_groups
 
     def _count_partial(self, plan: Plan) -> tuple[int, int]:
         """Running prompts that this step leaves unfinished, and the long ones among them."""
@@ -394,7 +430,7 @@ class Scheduler:
     ) -> None:
         """Book a step: its tokens count as computed, the ones it samples as there."""
         running = self.running
-        prompt_chunks = self._prompt_chunks(rows, num_computed)
+        prompt_chunks = running.prompt_chunks(rows, num_computed)
         after = num_computed + num_scheduled
         running.num_computed[rows] = after
         if not plan.only_decodes:
@@ -403,7 +439,9 @@ class Scheduler:
                 rows, after = rows[samples], after[samples]
         num_tokens = after + 1  # all known ones are computed, and there is one more
         running.num_tokens[rows] = num_tokens
-        requests, request_ids = self._requests_of(rows)
+        if self._drafts is not None:
+            running.awaits_result[rows] = running.takes_drafts[rows]
+        requests, request_ids = running.named(rows)
         self._in_flight.append(
             Step(
                 step_id=step_id,
@@ -411,35 +449,12 @@ class Scheduler:
                 requests=requests,
                 request_ids=request_ids,
                 num_tokens=num_tokens,
+                num_drafts=plan.num_drafts_of(rows),
                 admitted=plan.first_admitted,
                 started_at=time.time() if plan.first_admitted else 0.0,
                 prompt_chunks=prompt_chunks,
             )
         )
-
-    def _prompt_chunks(
-        self, rows: IntArray, num_computed: IntArray
-    ) -> dict[int, tuple[Request, int]]:
-        """row -> request and first position, where a prompt's log-probabilities are wanted."""
-        if not self.running.num_prompt_logprobs:
-            return {}
-        in_prompt = num_computed < self.running.num_prompt[rows]
-        requests = self.running.at(rows[in_prompt])
-        return {
-            request.row: (request, start)
-            for request, start in zip(requests, num_computed[in_prompt].tolist(), strict=True)
-            if request.wants_prompt_logprobs
-        }
-
-    def _requests_of(self, rows: IntArray) -> tuple[list[Request], list[str]]:
-        """Requests and ids of rows; made once for as long as the same whole batch decodes."""
-        known_rows, requests, ids = self._full_batch
-        if rows is not known_rows:
-            requests = self.running.at(rows)
-            ids = [request.request_id for request in requests]
-            if rows is self.running.order:
-                self._full_batch = (rows, requests, ids)
-        return requests, ids
 
     # ---- results --------------------------------------------------------------------------
 
@@ -470,27 +485,6 @@ class Scheduler:
         self.abort_requests(finished)
         for request in requests:
             self.cache.forget(request)
-        return finished
-
-    def _finish_ended(self, step: Step, token_ids: IntArray) -> dict[str, Finished]:
-        """End the requests whose new token ends them."""
-        running, rows = self.running, step.rows
-        is_eos = token_ids == running.eos[rows]
-        is_limit = step.num_tokens >= running.limit[rows]
-        is_suspect = is_eos | is_limit
-        if running.num_with_stop_tokens:
-            is_suspect |= running.has_stop_tokens[rows]
-        finished: dict[str, Finished] = {}
-        for index in is_suspect.nonzero()[0].tolist():
-            request, token_id = step.requests[index], int(token_ids[index])
-            if is_eos[index]:
-                finished[request.request_id] = Finished(FinishReason.STOP)
-            elif token_id in request.spec.stop_token_ids:
-                finished[request.request_id] = Finished(FinishReason.STOP, token_id)
-            elif is_limit[index]:
-                finished[request.request_id] = Finished(FinishReason.LENGTH)
-        if finished:
-            self.abort_requests(finished)
         return finished
 
     # ---- leaving the batch ----------------------------------------------------------------

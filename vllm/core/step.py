@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput
 from vllm.request import Request, RequestStatus
 
@@ -16,7 +18,9 @@ class Step:
     requests: list[Request]
     request_ids: list[str]
     num_tokens: IntArray
-    """Tokens of each request, the sampled one included."""
+    """Tokens of each request, the sampled one included, and its drafts if all were right."""
+    num_drafts: IntArray | None
+    """Drafts of each request; None: none has any."""
     admitted: list[Request]
     """Requests whose first admission this step is."""
     started_at: float
@@ -30,14 +34,18 @@ class Step:
         """The step less some rows, and the places among its entries of those that stay."""
         drop = set(rows)
         keep = [i for i, row in enumerate(self.rows.tolist()) if row not in drop]
-        step = replace(
+        return self.select(keep), keep
+
+    def select(self, places: list[int]) -> "Step":
+        """The step with some of its entries."""
+        return replace(
             self,
-            rows=self.rows[keep],
-            requests=[self.requests[i] for i in keep],
-            request_ids=[self.request_ids[i] for i in keep],
-            num_tokens=self.num_tokens[keep],
+            rows=self.rows[places],
+            requests=[self.requests[i] for i in places],
+            request_ids=[self.request_ids[i] for i in places],
+            num_tokens=self.num_tokens[places],
+            num_drafts=None if self.num_drafts is None else self.num_drafts[places],
         )
-        return step, keep
 
     def num_cached_tokens(self) -> dict[str, int]:
         """Prefix-cache hits of the requests that came in with this step and are still there."""
@@ -46,13 +54,6 @@ class Step:
             for request in self.admitted
             if request.status is not RequestStatus.FINISHED
         }
-
-    def logprobs(self, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
-        """Log-probabilities of the sampled tokens, by request id."""
-        if not output.logprobs:
-            return {}
-        names = zip(self.rows.tolist(), self.request_ids, strict=True)
-        return {name: output.logprobs[row] for row, name in names if row in output.logprobs}
 
     def unsent_prompt_logprobs(self, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
         """Prompt log-probabilities not sent before: a preempted prompt is computed twice."""
@@ -70,3 +71,20 @@ class Step:
                 ranks=chunk.ranks[new],
             )
         return unsent
+
+
+def select_tokens(
+    token_ids: IntArray, counts: IntArray | None, places: list[int]
+) -> tuple[IntArray, IntArray | None]:
+    """The tokens of some rows.
+
+    Args:
+        token_ids: of all rows, those of one after those of another.
+        counts: tokens of each; None: one each.
+        places: of the rows, ascending.
+    """
+    if counts is None:
+        return token_ids[places], None
+    is_kept = np.zeros(len(counts), np.bool_)
+    is_kept[places] = True
+    return token_ids[np.repeat(is_kept, counts)], counts[places]

@@ -1,7 +1,7 @@
 """The arguments of an engine: keywords of `LLM()`, flags of the commands, one truth for both.
 
 Every argument is a field of a config class (`vllm.config.fields`); adding a field there adds
-the keyword and the flag. Knows the form of arguments; what they amount to for a given model is
+the keyword and the flag. Knows how arguments are written; what they mean for a given model is
 `vllm.engine.resolve.config`. Importing this imports neither torch nor transformers.
 """
 

@@ -90,7 +90,7 @@ class AsyncControl:
     # ---- the core and its workers ---------------------------------------------------------
 
     async def reset_prefix_cache(self, device: Any = None) -> bool:
-        """Forget all cached prefixes. False, and no change, while requests run."""
+        """Empty the prefix cache. While requests run it stays as it is, and the result is False."""
         await self.wait_ready()
         return bool(await self._core.call("reset_prefix_cache"))
 

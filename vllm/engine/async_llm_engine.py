@@ -29,7 +29,7 @@ from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.output.request_stream import RequestStream
 from vllm.engine.process.admission import Admission, AdmissionLimits
 from vllm.engine.process.core_supervisor import CoreSupervisor
-from vllm.engine.process.startup_state import Startup
+from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import AbortRequests, AddRequests, CoreOutput, Refused
 from vllm.engine.unavailable import refuse
 from vllm.errors import (
@@ -131,7 +131,7 @@ class AsyncLLM(AsyncControl):
     # ---- start and end --------------------------------------------------------------------
 
     @property
-    def startup(self) -> Startup:
+    def startup(self) -> StartupState:
         """How far the start has come."""
         return self._core.startup
 
@@ -239,7 +239,7 @@ class AsyncLLM(AsyncControl):
         Leaving the loop over the outputs, or cancelling it, aborts the request.
 
         Args:
-            prompt: in any form of `PromptType`.
+            prompt: of any prompt type.
             sampling_params: `output_kind` says what each output holds.
             request_id: comes back in the outputs; free again when the request has ended.
             lora_request, prompt_adapter_request: only None for now.
@@ -333,7 +333,7 @@ class AsyncLLM(AsyncControl):
         return await self._preparation.in_slow_lane(work, num_chars)
 
     async def _with_grammar(self, request: EngineRequest) -> EngineRequest:
-        """The request with the form of its output compiled, if it must have one."""
+        """The request with its compiled grammar, if it asks for structured output."""
         if request.sampling_params.guided_decoding is None:
             return request
         processor = self.input_processor

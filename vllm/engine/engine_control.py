@@ -143,7 +143,7 @@ class EngineControl:
     # ---- the core and its workers ---------------------------------------------------------
 
     def reset_prefix_cache(self, device: Any = None) -> bool:
-        """Forget all cached prefixes. False, and no change, while requests run."""
+        """Empty the prefix cache. While requests run it stays as it is, and the result is False."""
         return self.engine_core.reset_prefix_cache()
 
     def reset_mm_cache(self) -> bool:

@@ -11,6 +11,7 @@ import msgspec
 
 from vllm.config import VllmConfig
 from vllm.core.cache_events import CacheEventLog
+from vllm.core.drafts import DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.engine.input.named_processors import NamedProcessors
@@ -18,6 +19,7 @@ from vllm.engine.kv_event_publisher import KVEventPublisher
 from vllm.engine.run_ahead import RunAhead
 from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, RequestError
 from vllm.executor import Executor, StepHandleLike, UniProcExecutor, WorkerMethod
+from vllm.kv_cache_spec import KVCacheGroup
 from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerStats
 from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
@@ -28,8 +30,13 @@ _IDLE = EngineOutput()
 
 _PREPARE_WAIT_S = 0.02
 
-_OF_THE_ENGINE = frozenset({"load_model", "initialize_cache", "execute_model", "sleep", "wake_up"})
-"""Methods of the workers that only the engine calls: what it knows would no longer be true."""
+_OF_THE_ENGINE = frozenset(
+    {
+        *("load", "measure", "allocate", "next_warm_up", "warm_up"),
+        *("execute_model", "sleep", "wake_up"),
+    }
+)
+"""Methods of the workers that only the engine may call, because they change what it knows."""
 
 
 class EngineCore:
@@ -37,9 +44,10 @@ class EngineCore:
 
     Args:
         config: complete and consistent.
-        executor: loaded workers; None makes those that `config` names.
-        run_ahead: whether to schedule ahead; None: as `config` says, where the executor can and
-            it pays.
+        executor: of the workers, which it starts; None: the one that `config` asks for.
+        run_ahead: whether to schedule ahead; None: as `config` says, where the executor can do it
+            and it is worthwhile.
+        draft_source: guesses next tokens, which steps verify; None: one token per request and step.
     """
 
     def __init__(
@@ -47,6 +55,7 @@ class EngineCore:
         config: VllmConfig,
         executor: Executor | None = None,
         run_ahead: RunAhead | None = None,
+        draft_source: DraftSource | None = None,
     ) -> None:
         self.config = config
         if config.observability.profiler_enabled:
@@ -59,14 +68,18 @@ class EngineCore:
             self._events = CacheEventLog(config.cache.block_size)
         try:
             self.executor = UniProcExecutor(config) if executor is None else executor
-            num_blocks = self.executor.initialize_cache()
+            num_blocks = self.executor.start()
         except BaseException:
             self._close_publisher()
             raise
         cache = KVCacheManager(
-            num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, self._events
+            num_blocks,
+            config.cache.block_size,
+            config.cache.enable_prefix_caching,
+            self._events,
+            [KVCacheGroup(window) for window in self.executor.cache_windows],
         )
-        self.scheduler = Scheduler(config.scheduler, cache)
+        self.scheduler = Scheduler(config.scheduler, cache, draft_source)
         self._run_ahead = run_ahead or RunAhead(
             config.scheduler.async_scheduling and self.executor.is_asynchronous
         )
@@ -101,7 +114,7 @@ class EngineCore:
             self._queue(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Forget requests; ids that are not there are passed over, and nothing is reported."""
+        """Abort requests without an output; unknown ids are ignored."""
         ids = list(request_ids)
         for request_id in ids:
             self._preparing.pop(request_id, None)
@@ -109,26 +122,26 @@ class EngineCore:
         self._publish_events()
 
     def has_unfinished_requests(self) -> bool:
-        """Something waits or runs, or a step is in flight whose requests have all left."""
+        """Requests wait or run, or a step is in flight, even one of aborted requests only."""
         is_busy = self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight)
         return is_busy or bool(self._preparing)
 
     def step(self) -> EngineOutput:
-        """The result of the oldest step, after starting those that can run.
+        """Start a step, wait for the result of the oldest step in flight, and return it.
 
-        One step is started and waited for; running ahead, the next one is started before the
-        wait. Empty when nothing waits or runs.
+        When scheduling ahead, the next step is started before the wait. The output is empty when
+        no request waits or runs.
 
         Raises:
-            EngineDeadError: this step or an earlier one failed. The state of the workers is not
-                known then, so nothing can be served any more.
+            EngineDeadError: this step or an earlier one failed. The state of the workers is then
+                unknown, so no more requests can be served.
         """
         self._check_alive()
         if self._preparing:
             self._queue_prepared()
         if not self._in_flight:
             self._start_step()
-        if self._in_flight and self._run_ahead.pays:
+        if self._in_flight and self._run_ahead.is_worthwhile:
             self._start_step()
         if not self._in_flight:
             return _IDLE
@@ -149,8 +162,8 @@ class EngineCore:
         self.scheduler.add_request(request)
 
     def _queue_prepared(self) -> None:
-        """Queue the requests that are ready. Only when nothing else can run, wait a moment for
-        one of them: the caller has messages to take in."""
+        """Queue the requests that are prepared. Wait for one of them only when nothing else can
+        run, and then for a moment only: the caller has to read its messages."""
         if not (self.scheduler.num_unfinished_requests or self._in_flight):
             futures = [future for _, future in self._preparing.values()]
             wait(futures, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
@@ -189,7 +202,7 @@ class EngineCore:
         return output
 
     def _fail(self, step_id: int, failure: BaseException) -> NoReturn:
-        """The state of the workers is not known any more."""
+        """Stop the engine: the state of the workers is unknown after a failure."""
         self._failure = repr(failure)
         if not isinstance(failure, Exception):
             raise failure  # Ctrl-C stays what it is, for programs that catch every Exception
@@ -197,13 +210,13 @@ class EngineCore:
         raise EngineDeadError(f"step {step_id} failed: {self._failure}") from failure
 
     def stats(self) -> SchedulerStats:
-        """How full it is, and what it has done."""
+        """Numbers of requests, use of the KV cache, and counters."""
         stats = self.scheduler.stats()
         num_waiting = stats.num_waiting + len(self._preparing)
         return msgspec.structs.replace(stats, num_waiting=num_waiting, runner=self.executor.stats())
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. False, and no change, while requests run."""
+        """Empty the prefix cache. While requests run it stays as it is, and the result is False."""
         is_done = self.scheduler.cache.pool.forget_all()
         self._publish_events()
         return is_done
@@ -266,7 +279,7 @@ class EngineCore:
             )
 
     def _call_and_note(self, method: str, argument: Any) -> None:
-        """Call all workers, and note what sleeps then, also when the call fails."""
+        """Call all workers, then note what sleeps, even if the call failed."""
         try:
             self.executor.collective_rpc(method, args=(argument,))
         finally:
@@ -296,14 +309,14 @@ class EngineCore:
         return self.executor.collective_rpc(method, timeout, args, kwargs)
 
     def shutdown(self) -> None:
-        """Let the workers go and end the trace. Calling it again does nothing."""
+        """Shut the workers down and close the trace. Calling it again does nothing."""
         self._in_flight.clear()
         self.executor.shutdown()
         self._close_publisher()
         get_trace().close()
 
     def _publish_events(self) -> None:
-        """Tell what has become of the prefix cache since the last time."""
+        """Publish the changes of the prefix cache since the last call."""
         if self._publisher is None or self._events is None:
             return
         if events := self._events.take():

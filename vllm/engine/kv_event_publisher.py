@@ -16,7 +16,7 @@ from collections import deque
 import msgspec
 import zmq
 
-from vllm.config.kv_events import KVEventsConfig
+from vllm.config.observability import KVEventsConfig
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.messages import CacheEvent, KVEventBatch

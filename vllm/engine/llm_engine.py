@@ -167,7 +167,7 @@ class LLMEngine(EngineControl):
 
         Args:
             request_id: comes back in the outputs; free again when the request has finished.
-            prompt: in any form of `PromptType`.
+            prompt: of any prompt type.
             params: how to sample, or to pool; may be used again.
             arrival_time: in seconds of `time.time()`; None is now.
             lora_request: only None for now.
@@ -238,7 +238,9 @@ class LLMEngine(EngineControl):
         if self.has_unfinished_requests() and not self.engine_core.has_unfinished_requests():
             # Better told than waited for, without end.
             lost = ", ".join(self.output_processor.unfinished_request_ids)
-            raise EngineDeadError(f"the engine core is idle, but these have not ended: {lost}")
+            raise EngineDeadError(
+                f"the engine core has nothing left to do, but these requests have not ended: {lost}"
+            )
         return outputs
 
     def has_unfinished_requests(self) -> bool:

@@ -1,25 +1,25 @@
-"""Whether the next step is scheduled before the result of this one is known."""
+"""Decides whether the next step is scheduled before the result of the current one is known."""
 
 import time
 
 _MIN_SHARE = 0.03
-"""Of a step's time that the host works. Below it there is nothing to gain, and a request that
-comes in would wait for one step more: for seconds, where steps are that long."""
+"""The host's share of the time of a step. Below it scheduling ahead gains nothing, and a new
+request would wait for one more step, which may take seconds."""
 
-_MEMORY = 0.9
-"""Weight of what was known before, for each step."""
+_DECAY = 0.9
+"""Weight of the earlier steps in the moving averages."""
 
 
 class RunAhead:
-    """Measures how much of a step the device would wait for the host.
+    """Measures for how long the device would wait for the host in each step.
 
-    A step ends when its result is there. From then on until the wait for the next result the host
-    works: it takes in the result, makes outputs of it, schedules and starts the next step. Run
-    ahead, the device computes meanwhile; else it waits.
+    The host works from the time a result arrives until it waits for the next one: it processes
+    the result, makes outputs, schedules and starts the next step. If it schedules ahead, the
+    device computes during this time; otherwise the device is idle.
 
     Args:
-        is_allowed: False never runs ahead.
-        min_share: of the host's time from which on it pays; 0 always runs ahead.
+        is_allowed: False never schedules ahead.
+        min_share: schedule ahead when the host's share of a step is at least this; 0: always.
     """
 
     def __init__(self, is_allowed: bool, min_share: float = _MIN_SHARE) -> None:
@@ -27,13 +27,13 @@ class RunAhead:
         self._min_share = min_share
         self._host_s = 0.0
         self._step_s: float | None = None
-        """None until a step has followed another."""
+        """None until two steps have followed each other."""
         self._wait_began = 0.0
         self._last_result: float | None = None
 
     @property
-    def pays(self) -> bool:
-        """Schedule the next step now, while one is in flight."""
+    def is_worthwhile(self) -> bool:
+        """Whether to schedule the next step while one is in flight."""
         if self._step_s is None:
             return self._is_allowed and self._min_share == 0
         return self._is_allowed and self._host_s >= self._min_share * self._step_s
@@ -47,11 +47,11 @@ class RunAhead:
         now = time.perf_counter()
         if self._last_result is not None:
             host_s, step_s = self._wait_began - self._last_result, now - self._last_result
-            memory = 0 if self._step_s is None else _MEMORY
-            self._host_s = memory * self._host_s + (1 - memory) * host_s
-            self._step_s = memory * (self._step_s or 0) + (1 - memory) * step_s
+            decay = 0 if self._step_s is None else _DECAY
+            self._host_s = decay * self._host_s + (1 - decay) * host_s
+            self._step_s = decay * (self._step_s or 0) + (1 - decay) * step_s
         self._last_result = now
 
     def idle(self) -> None:
-        """There is nothing to compute: what follows is no part of a step."""
+        """There was nothing to compute: the time until the next result does not count."""
         self._last_result = None

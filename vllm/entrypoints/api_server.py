@@ -70,12 +70,12 @@ def read_body(data: bytes, args: ServerArgs) -> tuple[str, bool, SamplingParams]
         raise RequestError("the body must be a JSON object")
     prompt, is_streamed = body.pop("prompt", None), body.pop("stream", False)
     if not isinstance(prompt, str):
-        raise RequestError("prompt must be a text", param="prompt")
+        raise RequestError("prompt must be a string", param="prompt")
     if not isinstance(is_streamed, bool):
         raise RequestError("stream must be true or false", param="stream")
     for name in body:
         if name not in _FIELDS:
-            raise RequestError(f"there is no field {name[:100]!r}", param=name[:100])
+            raise RequestError(f"unknown field {name[:100]!r}", param=name[:100])
     check_limits(SamplingFields, body, args)
     kind = RequestOutputKind.CUMULATIVE if is_streamed else RequestOutputKind.FINAL_ONLY
     try:

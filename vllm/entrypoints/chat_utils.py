@@ -1,4 +1,4 @@
-"""Conversations: checked, brought into the form a chat template reads, and rendered as text.
+"""Conversations: checked, converted for the chat template, and rendered as text.
 
 Shared by `LLM.chat` and the server. The text holds the model's special tokens already; it is to
 be tokenised with `add_special_tokens=False`.
@@ -73,14 +73,14 @@ class ChatOptions:
             )
         if self.add_generation_prompt and self.continue_final_message:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other: "
+                "continue_final_message and add_generation_prompt cannot both be true: "
                 "set add_generation_prompt=False to continue the last message",
                 param="continue_final_message",
             )
         if taken := [name for name in self.template_kwargs if name in _OWN_ARGUMENTS]:
             raise RequestError(
-                f"chat_template_kwargs cannot hold {', '.join(taken)}: they have fields of "
-                f"their own",
+                f"chat_template_kwargs must not contain {', '.join(taken)}: set the request fields "
+                f"of these names",
                 param="chat_template_kwargs",
             )
 
@@ -120,7 +120,7 @@ def render_chat(
 
 
 def parse_messages(messages: Sequence[Message], *, as_parts: bool) -> list[dict[str, Any]]:
-    """Copies of the messages in the form of the template.
+    """Copies of the messages as the template expects them.
 
     Args:
         messages: one conversation.
@@ -132,11 +132,11 @@ def parse_messages(messages: Sequence[Message], *, as_parts: bool) -> list[dict[
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError(
-            f"a conversation is a list of messages, got {type(messages).__name__}",
+            f"messages must be a list of messages, got {type(messages).__name__}",
             param="messages",
         )
     if not messages:
-        raise RequestError("the conversation has no messages", param="messages")
+        raise RequestError("messages must not be empty", param="messages")
     return [_parse_message(f"messages[{i}]", m, as_parts) for i, m in enumerate(messages)]
 
 

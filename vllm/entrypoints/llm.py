@@ -91,12 +91,12 @@ class LLM(PoolingMethods, ControlMethods):
         its stop reason; the others are not affected.
 
         Args:
-            prompts: one or several, each in any form of `PromptType`; a list of integers is one.
+            prompts: one or several, of any prompt type; a list of integers is one prompt.
             sampling_params: one for all or one per prompt; None is what the model recommends.
             prompt_token_ids: deprecated.
             use_tqdm: show a progress bar; or what makes one.
             lora_request, prompt_adapter_request: only None for now.
-            guided_options_request: deprecated; the form of the outputs, as a dict with one of
+            guided_options_request: deprecated; structured output, as a dict with one of
                 guided_json, guided_regex, guided_choice, guided_grammar and guided_json_object.
             priority: one per prompt; a smaller one goes first, where the engine's scheduling
                 policy is "priority".

@@ -27,8 +27,8 @@ def pair_up(
         first *= len(second)
     if len(first) != len(second):
         raise RequestError(
-            f"text_1 has {len(first)} texts and text_2 {len(second)}: give one and any number, "
-            f"or as many of both",
+            f"text_1 has {len(first)} texts and text_2 has {len(second)}: text_1 must have one "
+            f"text, or as many as text_2",
             param="text_1",
         )
     return first, second

@@ -1,13 +1,20 @@
-"""What the engine core asks of whoever runs the workers."""
+"""What the engine core asks of whoever runs the workers, and how workers start.
+
+An executor says how its workers are called (`start_workers`, `call_workers`). The sequence in which
+they start, and what they have to agree on, is the same for all executors and stands here.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from vllm.executor.worker_call import WorkerMethod
 from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
-from vllm.worker.interface import StepHandleLike
+from vllm.utils import startup_progress
+from vllm.worker.interface import MemoryReport, StepHandleLike, WarmUpStep
 
 
 class Executor(ABC):
@@ -15,14 +22,74 @@ class Executor(ABC):
 
     Attributes:
         is_asynchronous: `execute_model` returns before the step is computed, so that another one
-            can be scheduled meanwhile.
+            can be scheduled meanwhile. Known once the workers are loaded.
+        cache_windows: of the groups of layers that have block tables of their own; None: full
+            attention. Known once caches are allocated.
     """
 
     is_asynchronous: bool = False
+    cache_windows: tuple[int | None, ...] = (None,)
+
+    # ---- the start ------------------------------------------------------------------------
+
+    def start(self) -> int:
+        """Load, measure, allocate and warm up all workers.
+
+        Returns:
+            The number of KV blocks that all of them have, the null block included.
+
+        Raises:
+            ConfigError: the model cannot be loaded, or some worker has too little memory.
+        """
+        self.start_workers()
+        num_blocks = self.allocate()
+        for _ in self.warm_up():
+            pass
+        return num_blocks
 
     @abstractmethod
-    def initialize_cache(self) -> int:
-        """Allocate KV caches on all workers; the number of blocks they all have."""
+    def start_workers(self) -> None:
+        """Make the workers, and let each of them `load` its part of the model."""
+
+    @abstractmethod
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of `Worker` on every worker; the results by rank. For the start, when no
+        step is in flight."""
+
+    def allocate(self) -> int:
+        """Allocate KV caches on all workers; the number of blocks, as many as every rank can
+        have."""
+        reports: list[MemoryReport] = self.call_workers("measure")
+        num_blocks = min(report.num_blocks for report in reports)
+        self.cache_windows = reports[0].windows
+        assert {report.windows for report in reports} == {self.cache_windows}, "ranks differ"
+        self.call_workers("allocate", num_blocks)
+        return num_blocks
+
+    def warm_up(self) -> Iterator[WarmUpStep]:
+        """Warm all workers up: one launch on all of them each time that the iterator is advanced.
+
+        A launch that one rank has no memory for is given up on all ranks.
+
+        Yields:
+            Each step, with what was decided.
+        """
+        given_up = None
+        while True:
+            found: list[WarmUpStep | None] = self.call_workers("next_warm_up", given_up)
+            steps = [step for step in found if step is not None]
+            places = {(step.phase, step.name, step.index, step.total) for step in steps}
+            assert len(steps) in (0, len(found)) and len(places) <= 1, f"ranks differ: {found}"
+            if not steps:
+                return
+            step = steps[0]
+            given_up = _first_reason([each.given_up for each in steps])
+            if given_up is None:
+                startup_progress.report(step.phase, step.index - 1, step.total)
+                given_up = _first_reason(self.call_workers("warm_up"))
+            yield msgspec.structs.replace(step, given_up=given_up)
+
+    # ---- steps ----------------------------------------------------------------------------
 
     @abstractmethod
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
@@ -70,3 +137,11 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Let the workers go. Calling it again does nothing."""
+
+
+def _first_reason(reasons: Sequence[str | None]) -> str | None:
+    """Of the ranks' reasons to give a launch up; it names the rank where there are several."""
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            return reason if len(reasons) == 1 else f"{reason} (rank {rank})"
+    return None

@@ -14,27 +14,36 @@ from vllm.worker.interface import StepHandleLike, Worker
 
 
 class UniProcExecutor(Executor):
-    """Loads the model at construction.
+    """One worker, which is called directly or, where that pays, in a thread of the steps.
 
     Args:
         config: of the engine.
-
-    Raises:
-        ConfigError: a class that `config.parallel` names cannot be used.
     """
 
     def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._worker: Worker | None = None
+        self._thread: StepThread | None = None
+
+    def start_workers(self) -> None:
+        """Load the model.
+
+        Raises:
+            ConfigError: a class that `config.parallel` names cannot be used.
+        """
+        config = self._config
         platform = resolve_platform(config.device.device)
         worker: Worker = resolve_worker_class(config.parallel, platform.worker_class)(config)
-        worker.load_model()
-        self._worker: Worker | None = worker
+        worker.load(0)
+        self._worker = worker
         wants_thread = config.scheduler.async_scheduling and not platform.is_asynchronous
-        self._thread = StepThread(worker) if wants_thread and has_core_to_spare() else None
+        if wants_thread and has_core_to_spare():
+            self._thread = StepThread(worker)
         self.is_asynchronous = platform.is_asynchronous or self._thread is not None
 
-    def initialize_cache(self) -> int:
-        """Allocate the KV cache; the number of its blocks."""
-        return self._running_worker.initialize_cache()
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the worker."""
+        return [getattr(self._running_worker, method)(*args)]
 
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         """Start a step."""
@@ -74,5 +83,5 @@ class UniProcExecutor(Executor):
     @property
     def _running_worker(self) -> Worker:
         if self._worker is None:
-            raise RuntimeError("the executor has been shut down")
+            raise RuntimeError("the executor has not started, or has been shut down")
         return self._worker

@@ -12,8 +12,12 @@ from torch import Tensor, nn
 
 from vllm.attention import Attention
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.cpu_linear_method import CPULinear, PackedEmbedding, PackedLMHead
-from vllm.model_executor.layers.embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.cpu_linear_method import CPULinear, PackedTable
+from vllm.model_executor.layers.embedding import (
+    DenseTable,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     ParallelLinear,
@@ -51,8 +55,11 @@ def fuse(model: nn.Module) -> FusedDecoder | None:
         return None
     if not isinstance(model, DecoderForCausalLM):
         return None
-    # A family gives options; one that computes something else has a `forward` of its own.
-    if type(model).forward is not DecoderForCausalLM.forward or type(model.model) is not Decoder:
+    # A family gives options; one that computes something else has such a method of its own.
+    methods = ("forward", "embed", "run_layers")
+    if any(getattr(type(model), m) is not getattr(DecoderForCausalLM, m) for m in methods):
+        return None
+    if type(model.model) is not Decoder:
         return None
     try:
         return FusedDecoder(_read_decoder(model.model))
@@ -62,11 +69,12 @@ def fuse(model: nn.Module) -> FusedDecoder | None:
 
 def read_head(model: nn.Module) -> PackedWeight | None:
     """The output head of such a model; None when modules have to run it."""
-    if not isinstance(model, DecoderForCausalLM) or type(model.lm_head) is not PackedLMHead:
+    if not isinstance(model, DecoderForCausalLM) or type(model.lm_head) is not ParallelLMHead:
         return None
     if type(model).compute_logits is not DecoderForCausalLM.compute_logits:
         return None
-    return model.lm_head.packed
+    method = model.lm_head.method
+    return method.packed if type(method) is PackedTable else None
 
 
 def _read_decoder(decoder: Decoder) -> FusedModel:
@@ -134,10 +142,15 @@ def _read_linear(
 
 
 def _read_embedding(module: nn.Module, dtype: torch.dtype) -> Tensor | PackedWeight:
-    if type(module) is PackedEmbedding and module.dtype == dtype:
-        return module.packed
     embedding = _exactly(VocabParallelEmbedding, module)
     if embedding.tp.size != 1:
+        raise _NotFusibleError
+    method = embedding.method
+    if type(method) is PackedTable and method.packed is not None:
+        if method.dtype != dtype:
+            raise _NotFusibleError
+        return method.packed
+    if type(method) not in (DenseTable, PackedTable):
         raise _NotFusibleError
     return _of_dtype(embedding.weight, dtype)
 

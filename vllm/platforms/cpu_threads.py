@@ -47,12 +47,14 @@ def parse_cores(text: str, usable: frozenset[int]) -> tuple[int, ...] | None:
             )
         start, end = int(first), int(last or first)
         if end < start:
-            raise ConfigError(f"{_VARIABLE}={text!r}: {part.strip()} runs backwards")
+            raise ConfigError(
+                f"{_VARIABLE}={text!r}: the range {part.strip()} ends before it begins"
+            )
         cores.update(range(start, min(end, 1 << 16) + 1))
     if not cores <= usable:
         raise ConfigError(
-            f"{_VARIABLE}={text!r}: this process may not use the cores "
-            f"{format_cores(cores - usable)}, but {format_cores(usable)}"
+            f"{_VARIABLE}={text!r}: this process cannot use the cores "
+            f"{format_cores(cores - usable)}; usable: {format_cores(usable)}"
         )
     return tuple(sorted(cores))
 

@@ -50,12 +50,12 @@ class Platform(ABC):
 
     @abstractmethod
     def free_memory_bytes(self) -> int:
-        """Device memory that this process can still take."""
+        """Free device memory that this process can allocate."""
 
     @abstractmethod
     def allocate_cache(self, shape: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
         """A zeroed tensor on the device for the KV cache.
 
         Raises:
-            MemoryError: the device has not that much left.
+            MemoryError: not enough device memory is free.
         """

@@ -1,7 +1,6 @@
 """Reasoning parsers: what of a model's text are its thoughts, and what is the answer."""
 
-from vllm.reasoning.manager import ReasoningParserManager
-from vllm.reasoning.parsers import ReasoningParser
+from vllm.reasoning.parsers import ReasoningParser, ReasoningParserManager
 
 __all__ = ["ReasoningParser", "ReasoningParserManager", "names"]
 

@@ -1,6 +1,5 @@
 """The place where parsers written for vLLM look for their base class."""
 
-from vllm.reasoning.manager import ReasoningParserManager
-from vllm.reasoning.parsers import ReasoningParser
+from vllm.reasoning.parsers import ReasoningParser, ReasoningParserManager
 
 __all__ = ["ReasoningParser", "ReasoningParserManager"]

@@ -1,4 +1,7 @@
-"""Takes thoughts and answer apart while the text grows. Knows no server and no device."""
+"""Reasoning parsers split the text of a model into reasoning and answer while it grows.
+
+`ReasoningParserManager` finds them by name. Nothing here knows the server or the device.
+"""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -8,6 +11,9 @@ from vllm.utils.text_stream import Markers, TextStream, Wait
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+from vllm.utils.parser_registry import ParserRegistry, load_plugin
 
 
 class ReasoningParser:
@@ -107,7 +113,7 @@ class ReasoningParser:
         stream = self._stream
         if self._is_thinking and (yield from self._read_start()):
             end = yield from stream.read_until(Markers(self.ends), self._add_reasoning)
-            stream.take(len(end))
+            stream.consume(len(end))
         yield from stream.read_until(Markers(()), self._add_content)
 
     def _read_start(self) -> Wait[bool]:
@@ -159,3 +165,26 @@ class GraniteReasoningParser(ReasoningParser):
 
 def _join(first: str | None, last: str | None) -> str | None:
     return None if first is None and last is None else (first or "") + (last or "")
+
+
+class ReasoningParserRegistry(ParserRegistry[ReasoningParser]):
+    """Reasoning parsers, some of them from files of the user."""
+
+    get_reasoning_parser = ParserRegistry.get
+
+    def import_reasoning_parser(self, path: str) -> None:
+        """Run a Python file that registers parsers (`--reasoning-parser-plugin`)."""
+        load_plugin("reasoning_parser_plugin", path, [self])
+
+
+ReasoningParserManager = ReasoningParserRegistry(
+    "reasoning_parser",
+    ReasoningParser,
+    {
+        "deepseek_r1": DeepSeekR1ReasoningParser,
+        "granite": GraniteReasoningParser,
+        "qwen3": Qwen3ReasoningParser,
+    },
+    ("feed", "starts", "ends", "extract_reasoning_content", "extract_reasoning"),
+)
+"""Finds reasoning parsers by the names of `--reasoning-parser`."""

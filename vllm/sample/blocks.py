@@ -20,7 +20,7 @@ from vllm.sample.buffers import Buffers
 BLOCK_SIZE = 128
 
 _BLOCKS_PER_CANDIDATE = 6
-"""Searching k blocks pays off while the vocabulary has this many times more."""
+"""Searching only k blocks is faster while the vocabulary has at least this many times k blocks."""
 
 
 def padded_copy(logits: Tensor, buffers: Buffers) -> Tensor:
@@ -31,7 +31,7 @@ def padded_copy(logits: Tensor, buffers: Buffers) -> Tensor:
     """
     num_rows, vocab_size = logits.shape
     width = (vocab_size // BLOCK_SIZE + 1) * BLOCK_SIZE
-    copy = buffers.take("logits", (num_rows, width), logits.device)
+    copy = buffers.get("logits", (num_rows, width), logits.device)
     copy[:, :vocab_size] = logits
     copy[:, vocab_size:].fill_(float("-inf"))
     return copy
@@ -40,7 +40,7 @@ def padded_copy(logits: Tensor, buffers: Buffers) -> Tensor:
 def as_whole_blocks(logits: Tensor, buffers: Buffers) -> Tensor:
     """[n, V] of any float dtype -> [n, P] float32, P a multiple of the block size.
 
-    May be `logits` itself, so it is only to be read. Columns from V on are -inf.
+    The result may be `logits` itself, so do not write to it. Columns from V on are -inf.
     """
     if logits.dtype == torch.float32 and logits.shape[-1] % BLOCK_SIZE == 0:
         return logits
@@ -123,7 +123,7 @@ def _candidates(maxima: Tensor, k: int) -> Tensor | None:
 
 
 def num_draws(vocab_size: int) -> int:
-    """Random numbers that `draw` needs for each row: one per block, and one per token of one."""
+    """How many random numbers `draw` needs per row: one per block, and one per token of a block."""
     return vocab_size // BLOCK_SIZE + 1 + BLOCK_SIZE
 
 
@@ -154,8 +154,8 @@ def draw(weights: Tensor, exponentials: Tensor) -> Tensor:
 
 
 def _race(weights: Tensor, exponentials: Tensor) -> Tensor:
-    """Index [n, 1] of weights [n, m] that is first."""
+    """Index [n, 1] of weights [n, m] that wins the race."""
     index = (weights / exponentials).argmax(-1, keepdim=True)
-    # All quotients may underflow to 0: then the row takes its likeliest index.
+    # All quotients may underflow to 0; then the row's likeliest index wins.
     has_weight = weights.gather(-1, index) > 0
     return torch.where(has_weight, index, weights.argmax(-1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Memory for temporaries that is used again."""
+"""Memory that temporaries share."""
 
 import math
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 
 class Buffers:
-    """Named float32 buffers that grow to the largest use and are then kept.
+    """Named float32 buffers. Each grows to its largest use and is kept.
 
-    A temporary of some megabytes is new memory from the system each time on a CPU, and to have its
-    pages mapped takes as long as to compute it. Whoever takes a name owns that buffer until the
-    name is taken again.
+    On a CPU, a new temporary of some megabytes is new memory from the system each time, and mapping
+    its pages takes as long as computing it. A tensor from a buffer is valid until the next call
+    with the same name.
     """
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
 
-    def take(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """An uninitialised tensor of this shape; what the name held before is lost."""
+    def get(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """An uninitialised tensor of this shape, in the buffer of this name."""
         size = math.prod(shape)
         memory = self._memory.get(name)
         if memory is None or memory.numel() < size or memory.device != device:
@@ -26,6 +26,6 @@ class Buffers:
             self._memory[name] = memory
         return memory[:size].view(shape)
 
-    def take_like(self, name: str, values: Tensor) -> Tensor:
+    def get_like(self, name: str, values: Tensor) -> Tensor:
         """An uninitialised tensor of the shape and on the device of another."""
-        return self.take(name, tuple(values.shape), values.device)
+        return self.get(name, tuple(values.shape), values.device)

@@ -1,7 +1,7 @@
-"""What a request forbids or favours token by token: logit_bias, bad_words, min_tokens.
+"""logit_bias, bad_words and min_tokens: values that are added to the logits of some tokens.
 
-Bias and bans are a few (token, value) pairs per row, added to the logits; a ban adds -inf. What may
-be about the whole vocabulary is in `masks`.
+Each row has a few (token, value) pairs; a banned token gets -inf. Constraints that may cover the
+whole vocabulary are in `masks`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,16 +19,16 @@ _MAX_BIAS = 1e30
 
 
 class BiasTable:
-    """Bias and bans of a request, in the form that every step reads. Never changes.
+    """Bias and banned tokens of a request, prepared for the steps. Immutable.
 
     Args:
         request: whose `logit_bias` token ids are inside the vocabulary.
-        vocab_size: stop tokens and bad words outside of it can never come and are left out.
+        vocab_size: stop tokens and bad words outside of it cannot be generated and are ignored.
 
     Attributes:
-        always: token ids, and what to add to their logits.
-        early: the same before `min_tokens` output tokens.
-        min_tokens: 0 where ends are not banned.
+        always: token ids, and the values to add to their logits in every step.
+        early: the same while the output has fewer than `min_tokens` tokens.
+        min_tokens: 0 when end tokens are never banned.
         last_tokens: tokens of a bad word but the last -> the banned last tokens.
         prefix_lengths: last token of such a prefix -> the lengths of the prefixes that end so.
     """
@@ -39,7 +39,7 @@ class BiasTable:
         words = [w for w in request.bad_words_token_ids if w and max(w) < vocab_size]
         single = {w[0] for w in words if len(w) == 1}
         ends = request.stop_token_ids | {request.eos_token_id}
-        # Where the output has a form, its end is the matcher's business: it may be the only token.
+        # With structured output the matcher decides about end tokens: one may be all it allows.
         self.min_tokens = params.min_tokens if params.guided_decoding is None else 0
         self.always = _pairs(bias, single)
         self.early = self.always
@@ -56,7 +56,7 @@ class BiasTable:
         self.max_prefix = max(map(len, self.last_tokens), default=0)
 
     def banned_after(self, tail: list[int]) -> set[int]:
-        """The last tokens of the bad words of which an output that ends so has all the others.
+        """The last tokens of the bad words whose other tokens are the end of this output.
 
         One look-up per length of a prefix, however many bad words there are.
         """
@@ -68,7 +68,7 @@ class BiasTable:
 
 
 class BiasTables:
-    """Makes tables, and keeps the last one: the samples of one request share theirs."""
+    """Makes tables and keeps the newest one, because the samples of a request share it."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -82,7 +82,7 @@ class BiasTables:
 
 
 def _have_same_bias(one: EngineRequest, other: EngineRequest) -> bool:
-    """Whether two requests share the very objects that their tables are made of."""
+    """Whether both requests have the same parameter objects, so that their tables are equal."""
     a, b = one.sampling_params, other.sampling_params
     return (
         one.bad_words_token_ids is other.bad_words_token_ids
@@ -95,7 +95,7 @@ def _have_same_bias(one: EngineRequest, other: EngineRequest) -> bool:
 
 
 class RowConstraints:
-    """Bias and bans of one request, and as much of its output as bad words need.
+    """Bias and banned tokens of one request, and the end of its output, which bad words need.
 
     Args:
         table: of the request.
@@ -109,7 +109,7 @@ class RowConstraints:
 
     @property
     def is_empty(self) -> bool:
-        """It never changes a logit."""
+        """The request never changes a logit."""
         table = self._table
         early = len(table.early[0]) if table.min_tokens else 0
         return not (len(table.always[0]) or early or table.last_tokens)
@@ -125,7 +125,7 @@ class RowConstraints:
         del self._tail[: -self._table.max_prefix]
 
     def pairs(self, num_output_tokens: int) -> tuple[IntArray, FloatArray]:
-        """Token ids [m], each of them once, and what to add to their logits [m]."""
+        """Distinct token ids [m], and the values to add to their logits [m]."""
         table = self._table
         pairs = table.early if num_output_tokens < table.min_tokens else table.always
         banned = table.banned_after(self._tail) if self._tail else None

@@ -1,4 +1,4 @@
-"""The sampler of the host: the C++ kernels, and torch for what they do not know."""
+"""The sampler of the CPU: C++ kernels, and torch for what they do not support."""
 
 from dataclasses import replace
 
@@ -38,11 +38,11 @@ def make_sampler(
 class CPUSampler(Sampler):
     """A `Sampler` for logits on the host that samples all rows in one call of a C++ kernel.
 
-    The tokens are those of a `Sampler`, with one reservation. Likelihoods, their sums and random
-    numbers may differ from those of torch and numpy in their last bits, so a token differs where
-    two tokens are equally fast in the draw, or a token is exactly at the edge of top_p or min_p,
-    to within a part in some million. Neither the other rows of a launch nor the number of threads
-    nor the instruction set changes a token.
+    The tokens are those of a `Sampler`, with one exception: likelihoods, their sums and random
+    numbers may differ from those of torch and numpy in the last bits. So a token may differ when
+    two tokens are equal in the draw, or a token is exactly at the limit of top_p or min_p, to
+    within about 1e-6. A token depends neither on the other rows of a launch, nor on the
+    number of threads, nor on the instruction set.
     """
 
     def __init__(self, kernels: SamplingKernels) -> None:
@@ -147,7 +147,7 @@ def _changes(metadata: SamplingMetadata) -> RowChanges | None:
 
 
 def for_torch(metadata: SamplingMetadata, vocab_size: int) -> SamplingMetadata:
-    """With what a `Sampler` needs instead of the keys of random numbers."""
+    """The metadata with random numbers in place of their keys, as a `Sampler` needs it."""
     keys, params, features = metadata.draw_keys, metadata.params, metadata.features
     if keys is None or params is None or features is None:
         return metadata

@@ -1,4 +1,4 @@
-"""What a row can ask of the sampler, as bits, and the numbers that go with it, as an array."""
+"""The features of the sampler that a row can use, as bits, and their parameters, as an array."""
 
 
 class Feature:
@@ -6,7 +6,7 @@ class Feature:
 
     RANDOM = 1
     TEMPERATURE = 2
-    """Another one than 1."""
+    """A temperature other than 1."""
     MIN_P = 4
     TOP_K = 8
     TOP_P = 16
@@ -21,7 +21,8 @@ class Feature:
 
 
 SMALL_TOP_K = 128
-"""Candidates that are cheap to find; rows with a larger top_k must not slow others down."""
+"""Up to this, top_k is cheap; rows with a larger top_k are grouped so that they do not slow others
+down."""
 
 
 class Param:

@@ -3,7 +3,7 @@
 Applied in this order, each to the distribution that the one before left. A threshold cannot tell
 equal logits apart, so tokens that tie at the edge are all kept (and top_p counts just k of them).
 
-None sorts the vocabulary. top_k takes the k-th value. top_p after top_k looks at those k values.
+Nothing sorts the vocabulary. top_k finds the k-th value. top_p after top_k looks at those k values.
 top_p alone bisects for the threshold of the wanted mass: a fixed number of passes over the weights,
 the same for every input.
 """
@@ -77,7 +77,8 @@ def nucleus_floor(weights: Tensor, top_p: Tensor, vocab_size: int, buffers: Buff
 
     The threshold of nucleus sampling (Holtzman et al., arXiv:1904.09751) without a sort: the mass
     of the tokens above a threshold falls with the threshold, so it is found by bisection, on the
-    logarithm. Tokens within a part in 10,000 of the last one's probability count as ties.
+    logarithm. Tokens whose probability differs from that of the last one by less than 1/10,000
+    count as equal.
 
     Args:
         weights: [n, P] float32 likelihoods relative to the likeliest token, which has 1.
@@ -90,7 +91,7 @@ def nucleus_floor(weights: Tensor, top_p: Tensor, vocab_size: int, buffers: Buff
     """
     total = _mass(weights)
     target = top_p[:, None] * total
-    # All tokens below this one together weigh less than what may be dropped.
+    # All tokens below this one together weigh less than the mass that may be dropped.
     spare = (1 - top_p[:, None]) * total / (2 * vocab_size)
     low = spare.clamp_min(torch.finfo(torch.float32).tiny).log2()
     step = -low
@@ -124,7 +125,7 @@ def keep_from(values: Tensor, floor: Tensor, buffers: Buffers) -> Tensor:
     A float mask, because torch vectorises that and a multiplication by it on CPU, and not a
     boolean one: ten times faster.
     """
-    return torch.ge(values, floor, out=buffers.take_like("mask", values))
+    return torch.ge(values, floor, out=buffers.get_like("mask", values))
 
 
 def _mass(weights: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def _gather(
     x = as_whole_blocks(logits, buffers)
     maxima = block_max(x)
     top = maxima.amax(-1, keepdim=True)
-    scratch = likelihoods(x, top, None, out=buffers.take_like("weights", x))
+    scratch = likelihoods(x, top, None, out=buffers.get_like("weights", x))
     # log(sum(exp(x))) = top + log(sum(exp(x - top)))
     log_total = top + split_blocks(scratch).sum(-1).sum(-1, keepdim=True).log()
     given = token_ids[:, None]
@@ -82,21 +82,27 @@ def _gather(
 
 
 def split_rows(found: LogprobTensors, rows: IntArray, plan: LogprobPlan) -> dict[int, LogprobRows]:
-    """One `LogprobRows` of one position for each row that asked.
+    """The positions of each row that asked: one for each time that it is in the launch.
 
     Args:
         found: of the rows of `plan`, in that order, or of all. Waits for the device.
-        rows: [n] rows of the launch.
+        rows: [n] rows of the launch; the same ones follow each other.
         plan: of the launch.
     """
     token_ids, logprobs, ranks = (values.cpu().numpy() for values in found)
     places = plan.indices if plan.rows is None else np.arange(len(plan.indices))
-    wanted = zip(plan.indices.tolist(), places.tolist(), plan.num_logprobs.tolist(), strict=True)
+    wanted = zip(
+        rows[plan.indices].tolist(), places.tolist(), plan.num_logprobs.tolist(), strict=True
+    )
+    ranges: dict[int, tuple[int, int, int]] = {}
+    for row, place, k in wanted:
+        first = ranges[row][0] if row in ranges else place
+        ranges[row] = first, place + 1, k
     return {
-        int(rows[index]): LogprobRows(
-            token_ids=token_ids[i : i + 1, : 1 + k],
-            logprobs=logprobs[i : i + 1, : 1 + k],
-            ranks=ranks[i : i + 1],
+        row: LogprobRows(
+            token_ids=token_ids[first:end, : 1 + k],
+            logprobs=logprobs[first:end, : 1 + k],
+            ranks=ranks[first:end],
         )
-        for index, i, k in wanted
+        for row, (first, end, k) in ranges.items()
     }

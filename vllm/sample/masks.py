@@ -1,4 +1,4 @@
-"""Which tokens a row may take, as bits: allowed_token_ids, and outputs that have a form.
+"""Which tokens a row may generate, as bits: allowed_token_ids and structured output.
 
 A mask over a vocabulary of V tokens is W words of 32 bits, token t in bit t % 32 of word t // 32.
 A launch copies the words of its rows to the device and makes bools of them there.
@@ -82,19 +82,19 @@ class TokenMasks:
 
 
 class TokenMatcher(Protocol):
-    """What follows one output and knows which tokens may come next."""
+    """Follows one output and knows which tokens are allowed next."""
 
     @property
     def error(self) -> str | None:
-        """Why it cannot go on; its request ends with this."""
+        """Why the output cannot continue; the request ends with this error."""
         ...
 
     def fill(self, mask: IntArray) -> None:
-        """Write the mask [W] of the next token. Raises nothing: a failure is an `error`."""
+        """Write the mask [W] of the next token. Never raises: a failure sets `error`."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """A token was generated. Returns at once; what it means is worked out by `fill`."""
+        """Add a generated token. Returns at once; `fill` processes it."""
         ...
 
 
@@ -102,7 +102,7 @@ class MaskFiller:
     """Matchers by row, and threads that fill their masks while the device computes.
 
     Args:
-        num_rows: rows are below it.
+        num_rows: number of rows.
         vocab_size: V.
         num_threads: at most.
     """
@@ -119,23 +119,23 @@ class MaskFiller:
         return row in self._matchers
 
     def add(self, row: int, matcher: TokenMatcher) -> None:
-        """Give a row its matcher."""
+        """Set the matcher of a row."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="token-masks")
             self._masks = np.empty(self._shape, np.int32)
         self._matchers[row] = matcher
 
     def remove(self, row: int) -> None:
-        """The row needs no more masks; nothing happens when it has no matcher."""
+        """Remove the matcher of a row, if it has one."""
         self._wait(row)
         self._matchers.pop(row, None)
 
     def accept(self, row: int, token_id: int) -> None:
-        """A row that has a matcher generated a token."""
+        """Add a token that a row with a matcher has generated."""
         self._matchers[row].accept(token_id)
 
     def start(self, rows: IntArray) -> None:
-        """Begin with the masks of those of these rows that have a matcher."""
+        """Start to fill the masks of those of these rows that have a matcher, in threads."""
         if not self._matchers:
             return
         assert self._threads is not None
@@ -159,7 +159,7 @@ class MaskFiller:
         return mask
 
     def errors(self, rows: IntArray) -> dict[int, str]:
-        """row -> why it cannot go on, for those of these rows that cannot."""
+        """row -> error, for those of these rows whose output cannot continue."""
         if not self._matchers:
             return {}
         found = {row: self._matchers[row].error for row in rows.tolist() if row in self._matchers}

@@ -1,4 +1,4 @@
-"""What the sampler must know about the n rows of one launch. Knows no request and no history."""
+"""The sampling parameters of the n rows of one launch. Knows no request and no history."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -36,7 +36,7 @@ class LogprobPlan:
 
 @dataclass(frozen=True)
 class DrawKeys:
-    """What the random numbers of n rows are made of, on the host."""
+    """Keys and positions of the random numbers of n rows, on the host."""
 
     keys: KeyArray
     """[n] of `random.stream_keys`."""
@@ -87,7 +87,8 @@ class SamplingMetadata:
     active: int = 0
     """Host: the bits of any row; with static shapes rounded up to a kind of distribution."""
     all_random: bool = False
-    """Host: every row is random; False with static shapes, where no launch does without a mask."""
+    """Host: every row is random. Always False with static shapes, where every launch has a mask of
+    the random rows."""
     params: Tensor | None = None
     """[8, n] float32 in the order of `Param`; None when all are greedy and have no penalty."""
     exponentials: Tensor | None = None
@@ -98,19 +99,19 @@ class SamplingMetadata:
     max_top_k: int | None = None
     """Host: at least each of `top_k`; the number of candidates to look at."""
     unbounded_top_p: bool = False
-    """Host: a row may have top_p and no top_k, so all of its vocabulary is searched."""
+    """Host: a row may have top_p without top_k, so that its whole vocabulary is searched."""
     processors: tuple[tuple[int, RowProcessors], ...] = ()
     """Host: (row of the launch, processors of a user)."""
     edits: LogitEdits | None = None
     """logit_bias, bad_words and min_tokens."""
     masks: TokenMasks | None = None
-    """allowed_token_ids, and outputs that have a form."""
+    """allowed_token_ids and structured output."""
     penalties: Penalties | None = None
     logprobs: LogprobPlan | None = None
 
     @property
     def all_greedy(self) -> bool:
-        """No row is random."""
+        """All rows are greedy."""
         return not self.active & Feature.RANDOM
 
     @property
@@ -151,7 +152,7 @@ class SamplingMetadata:
         return self.params[index] if self.params is not None and self.active & needed else None
 
     def select(self, indices: IndexArray, rows: Tensor) -> "SamplingMetadata":
-        """Of some rows only, without what none of them needs and without `logprobs`.
+        """The metadata of some rows, without `logprobs` and fields that none of them needs.
 
         Args:
             indices: [m] rows of the launch, on the host.

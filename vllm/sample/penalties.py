@@ -1,8 +1,8 @@
 """Presence, frequency and repetition penalties over the tokens a request has seen.
 
-Only tokens that occur in the prompt or the output change, so a row keeps a list of its distinct
-tokens with their counts: a few thousand numbers, where a count per token of the vocabulary would be
-a pass over all of it for every row and step.
+Only the logits of tokens in the prompt or the output change. So a row keeps a list of its distinct
+tokens with their counts: a few thousand numbers. A count per token of the vocabulary would need a
+pass over the whole vocabulary for every row and step.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Penalties:
 
     @classmethod
     def build(cls, token_ids: IntArray, counts: FloatArray, device: torch.device) -> "Penalties":
-        """Of arrays [n, T] on the host that nobody writes to any more."""
+        """From arrays [n, T] on the host that are not written to any more."""
         return cls(torch.from_numpy(token_ids).to(device), torch.from_numpy(counts).to(device))
 
     def __getitem__(self, rows: Tensor) -> "Penalties":
@@ -58,7 +58,7 @@ class Penalties:
 
 
 class TokenCounts:
-    """Distinct tokens of each penalised row and how often each was generated. On the host.
+    """The distinct tokens of each row with penalties, with their counts in the output. On the host.
 
     Args:
         max_num_seqs: rows.
@@ -70,17 +70,17 @@ class TokenCounts:
         self._token_ids: IntArray = np.empty((max_num_seqs, 0), np.int32)
         self._counts: FloatArray = np.empty((max_num_seqs, 0), np.float32)
         self._columns: dict[int, dict[int, int]] = {}
-        """row -> token id -> its column; the arrays are padding from len(that) on."""
+        """row -> token id -> its column; columns from the number of tokens on are padding."""
 
     def add(
         self, row: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
-        """Start to count for a row.
+        """Start to count the tokens of a row.
 
         Args:
-            row: not counted yet.
-            prompt_token_ids: known with count 0.
-            output_token_ids: counted.
+            row: whose tokens are not counted yet.
+            prompt_token_ids: listed with count 0.
+            output_token_ids: listed and counted.
         """
         assert row not in self._columns
         output = dict(zip(*_distinct(output_token_ids), strict=True))
@@ -91,13 +91,13 @@ class TokenCounts:
         self._counts[row, : len(output)] = list(output.values())
 
     def remove(self, row: int) -> None:
-        """Stop to count for a row."""
+        """Stop counting the tokens of a row."""
         width = len(self._columns.pop(row))
         self._token_ids[row, :width] = self._vocab_size
         self._counts[row, :width] = 0
 
     def record(self, row: int, token_id: int) -> None:
-        """A token was generated in a row that is counted."""
+        """Count a generated token of a row."""
         columns = self._columns[row]
         column = columns.get(token_id)
         if column is None:
@@ -116,7 +116,7 @@ class TokenCounts:
         return self._token_ids[rows, :width], self._counts[rows, :width]
 
     def _reserve(self, width: int) -> None:
-        """Make room for this many distinct tokens."""
+        """Enlarge the arrays to this many distinct tokens."""
         num_rows, have = self._token_ids.shape
         if width <= have:
             return

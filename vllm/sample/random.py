@@ -1,8 +1,8 @@
-"""Random numbers that depend on a request's seed and a position, and on nothing else.
+"""Random numbers that depend only on the seed of a request and a position.
 
-A generator with state gives a request other numbers when its neighbours change. Here number p of a
-seed is a function of the seed and p, so a request samples the same tokens alone, in a crowd, and
-after a preemption. Pure numpy.
+A generator with state would give a request other numbers when the other rows of the batch change.
+Here number p of a seed is a function of the seed and p, so a request samples the same tokens alone,
+in any batch, and after a preemption. Pure numpy.
 
 The function is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom
 Number Generators", OOPSLA 2014), applied twice to the seed and once to the position.
@@ -18,12 +18,12 @@ KeyArray = npt.NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
-# Made once: making a numpy number takes as long as a small array operation.
+# Made once, because creating a numpy number takes as long as a small array operation.
 _1, _27, _30, _31, _41 = (np.uint64(n) for n in (1, 27, 30, 31, 41))
 
 
 def stream_keys(seeds: npt.NDArray[Any], stream: int = 0) -> KeyArray:
-    """What of a random number depends on the seed alone, to be computed once per request.
+    """The part of a random number that depends on the seed only; computed once per request.
 
     Args:
         seeds: [n] int64 or uint64; a negative seed is its two's complement.
@@ -67,19 +67,6 @@ def exponentials_at(
     values = _fractions(_mix(_bits_at(keys, positions)[:, None] + steps))
     np.log(values, out=values)
     return np.negative(values, out=values)
-
-
-def uniforms(
-    seeds: npt.NDArray[Any], positions: npt.NDArray[Any], stream: int = 0
-) -> npt.NDArray[np.float32]:
-    """[n] float32 in (0, 1): number `positions[i]` of stream `stream` of seed `seeds[i]`.
-
-    Args:
-        seeds: [n] int64 or uint64.
-        positions: [n] integers, at least 0.
-        stream: for further independent draws at the same positions.
-    """
-    return uniforms_at(stream_keys(seeds, stream), positions)
 
 
 def _bits_at(keys: KeyArray, positions: npt.NDArray[Any]) -> KeyArray:

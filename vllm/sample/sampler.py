@@ -35,12 +35,12 @@ _PASS_ELEMENTS = 2**20
 """Logits in one pass: temporaries that stay in the cache of a CPU."""
 
 _SPLIT_ELEMENTS = 2**16
-"""Fewer logits than this are not worth more than one pass."""
+"""With fewer logits than this, all rows are sampled in one pass."""
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """Tokens of n rows. Tensors are on the device, nothing has been waited for."""
+    """Tokens of n rows. The tensors are on the device and may not be computed yet."""
 
     token_ids: Tensor
     """[n] int32, always in the vocabulary; meaningless where `invalid` or in `errors`."""
@@ -50,7 +50,7 @@ class SamplerOutput:
     """Of the rows of `logprob_plan`, in its order."""
     logprob_plan: LogprobPlan | None = None
     errors: dict[int, str] = field(default_factory=dict)
-    """Host: row of the launch -> what a logits processor of the user did wrong."""
+    """Host: row of the launch -> error of a user's logits processor."""
 
     @property
     def invalid(self) -> Tensor:
@@ -59,11 +59,11 @@ class SamplerOutput:
 
 
 def _no_stages() -> None:
-    """Operators run as they are called."""
+    """For devices that run operators as they are called: there are no stages."""
 
 
 class Sampler:
-    """Samples one token for each row. Keeps nothing from one call to the next but memory.
+    """Samples one token for each row. Has no state but buffers.
 
     Args:
         pass_elements: on a CPU, rows are sampled in passes of about this many logits, so that
@@ -91,9 +91,9 @@ class Sampler:
             metadata: of the same n rows.
         """
         errors: dict[int, str] = {}
-        # Passes share a little memory; that of a whole launch is left to the device's allocator.
+        # Passes share small buffers; for a whole launch the device's allocator is used.
         buffers = Buffers() if self._pass_elements is None else self._kept_buffers
-        self._end_stage()  # what the caller has recorded is no part of the first one
+        self._end_stage()  # what the caller recorded is not part of the first stage
         passes = self._passes(logits, metadata.features)
         if len(passes) > 1:
             token_ids, top = self._sample_in_passes(logits, metadata, passes, errors, buffers)
@@ -113,7 +113,7 @@ class Sampler:
     def gather_logprobs(
         self, logits: Tensor, token_ids: Tensor, num_logprobs: int
     ) -> LogprobTensors:
-        """Log-probabilities of tokens that nobody sampled, those of a prompt.
+        """Log-probabilities of given tokens, such as those of a prompt.
 
         Args:
             logits: [n, V] any float dtype, as the model made them.
@@ -152,14 +152,14 @@ class Sampler:
         errors: dict[int, str],
         buffers: Buffers,
     ) -> tuple[Tensor, Tensor]:
-        """As `_sample`, a part of the rows after the other."""
+        """As `_sample`, in several passes over parts of the rows."""
         num_rows = logits.shape[0]
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         top = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
         for indices in passes:
             rows = torch.from_numpy(indices).to(logits.device)
             first, last = int(indices[0]), int(indices[-1])
-            is_slice = last - first == len(indices) - 1  # a view costs nothing, a copy a pass
+            is_slice = last - first == len(indices) - 1  # a view is free, a copy needs a pass
             part = logits[first : last + 1] if is_slice else logits[rows]
             part_errors: dict[int, str] = {}
             part_metadata = metadata.select(indices, rows)
@@ -174,7 +174,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """[n] int64 token ids and [n] largest processed logits, which are not finite in a bad row.
 
-        The last stage, that of the distribution, is left open.
+        The last stage, that of the distribution, is not ended yet.
         """
         vocab_size = logits.shape[-1]
         if metadata.changes_logits:
@@ -193,7 +193,7 @@ class Sampler:
             token_ids = _sample_random(x, maxima, vocab_size, metadata, buffers)
             if (greedy_mask := metadata.greedy_mask) is not None:
                 token_ids = torch.where(greedy_mask, argmax(x, maxima), token_ids)
-        # What argmax and searchsorted make of NaN, on any device, must not be padding.
+        # For NaN, argmax and searchsorted may give an index of the padding on some devices.
         return token_ids.clamp_max(vocab_size - 1), top
 
     def _change_logits(
@@ -215,11 +215,11 @@ class Sampler:
 
 
 def _split_rows(features: FeatureArray, size: int) -> list[IndexArray]:
-    """Rows of like cost and features together, at most `size` at a time, each row once."""
+    """Groups of at most `size` rows of similar cost and features; each row is in one group."""
     is_random = (features & Feature.RANDOM) > 0
     bits = Feature.TOP_P | Feature.TOP_K
-    is_dear = ((features & bits) == Feature.TOP_P) | ((features & Feature.LARGE_TOP_K) > 0)
-    cost = is_random.astype(np.int32) + (is_random & is_dear)
+    is_expensive = ((features & bits) == Feature.TOP_P) | ((features & Feature.LARGE_TOP_K) > 0)
+    cost = is_random.astype(np.int32) + (is_random & is_expensive)
     order = np.lexsort((features, cost))
     ends = np.flatnonzero(np.diff(cost[order])) + 1
     return [
@@ -235,7 +235,7 @@ def _run_processors(
     processors: tuple[tuple[int, RowProcessors], ...],
     errors: dict[int, str],
 ) -> None:
-    # All rows, not those of the processors: each row number would be an operator of its own.
+    # Copies all rows: copying single rows would need a separate operator for each row number.
     host = x.cpu()
     for row, row_processors in processors:
         try:
@@ -251,13 +251,13 @@ def _sample_random(
 ) -> Tensor:
     assert metadata.exponentials is not None
     top = maxima.amax(-1, keepdim=True)
-    weights = likelihoods(x, top, metadata.temperature, out=buffers.take_like("weights", x))
+    weights = likelihoods(x, top, metadata.temperature, out=buffers.get_like("weights", x))
     floor = logit_floor(x, maxima, top, metadata)
     if floor is not None:
         weights.mul_(keep_from(x, floor, buffers))
     if metadata.unbounded_top_p and metadata.top_p is not None:
         top_p = metadata.top_p
-        if metadata.top_k is not None:  # those rows have had their top_p
+        if metadata.top_k is not None:  # top_p of these rows was applied with top_k
             top_p = torch.where(metadata.top_k > 0, 1.0, top_p)
         least = nucleus_floor(weights, top_p, vocab_size, buffers)
         weights.mul_(keep_from(weights, least, buffers))

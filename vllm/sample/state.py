@@ -90,6 +90,7 @@ class SamplingState:
         self._filler = MaskFiller(max_num_seqs, vocab_size)
         self._bit_values = bit_values(device)
         self._processors: dict[int, RowProcessors] = {}
+        self._taken: set[int] = set()
         self._recorded: set[int] = set()
         """Rows whose sampling depends on their output."""
 
@@ -125,7 +126,8 @@ class SamplingState:
             output_token_ids: generated before a preemption; only read.
             matcher: of a request whose output has a form; knows of allowed_token_ids too.
         """
-        assert not self._features[row], f"row {row} is taken"
+        assert row not in self._taken, f"row {row} is taken"
+        self._taken.add(row)
         params = request.sampling_params
         self._keys[row] = stream_keys(np.array([request.seed & 2**64 - 1], np.uint64))[0]
         features = self._add_distribution(row, params)
@@ -193,6 +195,7 @@ class SamplingState:
 
     def remove(self, row: int) -> None:
         """The row's request has finished, was cancelled or preempted: the row is free."""
+        self._taken.discard(row)
         if self._features[row] & Feature.PENALTIES:
             self._counts.remove(row)
         self._constraints.pop(row, None)
@@ -287,7 +290,8 @@ class SamplingState:
         )
 
     def logprob_rows(self, rows: IntArray, sampled: SamplerOutput) -> dict[int, LogprobRows]:
-        """row -> one position, for the rows that asked. Waits for the device.
+        """row -> a position for each time that it is in the launch, for rows that asked. Waits for
+        the device.
 
         Args:
             rows: [n] as given to `metadata`.

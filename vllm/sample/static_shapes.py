@@ -13,7 +13,7 @@ few operators with shapes of their own). A stage that no row needs is skipped:
 What a stage compiles depends on the padded batch and on its own class alone, so that the recipes
 are a sum over the stages and not a product. Everything else a row asks for is a number in a tensor.
 
-Both roundings are paid in work. A launch filters all of its rows by min_p, top_k and top_p when one
+Both roundings cost extra work. A launch filters all of its rows by min_p, top_k and top_p when one
 of them asks for any of these, with values that change nothing for the others. And widths are powers
 of 8, up to the largest there can be, so that a launch works with at most 8 times the width it
 needs; powers of 2 would be at most 2 times and two to three times as many recipes. The stages with
@@ -54,7 +54,7 @@ def size_classes(limit: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class StaticShapes:
-    """What launches may look like."""
+    """The limits of launches, from which their shapes follow."""
 
     vocab_size: int
     max_model_len: int
@@ -87,12 +87,6 @@ class StaticShapes:
         if not active & Feature.TOP_K:
             return None
         return self.vocab_size if active & Feature.LARGE_TOP_K else SMALL_TOP_K
-
-    def num_recipes(self, padded_size: int) -> int:
-        """What a batch of `padded_size` rows compiles in lazy mode, all in all."""
-        limits = (self.max_edits, padded_size, self.max_penalties, self.max_likeliest)
-        start = 1
-        return start + sum(len(size_classes(limit)) for limit in limits) + 2 * len(self.kinds)
 
 
 def class_of(size: int, limit: int) -> int:

@@ -1,10 +1,9 @@
-"""Every launch that static shapes allow, made without requests, so that all of it can be compiled
-before the first one comes.
+"""Launches without requests that compile everything the sampler needs on a device with static
+shapes, before the first request comes.
 
-For a vocabulary of 128,256, requests of 8,192 tokens and 20 log-probabilities that is, per padded
-batch of 64 rows, 24 recipes, met in 10 launches (`StaticShapes.num_recipes`). No launch needs more
-memory than a real one of its kind: on the simulated card up to six times that of the logits as
-float32, which is when a row has a large top_k.
+For a vocabulary of 128,256, requests of 8,192 tokens and 20 log-probabilities, a padded batch of
+64 rows needs 24 recipes, which 10 launches compile. No launch needs more memory than a real one: on
+the simulated card at most six times the logits as float32, when a row has a large top_k.
 """
 
 from collections.abc import Iterator
@@ -26,9 +25,9 @@ from vllm.sample.static_shapes import GREEDY, StaticShapes, size_classes
 def warmup_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingMetadata]:
     """Launches of `padded_size` rows that together have every stage of every class.
 
-    Each is made when it is asked for. The tokens that come of them mean nothing. Sampling from
-    any finite logits of the model's shape and dtype warms up; what a user's logits processor
-    does cannot be.
+    Each is made when the iterator is asked for it. The sampled tokens have no meaning. Any finite
+    logits of the model's shape and dtype will do. What a user's logits processor runs is not
+    warmed up.
 
     Args:
         state: with static shapes.

@@ -1,9 +1,9 @@
-"""Output that has a form: JSON, a regular expression, a choice, a grammar.
+"""Structured output: JSON, a regular expression, a choice, or a grammar.
 
 In the process that takes requests:
 
-    spec         what was asked, as one line of text and options; limits before any work
-    json_schema  what a schema demands, and which library enforces all of it
+    spec         what the request asks for, as text and options; size limits
+    json_schema  which library enforces all of a JSON schema
     regex        a Python pattern in the dialect of the libraries, with Python's meaning
     compiler     spec -> Grammar: cache, deadline, at most two processes that compile
     compile_worker                          what runs in those processes

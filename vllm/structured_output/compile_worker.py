@@ -1,7 +1,7 @@
-"""What runs in the processes that compile; see `vllm.utils.deadline_worker`.
+"""Compiles grammars, in processes that can be killed; see `vllm.utils.deadline_worker`.
 
-Everything a hostile request could make long, large or deadly is done here first: reading the
-schema or the pattern, compiling, and a few steps of a random output.
+A hostile request could make reading the schema or the pattern, compiling, or a step of the output
+take very long, need too much memory, or crash. All of that is tried here first.
 """
 
 import json
@@ -85,7 +85,8 @@ def compile_spec(
             )
             if len(content) > MAX_CONTENT_BYTES:
                 raise BackendError(
-                    f"it compiles to {len(content)} bytes; at most {MAX_CONTENT_BYTES} are allowed"
+                    f"the compiled grammar has {len(content)} bytes; at most "
+                    f"{MAX_CONTENT_BYTES} are allowed"
                 )
             _try_out(backends[name], content, vocabulary)
         except BackendError as error:
@@ -142,11 +143,11 @@ def _parse(text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise SchemaError(f"not JSON: {name} is no number")
+    raise SchemaError(f"not JSON: {name} is not a JSON number")
 
 
 def _read_structural_tag(tag: Any, close: str) -> tuple[Any, str | None]:
-    """In the newer form, with every schema inside prepared."""
+    """The tag in the newer format, with every schema inside it prepared."""
     if isinstance(tag, dict) and "structures" in tag:
         tag = _newer_form(tag)
     if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
@@ -218,8 +219,8 @@ def _try_out(backend: Backend, content: bytes, vocabulary: Vocabulary) -> None:
         allowed = np.flatnonzero(bits)
         if not len(allowed):
             if not matcher.is_complete():
-                raise BackendError("no output can satisfy it")
+                raise BackendError("no output can satisfy the grammar")
             return
         matcher.accept(int(rng.choice(allowed)))
         if time.thread_time() - started > _MAX_STEP_S:
-            raise BackendError(f"it takes more than {_MAX_STEP_S} s per token to enforce")
+            raise BackendError(f"enforcing the grammar takes more than {_MAX_STEP_S} s per token")

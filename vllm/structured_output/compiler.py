@@ -1,4 +1,4 @@
-"""From what a request asks to a `Grammar`: cache, deadline, and who compiles."""
+"""Compiles what a request asks for to a `Grammar`, with a cache and a deadline."""
 
 import queue
 import threading
@@ -96,7 +96,7 @@ class GrammarCompiler:
         if result is None:
             try:
                 result = self._compile_once(spec)
-            except RequestError as error:  # whatever the form is, none can be enforced here
+            except RequestError as error:  # no grammar can be enforced here
                 raise RequestError(f"{field}: {error}", param=field) from error
         return _grammar_of(result, field)
 

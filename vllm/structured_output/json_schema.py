@@ -1,8 +1,8 @@
-"""What a JSON schema demands, and who can enforce it.
+"""Finds out which library can enforce a JSON schema.
 
 A copy of the schema is made in which everything is either enforced by one of the two libraries or
-refused, by the name of its keyword. What each of them enforces was found out by validating random
-outputs; tests/structured_output repeats that. xgrammar goes first: it is faster, and knows a
+refused with the name of its keyword. Which keywords each library enforces was found by validating
+random outputs; tests/structured_output repeats that. xgrammar goes first: it is faster, and knows a
 plain core of JSON schema. llguidance knows more of it, and refuses by itself what it does not.
 """
 
@@ -84,7 +84,7 @@ class PreparedSchema:
         self._may_close = not _combines_objects(schema)
         self._close_all = close_objects == "all"
         if schema is False:
-            raise SchemaError("the schema false allows nothing")
+            raise SchemaError("the JSON schema 'false' allows no output")
         prepared = self._node({} if schema is True else schema, "the schema", 0)
         assert isinstance(prepared, dict)
         prepared.pop("x-guidance", None)  # options of llguidance, which are not a user's to give

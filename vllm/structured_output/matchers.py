@@ -98,7 +98,9 @@ class GrammarMatchers:
 
     def _open(self, grammar: Grammar | None) -> tuple[Vocabulary, BackendMatcher]:
         if grammar is None:
-            raise BackendError("its grammar was not compiled before it came to the engine core")
+            raise BackendError(
+                "the grammar of this request was not compiled before it was sent to the engine core"
+            )
         with self._lock:
             loaded = self._find(grammar)
         if loaded is None:  # dropped since it was prepared, or it cannot be loaded

@@ -120,20 +120,20 @@ class _Rewriter:
         if found is None:
             name = self._pattern[self._at : self._at + 2]
             raise RegexError(
-                f"{name} at position {self._at} must be followed by a property of Unicode in "
+                f"{name} at position {self._at} must be followed by a Unicode property in "
                 rf"braces, such as {name}{{L}}, {name}{{Lu}} or {name}{{Script=Greek}}"
             )
         name = f"{found[0][:2]}{{{found[1] or found[2]}}}"
         if name not in self._stand_ins:
             if _FIRST_STAND_IN + len(self._stand_ins) > _LAST_STAND_IN:
-                raise RegexError("the pattern has too many different properties of Unicode")
+                raise RegexError("the pattern has too many different Unicode properties")
             self._stand_ins[name] = _FIRST_STAND_IN + len(self._stand_ins)
         self._write(len(found[0]), chr(self._stand_ins[name]))
 
     def _character(self, code_point: int) -> str:
         if code_point > 0x10FFFF or 0xD800 <= code_point <= 0xDFFF:
             raise RegexError(
-                f"{code_point:X} at position {self._at} is not the number of a character"
+                f"{code_point:X} at position {self._at} is not the code point of a character"
             )
         return f"\\U{code_point:08X}"
 

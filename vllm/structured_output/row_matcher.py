@@ -108,7 +108,9 @@ class RowMatcher:
             if not mask.any():
                 mask |= self._all_ends
         elif not has_text:
-            raise BackendError("allowed_token_ids has none of the tokens that may come here")
+            raise BackendError(
+                "the grammar allows none of allowed_token_ids at this point of the output"
+            )
 
     def _prepare(self, vocabulary: Vocabulary) -> None:
         """Masks that stay the same."""

@@ -1,4 +1,4 @@
-"""What a request asks of its output, checked and made comparable. Cheap: compiles nothing."""
+"""The structured output that a request asks for, checked and made comparable. Compiles nothing."""
 
 import hashlib
 import json
@@ -72,7 +72,7 @@ def _kind_of(params: GuidedDecodingParams) -> str:
         if getattr(params, name) not in (None, False):
             return name
     raise RequestError(
-        f"guided_decoding asks for nothing: give one of {', '.join(_KINDS)}",
+        f"guided_decoding is empty: set one of {', '.join(_KINDS)}",
         param="guided_decoding",
     )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vllm.config.load import LoadFormat
 from vllm.errors import ConfigError
-from vllm.utils import startup
+from vllm.utils import startup_progress
 
 _METADATA = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 _SAFETENSORS = ("*.safetensors",)
@@ -22,7 +22,7 @@ def resolve_model_folder(
 ) -> Path:
     """The folder of a model: `name` itself when it is one, else a download from the hub.
 
-    Weights are downloaded in one form only, safetensors before pickles; none for "dummy".
+    Weights are downloaded in one format only, safetensors before pickles; none for "dummy".
     `HF_HUB_OFFLINE`, `HF_TOKEN` and the other variables of huggingface_hub apply; `token` has
     priority over `HF_TOKEN`, and True is the token of `hf auth login`.
 
@@ -84,7 +84,7 @@ def _download(
 ) -> Path:
     from huggingface_hub import snapshot_download
 
-    startup.report(f"getting {name} from the hub")
+    startup_progress.report(f"getting {name} from the hub")
     try:
         folder = snapshot_download(
             name,

@@ -2,7 +2,7 @@
 
 Importing the config classes of transformers takes longer than anything else at the start of a
 small model, and brings torch into processes that do not compute. What is not certain to mean the
-same without them is left to them: other types, values of another form, and whatever they refuse.
+same without them is left to them: other types, values of another type, and whatever they refuse.
 """
 
 from collections.abc import Mapping
@@ -146,8 +146,8 @@ def _is_plain(config: Mapping[str, Any], prefix: str, defaults: Mapping[str, Any
 
 
 def _is_like(name: str, value: object, default: object) -> bool:
-    """Whether a value has the form of its default; those that are None by default are sizes."""
-    if name in _TOKENS:  # have forms of their own
+    """Whether a value has the type of its default; those that are None by default are sizes."""
+    if name in _TOKENS:  # have checks of their own
         return True
     if value is None:
         return default is None or name in _MAY_BE_NULL

@@ -9,7 +9,7 @@ _INDEX_NAMES = {
     "safetensors": ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),
     "pt": ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin"),
 }
-"""Form -> single file, index of a sharded checkpoint, shards without an index."""
+"""Format -> single file, index of a sharded checkpoint, shards without an index."""
 
 
 def find_files(folder: Path, load_format: str) -> list[Path]:
@@ -22,16 +22,16 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
     Raises:
         WeightLoadError: the folder has no weights, or the index names a file that is missing.
     """
-    forms = ("safetensors", "pt") if load_format == "auto" else (load_format,)
-    for form in forms:
-        single, index, pattern = _INDEX_NAMES[form]
+    formats = ("safetensors", "pt") if load_format == "auto" else (load_format,)
+    for load_format in formats:
+        single, index, pattern = _INDEX_NAMES[load_format]
         if (folder / single).is_file():
             return [folder / single]
         if (folder / index).is_file():
             return _read_index(folder / index)
         if shards := sorted(folder.glob(pattern)):
             return shards
-    wanted = " or ".join(name for form in forms for name in _INDEX_NAMES[form][:2])
+    wanted = " or ".join(name for each in formats for name in _INDEX_NAMES[each][:2])
     raise WeightLoadError(f"no weights in {folder}: expected {wanted}")
 
 

@@ -44,7 +44,7 @@ class ParserRegistry(Generic[ParserT]):
             ConfigError: there is none.
         """
         if name not in self._parsers:
-            raise ConfigError(f"{self._flag} {name!r} is none of {', '.join(self.names())}")
+            raise ConfigError(f"{self._flag} {name!r} is not one of {', '.join(self.names())}")
         return self._parsers[name]
 
     def snapshot(self) -> dict[str, type[ParserT]]:

@@ -177,7 +177,7 @@ def _read_description(data: bytes) -> _View:
     for operation, argument, _ in pickletools.genops(data):
         if operation.name == "STOP":
             break
-        reader.take(operation.name, argument)
+        reader.run(operation.name, argument)
     (found,) = reader.stack
     if not isinstance(found, _View):
         raise TensorFileError(f"holds {_name(found)}, and must hold one dense tensor")
@@ -192,7 +192,7 @@ class _DescriptionReader:
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
 
-    def take(self, name: str, argument: Any) -> None:
+    def run(self, name: str, argument: Any) -> None:
         """Follow one operation.
 
         Raises:

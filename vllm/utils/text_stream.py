@@ -71,7 +71,7 @@ class TextStream:
         self.text = self.text[self.position :] + text
         self.position = 0
 
-    def take(self, num_characters: int) -> str:
+    def consume(self, num_characters: int) -> str:
         """Read so many characters, which must be there."""
         piece = self.text[self.position : self.position + num_characters]
         self.position += num_characters
@@ -120,7 +120,7 @@ class TextStream:
             match = pattern.match(self.text, self.position)
             if match is None:
                 break
-            pieces.append(self.take(match.end() - self.position))
+            pieces.append(self.consume(match.end() - self.position))
         return "".join(pieces)
 
     def read_literal(self, literal: str) -> Wait[bool]:
@@ -131,7 +131,7 @@ class TextStream:
                 return False
             if not (yield from self.grow()):
                 return False
-        self.take(len(literal))
+        self.consume(len(literal))
         return True
 
     def read_until(self, markers: Markers, sink: Callable[[str], None]) -> Wait[str]:
@@ -153,7 +153,7 @@ class TextStream:
             else:
                 end = markers.safe_end(self.text, self.position)
             if end > self.position:
-                sink(self.take(end - self.position))
+                sink(self.consume(end - self.position))
             if found:
                 return found.group()
             if self.is_complete:

@@ -66,12 +66,6 @@ class Trace:
     def counter(self, name: str, /, **values: float) -> None:
         """Values that hold from now on; each is a curve of its own."""
 
-    def begin_async(self, name: str, async_id: str, /, **args: Any) -> None:
-        """Begin something that overlaps with its like, such as a request; its id tells which."""
-
-    def end_async(self, name: str, async_id: str, /, **args: Any) -> None:
-        """End what began with this name and id."""
-
     def close(self) -> None:
         """Write what is pending and end the file; waits at most 5 s. Later events are ignored."""
 
@@ -121,12 +115,6 @@ class TraceWriter(Trace):
 
     def counter(self, name: str, /, **values: float) -> None:
         self._add("C", name, COUNTERS, values)
-
-    def begin_async(self, name: str, async_id: str, /, **args: Any) -> None:
-        self._add("b", name, EXTERNAL, args, cat="request", id=async_id)
-
-    def end_async(self, name: str, async_id: str, /, **args: Any) -> None:
-        self._add("e", name, EXTERNAL, args, cat="request", id=async_id)
 
     def close(self) -> None:
         self.is_on = False

@@ -1,26 +1,16 @@
-"""Embeddings of requests, which replace the embeddings of tokens. Models do not know of them.
+"""Embeddings of requests, which replace the embeddings of tokens. Model files do not know of them.
 
-The module that looks up embeddings is followed by a hook, which puts those of requests over what
-was looked up for the placeholders. There is a hook only in an engine that takes embeddings, and it
-does nothing in launches without any.
+They travel in the context of a launch; the layer that looks up embeddings reads them there.
 """
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vllm.attention import ReplacedTokens
 from vllm.errors import ConfigError
 from vllm.messages import EngineRequest, IntArray, TokenEmbeddings
-from vllm.model_executor.layers.cpu_linear_method import PackedEmbedding
-from vllm.model_executor.layers.embedding import (
-    ParallelLMHead,
-    ReplacedTokens,
-    VocabParallelEmbedding,
-)
+from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.worker.launch import Launch
 
 
@@ -32,14 +22,13 @@ class EmbeddingRows:
         device: of the model.
 
     Raises:
-        ConfigError: it is not known where the model looks up embeddings.
+        ConfigError: the model does not have exactly one layer that looks up embeddings.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
         self._rows: dict[int, tuple[TokenEmbeddings, ...]] = {}
-        self._replaced: ReplacedTokens | None = None
-        _find_embedding(model).register_forward_hook(self._replace)
+        _check_embedding(model)
 
     def add(self, row: int, request: EngineRequest) -> None:
         """A request has taken the row."""
@@ -76,36 +65,19 @@ class EmbeddingRows:
             torch.cat([part.float() for part in parts]).to(self._device),
         )
 
-    @contextmanager
-    def replacing(self, tokens: ReplacedTokens) -> Iterator[None]:
-        """A forward pass inside of this takes these embeddings."""
-        self._replaced = tokens
-        try:
-            yield
-        finally:
-            self._replaced = None
 
-    def _replace(self, module: nn.Module, arguments: Any, found: Tensor) -> Tensor:
-        if self._replaced is None:
-            return found
-        embeddings = self._replaced.embeddings.to(found.dtype)
-        return found.index_copy(0, self._replaced.indices, embeddings)
-
-
-def _find_embedding(model: nn.Module) -> nn.Module:
-    """The module that looks up the embeddings of tokens."""
+def _check_embedding(model: nn.Module) -> None:
+    """Refuse a model in which not exactly one layer would read the embeddings."""
     found = [
         module
         for module in model.modules()
-        if isinstance(module, (VocabParallelEmbedding, PackedEmbedding))
-        and not isinstance(module, ParallelLMHead)
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
     ]
     if len(found) != 1:
         raise ConfigError(
             f"enable_prompt_embeds=True needs a model with one table of token embeddings; "
             f"{type(model).__name__} has {len(found)}. Leave it out"
         )
-    return found[0]
 
 
 def _read(embeddings: TokenEmbeddings, begin: int, stop: int) -> Tensor:

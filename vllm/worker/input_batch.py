@@ -7,19 +7,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm.messages import IntArray, NewRequest, SchedulerOutput
+from vllm.messages import NULL_BLOCK_ID, IntArray, NewRequest, SchedulerOutput
+from vllm.utils.ragged import positions_within
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """One token for each of m rows, whose values are not known yet."""
+    """The next tokens of m rows, whose values are not known yet: one each, and up to one more for
+    each draft."""
 
     rows: IntArray
     """[m] no row twice."""
     positions: IntArray
-    """[m] of the tokens."""
+    """[m] of the first token of each."""
     owners: IntArray
     """[m] whose tokens they are: a row may have another request when they come."""
+    num_drafts: IntArray | None = None
+    """[m] drafts of each; None: none has any."""
+    draft_ids: IntArray | None = None
+    """[sum of `num_drafts`] the drafts, those of one row after those of another."""
 
 
 class InputBatch:
@@ -30,45 +36,80 @@ class InputBatch:
         num_tokens: [rows] how many of them are known.
         num_prompt_tokens: [rows] how many of them are the prompt.
         block_table: [rows, max_blocks] blocks in order of the tokens.
-        num_blocks: [rows] how many of them are given.
+        block_tables: [groups, rows, max_blocks] one table for each group of layers; the first of
+            them is `block_table`.
+        num_blocks: [rows] how many of them are given, in every group.
     """
 
-    # Tokens that a step in flight samples are counted as known, though their values come later.
+    # Tokens that a step in flight samples are counted as known, though their values come later,
+    # and drafts as if they were right. A row with drafts does not run before its result is there.
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, max_blocks: int, num_groups: int = 1
+    ) -> None:
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens: IntArray = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_tokens: IntArray = np.zeros(max_num_seqs, np.int32)
-        self.block_table: IntArray = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.block_tables: IntArray = np.zeros((num_groups, max_num_seqs, max_blocks), np.int32)
+        self.block_table: IntArray = self.block_tables[0]
         self.num_blocks: IntArray = np.zeros(max_num_seqs, np.int32)
         self._owner: IntArray = np.zeros(max_num_seqs, np.int32)
         """Counts the requests that a row has had."""
 
     def update(self, step: SchedulerOutput) -> None:
-        """Place new requests and append blocks, as the scheduler decided."""
+        """Place new requests, shorten and extend tables, and write drafts behind the known tokens,
+        as the scheduler decided."""
+        for row, num_blocks in step.shortened_tables:
+            self.num_blocks[row] = num_blocks
         for new in step.new_requests:
             self._place(new)
         if len(step.block_rows):
             self._append_blocks(step.block_rows, step.block_ids)
+        for row, group, num_passed in step.passed_blocks:
+            self.block_tables[group, row, :num_passed] = NULL_BLOCK_ID
+        if step.num_draft_tokens is not None:
+            assert step.draft_token_ids is not None
+            counts = step.num_draft_tokens
+            rows = np.repeat(step.rows, counts)
+            positions = self.num_tokens[rows] + positions_within(counts)
+            self.token_ids[rows, positions] = step.draft_token_ids
 
-    def expect(self, rows: IntArray) -> ExpectedTokens:
-        """Append one token to each row, whose value `record` will tell.
+    def expect(self, rows: IntArray, num_drafts: IntArray | None = None) -> ExpectedTokens:
+        """Append one token to each row, and one for each draft, whose values `record` will tell.
 
         Args:
             rows: [m] that are sampling, no row twice.
+            num_drafts: [m] drafts of each; None: none has any.
         """
-        expected = ExpectedTokens(rows, self.num_tokens[rows], self._owner[rows])
+        first = self.num_tokens[rows]
         self.num_tokens[rows] += 1
-        return expected
+        if num_drafts is None:
+            return ExpectedTokens(rows, first, self._owner[rows])
+        self.num_tokens[rows] += num_drafts
+        positions = np.repeat(first, num_drafts) + positions_within(num_drafts)
+        drafts = self.token_ids[np.repeat(rows, num_drafts), positions]
+        return ExpectedTokens(rows, first, self._owner[rows], num_drafts, drafts)
 
-    def record(self, expected: ExpectedTokens, token_ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Fill in the values [m] of tokens.
+    def record(
+        self, expected: ExpectedTokens, token_ids: IntArray, counts: IntArray | None = None
+    ) -> tuple[IntArray, IntArray]:
+        """Fill in the values of tokens.
+
+        Args:
+            expected: m rows.
+            token_ids: those of one row after those of another.
+            counts: [m] tokens of each; None: one each, and none had drafts.
 
         Returns:
-            Rows and tokens, less those of rows that have been given to another request since.
+            Row of each token and tokens, less those of rows that have been given to another
+            request since.
         """
         rows, positions = expected.rows, expected.positions
         is_same = self._owner[rows] == expected.owners
+        if counts is not None:
+            self.num_tokens[rows[is_same]] = (positions + counts)[is_same]
+            rows, is_same = np.repeat(rows, counts), np.repeat(is_same, counts)
+            positions = np.repeat(positions, counts) + positions_within(counts)
         if not is_same.all():
             rows, positions, token_ids = rows[is_same], positions[is_same], token_ids[is_same]
         self.token_ids[rows, positions] = token_ids
@@ -82,13 +123,17 @@ class InputBatch:
         self.num_prompt_tokens[row] = num_prompt
         self.num_tokens[row] = num_tokens
         self._owner[row] += 1
-        self.block_table[row, : len(new.block_ids)] = new.block_ids
-        self.num_blocks[row] = len(new.block_ids)
+        num_groups = len(self.block_tables)
+        num_blocks = len(new.block_ids) // num_groups
+        tables = np.array(new.block_ids, np.int32).reshape(num_groups, num_blocks)
+        self.block_tables[:, row, :num_blocks] = tables
+        self.num_blocks[row] = num_blocks
 
     def _append_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
         """Entries of a row that occurs several times follow each other, in order."""
         first = np.concatenate(([True], rows[1:] != rows[:-1]))
         starts = np.flatnonzero(first)
         run = np.arange(len(rows)) - np.repeat(starts, np.diff(np.append(starts, len(rows))))
-        self.block_table[rows, self.num_blocks[rows] + run] = block_ids
+        of_groups = block_ids.reshape(len(rows), -1).T
+        self.block_tables[:, rows, self.num_blocks[rows] + run] = of_groups
         np.add.at(self.num_blocks, rows, 1)

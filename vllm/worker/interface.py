@@ -1,10 +1,53 @@
-"""What an executor asks of a worker."""
+"""What an executor asks of a worker.
+
+    load(rank)              the model, or the part of it that this rank runs
+    measure()               -> MemoryReport; the executor takes the least of all ranks
+    allocate(num_blocks)    the KV cache, the same number of blocks on every rank
+    next_warm_up, warm_up   what must have run before the first request, one launch at a time
+    execute_model           steps
+
+The messages here hold no tensors, so that a worker may live in another process.
+"""
 
 from concurrent.futures import Future
 from typing import Protocol
 
+import msgspec
+
 from vllm.config import VllmConfig
 from vllm.messages import EngineRequest, ModelRunnerOutput, RunnerStats, SchedulerOutput
+
+
+class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The device memory of one rank, measured before its KV cache is allocated."""
+
+    free_bytes: int
+    """Not used by weights."""
+    launch_bytes: int = 0
+    """Of it, what launches need while they run."""
+    warm_up_bytes: int = 0
+    """Of it, what is reserved for what the warm-up keeps on the device, such as graphs."""
+    block_bytes: int
+    """Of one KV block in all layers of this rank; 0 for a model without a KV cache."""
+    windows: tuple[int | None, ...] = (None,)
+    """Of the groups of layers that have block tables of their own; None: full attention."""
+    num_blocks: int
+    """KV blocks that this rank could have, the null block included."""
+
+
+class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One launch of a warm-up. All ranks name the same one at the same time."""
+
+    phase: str
+    """What the warm-up does, for reports of progress."""
+    name: str
+    """Of the launch."""
+    index: int
+    """From 1, within the phase. A bucket with several launches has one index."""
+    total: int
+    """Of the phase. It may change on the way, as launches are given up."""
+    given_up: str | None = None
+    """Why it is done without, such as too little memory; None: it is kept."""
 
 
 class StepHandleLike(Protocol):
@@ -20,12 +63,48 @@ class Worker(Protocol):
 
     def __init__(self, config: VllmConfig) -> None: ...
 
-    def load_model(self) -> None:
-        """Build the model and read its weights."""
+    def load(self, rank: int) -> None:
+        """Build the model and read its weights.
+
+        Args:
+            rank: of this worker among those of the executor.
+        """
         ...
 
-    def initialize_cache(self) -> int:
-        """Size and allocate the KV cache; the number of blocks, the null block included."""
+    def measure(self) -> MemoryReport:
+        """Find out how much memory there is for the KV cache.
+
+        Raises:
+            ConfigError: it would not hold one request of max_model_len tokens.
+        """
+        ...
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate the KV cache.
+
+        Args:
+            num_blocks: the null block included; no more than were reported.
+        """
+        ...
+
+    def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
+        """Finish the last step of the warm-up, and name the next one.
+
+        Args:
+            given_up: why some rank has to do without the last step, so that all ranks do;
+                None: all of them keep it.
+
+        Returns:
+            The next step; `given_up` is set when this rank knows that it has no memory for it.
+            None: there is no other.
+
+        Raises:
+            ConfigError: too much was given up to serve any request.
+        """
+        ...
+
+    def warm_up(self) -> str | None:
+        """Run the step that `next_warm_up` has named; why this rank has to do without it."""
         ...
 
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:

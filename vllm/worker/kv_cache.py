@@ -46,6 +46,7 @@ def cache_layout(
     dtype: torch.dtype,
     *,
     has_one_table: bool = False,
+    keeps_all: bool = False,
 ) -> KVCacheLayout:
     """How the blocks of these layers are shared out; see `plan_layout`."""
     return plan_layout(
@@ -53,6 +54,7 @@ def cache_layout(
         config.cache.block_size,
         config.scheduler.max_model_len,
         has_one_table=has_one_table,
+        keeps_all=keeps_all,
     )
 
 
@@ -84,15 +86,23 @@ def count_blocks(config: VllmConfig, block_bytes: int, free_bytes: int, num_grou
         useful = useful * (2 if cache.enable_prefix_caching else 1) + 1
         num_blocks, source = min(budget // block_bytes, useful), "--gpu-memory-utilization"
     check_capacity(config, num_blocks, block_bytes, free_bytes, source, num_groups)
+    return num_blocks
+
+
+def log_cache(config: VllmConfig, num_blocks: int, layout: KVCacheLayout) -> None:
+    """Log the size of a KV cache; nothing for a model without one."""
+    if not layout.block_bytes:
+        return
+    num_tokens = _num_tokens(num_blocks, layout.block_size, len(layout.groups))
+    max_model_len = config.scheduler.max_model_len
     logger.info(
         "KV cache: %d blocks of %d tokens (%.2f GiB, %.1f x max_model_len %d)",
         num_blocks,
-        cache.block_size,
-        num_blocks * block_bytes / _GIB,
-        _num_tokens(num_blocks, cache.block_size, num_groups) / scheduler.max_model_len,
-        scheduler.max_model_len,
+        layout.block_size,
+        num_blocks * layout.block_bytes / _GIB,
+        num_tokens / max_model_len,
+        max_model_len,
     )
-    return num_blocks
 
 
 def check_capacity(

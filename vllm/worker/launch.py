@@ -1,6 +1,6 @@
 """How one scheduler step becomes forward passes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from vllm.messages import IntArray, SchedulerOutput
@@ -8,7 +8,7 @@ from vllm.messages import IntArray, SchedulerOutput
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One forward pass over n rows, decodes (one token) before prefills.
+    """One forward pass over n rows, in the order of `SchedulerOutput.rows`.
 
     Launches of a step run in order: a later one may read what an earlier one has cached.
     """
@@ -19,6 +19,8 @@ class Launch:
     """[n] position of each row's first token in this pass."""
     num_scheduled_tokens: IntArray
     """[n] tokens of each row in this pass."""
+    num_drafts: IntArray | None = field(default=None, kw_only=True)
+    """[n] drafts among them, the last ones; None: no row has any."""
 
 
 class LaunchPlanner(Protocol):
@@ -34,4 +36,11 @@ class RaggedPlanner:
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
         """One launch with all rows."""
-        return [Launch(step.rows, step.num_computed_tokens, step.num_scheduled_tokens)]
+        return [
+            Launch(
+                step.rows,
+                step.num_computed_tokens,
+                step.num_scheduled_tokens,
+                num_drafts=step.num_draft_tokens,
+            )
+        ]

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import RaggedMetadata
+from vllm.attention import LaunchContext, RaggedMetadata
 from vllm.messages import IntArray
-from vllm.model_executor.layers.embedding import ReplacedTokens
+from vllm.utils.ragged import positions_within
 from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.launch import Launch
@@ -20,15 +20,15 @@ class ModelInput:
 
     input_ids: Tensor
     """[T] int64."""
-    positions: Tensor
-    """[T] int64."""
-    metadata: RaggedMetadata
+    context: LaunchContext
+    """What the layers have to know."""
     sampled: IntArray
-    """Indices into the launch's rows of those that sample a token."""
+    """[m] indices into the launch's rows of those that sample."""
+    num_drafts: IntArray | None
+    """[m] drafts of each; None: none has any."""
     logits_indices: Tensor | None
-    """[len(sampled)] int64: the token whose logits each of them samples from; None: all T."""
-    replaced: ReplacedTokens | None = None
-    """Tokens that embeddings of requests take the place of; None: no token of the launch."""
+    """int64: the tokens whose logits they sample from, the newest token of a row and its drafts;
+    None: all T."""
 
 
 def build_ragged_input(
@@ -58,30 +58,40 @@ def build_ragged_input(
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(count, out=query_start_loc[1:])
         token_rows = np.repeat(rows, count)
-        within = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1], count)
-        positions = np.repeat(start, count) + within
-    blocks = batch.block_table[token_rows, positions // block_size].astype(np.int64)
-    slots = blocks * block_size + positions % block_size
-
+        positions = np.repeat(start, count) + positions_within(count)
     max_blocks = -(-int(seq_lens.max()) // block_size)
+    groups = []
+    for table in batch.block_tables:
+        blocks = table[token_rows, positions // block_size].astype(np.int64)
+        slots = blocks * block_size + positions % block_size
+        of_rows = torch.from_numpy(table[rows, :max_blocks])
+        groups.append((torch.from_numpy(slots).to(device), of_rows.to(device)))
     metadata = RaggedMetadata(
         num_decodes=num_decodes,
-        slot_mapping=torch.from_numpy(slots).to(device),
-        block_tables=torch.from_numpy(batch.block_table[rows, :max_blocks]).to(device),
+        slot_mapping=groups[0][0],
+        block_tables=groups[0][1],
         seq_lens=torch.from_numpy(seq_lens).to(device),
         query_start_loc=query_start_loc,
         host_seq_lens=seq_lens,
+        more_groups=tuple(groups[1:]),
     )
     sampled = np.flatnonzero(seq_lens >= batch.num_tokens[rows]).astype(np.int32)
     all_tokens = only_decodes and len(sampled) == len(rows)
-    last = query_start_loc[1:][sampled].astype(np.int64) - 1
+    logits_indices = query_start_loc[1:][sampled].astype(np.int64) - 1
+    num_drafts = None if launch.num_drafts is None else launch.num_drafts[sampled]
+    if num_drafts is not None:
+        sizes = num_drafts + 1
+        logits_indices = np.repeat(logits_indices - num_drafts, sizes) + positions_within(sizes)
     return ModelInput(
         input_ids=torch.from_numpy(batch.token_ids[token_rows, positions].astype(np.int64)).to(
             device
         ),
-        positions=torch.from_numpy(positions.astype(np.int64)).to(device),
-        metadata=metadata,
+        context=LaunchContext(
+            attention=metadata,
+            positions=torch.from_numpy(positions.astype(np.int64)).to(device),
+            replaced=None if embeddings is None else embeddings.select(launch, query_start_loc),
+        ),
         sampled=sampled,
-        logits_indices=None if all_tokens else torch.from_numpy(last).to(device),
-        replaced=None if embeddings is None else embeddings.select(launch, query_start_loc),
+        num_drafts=num_drafts,
+        logits_indices=None if all_tokens else torch.from_numpy(logits_indices).to(device),
     )

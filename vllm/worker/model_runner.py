@@ -4,25 +4,28 @@ its own; this is the order of the calls.
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import CachedLayer, attention_metadata
+from vllm.attention import CachedLayer, share_context
 from vllm.config import VllmConfig
+from vllm.kv_cache_spec import KVCacheLayout
 from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
+from vllm.utils.ragged import positions_within
 from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
-from vllm.worker.kv_cache import layers_with_cache
+from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
 from vllm.worker.launch import Launch, LaunchPlanner, RaggedPlanner
 from vllm.worker.model_input import ModelInput, build_ragged_input
 from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs, join_logprobs
+from vllm.worker.verification import count_accepted
 
 
 class StepHandle:
@@ -57,12 +60,23 @@ class LaunchResult:
     """What one launch leaves on the device."""
 
     rows: IntArray
-    """[n] row of each row of the logits."""
+    """[n] row of each row of the logits; one for each position of a row with drafts."""
     indices: IntArray
-    """[m] those of them that sampled a token, ascending."""
+    """[t] those of them that sampled a token, ascending."""
     sampled: SamplerOutput | None
-    """Of n rows or more; None when m is 0."""
+    """Of n rows or more; None when t is 0."""
     prompt_logprobs: list[tuple[int, PendingLogprobs]]
+    num_drafts: IntArray | None = field(default=None, kw_only=True)
+    """[m] drafts of each row of the batch that sampled, which has 1 more of `indices`; None: none
+    has any, and m is t."""
+
+    @property
+    def sampled_rows(self) -> IntArray:
+        """[m] rows of the batch that sampled."""
+        rows = self.rows[self.indices]
+        if self.num_drafts is None:
+            return rows
+        return rows[np.cumsum(self.num_drafts + 1) - 1]
 
 
 PendingLaunch = tuple[LaunchResult, ExpectedTokens]
@@ -87,12 +101,15 @@ class ModelRunner:
         grammars: GrammarMatchers | None = None,
     ) -> None:
         self.model = model
+        self._launch_holder = share_context(model)
         self.device = device
         self.block_size = config.cache.block_size
+        self.cache_layout = self._plan_cache(config)
         self.batch = InputBatch(
             config.scheduler.max_num_seqs,
             config.scheduler.max_model_len,
             config.max_blocks_per_request,
+            len(self.cache_layout.groups),
         )
         self.sampling, self.sampler = self._make_sampler(config)
         self.grammars = grammars or GrammarMatchers(config)
@@ -109,6 +126,10 @@ class ModelRunner:
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         vocab_size = config.model.resolved_arch.vocab_size
         return SamplingState(config.scheduler.max_num_seqs, vocab_size, self.device), Sampler()
+
+    def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
+        """How the blocks of the KV cache are shared out."""
+        return cache_layout(config, self.attention_layers, cache_dtype(config))
 
     @property
     def attention_layers(self) -> list[CachedLayer]:
@@ -142,7 +163,7 @@ class ModelRunner:
 
     def _launch(self, launch: Launch) -> PendingLaunch:
         result = self._run(launch)
-        return result, self.batch.expect(result.rows[result.indices])
+        return result, self.batch.expect(result.sampled_rows, result.num_drafts)
 
     def _update_state(self, step: SchedulerOutput) -> None:
         for row in step.freed_rows:
@@ -168,31 +189,32 @@ class ModelRunner:
         hidden_states = self._forward(model_input)
         starts = np.cumsum(launch.num_scheduled_tokens) - launch.num_scheduled_tokens
         prompt_logprobs = self.prompt_logprobs.compute(self.batch, launch, hidden_states, starts)
-        rows = launch.rows[model_input.sampled]
+        rows, num_drafts = launch.rows[model_input.sampled], model_input.num_drafts
+        num_output = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
+        if num_drafts is not None:
+            assert not self.sampling.follows_output(rows[num_drafts > 0]), "it takes no drafts"
+            rows = np.repeat(rows, num_drafts + 1)
+            num_output = np.repeat(num_output, num_drafts + 1) + positions_within(num_drafts + 1)
         sampled = None
         if len(rows):
             if model_input.logits_indices is not None:
                 hidden_states = hidden_states[model_input.logits_indices]
-            sampled = self._sample(self.model.compute_logits(hidden_states), rows)
-        return LaunchResult(rows, np.arange(len(rows), dtype=np.int32), sampled, prompt_logprobs)
+            logits = self.model.compute_logits(hidden_states)
+            sampled = self.sampler(logits, self.sampling.metadata(rows, num_output))
+        indices = np.arange(len(rows), dtype=np.int32)
+        return LaunchResult(rows, indices, sampled, prompt_logprobs, num_drafts=num_drafts)
 
     def _forward(self, model_input: ModelInput) -> Tensor:
-        with attention_metadata(model_input.metadata):
-            if model_input.replaced is None:
-                return self.model(model_input.input_ids, model_input.positions)
-            assert self.embeddings is not None
-            with self.embeddings.replacing(model_input.replaced):
-                return self.model(model_input.input_ids, model_input.positions)
-
-    def _sample(self, logits: Tensor, rows: IntArray) -> SamplerOutput:
-        """Sample for each row of the logits."""
-        num_output = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
-        return self.sampler(logits, self.sampling.metadata(rows, num_output, len(logits)))
+        context = model_input.context
+        with self._launch_holder.running(context):
+            return self.model(model_input.input_ids, context.positions)
 
     def _collect(self, step_id: int, launches: list[PendingLaunch]) -> ModelRunnerOutput:
         """Copy the tokens to the host and note them in their rows."""
         row_parts: list[IntArray] = []
         token_parts: list[IntArray] = []
+        count_parts: list[IntArray] = []
+        has_drafts = False
         logprobs: dict[int, LogprobRows] = {}
         prompt_logprobs: defaultdict[int, list[LogprobRows]] = defaultdict(list)
         errors: dict[int, str] = {}
@@ -202,16 +224,30 @@ class ModelRunner:
             if result.sampled is None:
                 continue
             host_ids = result.sampled.host_ids.cpu().numpy()
-            token_ids = np.maximum(host_ids[result.indices], 0)
-            self.sampling.record(*self.batch.record(expected, token_ids))
+            found = self.sampling.logprob_rows(result.rows, result.sampled)
+            sampled, counts = host_ids[result.indices], None
+            if expected.num_drafts is not None:
+                assert expected.draft_ids is not None
+                counts = count_accepted(sampled, expected.draft_ids, expected.num_drafts)
+                within = positions_within(expected.num_drafts + 1)
+                sampled = sampled[within < np.repeat(counts, expected.num_drafts + 1)]
+                host_ids = host_ids.copy()
+                host_ids[result.indices[within > 0]] = 0  # only a row without a token has failed
+                count_of = dict(zip(expected.rows.tolist(), counts.tolist(), strict=True))
+                found = {row: rows.first(count_of[row]) for row, rows in found.items()}
+            token_ids = np.maximum(sampled, 0)
+            self.sampling.record(*self.batch.record(expected, token_ids, counts))
             row_parts.append(expected.rows)
             token_parts.append(token_ids)
-            logprobs.update(self.sampling.logprob_rows(result.rows, result.sampled))
+            count_parts.append(np.ones_like(expected.rows) if counts is None else counts)
+            has_drafts = has_drafts or counts is not None
+            logprobs.update(found)
             errors.update(self.sampling.errors_of(result.rows, result.sampled, host_ids))
         return ModelRunnerOutput(
             step_id=step_id,
             rows=_joined(row_parts),
             token_ids=_joined(token_parts),
+            num_tokens=_joined(count_parts) if has_drafts else None,
             logprobs=logprobs,
             prompt_logprobs={row: join_logprobs(p) for row, p in prompt_logprobs.items()},
             errors=errors,

@@ -1,6 +1,6 @@
 """Log-probabilities of prompt tokens, for the few requests that ask for them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +69,11 @@ class PromptLogprobs:
         self._round_width = round_width
         self._end_stage = end_stage
         self._wanted: dict[int, int] = {}
+
+    @property
+    def rows(self) -> Collection[int]:
+        """The rows that want them now; follows what changes."""
+        return self._wanted.keys()
 
     def add(self, row: int, request: EngineRequest) -> None:
         """A request has taken the row."""

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from vllm.config import VllmConfig
+from vllm.distributed import TPGroup
 from vllm.messages import EngineRequest, RunnerStats
 from vllm.structured_output.matchers import GrammarMatchers
+from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.pooling.runner import PoolingRunner
 from vllm.worker.sleep import KV_CACHE, WEIGHTS, Sleep, SleepingWeights, SleepPart
@@ -27,14 +29,16 @@ class WorkerBase(ABC):
         device: that it computes on.
 
     Attributes:
-        model, runner: there once the model is loaded; the runner runs the steps.
+        model, runner, profile: there once the model is loaded; the runner runs the steps, the
+            profile makes traces of them.
         grammars: of requests whose output has a form; they begin to load before the model.
-        profile: traces of what it computes.
         rank, local_rank: of this worker among those that share the model, and on this machine.
+        tp: the ranks that share each layer.
     """
 
     model: nn.Module
     runner: ModelRunner | PoolingRunner
+    profile: TorchProfile
     rank = 0
     local_rank = 0
 
@@ -42,16 +46,48 @@ class WorkerBase(ABC):
         self.config = config
         self.device = device
         self.grammars = GrammarMatchers(config)
+        self.tp = TPGroup()
         self._sleep: Sleep | None = None
-        self.profile = TorchProfile(config.observability.torch_profiler_dir, f"rank{self.rank}")
+
+    # ---- the start, see `vllm.worker.interface.Worker` --------------------------------------
+
+    def load(self, rank: int) -> None:
+        """Build the model and read its weights.
+
+        Args:
+            rank: of this worker among those that share the model.
+
+        Raises:
+            ConfigError: the model cannot be loaded.
+        """
+        self.rank = self.local_rank = rank
+        self.profile = TorchProfile(self.config.observability.torch_profiler_dir, f"rank{rank}")
+        self.grammars.preload_beside_weights()
+        self._load_model()
 
     @abstractmethod
-    def load_model(self) -> None:
-        """Build the model and read its weights."""
+    def _load_model(self) -> None:
+        """Set `model` and `runner`."""
 
     @abstractmethod
-    def initialize_cache(self) -> int:
-        """Size and allocate the KV cache; the number of blocks, the null block included."""
+    def measure(self) -> MemoryReport:
+        """Find out how much memory there is for the KV cache.
+
+        Raises:
+            ConfigError: it would not hold one request of max_model_len tokens.
+        """
+
+    @abstractmethod
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate a KV cache of so many blocks, the null block included."""
+
+    def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
+        """Finish the last step of the warm-up, and name the next one; here there is none."""
+        return None
+
+    def warm_up(self) -> str | None:
+        """Run the step that `next_warm_up` has named; why this rank has to do without it."""
+        raise RuntimeError("no step of a warm-up has been named")
 
     # ---- the model ------------------------------------------------------------------------
 

@@ -229,7 +229,7 @@ def test_a_first_request_that_fails_ends_it_before_the_load(capsys):
         assert main(flags(server, "--num-prompts", "9")) == 2
     assert len(server.requests) == 1
     error = capsys.readouterr().err
-    assert error == "error: a first request, to warm up, failed: HTTP 400: too long\n"
+    assert error == "error: the warm-up request failed: HTTP 400: too long\n"
 
 
 # ---- what is shown and kept ---------------------------------------------------------------

@@ -125,7 +125,9 @@ def test_what_does_not_fit_the_model_is_left_out(tmp_path):
     path = write(tmp_path, '{"prompt": [1, 2, 3], "output_len": 8}\n{"prompt": [1]}')
     args = dataset("jsonl", path=path, num_prompts=2)
     assert [r.max_tokens for r in file_requests(args, None, max_model_len=11)] == [8, 8]
-    with pytest.raises(ConfigError, match="2 were read as jsonl, and none fits the model"):
+    with pytest.raises(
+        ConfigError, match=r"none of the 2 requests in .* fits the context length of the model"
+    ):
         file_requests(args, None, max_model_len=10)
 
 

@@ -5,9 +5,8 @@ import statistics
 
 import pytest
 
-from vllm.entrypoints.bench.arrivals import arrival_times
 from vllm.entrypoints.bench.backends import BenchRequest
-from vllm.entrypoints.bench.load import LoadRun, run_load
+from vllm.entrypoints.bench.load import LoadRun, arrival_times, run_load
 
 REQUESTS = [BenchRequest([1], 1)] * 20
 

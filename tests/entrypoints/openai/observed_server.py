@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI, HTTPException
 
 from tests.engine.fakes import make_config
 from vllm.engine.metrics.engine_metrics import EngineMetrics, FinishedRequestStats, IterationStats
-from vllm.engine.process.startup_state import Startup
+from vllm.engine.process.startup_state import StartupState
 from vllm.entrypoints.middleware.auth import Authentication
 from vllm.entrypoints.operations import metrics_route
 from vllm.entrypoints.pages.routes import page_routers
@@ -26,7 +26,7 @@ class FakeEngine:
     """What routes of observation read of an engine."""
 
     def __init__(self) -> None:
-        self.startup = Startup()
+        self.startup = StartupState()
         self.metrics = EngineMetrics(MODEL, make_config(max_model_len=2048))
 
     def work(

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from tests.engine.fakes import make_config
 from tests.engine.tokenizers_for_tests import byte_level
 from vllm.engine.input.input_processor import InputProcessor
-from vllm.engine.process.startup_state import Startup
+from vllm.engine.process.startup_state import StartupState
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.server.context import ServerContext
 from vllm.entrypoints.server.server_args import ServerArgs
@@ -63,7 +63,7 @@ class ScriptedEngine:
         self.release = asyncio.Event()
         self.requests: dict[str, tuple[str, SamplingParams]] = {}
         self.aborted: list[str] = []
-        self.startup = Startup()
+        self.startup = StartupState()
         self.startup.set_ready()
         self.vllm_config = make_config(max_model_len)
         self.generation_defaults: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from vllm.engine.process.startup_state import Startup
+from vllm.engine.process.startup_state import StartupState
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.server.context import ServerContext
 from vllm.entrypoints.server.server_args import ServerArgs
@@ -22,7 +22,7 @@ class FakeEngine:
     """
 
     def __init__(self, *, is_ready: bool = True) -> None:
-        self.startup = Startup()
+        self.startup = StartupState()
         if is_ready:
             self.startup.set_ready()
         self.is_cache_free = True

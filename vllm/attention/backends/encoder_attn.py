@@ -50,7 +50,7 @@ class EncoderMetadata:
         return cls(tuple(groups))
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `LaunchMetadata`; nothing is stored."""
+        """See `AttentionMetadata`; nothing is stored."""
         out = torch.empty_like(query)
         for group in self.groups:
             q, k, v = (x[group.tokens].unflatten(0, group.shape) for x in (query, key, value))

@@ -66,7 +66,7 @@ same for all blocks of a row. See `normalisers`."""
 
 
 def derive_decode_blocks(
-    metadata: HPUDecodeMetadata,
+    metadata: HPUDecodeMetadata[Tensor],
     block_size: int,
     dtype: torch.dtype,
     sliding_window: int | None = None,

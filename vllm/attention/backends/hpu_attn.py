@@ -18,7 +18,6 @@ from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata, HPUPrefillMe
 from vllm.attention.backends.merged_prefill import (
     MergedPrefillMetadata,
     is_context_hidden,
-    merged_prefill_mask,
 )
 from vllm.attention.backends.sdpa import SDPAKernel, naive_sdpa, torch_sdpa
 
@@ -26,7 +25,6 @@ __all__ = [
     "SDPAKernel",
     "decode_attention",
     "merged_prefill_attention",
-    "merged_prefill_mask",
     "naive_sdpa",
     "prefill_attention",
     "prefill_mask",
@@ -66,7 +64,7 @@ def decode_attention(
     value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    metadata: HPUDecodeMetadata,
+    metadata: HPUDecodeMetadata[Tensor],
     blocks: DecodeBlocks,
     scale: float,
     *,
@@ -111,7 +109,7 @@ def prefill_attention(
     value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    metadata: HPUPrefillMetadata,
+    metadata: HPUPrefillMetadata[Tensor],
     mask: Tensor | None,
     scale: float,
     kernel: SDPAKernel = torch_sdpa,
@@ -152,7 +150,7 @@ class PrefillBlocks:
     """[B, C * S, 1, 1] slots that hold no token of the context; None in a launch without."""
 
 
-def derive_prefill_blocks(metadata: HPUPrefillMetadata, block_size: int) -> PrefillBlocks:
+def derive_prefill_blocks(metadata: HPUPrefillMetadata[Tensor], block_size: int) -> PrefillBlocks:
     """Of a launch, for blocks of this size."""
     context_blocks = is_hidden = None
     num_context = metadata.context_blocks.shape[1]
@@ -191,7 +189,7 @@ def merged_prefill_attention(
     value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    metadata: MergedPrefillMetadata,
+    metadata: MergedPrefillMetadata[Tensor],
     mask: Tensor,
     scale: float,
     kernel: SDPAKernel = torch_sdpa,
@@ -248,7 +246,7 @@ def prompt_attention(
 
 
 def prefill_mask(
-    metadata: HPUPrefillMetadata,
+    metadata: HPUPrefillMetadata[Tensor],
     block_size: int,
     sliding_window: int | None = None,
     alibi_slopes: Tensor | None = None,

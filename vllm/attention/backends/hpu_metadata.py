@@ -15,13 +15,14 @@ in numpy; a real row costs no Python loop.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from vllm.attention.backends.packed_fields import Array, packed
 from vllm.messages import NULL_BLOCK_ID, IntArray
 
 PADDING_GROUP = -1
@@ -29,72 +30,50 @@ PADDING_GROUP = -1
 
 
 @dataclass(frozen=True)
-class HPUDecodeMetadata:
+class HPUDecodeMetadata(Generic[Array]):
     """One new token for each of B padded rows, over N entries of the flat block list.
 
-    The first N - len(block_list) entries are blocks 0, 1, 2, ... of the cache, in place: a slice
-    of the cache and no gather. `block_list` has the others. A plain launch gathers all, so that
-    its block_list has N; in a contiguous one it has only the repeats of shared blocks.
-    All int32.
+    The first N - G entries are blocks 0, 1, 2, ... of the cache, in place: a slice of the cache
+    and no gather. `block_list` has the other G. A plain launch gathers all, so that G is N; a
+    contiguous one gathers only the repeats of shared blocks. All int32.
     """
 
-    block_list: Tensor
-    """[N - sliced] the blocks to gather; NULL_BLOCK_ID for padding."""
-    block_groups: Tensor
+    block_list: Array = packed("G")
+    """[G] the blocks to gather; NULL_BLOCK_ID for padding."""
+    block_groups: Array = packed("N")
     """[N] the row that each entry belongs to; PADDING_GROUP for none."""
-    block_usage: Tensor
+    block_usage: Array = packed("N")
     """[N] tokens in the block, of its row; 1 for padding."""
-    block_age: Tensor
+    block_age: Array = packed("N")
     """[N] how many tokens the first slot of the block is older than the newest token of the row;
     0 for padding. Slot t is hidden by a window W when age - t >= W."""
-    slot_mapping: Tensor
+    slot_mapping: Array = packed("B")
     """[B] where the new key and value go, block id * S + offset. Slots of padded rows are in
     the null block, and differ from each other as far as its size allows."""
 
-
-@dataclass(frozen=True)
-class DecodeArrays:
-    """`HPUDecodeMetadata` on the host, all int32."""
-
-    block_list: IntArray
-    block_groups: IntArray
-    block_usage: IntArray
-    block_age: IntArray
-    slot_mapping: IntArray
-
-    def to(self, device: torch.device | str) -> HPUDecodeMetadata:
-        """A copy on the device."""
+    def to(self, device: torch.device | str) -> "HPUDecodeMetadata[Tensor]":
+        """A copy on the device of what is on the host."""
         return HPUDecodeMetadata(**to_tensors(self, device))
 
 
 @dataclass(frozen=True)
-class HPUPrefillMetadata:
+class HPUPrefillMetadata(Generic[Array]):
     """B padded rows of Q padded new tokens each, after up to C blocks of cached context.
 
     New tokens are padded on the right. All int32.
     """
 
-    query_lens: Tensor
+    query_lens: Array = packed("B")
     """[B] new tokens of each row; 0 for a padded row."""
-    context_lens: Tensor
+    context_lens: Array = packed("B")
     """[B] tokens before them: an earlier chunk, a prefix hit. Need not fill a block."""
-    context_blocks: Tensor
+    context_blocks: Array = packed("B C")
     """[B, C] where they are; NULL_BLOCK_ID for padding. C is 0 in a launch without context."""
-    slot_mapping: Tensor
+    slot_mapping: Array = packed("B Q")
     """[B, Q] where new keys and values go; slots of padding are in the null block."""
 
-
-@dataclass(frozen=True)
-class PrefillArrays:
-    """`HPUPrefillMetadata` on the host, all int32."""
-
-    query_lens: IntArray
-    context_lens: IntArray
-    context_blocks: IntArray
-    slot_mapping: IntArray
-
-    def to(self, device: torch.device | str) -> HPUPrefillMetadata:
-        """A copy on the device."""
+    def to(self, device: torch.device | str) -> "HPUPrefillMetadata[Tensor]":
+        """A copy on the device of what is on the host."""
         return HPUPrefillMetadata(**to_tensors(self, device))
 
 
@@ -134,7 +113,7 @@ def build_decode_metadata(
     *,
     padded_shared: int | None = None,
     sliding_window: int | None = None,
-) -> DecodeArrays:
+) -> HPUDecodeMetadata[IntArray]:
     """Flatten the block tables of a decode.
 
     A contiguous launch has a place for every block of the slice, at the index of its id. With
@@ -185,7 +164,7 @@ def build_decode_metadata(
     real = np.flatnonzero(flat.seq_lens)
     position = flat.seq_lens[real] - 1
     slots[real] = flat.tables[real, position // block_size] * block_size + position % block_size
-    return DecodeArrays(
+    return HPUDecodeMetadata(
         block_list=block_list,
         block_groups=_padded(num_entries, PADDING_GROUP, places, flat.groups),
         block_usage=_padded(num_entries, 1, places, np.minimum(flat.ages + 1, block_size)),
@@ -202,7 +181,7 @@ def build_prefill_metadata(
     padded_query_len: int,
     padded_context_blocks: int,
     block_size: int,
-) -> PrefillArrays:
+) -> HPUPrefillMetadata[IntArray]:
     """Pad the rows of a prefill.
 
     Args:
@@ -240,7 +219,7 @@ def build_prefill_metadata(
     row, token = np.nonzero(np.arange(padded_query_len) < queries[:, None])
     position = contexts[row] + token
     slots[row, token] = tables[row, position // block_size] * block_size + position % block_size
-    return PrefillArrays(
+    return HPUPrefillMetadata(
         query_lens=_padded(padded_batch, 0, np.arange(num_rows), queries),
         context_lens=_padded(padded_batch, 0, np.arange(num_rows), contexts),
         context_blocks=context_blocks,

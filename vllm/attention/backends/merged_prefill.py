@@ -14,6 +14,7 @@ K = C * S + Q keys. All sizes are padded.
 """
 
 from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
 import numpy.typing as npt
@@ -26,46 +27,33 @@ from vllm.attention.backends.hpu_metadata import (
     padding_slots,
     to_tensors,
 )
+from vllm.attention.backends.packed_fields import Array, packed
 from vllm.messages import NULL_BLOCK_ID, IntArray
 
 
 @dataclass(frozen=True)
-class MergedPrefillMetadata:
+class MergedPrefillMetadata(Generic[Array]):
     """P prompts in one row. All int32."""
 
-    sequence_ids: Tensor
+    sequence_ids: Array = packed("Q")
     """[Q] which prompt each token belongs to; PADDING_GROUP for padding."""
-    positions: Tensor
+    positions: Array = packed("Q")
     """[Q] place of the token in its prompt, context included; 0 for padding."""
-    slot_mapping: Tensor
+    slot_mapping: Array = packed("Q")
     """[Q] where new keys and values go; slots of padding are in the null block."""
-    last_token_indices: Tensor
+    last_token_indices: Array = packed("P")
     """[P] where in the row each prompt's last new token is; 0 for a padded prompt."""
-    context_blocks: Tensor
+    context_blocks: Array = packed("C")
     """[C] cached blocks of all prompts, one after another; NULL_BLOCK_ID for padding."""
-    context_groups: Tensor
+    context_groups: Array = packed("C")
     """[C] the prompt that each block belongs to; PADDING_GROUP for padding."""
-    context_starts: Tensor
+    context_starts: Array = packed("C")
     """[C] position of the first slot of the block in its prompt; 0 for padding."""
-    context_usage: Tensor
+    context_usage: Array = packed("C")
     """[C] tokens of the context in the block; 0 for padding."""
 
-
-@dataclass(frozen=True)
-class MergedPrefillArrays:
-    """`MergedPrefillMetadata` on the host, all int32."""
-
-    sequence_ids: IntArray
-    positions: IntArray
-    slot_mapping: IntArray
-    last_token_indices: IntArray
-    context_blocks: IntArray
-    context_groups: IntArray
-    context_starts: IntArray
-    context_usage: IntArray
-
-    def to(self, device: torch.device | str) -> MergedPrefillMetadata:
-        """A copy on the device."""
+    def to(self, device: torch.device | str) -> "MergedPrefillMetadata[Tensor]":
+        """A copy on the device of what is on the host."""
         return MergedPrefillMetadata(**to_tensors(self, device))
 
 
@@ -77,7 +65,7 @@ def build_merged_prefill_metadata(
     padded_tokens: int,
     padded_context_blocks: int,
     block_size: int,
-) -> MergedPrefillArrays:
+) -> MergedPrefillMetadata[IntArray]:
     """Lay the prompts of a prefill end to end.
 
     Args:
@@ -117,7 +105,7 @@ def build_merged_prefill_metadata(
     slots[:num_tokens] += position % block_size
     group, index = _enumerate(used)
     start = index * np.int32(block_size)
-    return MergedPrefillArrays(
+    return MergedPrefillMetadata(
         sequence_ids=_fill(padded_tokens, PADDING_GROUP, sequence),
         positions=_fill(padded_tokens, 0, position),
         slot_mapping=slots,
@@ -132,7 +120,7 @@ def build_merged_prefill_metadata(
 
 
 def derive_merged_mask(
-    metadata: MergedPrefillMetadata,
+    metadata: MergedPrefillMetadata[Tensor],
     block_size: int,
     sliding_window: int | None = None,
     alibi_slopes: Tensor | None = None,
@@ -169,24 +157,7 @@ def derive_merged_mask(
     return bias.masked_fill(~mask, float("-inf")).to(dtype)[None]
 
 
-def merged_prefill_mask(
-    sequence_ids: Tensor, positions: Tensor, sliding_window: int | None = None
-) -> Tensor:
-    """The mask of several prompts without context one after another in a single row.
-
-    Args:
-        sequence_ids: [Q] which prompt each token belongs to; negative for padding.
-        positions: [Q] place of the token in its prompt.
-        sliding_window: as in `derive_merged_mask`.
-
-    Returns:
-        [1, 1, Q, Q] bool. Padding sees padding, itself at least.
-    """
-    age = positions[:, None] - positions
-    return _is_seen(sequence_ids, sequence_ids, age, sliding_window)[None, None]
-
-
-def is_context_hidden(metadata: MergedPrefillMetadata, block_size: int) -> Tensor:
+def is_context_hidden(metadata: MergedPrefillMetadata[Tensor], block_size: int) -> Tensor:
     """[C, S] the slots of the context blocks that hold no token of the context."""
     slot = torch.arange(block_size, dtype=torch.int32, device=metadata.context_usage.device)
     return slot >= metadata.context_usage[:, None]

@@ -41,14 +41,16 @@ LONG_TEXT_CHARS = 16 * 1024
 """From here on a text takes so long to tokenise that a server does it in a thread, and so does
 whatever else takes as long to prepare."""
 
-_FORMS = "a string, a list of token ids, {'prompt': str} or {'prompt_token_ids': list of int}"
+_PROMPT_TYPES = (
+    "a string, a list of token ids, {'prompt': str} or {'prompt_token_ids': list of int}"
+)
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "token_type_ids"}
 _MEDIA_KEYS = {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt in the form the model takes."""
+    """The token ids of a prompt, or the embeddings in place of them."""
 
     token_ids: list[int]
     text: str | None
@@ -130,7 +132,7 @@ class InputProcessor:
 
         Args:
             request_id: the user's.
-            prompt: in any form of `PromptType`.
+            prompt: of any prompt type.
             params: how to sample; for several samples see `fan_out.fan_out`.
             arrival_time: in seconds of `time.time()`; None is now.
             priority: a smaller one goes first.
@@ -160,7 +162,7 @@ class InputProcessor:
         if params.max_tokens is not None:
             max_total = min(max_total, len(token_ids) + params.max_tokens)
         eos, others = self.end_tokens
-        # An output that has a form ends with it, if nothing more can come.
+        # With structured output, the end token ends the output when the grammar is complete.
         if params.ignore_eos and params.guided_decoding is None:
             eos, others = None, frozenset()
         return tokenized.text, EngineRequest(
@@ -200,13 +202,13 @@ class InputProcessor:
         )
 
     def attach_grammar(self, request: EngineRequest) -> EngineRequest:
-        """The request with its grammar, if its output must have a form.
+        """The request with its compiled grammar, if it asks for structured output.
 
         Blocks for as long as compiling takes, within the limits of the config. To be called
         from any thread, after `process` and before the request goes to the core.
 
         Raises:
-            RequestError: the form is wrong, cannot be enforced, or takes too much to compile.
+            RequestError: the grammar is not valid, cannot be enforced, or is too costly to compile.
             CapacityError: (503) too many others are being compiled.
         """
         guided = request.sampling_params.guided_decoding
@@ -239,15 +241,16 @@ class InputProcessor:
             return self._compiler
 
     def tokenize(self, prompt: PromptType, *, max_tokens: int | None = None) -> TokenizedPrompt:
-        """Token ids of a prompt in any form, checked to be there and in the vocabulary.
+        """Token ids of a prompt of any type; at least one, and all of them in the vocabulary.
 
         Args:
-            prompt: in any form.
+            prompt: of any prompt type.
             max_tokens: a text that certainly has more tokens is refused before it is tokenised;
                 None refuses none.
 
         Raises:
-            RequestError: it has no known form, no tokens, or a token the model does not have.
+            RequestError: its type is not known, or it has no tokens, or one that is not in the
+                vocabulary.
             PromptTooLongError: it certainly has more than `max_tokens`.
         """
         if isinstance(prompt, str):
@@ -275,7 +278,7 @@ class InputProcessor:
         if "encoder_prompt" in prompt:
             raise RequestError(
                 "this version runs no models with an encoder and a decoder: send a prompt without "
-                f"'encoder_prompt', as {_FORMS}",
+                f"'encoder_prompt', as {_PROMPT_TYPES}",
                 param="prompt",
             )
         if prompt.get("prompt_embeds") is not None:
@@ -285,7 +288,8 @@ class InputProcessor:
             )
         if unknown := [key for key in prompt if key not in _KEYS | _MEDIA_KEYS]:
             raise RequestError(
-                f"a prompt has no {', '.join(map(repr, unknown))}: expected {_FORMS}",
+                f"the prompt has the unknown key {', '.join(map(repr, unknown))}; accepted: "
+                f"{_PROMPT_TYPES}",
                 param="prompt",
             )
         text, salt = prompt.get("prompt"), _cache_salt_of(prompt)
@@ -296,7 +300,7 @@ class InputProcessor:
         if prompt.get("prompt_token_ids") is not None:
             return TokenizedPrompt(self._check_prompt_ids(prompt["prompt_token_ids"]), text, salt)
         if text is None:
-            raise RequestError(f"the prompt is empty: expected {_FORMS}", param="prompt")
+            raise RequestError(f"the prompt is empty: expected {_PROMPT_TYPES}", param="prompt")
         add_special_tokens = bool(prompt.get("add_special_tokens", True))
         token_ids = self._encode(text, add_special_tokens, max_tokens=max_tokens)
         return TokenizedPrompt(token_ids, text, salt)
@@ -356,7 +360,7 @@ class InputProcessor:
     def _check_prompt_ids(self, token_ids: Any) -> list[int]:
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
             raise RequestError(
-                f"a prompt cannot be of type {type(token_ids).__name__}: expected {_FORMS}",
+                f"a prompt cannot be of type {type(token_ids).__name__}: expected {_PROMPT_TYPES}",
                 param="prompt",
             )
         if not token_ids:
@@ -439,7 +443,9 @@ class InputProcessor:
         for word, token_ids in zip(word_of.values(), sequences, strict=True):
             if not token_ids or max(token_ids) >= self._vocab_size:
                 raise RequestError(
-                    f"bad_words has {word!r}, which the model cannot write", param="bad_words"
+                    f"bad_words: {word!r} has no tokens in the vocabulary of the model. Leave it "
+                    f"out",
+                    param="bad_words",
                 )
         return list({tuple(token_ids): token_ids for token_ids in sequences}.values())
 

@@ -27,7 +27,7 @@ _CALLS = {
 
 
 def refuse_generation(pooler: PoolerConfig | None) -> None:
-    """Nothing, for a model that generates.
+    """Refuse a model that does not generate text.
 
     Raises:
         RequestError: it is run for a pooling task; says what to call.
@@ -150,7 +150,10 @@ class PoolingInput:
         """
         tokenizer = self._processor.tokenizer
         if tokenizer is None:
-            raise RequestError("scoring texts needs a tokenizer (skip_tokenizer_init is set)")
+            raise RequestError(
+                "scoring texts needs a tokenizer, and this engine runs without one "
+                "(skip_tokenizer_init)"
+            )
         most = self._max_tokens(PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens))
         for part in (text, other):
             _check_text(part)
@@ -167,8 +170,8 @@ class PoolingInput:
             return None
         if most > self._max_model_len:
             raise RequestError(
-                f"truncate_prompt_tokens ({most}) is more than the {self._max_model_len} tokens "
-                f"that the model takes; -1 stands for that many",
+                f"truncate_prompt_tokens must be at most max_model_len ({self._max_model_len}), "
+                f"got {most}; -1 stands for max_model_len",
                 param="truncate_prompt_tokens",
             )
         return self._max_model_len if most == -1 else most
@@ -191,8 +194,9 @@ class PoolingInput:
             return
         if not pooler.is_matryoshka:
             raise RequestError(
-                f"dimensions ({dimensions}): this model does not say that its embeddings may be "
-                f"cut (is_matryoshka or matryoshka_dimensions in config.json)",
+                f"dimensions={dimensions}: the embeddings of this model cannot be shortened, as "
+                f"its config.json has neither is_matryoshka nor matryoshka_dimensions. Leave "
+                f"dimensions out",
                 param="dimensions",
             )
         sizes = pooler.matryoshka_dimensions

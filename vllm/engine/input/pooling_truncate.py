@@ -61,8 +61,8 @@ def _kept(parts: list[int | None], most: int, *, is_left: bool) -> list[int]:
     room = most - parts.count(None)
     if room < 1:
         raise RequestError(
-            f"truncate_prompt_tokens ({most}) leaves no room besides {parts.count(None)} special "
-            f"tokens",
+            f"truncate_prompt_tokens must be more than the {parts.count(None)} special tokens of "
+            f"the prompt, got {most}",
             param="truncate_prompt_tokens",
         )
     sizes = share_room(len(places[0]), len(places[1]), room)

@@ -64,7 +64,7 @@ class Preparation:
         """What `process` makes of a prompt, in a slow lane where that takes long.
 
         Args:
-            prompt: in any form.
+            prompt: of any prompt type.
             params: of the request.
             process: gets the prompt, perhaps with its token ids, and a processor to use.
 
@@ -108,7 +108,7 @@ class Preparation:
         """Token ids of a prompt, as `InputProcessor.tokenize` gives them.
 
         Args:
-            prompt: in any form.
+            prompt: of any prompt type.
             is_long: it is one of many, so that all of them take long.
             max_tokens: see there.
         """

@@ -86,13 +86,13 @@ class PromptEmbeds:
             raise PromptTooLongError(int(shape[-2]), self._max_model_len)
 
     def _check_numbers(self, tensor: RawTensor) -> None:
-        """All can be computed with: one that is not finite would stay in the KV cache."""
+        """Refuse values that are not finite: they would stay in the KV cache."""
         width = {"float64": 8, "float32": 4}.get(tensor.dtype, 2) * _CHUNK_ELEMENTS
         for start in range(0, len(tensor.data), width):
             numbers = _as_floats(tensor.dtype, tensor.data[start : start + width])
             if not (np.abs(numbers) <= self._largest).all():
                 raise _refused(
-                    "the tensor has a number that is not finite, or too large for the dtype of "
+                    "the tensor has a value that is NaN, infinite, or too large for the dtype of "
                     "the model"
                 )
 
@@ -128,11 +128,11 @@ def _copy(value: Any) -> RawTensor:
         if str(value.layout) != "torch.strided" or value.is_quantized:
             raise _refused(f"must be a dense tensor, got {value.layout}")
         if value.device.type == "meta":
-            raise _refused("the tensor is on the device meta, where it has no numbers")
+            raise _refused("the tensor is on the device 'meta', so it has no values")
     else:
         raise _refused(f"must be a tensor or an array, got {type(value).__name__}")
     if dtype not in _DTYPES:
-        raise _refused(f"the tensor is of {dtype}, and must be of one of {', '.join(_DTYPES)}")
+        raise _refused(f"the tensor has dtype {dtype}; accepted: {', '.join(_DTYPES)}")
     if not isinstance(value, np.ndarray):
         dense = value.detach().to("cpu")
         found = _bits(dense.float().numpy()) if dtype == "bfloat16" else dense.numpy()

@@ -79,7 +79,7 @@ class Family(Protocol):
     """One metric with all its label values."""
 
     def metric(self, constant: Mapping[str, str]) -> Metric:
-        """In the form of Prometheus; `constant` are labels that every sample has."""
+        """In the text format of Prometheus; every sample has the labels `constant`."""
         ...
 
 

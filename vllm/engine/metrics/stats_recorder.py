@@ -16,12 +16,13 @@ class StatsRecorder:
         self.metrics = metrics
         self._begin()
 
-    def token(self, sample: SampleState, now: float) -> None:
-        """A sample got a token; to be called before its request is told the time."""
-        self._num_tokens += 1
+    def tokens(self, sample: SampleState, count: int, now: float) -> None:
+        """A sample got tokens; to be called before its request is told the time. Tokens that come
+        together share the time since the ones before them."""
+        self._num_tokens += count
         last, sample.last_token_time = sample.last_token_time, now
         if last is not None:
-            self._inter_token.append(now - last)
+            self._inter_token += [(now - last) / count] * count
             return
         times = sample.request.metrics
         if times.first_token_time is None:

@@ -1,7 +1,7 @@
 """From the core's tokens to `RequestOutput`s: text, stop strings, log-probabilities, samples."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.engine.output.detokenizer import DetokenizerFactory
@@ -116,21 +116,21 @@ class OutputProcessor:
         self._take_details(output)
         news: dict[RequestState, None] = {}  # a set that keeps the order
         stopped: list[str] = []
-        for core_id, token_id in zip(output.request_ids, output.token_ids, strict=True):
+        for core_id, token_ids in _tokens_of_each(output):
             sample = samples.get(core_id)
             if sample is None:
                 continue  # has ended while this step was running
-            sample.token_ids.append(token_id)
-            request = sample.request
+            sample.token_ids += token_ids
+            request, num_new = sample.request, len(token_ids)
             if recorder is not None:
-                recorder.token(sample, now)
+                recorder.tokens(sample, num_new, now)
             metrics = request.metrics
             metrics.last_token_time = now
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
             if not sample.is_watched or core_id in finished:
                 continue
-            if (string := sample.read_newest()) is not None:
+            if (string := sample.read_newest(num_new)) is not None:
                 sample.end_at_stop_string(string)
                 stopped.append(core_id)
                 del samples[core_id]
@@ -220,3 +220,14 @@ class OutputProcessor:
         if strings:
             stop = StopStrings(strings, is_shown=params.include_stop_str_in_output)
         return OutputText(detokenizer, stop, params.min_tokens)
+
+
+def _tokens_of_each(output: EngineOutput) -> Iterator[tuple[str, Sequence[int]]]:
+    """The requests with new tokens, by their id in the core, and these."""
+    if output.num_tokens is None:
+        yield from zip(output.request_ids, zip(output.token_ids, strict=True), strict=True)
+        return
+    start = 0
+    for core_id, count in zip(output.request_ids, output.num_tokens, strict=True):
+        yield core_id, output.token_ids[start : start + count]
+        start += count

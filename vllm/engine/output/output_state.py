@@ -85,10 +85,10 @@ class SampleState:
         return len(self.token_ids) > self._num_sent_tokens
 
     def add_logprobs(self, rows: LogprobRows) -> None:
-        """Keep the log-probabilities of the next position."""
-        self._new_logprobs.append(rows)
+        """Keep the log-probabilities of the next positions."""
         if len(self._new_logprobs) >= _MOST_ROWS_KEPT:
             self._convert_logprobs()
+        self._new_logprobs.append(rows)  # the newest stay as they are: a stop string may cut them
 
     def read(self, num_tokens: int) -> str | None:
         """Make text of the first `num_tokens` output tokens; the stop string if it ends there."""
@@ -97,12 +97,12 @@ class SampleState:
         new, self._num_read = self.token_ids[self._num_read : num_tokens], num_tokens
         return self._text.append(new)
 
-    def read_newest(self) -> str | None:
-        """As `read` for all tokens, of which only the last was not read."""
+    def read_newest(self, count: int) -> str | None:
+        """As `read` for all tokens, of which only the last `count` were not read."""
         if self._text is None:
             return None
-        self._num_read += 1
-        return self._text.append(self.token_ids[-1:])
+        self._num_read += count
+        return self._text.append(self.token_ids[-count:])
 
     def end(self, finished: Finished) -> None:
         """The core has ended the sample. A stop string in its last token comes first."""
@@ -119,7 +119,14 @@ class SampleState:
         self._set_end(finished.reason, stop_reason)
 
     def end_at_stop_string(self, string: str) -> None:
-        """`read` has found a stop string."""
+        """`read` has found a stop string. Tokens behind it that came with it are dropped."""
+        assert self._text is not None
+        num_behind = len(self.token_ids) - self._text.num_tokens
+        if num_behind:
+            del self.token_ids[-num_behind:]
+            if self._new_logprobs:
+                newest = self._new_logprobs.pop()
+                self._new_logprobs.append(newest.first(len(newest.ranks) - num_behind))
         self._set_end(FinishReason.STOP, string)
 
     @property

@@ -17,9 +17,10 @@ class OutputText:
     Attributes:
         text: what is known; once finished, all of it.
         num_shown: characters of it that will not change and may be shown.
+        num_tokens: tokens taken in, where there are stop strings.
     """
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_stop", "num_shown", "text")
+    __slots__ = ("_detokenizer", "_min_tokens", "_stop", "num_shown", "num_tokens", "text")
 
     def __init__(
         self, detokenizer: Detokenizer, stop: StopStrings | None, min_tokens: int = 0
@@ -27,7 +28,7 @@ class OutputText:
         self._detokenizer = detokenizer
         self._stop = stop
         self._min_tokens = min_tokens
-        self._num_tokens = 0
+        self.num_tokens = 0
         self.text = ""
         self.num_shown = 0
 
@@ -35,7 +36,8 @@ class OutputText:
         """Take in new output tokens.
 
         Returns:
-            The stop string that ends the output, or None. The text is cut then, and complete.
+            The stop string that ends the output, or None. The text is cut then, and complete, and
+            the tokens behind it are not taken in.
         """
         if self._stop is None:
             self.text += self._detokenizer.push(token_ids)
@@ -53,11 +55,11 @@ class OutputText:
 
     def _append_one(self, token_id: int, stop: StopStrings) -> str | None:
         new = self._detokenizer.push((token_id,))
-        self._num_tokens += 1
+        self.num_tokens += 1
         if not new:
             return None
         self.text += new
-        if self._num_tokens >= self._min_tokens:
+        if self.num_tokens >= self._min_tokens:
             match = stop.find(self.text, len(new))
             if match is not None:
                 self.text = self.text[: match.end if stop.is_shown else match.start]

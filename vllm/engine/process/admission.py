@@ -50,17 +50,17 @@ class Admission:
             most = self._max_num_seqs + limits.max_queued_requests
             if len(self._waiting) + len(self._running) + num_requests > most:
                 raise CapacityError(
-                    f"{len(self._waiting)} requests wait for the engine, and at most "
-                    f"{limits.max_queued_requests} may (max_queued_requests): try again later",
+                    f"the queue is full: {len(self._waiting)} requests are waiting, and the limit "
+                    f"is {limits.max_queued_requests} (max_queued_requests). Try again later",
                     status=503,
                 )
         if limits.max_queued_tokens is not None and self._waiting:
             tokens = self._waiting_tokens + num_prompt_tokens
             if tokens > limits.max_queued_tokens:
                 raise CapacityError(
-                    f"requests with {self._waiting_tokens} prompt tokens wait for the engine; with "
-                    f"this one's {num_prompt_tokens} they would be more than "
-                    f"{limits.max_queued_tokens} (max_queued_tokens): try again later",
+                    f"the queue is full: requests with {self._waiting_tokens} prompt tokens are "
+                    f"waiting, this one has {num_prompt_tokens}, and the limit is "
+                    f"{limits.max_queued_tokens} (max_queued_tokens). Try again later",
                     status=503,
                 )
 

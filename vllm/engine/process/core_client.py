@@ -2,18 +2,16 @@
 
 import asyncio
 import contextlib
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.engine.process import socket_folder
 from vllm.engine.process.wire import (
     START_LENGTH,
     FromCore,
@@ -26,8 +24,9 @@ from vllm.logger import current_format, init_logger
 
 logger = init_logger(__name__)
 
-_MAX_SOCKET_PATH = 100
-"""Bytes; the kernel takes 107."""
+_MAX_KILL_WAIT_S = 5.0
+"""A killed process ends within milliseconds, unless the kernel keeps it: in a call of a device
+driver, or while it frees much memory."""
 
 _CHILD_DEFAULTS = {"GOMP_SPINCOUNT": "1000", "KINETO_LOG_LEVEL": "99"}
 """OpenMP threads that wait for the next loop give their core to the API process sooner; torch's
@@ -42,17 +41,16 @@ class CoreClient:
     """
 
     def __init__(self) -> None:
-        self._folder = _make_folder()
-        address = f"ipc://{self._folder / 'core'}"
+        self._address = socket_folder.make_address()
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.linger = 0
-        self._socket.bind(address)
+        self._socket.bind(self._address)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.engine.process.core_process", address],
+            [sys.executable, "-m", "vllm.engine.process.core_process", self._address],
             stdin=subprocess.PIPE,
             env=envs.child_environment(_CHILD_DEFAULTS, {"VLLM_LOGGING_FORMAT": current_format()}),
         )
@@ -111,20 +109,40 @@ class CoreClient:
         self._loop.call_soon(self._read)
 
     def close(self) -> None:
-        """End the process at once and release all. Calling it again does nothing."""
+        """Kill the process and release all. Calling it again does nothing.
+
+        A process that does not end within seconds is left to a thread: the event loop goes on.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._socket.fileno())
         self.process.kill()
+        try:
+            self.process.wait(_MAX_KILL_WAIT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning(
+                "the engine process %d was killed, but has not ended after %.0f s: its memory and "
+                "its device stay occupied until the kernel lets it end",
+                *(self.pid, _MAX_KILL_WAIT_S),
+            )
+            threading.Thread(target=self._reap, name="core-reaper", daemon=True).start()
+        else:
+            self._reap()
+        self._socket.close()
+        self._context.term()
+        socket_folder.remove(self._address)
+
+    def _reap(self) -> None:
+        """Wait for the process, then close our end of its standard input.
+
+        Not before: a thread may still write the config to a process that no longer reads.
+        """
         self.process.wait()
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        self._socket.close()
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self) -> None:
         while not self._is_closed:
@@ -145,11 +163,3 @@ class CoreClient:
         self._read()
         code = self.process.returncode
         self._on_death(f"signal {-code}" if code < 0 else f"exit code {code}")
-
-
-def _make_folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="vllm-"))
-    if len(bytes(folder)) > _MAX_SOCKET_PATH - len("/core"):
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="vllm-", dir="/tmp"))
-    return folder

@@ -7,7 +7,6 @@ however the parent died.
 """
 
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -15,13 +14,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 
 import msgspec
 import zmq
 
 from vllm.engine.engine_core import EngineCore
 from vllm.engine.fan_out import fan_out, sample_id
+from vllm.engine.process import socket_folder
 from vllm.engine.process.wire import (
     START_LENGTH,
     AbortRequests,
@@ -47,8 +46,8 @@ from vllm.engine.process.wire import (
 from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
 from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest
-from vllm.utils import startup
-from vllm.utils.garbage import keep_for_good
+from vllm.utils import startup_progress
+from vllm.utils.process_memory import keep_for_good
 
 logger = init_logger(__name__)
 
@@ -204,11 +203,11 @@ def main(address: str) -> int:
 def _run(
     start: StartCore, receive: Callable[[bool], bytes | None], send: Callable[[FromCore], None]
 ) -> int:
-    startup.listen(lambda phase, done, total: send(_progress(phase, done, total)))
+    startup_progress.listen(lambda phase, done, total: send(_progress(phase, done, total)))
     core = None
     try:
         core = _start_core(start)
-        startup.listen(None)
+        startup_progress.listen(None)
         keep_for_good()
         send(CoreReady(stats=core.stats()))
         CoreLoop(core, receive, send).run()
@@ -233,7 +232,7 @@ def _start_core(start: StartCore) -> EngineCore:
 
     for name, place in start.models.items():
         ModelRegistry.register_model(name, place)
-    startup.report("starting the worker")
+    startup_progress.report("starting the worker")
     config = start.config
     # In the log of a server, a progress bar is noise.
     load = replace(
@@ -265,7 +264,7 @@ def _read_exactly(size: int) -> bytes:
 def _end_with_parent(address: str) -> None:
     # Not through sys.stdin: the interpreter cannot end while a thread waits inside of that.
     os.read(_STDIN, 1)  # returns when nobody holds the other end any more
-    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
+    socket_folder.remove(address)
     os._exit(1)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.process.core_client import CoreClient
-from vllm.engine.process.startup_state import Startup
+from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import (
     CallCore,
     CallResult,
@@ -27,7 +27,7 @@ from vllm.engine.process.wire import (
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.utils import startup
+from vllm.utils import startup_progress
 
 logger = init_logger(__name__)
 
@@ -57,7 +57,7 @@ class CoreSupervisor:
         on_refused: Callable[[Refused], None],
         on_lost: Callable[[BaseException], None],
     ) -> None:
-        self.startup = Startup()
+        self.startup = StartupState()
         self.num_restarts_done = 0
         self.death_callbacks: list[Callable[[BaseException], None]] = []
         self._restarts_left = num_restarts
@@ -114,11 +114,11 @@ class CoreSupervisor:
 
     def _resolve(self, resolve: Callable[[], VllmConfig]) -> VllmConfig:
         """Run `resolve`, and tell what it waits for. In a thread."""
-        startup.listen(self.startup.report)
+        startup_progress.listen(self.startup.report)
         try:
             return resolve()
         finally:
-            startup.listen(None)
+            startup_progress.listen(None)
 
     def send(self, message: ToCore) -> None:
         """Send a message to the core that runs.

@@ -1,4 +1,4 @@
-"""How far an engine has come with its start, for those who wait for it."""
+"""The state of an engine's start, for those who wait for it. `startup_progress` reports it."""
 
 import asyncio
 import time
@@ -17,13 +17,13 @@ _NOT_STARTED = "waiting to start"
 _ENDS = ("ready", "failed")
 
 
-class Startup:
+class StartupState:
     """Phase, progress and readiness of one engine.
 
     Attributes:
-        phase: what it does at the moment, in words; "ready" or "failed" at the end.
-        done: units of work of this phase that are done.
-        total: units of work of this phase; 0 is not known.
+        phase: what it is doing now, in words; "ready" or "failed" at the end.
+        done: units of work of this phase that have been done.
+        total: units of work of this phase; 0: unknown.
         error: why it failed, or None.
         finished_phases: name and seconds of each phase of the latest start that has ended.
     """
@@ -39,18 +39,18 @@ class Startup:
 
     @property
     def is_ready(self) -> bool:
-        """Requests are computed."""
+        """The engine serves requests."""
         return self.phase == "ready"
 
     @property
     def eta_seconds(self) -> float | None:
-        """Seconds until the end of this phase at its pace so far; None: not known."""
+        """Estimated seconds until the end of this phase; None: unknown."""
         if self.is_ready or self.total <= 0 or self.done < _MIN_ETA_DONE:
             return None
         return self._elapsed_s() / self.done * max(0, self.total - self.done)
 
     def report(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """The start has come this far."""
+        """Note the progress of a phase; a new phase ends the one before."""
         if phase != self.phase:
             self._log_change(phase)
             self._note_end()
@@ -73,7 +73,7 @@ class Startup:
             logger.info("start: %s took %.1f s; %s", self.phase, self._elapsed_s(), phase)
 
     def _note_end(self) -> None:
-        """Of the phase so far; what comes after the end of a start belongs to another start."""
+        """Add the phase that ends to `finished_phases`; after a whole start, begin a new list."""
         if self.phase in _ENDS:
             self.finished_phases = []
         elif self.phase != _NOT_STARTED:
@@ -83,27 +83,27 @@ class Startup:
         return time.monotonic() - self._phase_began
 
     def set_ready(self) -> None:
-        """Those who wait go on."""
+        """The engine is ready: wake up everyone who waits."""
         self.report("ready")
         self.error = None
         self._changed.set()
 
     def set_unready(self, phase: str) -> None:
-        """Requests have to wait (again)."""
+        """The engine is not ready (any more): requests have to wait."""
         self.report(phase)
         self._changed.clear()
 
     def set_failed(self, error: BaseException) -> None:
-        """It will never be ready; those who wait get the error."""
+        """The engine will never be ready: raise the error for everyone who waits."""
         self.report("failed")
         self.error = error
         self._changed.set()
 
     async def wait(self) -> None:
-        """Until it is ready.
+        """Wait until the engine is ready.
 
         Raises:
-            The error it failed with.
+            The error of `set_failed`.
         """
         await self._changed.wait()
         if self.error is not None:

@@ -1,20 +1,18 @@
 """Messages between the API process and the engine core, as msgpack. No pickle, no code.
 
-    API process -> core     StartCore, AddRequests, AbortRequests, CallCore, StopCore
-    core -> API process     CoreProgress, CoreReady, CoreFailed, CoreOutput, Refused, CallResult
-
-Arrays travel as (dtype, shape, bytes).
+API process -> core     StartCore, AddRequests, AbortRequests, CallCore, StopCore
+core -> API process     CoreProgress, CoreReady, CoreFailed, CoreOutput, Refused, CallResult
 """
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from vllm.config import VllmConfig
 from vllm.errors import CapacityError, RequestError, WorkerCallError
+from vllm.message_codec import decode_array, encode_array
 from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
 START_LENGTH = struct.Struct("<Q")
@@ -187,33 +185,20 @@ FromCore = CoreProgress | CoreReady | CoreFailed | CoreOutput | Refused | CallRe
 
 
 def _encode_extra(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, value.tobytes()
     if callable(value):
         raise RequestError(
             "logits_processors are code and cannot be sent to the engine's own process; send their "
             "qualified names, or use the offline engine (LLM)",
             param="logits_processors",
         )
-    raise TypeError(f"{type(value).__name__} cannot be sent")
-
-
-def _decode_extra(kind: Any, value: Any) -> Any:
-    if get_origin(kind) is np.ndarray:
-        dtype, shape, data = value
-        array = np.frombuffer(data, dtype).reshape(shape)
-        (expected,) = get_args(get_args(kind)[1])
-        if array.dtype != expected:
-            raise ValueError(f"expected an array of {expected.__name__}, got {array.dtype}")
-        return array
-    raise TypeError(f"{kind} cannot be received")
+    return encode_array(value)
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_extra).encode
 """A message as bytes. Raises RequestError when it holds code of a user."""
 
-decode_to_core = msgspec.msgpack.Decoder(ToCore, dec_hook=_decode_extra).decode
+decode_to_core = msgspec.msgpack.Decoder(ToCore, dec_hook=decode_array).decode
 """Bytes as a message to the core."""
 
-decode_from_core = msgspec.msgpack.Decoder(FromCore, dec_hook=_decode_extra).decode
+decode_from_core = msgspec.msgpack.Decoder(FromCore, dec_hook=decode_array).decode
 """Bytes as a message of the core."""

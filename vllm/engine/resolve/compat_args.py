@@ -25,7 +25,7 @@ class CompatArgument:
 
     name: str
     off: Any
-    """Its default there. The type decides the form of the flag."""
+    """Its default there. Its type decides what values the flag takes."""
     reason: str
     """Why it has no effect, or why it is not available; a clause without a full stop."""
     available: bool

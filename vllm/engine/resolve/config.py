@@ -14,6 +14,7 @@ from vllm.assets import BUNDLED_MODEL
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    HPUConfig,
     LoadConfig,
     ModelArch,
     ModelConfig,
@@ -28,10 +29,8 @@ from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType
 from vllm.engine.resolve.hpu import refuse_variables, resolve_hpu_config
-from vllm.engine.resolve.offload import resolve_offload
+from vllm.engine.resolve.model_options import check_quantization, resolve_offload, resolve_windows
 from vllm.engine.resolve.pooling import resolve_pooler
-from vllm.engine.resolve.quantization import check_quantization
-from vllm.engine.resolve.windows import resolve_windows
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import ModelRegistry
@@ -81,7 +80,9 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
             "(enable_prefix_caching=False, or a pooling model). Leave kv_events_config out, or "
             "turn the prefix cache on"
         )
-    hpu = resolve_hpu_config(enable_prefix_caching=cache.enable_prefix_caching)
+    hpu = resolve_hpu_config(
+        _section(HPUConfig, settings), enable_prefix_caching=cache.enable_prefix_caching
+    )
     # Last, so that no weights are downloaded for settings that are wrong.
     return VllmConfig(
         model=replace(model, path=str(_model_folder(model, load, load.load_format))),
@@ -263,7 +264,7 @@ def check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
     """
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise ConfigError(f"config.json of '{folder}' names no architecture (key 'architectures')")
+        raise ConfigError(f"config.json of '{folder}' has no 'architectures'")
     if names[0] not in ModelRegistry.supported():
         ModelRegistry.resolve(names[0])  # raises, and lists what is supported
 
@@ -282,7 +283,7 @@ def _resolve_dtype(asked: ModelConfig, arch: ModelArch) -> ModelDType:
     name = replace(asked, arch=arch).dtype_name
     if name not in _RUNNABLE_DTYPES:
         raise ConfigError(
-            f"the checkpoint's dtype {name} cannot run as it is; choose dtype from "
+            f"the checkpoint's dtype {name} is not supported; set dtype to one of "
             f"{', '.join(_RUNNABLE_DTYPES)}"
         )
     if name == "float16" and arch.dtype == "bfloat16":
@@ -353,7 +354,10 @@ def _for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[s
     """The settings as pooling needs them: where all of a prompt counts, it runs in one step."""
     if not pooler.needs_whole_prompts:
         return settings
-    logger.info("prompts run whole, without prefix cache, as all of their tokens are pooled")
+    logger.info(
+        "chunked prefill and prefix caching are off: this model pools all tokens of a prompt, so "
+        "they have to be computed in one step"
+    )
     return {**settings, "enable_chunked_prefill": False, "enable_prefix_caching": False}
 
 

@@ -1,10 +1,16 @@
 """The settings of Gaudi out of environment variables, checked against each other."""
 
-from dataclasses import fields
-from typing import Any, cast
+from dataclasses import fields, replace
+from typing import cast
 
 from vllm import envs
-from vllm.config.hpu import BucketingStrategy, HPUConfig, PromptAttention, StepLog
+from vllm.config.hpu import (
+    VARIABLE,
+    BucketingStrategy,
+    HPUConfig,
+    PromptAttention,
+    StepLog,
+)
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 
@@ -15,8 +21,12 @@ _STRATEGIES: dict[str, BucketingStrategy] = {"lin": "linear", "exp": "exponentia
 _GC_DEFAULTS = (700, 10, 10)
 
 
-def resolve_hpu_config(*, enable_prefix_caching: bool) -> HPUConfig:
+def resolve_hpu_config(asked: HPUConfig, *, enable_prefix_caching: bool) -> HPUConfig:
     """The settings of this process.
+
+    Args:
+        asked: fields that have flags are kept; those of variables are read.
+        enable_prefix_caching: of the KV cache.
 
     Raises:
         ConfigError: two variables contradict each other, or one of the Gaudi fork asks for a
@@ -25,25 +35,19 @@ def resolve_hpu_config(*, enable_prefix_caching: bool) -> HPUConfig:
     refuse_variables()
     settings = envs.get()
     contiguous_pa = settings.VLLM_CONTIGUOUS_PA
-    return HPUConfig(
+    as_they_are = {
+        f.name: getattr(settings, f.metadata[VARIABLE])
+        for f in fields(HPUConfig)
+        if VARIABLE in f.metadata
+    }
+    return replace(
+        asked,
+        **as_they_are,
         bucketing_strategy=_strategy(settings),
-        bucketing_file=settings.VLLM_BUCKETING_FROM_FILE,
         bucket_variables=bucket_variables(settings),
-        merged_prefill=settings.VLLM_MERGED_PREFILL,
-        skip_warmup=settings.VLLM_SKIP_WARMUP,
-        full_warmup=settings.VLLM_FULL_WARMUP,
-        graph_reserved_mem=settings.VLLM_GRAPH_RESERVED_MEM,
-        graph_prompt_ratio=settings.VLLM_GRAPH_PROMPT_RATIO,
-        graph_prompt_strategy=cast(Any, settings.VLLM_GRAPH_PROMPT_STRATEGY),
-        graph_decode_strategy=cast(Any, settings.VLLM_GRAPH_DECODE_STRATEGY),
         contiguous_pa=not enable_prefix_caching if contiguous_pa is None else contiguous_pa,
         prompt_attention=_prompt_attention(settings),
         softmax_const_norm=_const_norm(settings),
-        pa_softmax_impl=settings.VLLM_PA_SOFTMAX_IMPL,
-        hidden_layers_per_graph=settings.VLLM_CONFIG_HIDDEN_LAYERS,
-        regional_compilation=settings.VLLM_REGIONAL_COMPILATION,
-        compile_fullgraph=settings.VLLM_T_COMPILE_FULLGRAPH,
-        compile_dynamic_shapes=settings.VLLM_T_COMPILE_DYNAMIC_SHAPES,
         gc_thresholds=_gc_thresholds(settings),
         log_compilations=_step_log(
             settings.VLLM_HPU_LOG_STEP_GRAPH_COMPILATION,
@@ -114,8 +118,8 @@ def _const_norm(settings: envs.Envs) -> float | None:
         return None
     if settings.VLLM_PA_SOFTMAX_IMPL is not None:
         raise ConfigError(
-            "VLLM_SOFTMAX_CONST_NORM=1 and VLLM_PA_SOFTMAX_IMPL are two ways to normalise one "
-            "softmax; set one of them"
+            "VLLM_SOFTMAX_CONST_NORM=1 and VLLM_PA_SOFTMAX_IMPL cannot be used together: both say "
+            "how the softmax of decode attention is normalised. Unset one of them"
         )
     return settings.VLLM_SOFTMAX_CONST_NORM_VALUE
 

@@ -35,14 +35,14 @@ def resolve_pooler(
     task = can_do[0] if asked.task == "auto" else asked.task.replace("embedding", "embed")
     if task not in can_do:
         raise ConfigError(
-            f"task {asked.task!r} is not one of {arch.architecture}, which can do: "
+            f"task={asked.task!r} is not available for {arch.architecture}; available: "
             f"{', '.join(can_do)}"
         )
     if task == "generate":
         if asked.override_pooler_config:
             raise ConfigError(
-                f"override_pooler_config has no use with task 'generate'; {arch.architecture} "
-                f"can do: {', '.join(can_do)}"
+                f"override_pooler_config has no effect with task 'generate'. Leave it out, or set "
+                f"another task; {arch.architecture} can do: {', '.join(can_do)}"
             )
         return None, None
     if task != "embed":
@@ -123,7 +123,7 @@ def _classifier_activation(arch: ModelArch, labels: tuple[str, ...]) -> Activati
         kind = str(named).rpartition(".")[2]
         if kind not in known:
             raise ConfigError(
-                f"config.json names the activation {named!r}; available are {', '.join(known)}"
+                f"config.json has the activation {named!r}; available: {', '.join(known)}"
             )
         return known[kind]
     if config.get("problem_type") == "regression":
@@ -136,8 +136,8 @@ def _classifier_activation(arch: ModelArch, labels: tuple[str, ...]) -> Activati
 def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := [name for name in given if name not in _OVERRIDES]:
         raise ConfigError(
-            f"override_pooler_config has no {', '.join(map(repr, unknown))}; "
-            f"it takes {', '.join(_OVERRIDES)}"
+            f"override_pooler_config has the unknown key {', '.join(map(repr, unknown))}; "
+            f"accepted: {', '.join(_OVERRIDES)}"
         )
     values = {name: value for name, value in given.items() if value is not None}
     for name in ("normalize", "softmax"):

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's form, for its routes: which type, which body.
+"""Errors in Anthropic's format, for its routes: which type, which body.
 
 What an error is, and its status, is decided by `errors`; here it is only worded otherwise.
 """

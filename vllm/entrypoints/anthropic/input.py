@@ -1,4 +1,4 @@
-"""Conversations and tools in Anthropic's form, checked and turned into those of the chat API.
+"""Conversations and tools in Anthropic's format, checked and turned into those of the chat API.
 
 Pure functions; they know no engine and no framework.
 """
@@ -43,7 +43,7 @@ def as_messages(conversation: Conversation) -> list[Message]:
 
 
 def as_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool] | None:
-    """Tools in the form of the chat API; None when there are none.
+    """Tools in the format of the chat API; None when there are none.
 
     Raises:
         RequestError: a tool is malformed, or one that the server would have to run.
@@ -52,7 +52,7 @@ def as_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool] | None:
 
 
 def as_tool_choice(choice: Mapping[str, Any] | None) -> tuple[ToolChoice | None, bool]:
-    """The choice in the form of the chat API, and whether several calls are allowed.
+    """The choice in the format of the chat API, and whether several calls are allowed.
 
     Raises:
         RequestError: it is malformed.

@@ -1,4 +1,4 @@
-"""Answers in Anthropic's form: content blocks made of what the model says, and stream events.
+"""Answers in Anthropic's format: content blocks made of what the model says, and stream events.
 
 Knows neither engine nor framework: `MessageWriter` is fed with the parsed parts of a turn, in
 their order, and gives events as JSON objects. An answer that is not streamed goes the same way.

@@ -1,4 +1,4 @@
-"""Bodies of the routes in Anthropic's form: POST /v1/messages and /v1/messages/count_tokens.
+"""Bodies of the routes in Anthropic's format: POST /v1/messages and /v1/messages/count_tokens.
 
 What lies inside content blocks is checked where it is read.
 """
@@ -42,7 +42,7 @@ class ThinkingConfig(RequestModel):
 
 
 class OutputConfig(RequestModel):
-    """Form of the answer."""
+    """Format of the answer."""
 
     format: JsonObject | None = None
     """{"type": "json_schema", "schema": ...}"""

@@ -1,4 +1,4 @@
-"""A request in Anthropic's form as a request of the chat API.
+"""A request in Anthropic's format as a request of the chat API.
 
 Pure functions; they know no engine. Every refusal names the field as the client wrote it.
 """
@@ -18,7 +18,7 @@ def as_chat_request(request: MessagesRequest) -> ChatCompletionRequest:
     """The chat request that makes the answer.
 
     Raises:
-        RequestError: a block, a tool or a form is not available, or fields contradict each other.
+        RequestError: a block, a tool or a format is not available, or fields contradict each other.
     """
     given = {name: getattr(request, name) for name in _SAMPLING_FIELDS}
     fields = {name: value for name, value in given.items() if value is not None}

@@ -123,7 +123,7 @@ def _read_line(line: bytes) -> _Line:
         request = msgspec.json.decode(line, type=_Line)
         body = msgspec.json.decode(request.body, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"this line is no request: {error}") from None
+        raise RequestError(f"this line is not a valid request: {error}") from None
     if request.method != "POST":
         raise RequestError(f"method must be POST, got {request.method!r:.50}", param="method")
     if request.url not in URLS:
@@ -131,7 +131,7 @@ def _read_line(line: bytes) -> _Line:
             f"url must be one of {', '.join(URLS)}, got {request.url!r:.200}", param="url"
         )
     if body.stream:
-        raise RequestError("a batch does not stream: leave stream out", param="stream")
+        raise RequestError("stream is not available in a batch: leave it out", param="stream")
     return request
 
 
@@ -145,7 +145,7 @@ def check_line(line: bytes) -> None:
 
 
 def _reason(error: dict[str, Any]) -> str:
-    """What an error body says, in either of its forms."""
+    """The message of an error body, in either of its formats."""
     inner = error.get("error")
     return str((inner if isinstance(inner, dict) else error).get("message") or "no reason given")
 

@@ -1,9 +1,10 @@
-"""How to ask a server for a stream of tokens, and how to read it.
+"""The requests that the benchmark sends to a server, and how it reads their event streams.
 
 Counts of tokens are those of `usage`, which the server is asked to send at the end of a stream;
 pieces of text are not counted as tokens.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import msgspec
 
 from vllm.entrypoints.bench.http_client import HttpClient
-from vllm.entrypoints.bench.sse import SseParser
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """An event of either endpoint, or the body of an error in either form."""
+    """An event of either endpoint, or the body of an error in either format."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -229,3 +229,35 @@ def _error_text(chunk: _Chunk) -> str:
     if isinstance(error, dict):
         error = error.get("message") or error
     return " ".join(str(error or "no message").split())
+
+
+_END = re.compile(rb"\r?\n\r?\n")
+_MAX_EVENT_BYTES = 16 << 20
+
+
+class SseParser:
+    """Joins pieces of a body into events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The `data` of every event that this piece completes; comments and names are left out.
+
+        Raises:
+            ValueError: an event does not end.
+        """
+        text = self._rest + piece if self._rest else piece
+        # Nearly every piece is one event with one line.
+        if text.endswith(b"\n\n") and text.startswith(b"data: ") and text.count(b"\n") == 2:
+            self._rest = b""
+            return [text[6:-2]]
+        *events, self._rest = _END.split(text)
+        if len(self._rest) > _MAX_EVENT_BYTES:
+            raise ValueError(f"an event of more than {_MAX_EVENT_BYTES} bytes")
+        return [data for event in events if (data := _data(event)) is not None]
+
+
+def _data(event: bytes) -> bytes | None:
+    lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line[:5] == b"data:"]
+    return b"\n".join(lines) if lines else None

@@ -140,8 +140,8 @@ def file_requests(
             break
     if not requests:
         raise ConfigError(
-            f"{args.path!r} has no request that can be sent: {len(items)} were read as "
-            f"{args.name}, and none fits the model"
+            f"none of the {len(items)} requests in {args.path!r} (read as {args.name}) fits the "
+            f"context length of the model"
             if items
             else f"{args.path!r} has no prompt when it is read as {args.name}"
         )

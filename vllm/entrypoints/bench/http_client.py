@@ -40,7 +40,7 @@ class HttpClient:
         connect_timeout_s: for one connection.
 
     Raises:
-        ConfigError: the URL is not of that form, or a header has a line break.
+        ConfigError: the URL is not like that, or a header has a line break.
     """
 
     def __init__(

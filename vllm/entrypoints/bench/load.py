@@ -1,11 +1,43 @@
-"""Sending requests as planned. Knows neither HTTP nor what is in a request."""
+"""Sends requests at their planned times, and shows the progress.
+
+Knows neither HTTP nor what is in a request.
+"""
 
 import asyncio
+import math
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.entrypoints.bench.backends import BenchRequest, RequestRecord
+
+
+def arrival_times(
+    count: int, request_rate: float, burstiness: float, rng: random.Random
+) -> list[float]:
+    """Times in ascending order; the first one is 0.
+
+    Gaps have a gamma distribution with mean 1 / `request_rate` and coefficient of variation
+    1 / sqrt(`burstiness`): 1 is a Poisson process, less comes in bursts, more is more even.
+
+    Args:
+        count: requests.
+        request_rate: per second; infinity sends all at once.
+        burstiness: above 0; infinity makes all gaps alike.
+    """
+    if math.isinf(request_rate):
+        return [0.0] * count
+    times, now = [], 0.0
+    for _ in range(count):
+        times.append(now)
+        if math.isinf(burstiness):
+            now += 1 / request_rate
+        else:
+            now += rng.gammavariate(burstiness, 1 / (request_rate * burstiness))
+    return times
+
 
 Send = Callable[[BenchRequest, RequestRecord], Awaitable[None]]
 """Sends one request and fills its record; raises nothing but cancelling."""
@@ -107,3 +139,52 @@ async def run_load(
     for result in ended:
         if isinstance(result, Exception):  # a bug here, not a failed request
             raise result
+
+
+_INTERVAL_S = 0.5
+
+
+class LoadProgress:
+    """Shows a load on stderr while it runs; to be entered inside an event loop.
+
+    Tokens per second are pieces per second: most servers send one token in a piece, and the
+    true count comes at the end of each stream.
+    """
+
+    def __init__(self, run: LoadRun, total: int, *, is_shown: bool) -> None:
+        self._run = run
+        self._total = total
+        self._is_shown = is_shown
+        self._bar: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._num_failed = 0
+
+    def __enter__(self) -> "LoadProgress":
+        if self._is_shown:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._total, unit="req", dynamic_ncols=True)
+            self._task = asyncio.get_running_loop().create_task(self._show_speed())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, record: RequestRecord) -> None:
+        """One more request has ended."""
+        self._num_failed += record.error is not None
+        if self._bar is not None:
+            self._bar.update(1)
+
+    async def _show_speed(self) -> None:
+        last_s, last_pieces = time.perf_counter(), 0
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            now_s, pieces = time.perf_counter(), self._run.num_pieces
+            speed = (pieces - last_pieces) / (now_s - last_s)
+            last_s, last_pieces = now_s, pieces
+            failed = f", {self._num_failed} failed" if self._num_failed else ""
+            self._bar.set_postfix_str(f"{speed:,.0f} tok/s, {self._run.num_running} open{failed}")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.entrypoints.bench import report, statistics
-from vllm.entrypoints.bench.arrivals import arrival_times
 from vllm.entrypoints.bench.backends import Backend, BenchRequest, RequestRecord
 from vllm.entrypoints.bench.dataset_args import read_dataset_flags
 from vllm.entrypoints.bench.datasets import (
@@ -23,8 +22,7 @@ from vllm.entrypoints.bench.datasets import (
     random_texts,
 )
 from vllm.entrypoints.bench.http_client import HttpClient
-from vllm.entrypoints.bench.load import LoadRun, Send, run_load
-from vllm.entrypoints.bench.progress import LoadProgress
+from vllm.entrypoints.bench.load import LoadProgress, LoadRun, Send, arrival_times, run_load
 from vllm.entrypoints.bench.serve_args import add_cli_args, check_args
 from vllm.entrypoints.bench.server import ServedModel, difference, find_model, read_counters
 from vllm.errors import ConfigError
@@ -131,7 +129,7 @@ async def _warm_up(send: Send, requests: Sequence[BenchRequest], count: int) -> 
         warmup = LoadRun()
         await run_load(warmup, send, requests[:1], [0.0])
         if (error := warmup.records[0].error) is not None:
-            raise ConfigError(f"a first request, to warm up, failed: {error}")
+            raise ConfigError(f"the warm-up request failed: {error}")
 
 
 async def _send_load(

@@ -25,7 +25,7 @@ def check_args(args: argparse.Namespace) -> None:
     """Settle what the flags say together.
 
     Raises:
-        ConfigError: a value is out of its range or has a wrong form.
+        ConfigError: a value is out of its range or is not written as documented.
     """
     args.backend = _BACKENDS[args.backend]
     args.goodput = parse_goodput(args.goodput)

@@ -52,7 +52,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
     """`ttft:200` means at most 200 ms.
 
     Raises:
-        ConfigError: a pair has another form, or another metric than ttft, tpot and e2el.
+        ConfigError: a pair is malformed, or names another metric than ttft, tpot and e2el.
     """
     limits = {}
     for pair in pairs:

@@ -66,7 +66,7 @@ class ApiClient:
             try:
                 yield from _read_events(response)
             except (OSError, http.client.HTTPException) as error:
-                raise RequestError(f"the answer broke off: {error}") from None
+                raise RequestError(f"the connection was lost during the answer: {error}") from None
 
     def _connect(self) -> http.client.HTTPConnection:
         is_tls = self._url.scheme == "https"
@@ -109,7 +109,7 @@ class ApiClient:
             connection.request(method, target, data, self._headers)
             return connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
-            raise ConfigError(f"no answer from {self._url.geturl()}: {error}") from None
+            raise ConfigError(f"cannot reach {self._url.geturl()}: {error}") from None
 
 
 def _split(url: str) -> SplitResult:

@@ -115,7 +115,10 @@ def _describe_kernels() -> str:
 
     if not envs.get().VLLM_CPU_KERNELS:
         return "off: VLLM_CPU_KERNELS=0"
-    library = load_cpu_kernels()  # logs why when it fails
+    try:
+        library = load_cpu_kernels()  # logs why when it fails
+    except ConfigError as error:
+        return f"refused: {error}"
     if library is None:
         return "not built" if not LIBRARY_PATH.exists() else "built, but they cannot be loaded"
-    return f"loaded, instruction set {library.vllm_cpu_isa().decode()}"
+    return f"loaded, instruction set {library.isa}"

@@ -1,4 +1,4 @@
-"""What answers in the first moments, while the application is still being imported.
+"""Answers requests in the first moments, while the application is still being imported.
 
 Probes, and the pages for people, which tell that the server is starting. Knows no framework:
 importing one takes longer than starting to listen.
@@ -61,7 +61,7 @@ class EarlyApp:
         self._is_decided.set()
 
     def close(self) -> None:
-        """There will be no application: those who wait are sent away."""
+        """The application could not be loaded: refuse the requests that wait."""
         self._is_decided.set()
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:

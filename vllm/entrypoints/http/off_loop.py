@@ -1,7 +1,7 @@
-"""Work for large requests, which leaves the event loop to others.
+"""Does the work for large requests in threads, so that they do not block the event loop.
 
-Whether a request is large is known once its body is there, and holds for all that is done for it:
-what a small one does at once, a large one does in a thread.
+Whether a request is large is decided by the size of its body. The same work runs at once for a
+small request and in a thread for a large one.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LARGE_BODY_BYTES = 32 * 1024
-"""From here on a body is large."""
+"""Bytes from which a body is large."""
 _NUM_THREADS = 2
 """Each costs the event loop a few milliseconds while it works: only one runs at a time."""
 

@@ -44,7 +44,7 @@ def check_certificates(args: ServerArgs) -> None:
         where = "" if key is None else f" with ssl_keyfile={key!r}"
         raise ConfigError(
             f"ssl_certfile={args.ssl_certfile!r}{where} cannot be used: {_explain(error)}. Give "
-            f"the certificate in PEM form, and its own private key without a password."
+            f"the certificate in PEM format, and its own private key without a password."
         ) from None
     if args.ssl_ca_certs is not None:
         try:
@@ -52,7 +52,7 @@ def check_certificates(args: ServerArgs) -> None:
         except OSError as error:
             raise ConfigError(
                 f"ssl_ca_certs={args.ssl_ca_certs!r} cannot be used: {_explain(error)}. Give "
-                f"certificates in PEM form."
+                f"certificates in PEM format."
             ) from None
 
 

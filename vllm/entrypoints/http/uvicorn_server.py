@@ -1,7 +1,7 @@
 """The HTTP server and the life of the process: bind, serve, start the engine, drain, end.
 
-A first SIGTERM or Ctrl-C lets running requests end, for `shutdown_timeout` at most; a second one
-ends at once. An engine that dies takes the process with it, after its requests have been told.
+After a first SIGTERM or Ctrl-C, running requests may end, for at most `shutdown_timeout`; a second
+one ends the process at once. When the engine dies, its requests get an error and the process ends.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from vllm.entrypoints.server.context import ServerContext
 from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.logger import init_logger
-from vllm.utils.garbage import keep_for_good
+from vllm.utils.process_memory import keep_for_good
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -213,7 +213,7 @@ class _Server(uvicorn.Server):
     def _on_signal(self, signum: int) -> None:
         name = signal.Signals(signum).name
         if self._is_draining:
-            logger.warning("%s again: ending now", name)
+            logger.warning("%s received again: ending now, without waiting for requests", name)
             self._exit_code = 128 + signum
             self._shut_engine_down()
             self.should_exit = self.force_exit = True
@@ -234,7 +234,9 @@ class _Server(uvicorn.Server):
             if context.engine.startup.is_ready:
                 await _wait_idle(context, timeout_s)
                 if context.num_in_progress:
-                    logger.warning("ending %d requests that still run", context.num_in_progress)
+                    logger.warning(
+                        "aborting %d requests that are still running", context.num_in_progress
+                    )
             self._shut_engine_down()
             await _wait_idle(context, _ANSWER_TIME_S)
         self._early.close()
@@ -291,7 +293,7 @@ def _log_address(listener: socket.socket, args: ServerArgs) -> None:
     if not args.disable_web_ui:
         logger.info("chat page: %s://%s:%d/", scheme, _name_for_browsers(host), port)
     if host in ("0.0.0.0", "::") and not args.api_key:
-        logger.warning("everyone who reaches this machine is served: there is no --api-key")
+        logger.warning("no --api-key is set: everyone who can reach this machine can send requests")
 
 
 def _name_for_browsers(host: str) -> str:

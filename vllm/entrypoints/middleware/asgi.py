@@ -12,7 +12,7 @@ from vllm.entrypoints.anthropic.errors import error_body
 from vllm.entrypoints.openai.errors import ErrorInfo, describe_error
 
 PROBES = frozenset({"/livez", "/startupz", "/readyz", "/health", "/ping"})
-"""Paths that tell a machine how the server is; free of keys, logs, limits and waiting."""
+"""Health routes for probes: they need no key, are not logged, and neither limited nor delayed."""
 
 PAGES = frozenset({"/", "/status", "/docs"})
 """Pages that hold nothing of this server: they ask for a key where what they show needs one."""
@@ -36,7 +36,7 @@ def get_header(scope: Scope, name: bytes) -> str | None:
 
 
 async def refuse(scope: Scope, receive: Receive, send: Send, info: ErrorInfo) -> None:
-    """Answer with an error in the form of the API that was asked."""
+    """Answer with an error in the format of the API that was asked."""
     is_anthropic = route_path(scope).startswith("/v1/messages")
     body = error_body(info) if is_anthropic else info.body()
     headers = dict(info.headers)
@@ -77,5 +77,5 @@ class CatchErrors:
             await self.app(scope, receive, watch)
         except Exception as error:  # the edge of the server: one request fails, others go on
             if has_begun:
-                raise  # half a response cannot be mended: the connection is cut
+                raise  # a response that has begun cannot become an error: close the connection
             await refuse(scope, receive, send, describe_error(error))

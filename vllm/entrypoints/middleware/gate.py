@@ -1,4 +1,4 @@
-"""What happens to requests while the engine cannot take them: they wait, or are sent away."""
+"""Requests that come while the engine is not ready: they wait, or are refused."""
 
 import asyncio
 import math
@@ -110,15 +110,15 @@ class Gate:
         startup = self._context.engine.startup
         of = f", {startup.done} of {startup.total}" if startup.total else ""
         return _unavailable(
-            f"the model is not ready yet ({startup.phase}{of}): try again later",
+            f"the model is not ready yet ({startup.phase}{of}). Try again later",
             retry_after_s=startup.eta_seconds,
         )
 
     def _too_many(self) -> ErrorInfo:
         startup = self._context.engine.startup
         return _unavailable(
-            f"the model is not ready yet, and {self._num_waiting} requests wait for it "
-            f"(max_queued_requests): try again later",
+            f"the model is not ready yet, and {self._num_waiting} requests are waiting for it, "
+            f"which is the limit (max_queued_requests). Try again later",
             retry_after_s=startup.eta_seconds,
         )
 

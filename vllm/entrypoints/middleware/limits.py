@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm.entrypoints.middleware.asgi import get_header, refuse, replay, route_path
 from vllm.entrypoints.openai.errors import ErrorInfo
-from vllm.utils.memory_trim import MemoryTrim
+from vllm.utils.process_memory import MemoryTrim
 
 _HUGE_BODY_BYTES = 2**20
 """After requests from here on, memory is given back to the system."""

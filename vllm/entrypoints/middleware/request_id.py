@@ -45,5 +45,5 @@ class RequestIds:
 
 
 def is_safe(request_id: str) -> bool:
-    """Short, and of characters that neither a log nor a header can take for something else."""
+    """Whether it is short and has only characters that are harmless in logs and headers."""
     return len(request_id) <= _MAX_CHARS and _ALLOWED.fullmatch(request_id) is not None

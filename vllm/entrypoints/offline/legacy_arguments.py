@@ -58,7 +58,7 @@ def with_guided_options(
         options: a dict, or a data class with such fields.
 
     Raises:
-        RequestError: an option is not known, or the parameters have a form already.
+        RequestError: an option is not known, or the parameters have guided_decoding already.
     """
     _warn(
         "The argument 'guided_options_request' is deprecated: pass "

@@ -55,7 +55,7 @@ class PoolingMethods:
         """What the model makes of every prompt, whatever it is run for.
 
         Args:
-            prompts: one or several, each in any form of `PromptType`.
+            prompts: one or several, of any prompt type.
             pooling_params: one for all or one per prompt.
             prompt_token_ids: prompts as token ids, in place of `prompts`.
             truncate_prompt_tokens: cut longer prompts to so many tokens; -1: to max_model_len.

@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.cli_args import exit_after_help, make_arg_parser, r
 from vllm.entrypoints.server.log_setup import configure_logs
 from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.utils import FlexibleArgumentParser
-from vllm.utils.startup import process_start
+from vllm.utils.startup_progress import process_start
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

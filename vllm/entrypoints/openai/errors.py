@@ -1,4 +1,4 @@
-"""From exceptions to bodies and status codes: the one place where that is decided.
+"""The only place that maps exceptions to status codes and error bodies.
 
 RequestError          its status (400, 404)   BadRequestError, NotFoundError
 CapacityError         400 or 409              BadRequestError, ConflictError
@@ -54,7 +54,7 @@ class GenerationError(VllmError):
 
 @dataclass(frozen=True)
 class ErrorInfo:
-    """An error as a client shall see it.
+    """An error as the client gets it.
 
     Attributes:
         status: HTTP status.
@@ -82,7 +82,7 @@ class ErrorInfo:
 
 
 def describe_error(error: BaseException) -> ErrorInfo:
-    """How a client shall see an exception. Logs those that are nobody's on purpose."""
+    """The error that a client gets for an exception. Unexpected exceptions are logged."""
     if isinstance(error, RequestValidationError):
         message, param = describe_validation(error.errors())
         return ErrorInfo(400, "Bad Request", _as_text(message), param)
@@ -124,7 +124,7 @@ def error_events(error: BaseException) -> bytes:
 
 
 def refuse_failed(sample: CompletionOutput) -> None:
-    """Nothing, for a sample that runs or has ended as it should.
+    """Raise the error of a sample that has failed.
 
     Raises:
         GenerationError: its request has failed in the engine; says why.
@@ -160,7 +160,7 @@ def _describe_http(error: HTTPException) -> ErrorInfo:
 
 
 def _as_text(message: str) -> str:
-    """Cut, and without surrogates, which no response could hold."""
+    """The text, shortened and without surrogates, which a response cannot encode."""
     if len(message) > _MAX_MESSAGE_CHARS:
         message = message[:_MAX_MESSAGE_CHARS] + "..."
     return message.encode("utf-8", "replace").decode()

@@ -48,7 +48,7 @@ async def tokenize(
 
     Args:
         engine: is ready.
-        prompt: in any form.
+        prompt: of any prompt type.
         truncate: keep this many tokens, the last ones.
         cache_salt: requests share cached prefixes only when their salts are equal.
         is_long: of a batch of prompts that is long as a whole.

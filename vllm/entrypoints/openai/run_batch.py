@@ -20,7 +20,7 @@ from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.errors import ConfigError, RequestError
 from vllm.logger import init_logger
 from vllm.utils import FlexibleArgumentParser
-from vllm.utils.startup import process_start
+from vllm.utils.startup_progress import process_start
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -165,7 +165,9 @@ def _count_lines(source: str, lines: IO[bytes]) -> int:
                 first_error = first_error or error
     lines.seek(0)
     if first_error is not None and not has_request:
-        raise ConfigError(f"{source!r} holds no request. Its first line: {first_error}")
+        raise ConfigError(
+            f"{source!r} has no valid request. Error in the first line: {first_error}"
+        )
     return num_lines
 
 

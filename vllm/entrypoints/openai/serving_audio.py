@@ -1,4 +1,4 @@
-"""/v1/audio/*: refused, in words; this server has no model that hears or speaks."""
+"""/v1/audio/*: refused, because this server runs no audio models."""
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -13,4 +13,4 @@ router = APIRouter(tags=["audio"])
 @router.post("/v1/audio/speech", status_code=404)
 async def refuse_audio() -> Response:
     """Not available: models of this server read and write text."""
-    raise NotFoundError("audio is not available: models of this server read and write text")
+    raise NotFoundError("audio is not available: this server runs text models only")

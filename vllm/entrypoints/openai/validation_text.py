@@ -1,7 +1,7 @@
-"""From pydantic's complaints about a request to one message in the user's words.
+"""Turns pydantic's validation errors of a request into one message for the user.
 
-A message names fields as the user wrote them, never pydantic's names for types; the kind of a
-complaint, such as greater_than_equal, stands behind it.
+A message names fields as the user wrote them, never pydantic's names for types. It ends with the
+kind of the error, such as greater_than_equal.
 """
 
 from collections.abc import Mapping, Sequence

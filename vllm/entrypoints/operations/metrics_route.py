@@ -144,7 +144,7 @@ def count_http(app: FastAPI, routers: Iterable[APIRouter]) -> None:
 
 @router.get("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
-    """Everything that is counted, in the form that Prometheus asks for."""
+    """Everything that is counted, in the format that Prometheus asks for."""
     engine = engine_metrics(get_context(request))
     http: HttpMetrics | None = request.scope.get(_SCOPE_KEY)
     sets = [] if engine is None else engine.metric_sets()

@@ -10,8 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from vllm.engine.input.pooling_input import refuse_generation
-from vllm.entrypoints.pages.fresh_json import fresh_json
-from vllm.entrypoints.pages.server_state import describe_server
+from vllm.entrypoints.pages.server_state import describe_server, fresh_json
 from vllm.entrypoints.server.context import ServerContext, get_context
 from vllm.errors import RequestError
 from vllm.sampling_params import SamplingParams

@@ -1,6 +1,9 @@
-"""What all pages tell about the server: its state, and how far its start has come."""
+"""What all pages are told about the server: its state, and the progress of its start."""
 
 from typing import Any
+
+import msgspec
+from starlette.responses import Response
 
 from vllm.entrypoints.server.context import ServerContext
 from vllm.version import __version__
@@ -34,3 +37,10 @@ def _state(context: ServerContext) -> str:
     if startup.error is not None:
         return "failed"
     return "ready" if startup.is_ready else "starting"
+
+
+def fresh_json(value: Any) -> Response:
+    """What is true now, and is not to be kept."""
+    body = msgspec.json.encode(value)
+    headers = {"content-type": "application/json", "cache-control": "no-store"}
+    return Response(body, headers=headers)

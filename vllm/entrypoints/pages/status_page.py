@@ -8,8 +8,7 @@ from starlette.responses import Response
 
 from vllm.engine.metrics.engine_metrics import EngineMetrics, FinishedRequestStats
 from vllm.entrypoints.operations.metrics_route import engine_metrics
-from vllm.entrypoints.pages.fresh_json import fresh_json
-from vllm.entrypoints.pages.server_state import describe_server
+from vllm.entrypoints.pages.server_state import describe_server, fresh_json
 from vllm.entrypoints.server.context import ServerContext, get_context
 
 router = APIRouter(include_in_schema=False)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from vllm.config.checks import check_at_least, check_one_of
+from vllm.config.fields import check_at_least, check_one_of
 from vllm.errors import ConfigError
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
@@ -66,7 +66,7 @@ class ServerArgs:
     """Further ASGI middleware, as `module.name` of a class or of a coroutine function."""
 
     early_requests: Literal["wait", "reject"] = "wait"
-    """Requests that come before the model is ready: wait for it, or 503 with Retry-After."""
+    """Requests that come before the model is ready: wait for it, or get 503 with Retry-After."""
 
     max_queued_requests: int | None = None
     """Requests that may wait for the engine; further ones get 503. Not set: no limit."""
@@ -154,14 +154,14 @@ class ServerArgs:
     """Let the model decide about tool calls (tool_choice auto); needs tool_call_parser."""
 
     tool_call_parser: str | None = None
-    """Which form the model writes tool calls in; `vllm serve --tool-call-parser help` lists."""
+    """Format in which the model writes tool calls; `vllm serve --tool-call-parser help` lists."""
 
     tool_parser_plugin: str | None = None
     """Python file that registers further tool parsers, or reasoning parsers; those written for
     vLLM work too."""
 
     reasoning_parser: str | None = None
-    """Which form the model writes its reasoning in; `--reasoning-parser help` lists."""
+    """Format in which the model writes its reasoning; `--reasoning-parser help` lists."""
 
     reasoning_parser_plugin: str | None = None
     """Python file that registers further reasoning parsers; those written for vLLM work too."""
@@ -204,7 +204,7 @@ class ServerArgs:
     """Most characters of a text, and entries of a list, that log_requests shows. Not set: all."""
 
     log_format: Literal["text", "json"] | None = None
-    """Form of the log lines. Not set: VLLM_LOGGING_FORMAT, which holds for the engine too."""
+    """Format of the log lines. Not set: VLLM_LOGGING_FORMAT, which holds for the engine too."""
 
     log_config_file: str | None = None
     """JSON file for `logging.config.dictConfig`."""

@@ -39,7 +39,7 @@ def check_start(engine_args: "EngineArgs", args: ServerArgs) -> "VllmConfig | No
 
         check_endpoint(args.otlp_traces_endpoint)
     if args.tool_parser_plugin or args.tool_call_parser or args.reasoning_parser:
-        from vllm.entrypoints.openai.tool_parsers.flags import check_parser_flags
+        from vllm.entrypoints.openai.tool_parsers.manager import check_parser_flags
 
         check_parser_flags(args)
     return config

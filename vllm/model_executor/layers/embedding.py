@@ -1,27 +1,52 @@
 """Token embeddings and the output head, with the vocabulary split over ranks."""
 
-from dataclasses import dataclass
+from abc import abstractmethod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vllm.attention.context import ContextHolder, ReadsContext, text_positions
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.slice import Slice, SlicedModule
+from vllm.model_executor.layers.slice import Slice
+from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 
 
-@dataclass(frozen=True, slots=True)
-class ReplacedTokens:
-    """Tokens of a launch whose embeddings are given, and not looked up."""
+class EmbeddingMethod(WeightMethod["VocabParallelEmbedding"]):
+    """How a table with a row for each token is stored, looked up and multiplied with.
 
-    indices: Tensor
-    """[m] int64: which of the T tokens."""
-    embeddings: Tensor
-    """[m, embedding_dim] in any floating type."""
+    `layer` states what to hold: `local_size` rows of `embedding_dim` elements.
+    """
+
+    @abstractmethod
+    def embed(self, layer: "VocabParallelEmbedding", ids: Tensor) -> Tensor:
+        """Rows of this rank, [T] int64 -> [T, embedding_dim]"""
+
+    @abstractmethod
+    def multiply(self, layer: "VocabParallelEmbedding", hidden_states: Tensor) -> Tensor:
+        """hidden_states [N, embedding_dim] @ table.T -> [N, local_size]"""
 
 
-class VocabParallelEmbedding(SlicedModule):
+class DenseTable(EmbeddingMethod):
+    """One dense weight [local_size, embedding_dim] in the model's dtype."""
+
+    def create_weights(self, layer: "VocabParallelEmbedding") -> None:
+        weight = torch.empty(layer.local_size, layer.embedding_dim)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.slices["weight"] = {"": Slice(0, 0, layer.local_size, layer.num_embeddings)}
+
+    def embed(self, layer: "VocabParallelEmbedding", ids: Tensor) -> Tensor:
+        return F.embedding(ids, layer.weight)
+
+    def multiply(self, layer: "VocabParallelEmbedding", hidden_states: Tensor) -> Tensor:
+        return F.linear(hidden_states, layer.weight)
+
+
+class VocabParallelEmbedding(MethodLayer, ReadsContext):
     """A table of rows, split over ranks; padded with zero rows to a multiple of their number.
+
+    A launch may bring embeddings that take the place of those of some tokens.
 
     Args:
         num_embeddings: rows of the checkpoint.
@@ -32,22 +57,31 @@ class VocabParallelEmbedding(SlicedModule):
     """
 
     weight: nn.Parameter
+    method: EmbeddingMethod
 
     def __init__(self, num_embeddings: int, embedding_dim: int, tp: TPGroup) -> None:
         super().__init__()
+        self.launch = ContextHolder()
         self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
         self.tp = tp
         self.local_size = -(-num_embeddings // tp.size)
         self.first_id = tp.rank * self.local_size
-        self.weight = nn.Parameter(torch.empty(self.local_size, embedding_dim), requires_grad=False)
-        self.slices["weight"] = {"": Slice(0, 0, self.local_size, num_embeddings)}
+        self.use_method(DenseTable())
 
     def forward(self, input_ids: Tensor) -> Tensor:
+        rows = self._look_up(input_ids)
+        context = self.launch.context
+        if context is None or context.replaced is None:
+            return rows
+        return context.replaced.put_into(rows)
+
+    def _look_up(self, input_ids: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return F.embedding(input_ids, self.weight)
+            return self.method.embed(self, input_ids)
         local_ids = input_ids - self.first_id
         is_elsewhere = (local_ids < 0) | (local_ids >= self.local_size)
-        rows = F.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight)
+        rows = self.method.embed(self, local_ids.masked_fill(is_elsewhere, 0))
         return self.tp.all_reduce(rows.masked_fill(is_elsewhere[:, None], 0.0))
 
 
@@ -57,19 +91,39 @@ class ParallelLMHead(VocabParallelEmbedding):
     Shape: [N, embedding_dim] -> [N, num_embeddings]
     """
 
+    _tied: tuple[VocabParallelEmbedding, ...] = ()
+    """The input embedding, if it has the same parameters; a tuple, so that it is no submodule."""
+
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the very parameter of the input embedding."""
-        self.weight = embedding.weight
+        """Use the very parameters of the input embedding, and its method."""
+        self._tied = (embedding,)
+        self._share()
+
+    def use_method(self, method: WeightMethod[Any]) -> None:
+        """See `MethodLayer.use_method`; the input embedding follows if it is tied."""
+        if not self._tied:
+            super().use_method(method)
+            return
+        self._tied[0].use_method(method)
+        self._share()
+
+    def _share(self) -> None:
+        (embedding,) = self._tied
+        self._remove_weights()
+        self.method = embedding.method
+        for name, param in embedding.named_parameters():
+            setattr(self, name, param)
+            self.slices[name] = embedding.slices[name]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        logits = self.tp.all_gather(F.linear(hidden_states, self.weight))
+        logits = self.tp.all_gather(self.method.multiply(self, hidden_states))
         return logits[..., : self.num_embeddings]
 
 
 class LearnedPositionalEmbedding(nn.Module):
     """One learned row per position, starting at row `offset` (OPT keeps two rows unused).
 
-    Shape: positions [T] int64 -> [T, embedding_dim]
+    Shape: positions [T] or [1, T] int64 -> [T, embedding_dim]
     """
 
     weight: nn.Parameter
@@ -81,4 +135,4 @@ class LearnedPositionalEmbedding(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, positions: Tensor) -> Tensor:
-        return F.embedding(positions + self.offset, self.weight)
+        return F.embedding(text_positions(positions) + self.offset, self.weight)

@@ -4,7 +4,7 @@ A layer knows how its features are packed and split. How a weight is stored and 
 its `LinearMethod`: plain here, and one per quantization format.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -12,20 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm.distributed import TPGroup, divide
-from vllm.model_executor.layers.slice import Slice, SlicedModule
+from vllm.model_executor.layers.slice import Slice
+from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 
 
-class LinearMethod(ABC):
-    """How the weight of a linear layer is stored and applied."""
+class LinearMethod(WeightMethod["ParallelLinear"]):
+    """How the weight of a linear layer is stored and applied.
 
-    @abstractmethod
-    def create_weights(self, layer: "ParallelLinear") -> None:
-        """Register the parameters, uninitialised, and their places in `layer.slices`.
-
-        Called under the model's dtype and, while a model is built, on the meta device.
-        `layer` states what to hold: `input_size` and `output_size` of this rank, and
-        `feature_slices`, whose dim says which of the two is split (0: output, 1: input).
-        """
+    `layer` states what to hold: `input_size` and `output_size` of this rank, and `feature_slices`,
+    whose dim says which of the two is split (0: output, 1: input).
+    """
 
     @abstractmethod
     def apply(self, layer: "ParallelLinear", x: Tensor, bias: Tensor | None) -> Tensor:
@@ -44,7 +40,7 @@ class UnquantizedLinear(LinearMethod):
         return F.linear(x, layer.weight, bias)
 
 
-class ParallelLinear(SlicedModule):
+class ParallelLinear(MethodLayer):
     """What column- and row-parallel layers share: sizes, the method, the bias."""
 
     weight: nn.Parameter
@@ -65,14 +61,6 @@ class ParallelLinear(SlicedModule):
         self.tp = tp
         self.register_parameter("bias", None)
         self.use_method(UnquantizedLinear())
-
-    def use_method(self, method: LinearMethod) -> None:
-        """Store and apply the weight in another way. Before weights are loaded only."""
-        for name in [name for name, _ in self.named_parameters() if name != "bias"]:
-            delattr(self, name)
-            self.slices.pop(name, None)
-        self.method = method
-        method.create_weights(self)
 
     def _create_bias(self) -> None:
         self.bias = nn.Parameter(torch.empty(self.output_size), requires_grad=False)

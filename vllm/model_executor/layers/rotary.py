@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from vllm.attention.context import text_positions
 from vllm.config import RopeConfig
 from vllm.errors import ConfigError
 from vllm.ops import get_ops
@@ -24,8 +25,8 @@ class RotaryEmbedding(nn.Module):
         rope: type and parameters.
         max_positions: rows of the table, P.
 
-    Shape: positions [T], query [T, H, D], key [T, G, D] -> (query, key), which may share memory
-    with what was given
+    Shape: positions [T] or [1, T], query [T, H, D], key [T, G, D] -> (query, key), which may share
+    memory with what was given
 
     Raises:
         ConfigError: the type is unknown, or a parameter of it is missing.
@@ -49,7 +50,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin_cache", table, persistent=False)
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return get_ops().rotary_embedding(positions, query, key, self.cos_sin_cache, is_neox=True)
+        return get_ops().rotary_embedding(
+            text_positions(positions), query, key, self.cos_sin_cache, is_neox=True
+        )
 
 
 def _parameter(rope: RopeConfig, name: str) -> float:

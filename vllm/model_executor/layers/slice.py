@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm.distributed import TPGroup
+from vllm.errors import WeightLoadError
 
 Index = tuple[slice, ...]
 """Part of a tensor: a slice without a step for each of the first dimensions; () is all of it."""
@@ -81,3 +82,37 @@ class SlicedModule(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.slices = {}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint tensor goes."""
+
+    module: torch.nn.Module
+    param_name: str
+    slice: Slice | None
+    """Part of the parameter; None: all of it."""
+
+    @property
+    def param(self) -> Tensor:
+        """The whole parameter."""
+        param: Tensor = getattr(self.module, self.param_name)
+        return param
+
+    def fill(self, name: str, source: Source, tp: TPGroup) -> None:
+        """Copy this rank's part of a tensor, converting to the dtype of the parameter.
+
+        Raises:
+            WeightLoadError: it has another shape.
+        """
+        param = self.param
+        expected = self.slice.checkpoint_shape(param) if self.slice else param.shape
+        if source.shape != expected:
+            raise WeightLoadError(
+                f"tensor {name} has shape {list(source.shape)} in the checkpoint, "
+                f"the model needs {list(expected)}"
+            )
+        if self.slice is None:
+            source.fill(param)
+        else:
+            self.slice.copy(param, source, tp)

@@ -1,12 +1,12 @@
 """Build a model and load its weights: meta device, formats, memory, files.
 
 The order keeps the peak at one copy of the model: nothing is allocated before the format of
-every weight is known, a checkpoint tensor is read straight into its parameter, and a layer may be
-stored in another form as soon as it is complete, before the next one gets memory.
+every weight is known, a checkpoint tensor is read straight into its parameter, and a layer is
+finished by its method as soon as it is complete, before the next one gets memory.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -17,25 +17,26 @@ from vllm.config import ModelArch, VllmConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.dummy import fill_with_dummy_weights
 from vllm.model_executor.loader.weights import load_weights
-from vllm.model_executor.models.interface import CausalLM, PoolingModel
+from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.model_executor.quantization import quantization_of
+from vllm.model_executor.quantization import Quantization, quantization_of
 from vllm.transformers_utils.weight_files import find_files
-from vllm.utils import startup
+from vllm.utils import startup_progress
 
 logger = init_logger(__name__)
 
 
+@torch.no_grad()
 def load_model(
     config: VllmConfig,
     tp: TPGroup,
     device: torch.device,
-    finish_layer: Callable[[ParallelLinear], object] | None = None,
-    choose_host_layers: Callable[[nn.Module], Iterable[nn.Module]] | None = None,
+    dense_format: Quantization | None = None,
+    choose_host_layers: Callable[[LoadableModel], Iterable[nn.Module]] | None = None,
 ) -> CausalLM | PoolingModel:
     """The model of `config` with its weights on `device`, ready to run.
 
@@ -46,8 +47,8 @@ def load_model(
             are set.
         tp: the ranks that share the model; only this rank's part is read.
         device: where the parameters go.
-        finish_layer: called with each linear layer once it is filled; may store its weight in
-            another form.
+        dense_format: of the layers that the format of the checkpoint, or the one that was asked
+            for, leaves dense; None: as torch takes them.
         choose_host_layers: called with the model, still without memory; gives the modules whose
             parameters go to the memory of the host.
 
@@ -58,30 +59,33 @@ def load_model(
     started = time.perf_counter()
     arch = config.model.resolved_arch
     is_pooling = config.model.pooler is not None
-    model = build_model(arch, tp, getattr(torch, config.model.dtype_name), is_pooling=is_pooling)
+    formats = [f for f in (quantization_of(config.model), dense_format) if f is not None]
+    dtype = getattr(torch, config.model.dtype_name)
+    model = build_model(arch, tp, dtype, is_pooling=is_pooling, formats=formats)
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     phase = f"loading {num_bytes / 2**30:.2f} GiB of weights"
-    startup.report(phase)
+    startup_progress.report(phase)
 
-    def finish(module: nn.Module) -> None:
-        if finish_layer is not None and isinstance(module, ParallelLinear):
-            finish_layer(module)
-
+    finisher = _LayerFinisher()
     on_host = [] if choose_host_layers is None else choose_host_layers(model)
     if config.load.load_format == "dummy":
         materialize(model, device, on_host)
         fill_with_dummy_weights(model, config.model.seed)
-        for module in model.modules():
-            finish(module)
     else:
         memory = ParameterMemory(model, device, on_host)
         files = find_files(Path(config.model.resolved_path), config.load.load_format)
         show_bar = config.load.use_tqdm_on_load
         with closing(
-            iterate_tensors(files, show_bar, lambda done: startup.report(phase, done, len(files)))
+            iterate_tensors(
+                files, show_bar, lambda done: startup_progress.report(phase, done, len(files))
+            )
         ) as tensors:
-            load_weights(model, tensors, tp, prepare=memory.allocate, finish=finish)
+            load_weights(model, tensors, tp, prepare=memory.allocate, finish=finisher.finish)
         materialize_buffers(model, device)
+    for module in model.modules():
+        finisher.finish(module)  # those without parameters that only they have
+    for quantization in formats:
+        quantization.finish_model(model)
     logger.info(
         "Loading model weights took %.4f GiB and %.2f s",
         num_bytes / 2**30,
@@ -91,7 +95,12 @@ def load_model(
 
 
 def build_model(
-    arch: ModelArch, tp: TPGroup, dtype: torch.dtype, *, is_pooling: bool = False
+    arch: ModelArch,
+    tp: TPGroup,
+    dtype: torch.dtype,
+    *,
+    is_pooling: bool = False,
+    formats: Sequence[Quantization] = (),
 ) -> CausalLM | PoolingModel:
     """The model in eval mode with parameters on the meta device: shapes without memory.
 
@@ -100,22 +109,36 @@ def build_model(
         tp: the ranks that share it.
         dtype: of parameters.
         is_pooling: a `PoolingModel` is wanted; a generative model becomes one of embeddings.
+        formats: asked for the method of each layer, in this order; a layer that none of them
+            takes has dense weights.
 
     Raises:
-        ConfigError: the architecture or format is not supported, or cannot be split over tp.
+        ConfigError: the architecture is not supported, or cannot be split over tp.
     """
     model_class = _model_class(arch.architecture, is_pooling)
     _check_split(arch, tp)
-    quantization = quantization_of(arch)
     with torch.device("meta"), _default_dtype(dtype):
         model = model_class(arch, tp)
-        if quantization is not None:
-            for name, layer in model.named_modules():
-                if isinstance(layer, ParallelLinear):
-                    method = quantization.linear_method(name, layer)
-                    if method is not None:
-                        layer.use_method(method)
+        for name, layer in model.named_modules():
+            if isinstance(layer, MethodLayer):
+                methods = (format_.method_of(name, layer) for format_ in formats)
+                method = next((m for m in methods if m is not None), None)
+                if method is not None:
+                    layer.use_method(method)
     return model.eval()
+
+
+class _LayerFinisher:
+    """Finishes each layer once."""
+
+    def __init__(self) -> None:
+        self._finished: set[MethodLayer] = set()
+
+    def finish(self, module: nn.Module) -> None:
+        """All parameters of the module are filled."""
+        if isinstance(module, MethodLayer) and module not in self._finished:
+            self._finished.add(module)
+            module.method.finish(module)
 
 
 def _model_class(architecture: str, is_pooling: bool) -> type[CausalLM] | type[PoolingModel]:

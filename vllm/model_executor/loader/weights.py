@@ -9,42 +9,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.slice import Slice, SlicedModule, Source
+from vllm.model_executor.layers.slice import Place, SlicedModule, Source
+from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.kv_scales import load_kv_scale
 from vllm.model_executor.models.interface import LoadableModel
 from vllm.transformers_utils.weight_files import name_some
-
-
-@dataclass(frozen=True)
-class _Target:
-    module: nn.Module
-    param_name: str
-    slice: Slice | None
-    """None: the whole parameter."""
-
-    def fill(self, name: str, source: Source, tp: TPGroup) -> None:
-        param: Tensor = getattr(self.module, self.param_name)
-        expected = self.slice.checkpoint_shape(param) if self.slice else param.shape
-        if source.shape != expected:
-            raise WeightLoadError(
-                f"tensor {name} has shape {list(source.shape)} in the checkpoint, "
-                f"the model needs {list(expected)}"
-            )
-        if self.slice is None:
-            source.fill(param)
-        else:
-            self.slice.copy(param, source, tp)
 
 
 @dataclass
 class _Targets:
     """What a checkpoint has to bring."""
 
-    by_name: dict[str, _Target] = field(default_factory=dict)
+    by_name: dict[str, Place] = field(default_factory=dict)
     aliases: set[str] = field(default_factory=set)
     """Other names of tied parameters: a checkpoint may hold them, and they are not read."""
 
@@ -92,7 +72,10 @@ def load_weights(
             unexpected.append(checkpoint_name)
             continue
         prepare(target.module)
-        target.fill(checkpoint_name, source, tp)
+        if isinstance(target.module, MethodLayer):
+            target.module.load(target, checkpoint_name, source, tp)
+        else:
+            target.fill(checkpoint_name, source, tp)
         num_empty[target.module] -= 1
         if not num_empty[target.module]:
             finish(target.module)
@@ -130,7 +113,7 @@ def _find_targets(model: LoadableModel) -> _Targets:
                 if is_alias:
                     targets.aliases.add(name)
                 else:
-                    targets.by_name[name] = _Target(module, param_name, slice_)
+                    targets.by_name[name] = Place(module, param_name, slice_)
     return targets
 
 

@@ -1,6 +1,6 @@
 """BERT: a post-norm encoder with learned positions, and its classifier for texts and pairs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class EncoderEmbeddings(nn.Module):
         tp: the ranks that share the token table.
         position_offset: rows of the position table before that of the first token.
 
-    Shape: input_ids, positions and token_type_ids [T] -> [T, hidden]
+    Shape: embeddings of tokens [T, hidden], positions and token_type_ids [T] -> [T, hidden]
     """
 
     def __init__(self, arch: ModelArch, tp: TPGroup, position_offset: int = 0) -> None:
@@ -56,14 +56,12 @@ class EncoderEmbeddings(nn.Module):
         self.token_type_embeddings = nn.Embedding(num_types, size)
         self.LayerNorm = nn.LayerNorm(size, eps=arch.norm_eps)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
+    def forward(self, embedded: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         if types is None:
             of_type = self.token_type_embeddings.weight[0]
         else:
             of_type = self.token_type_embeddings(types)
-        x: Tensor = self.LayerNorm(
-            self.word_embeddings(input_ids) + self.position_embeddings(positions) + of_type
-        )
+        x: Tensor = self.LayerNorm(embedded + self.position_embeddings(positions) + of_type)
         return x
 
 
@@ -157,26 +155,19 @@ class EncoderStack(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList(EncoderLayer(arch, tp) for _ in range(arch.num_layers))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layer:
-            x = layer(x)
+    def forward(self, x: Tensor, first: int, end: int) -> Tensor:
+        for index in range(first, end):
+            x = self.layer[index](x)
         return x
 
 
 class Encoder(nn.Module):
-    """Embeddings and layers.
-
-    Shape: input_ids, positions and token_type_ids [T] -> [T, hidden]
-    """
+    """The level `model` of the checkpoint's names: embeddings and layers."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup, position_offset: int = 0) -> None:
         super().__init__()
         self.embeddings = EncoderEmbeddings(arch, tp, position_offset)
         self.encoder = EncoderStack(arch, tp)
-
-    def forward(self, input_ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        out: Tensor = self.encoder(self.embeddings(input_ids, positions, types))
-        return out
 
 
 class EncoderModel(PoolingModel):
@@ -192,10 +183,24 @@ class EncoderModel(PoolingModel):
         self.num_token_types = int(arch.hf_config.get("type_vocab_size") or 1)
         self.model = Encoder(arch, tp, position_offset)
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        return list(self.model.encoder.layer)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.model.embeddings.word_embeddings(input_ids)
+
+    def run_layers(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        first: int,
+        end: int,
+        token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        out: Tensor = self.model(input_ids, positions, token_type_ids)
+        if first == 0:
+            hidden_states = self.model.embeddings(hidden_states, positions, token_type_ids)
+        out: Tensor = self.model.encoder(hidden_states, first, end)
         return out
 
 

@@ -4,6 +4,7 @@ Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP
 device, no KV cache, no phase and no checkpoint file.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -134,10 +135,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm.
-
-    Shape: input_ids and positions [T] -> [T, hidden]
-    """
+    """The level `model` of the checkpoint's names: embedding, layers and final norm."""
 
     def __init__(self, arch: ModelArch, options: DecoderOptions, tp: TPGroup) -> None:
         super().__init__()
@@ -150,10 +148,19 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        hidden_states, residual = self.embed_tokens(input_ids), None
-        for layer in self.layers:
-            hidden_states, residual = layer(positions, hidden_states, residual)
+    def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
+        """See `CausalLM.run_layers`.
+
+        Between two calls the stream is the sum of its two parts: the next norm would round that
+        sum to the same dtype before it does anything else.
+        """
+        residual: Tensor | None = None
+        for index in range(first, end):
+            hidden_states, residual = self.layers[index](positions, hidden_states, residual)
+        if end < len(self.layers):
+            return hidden_states if residual is None else hidden_states + residual
+        if residual is None:
+            return self.norm(hidden_states)
         hidden_states, _ = self.norm(hidden_states, residual)
         return hidden_states
 
@@ -168,8 +175,15 @@ class DecoderForCausalLM(CausalLM):
         if arch.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        return self.model(input_ids, positions)
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        return list(self.model.layers)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.model.embed_tokens(input_ids)
+
+    def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
+        return self.model.run_layers(hidden_states, positions, first, end)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return self.lm_head(hidden_states)

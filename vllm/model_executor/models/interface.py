@@ -1,7 +1,7 @@
 """What a runner and the loader need of a model. Knows no family."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 
 
-class LoadableModel(nn.Module):
+class LoadableModel(nn.Module, ABC):
     """Parameters that a checkpoint fills.
 
     Module names are those of the checkpoint, so most families need none of the renames below.
@@ -27,31 +27,87 @@ class LoadableModel(nn.Module):
         self.arch = arch
         self.tp = tp
 
+    @property
+    @abstractmethod
+    def layers(self) -> Sequence[nn.Module]:
+        """The layers of the decoder or encoder, in the order they run. On a card a mark may follow
+        each, each may be compiled on its own, and the weights of some may stay on the host."""
 
-class CausalLM(LoadableModel, ABC):
-    """A decoder over flattened tokens, T of one launch."""
+
+class LayeredModel(LoadableModel, ABC):
+    """Token embeddings and layers over flattened tokens, T of one launch.
+
+    Between two layers the hidden states are one tensor [T, hidden], so a stage of a pipeline can
+    run some of the layers, and embeddings of an image can take the place of those of tokens.
+    """
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return self.arch.num_layers
 
     @abstractmethod
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Token ids and positions, both [T] int64 -> hidden states [T, hidden] after the norm."""
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Token ids [T] int64 -> their embeddings [T, embedding_size]. What depends on positions
+        is added by `run_layers`."""
+
+
+class CausalLM(LayeredModel):
+    """A decoder: embeddings, layers and output head."""
+
+    @abstractmethod
+    def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
+        """Run consecutive layers.
+
+        Args:
+            hidden_states: what `embed` has returned if `first` is 0; else [T, hidden], what the
+                layers before `first` have returned. May be overwritten.
+            positions: [T] int64.
+            first: index of the first layer to run.
+            end: index after the last one; a stage has one layer or more.
+
+        Returns:
+            [T, hidden], the input of layer `end`; after the last layer of the model, normed.
+            It has the same bits however the layers are divided.
+        """
 
     @abstractmethod
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Rows of the result of `forward`, [N, hidden] -> [N, vocab_size] on every rank."""
 
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Token ids and positions, both [T] int64 -> hidden states [T, hidden] after the norm."""
+        return self.run_layers(self.embed(input_ids), positions, 0, self.num_layers)
 
-class PoolingModel(LoadableModel, ABC):
+
+class PoolingModel(LayeredModel):
     """An encoder or a decoder whose hidden states are the result, or lead to it."""
 
     num_token_types: int = 1
     """Kinds of tokens that `forward` tells apart besides their ids, such as the parts of a pair."""
 
     @abstractmethod
+    def run_layers(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        first: int,
+        end: int,
+        token_type_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Run consecutive layers, as `CausalLM.run_layers` does.
+
+        Args:
+            token_type_ids: [T] int64, read if `first` is 0; None: all are 0.
+        """
+
     def forward(
         self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
     ) -> Tensor:
         """Token ids, positions and types, [T] int64 -> hidden states [T, hidden]. No types: all
         are 0."""
+        embedded = self.embed(input_ids)
+        return self.run_layers(embedded, positions, 0, self.num_layers, token_type_ids)
 
     def head(self, pooled: Tensor) -> Tensor:
         """Pooled hidden states [N, hidden] -> numbers [N, size], before any activation."""

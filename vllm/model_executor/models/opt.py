@@ -1,5 +1,6 @@
 """OPT: learned positions, layer norms with biases and a plain MLP."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -74,8 +75,6 @@ class OPTDecoder(nn.Module):
 
     Token rows have `word_embed_proj_dim` features; where that is not the hidden size, project_in
     and project_out lead in and out.
-
-    Shape: input_ids and positions [T] -> [T, hidden]
     """
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
@@ -97,14 +96,17 @@ class OPTDecoder(nn.Module):
         )
         self.final_layer_norm = _layer_norm(arch) if has_final_norm else None
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        x = self.embed_tokens(input_ids)
-        if self.project_in is not None:
-            x = self.project_in(x)
-        x = x + self.embed_positions(positions)
-        for layer in self.layers:
-            x = layer(x)
-        return x if self.final_layer_norm is None else self.final_layer_norm(x)
+    def run_layers(self, x: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
+        """See `CausalLM.run_layers`."""
+        if first == 0:
+            if self.project_in is not None:
+                x = self.project_in(x)
+            x = x + self.embed_positions(positions)
+        for index in range(first, end):
+            x = self.layers[index](x)
+        if end == len(self.layers) and self.final_layer_norm is not None:
+            x = self.final_layer_norm(x)
+        return x
 
 
 class OPTModel(nn.Module):
@@ -128,11 +130,18 @@ class OPTForCausalLM(CausalLM):
         if arch.tie_word_embeddings:
             self.lm_head.tie(self.model.decoder.embed_tokens)
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        return self.model.decoder(input_ids, positions)
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        return list(self.model.decoder.layers)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.model.decoder.embed_tokens(input_ids)
+
+    def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
+        return self.model.decoder.run_layers(hidden_states, positions, first, end)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        # Only the rows that need logits are projected, so this is not part of forward.
+        # Only the rows that need logits are projected, so this is not part of run_layers.
         if self.model.decoder.project_out is not None:
             hidden_states = self.model.decoder.project_out(hidden_states)
         return self.lm_head(hidden_states)

@@ -2,7 +2,7 @@
 output head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -43,11 +43,22 @@ class DecoderPooling(PoolingModel):
         # Built on the meta device: it never had memory.
         self.decoder._modules.pop("lm_head", None)
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        return self.decoder.layers
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.decoder.embed(input_ids)
+
+    def run_layers(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        first: int,
+        end: int,
+        token_type_ids: Tensor | None = None,
     ) -> Tensor:
-        out: Tensor = self.decoder(input_ids, positions)
-        return out
+        return self.decoder.run_layers(hidden_states, positions, first, end)
 
 
 class DecoderForSequenceClassification(DecoderPooling):

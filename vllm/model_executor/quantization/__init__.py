@@ -1,9 +1,6 @@
-"""Weight formats other than dense: which `LinearMethod` a checkpoint's layers need."""
+"""Weight formats other than dense: how the layers of a checkpoint are stored."""
 
-from vllm.model_executor.quantization.registry import (
-    Quantization,
-    quantization_of,
-    register_quantization,
-)
+from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.quantization.registry import quantization_of, register_quantization
 
 __all__ = ["Quantization", "quantization_of", "register_quantization"]

@@ -1,42 +1,60 @@
-"""Quantization formats by the name a checkpoint gives them (`quant_method`)."""
+"""Quantization formats by their names, in `--quantization` and in checkpoints (`quant_method`)."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-from vllm.config import ModelArch
+from vllm.config import ModelConfig
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.quantization.interface import Quantization
+from vllm.utils.imports import load_class
+
+CreateQuantization = Callable[[Mapping[str, Any] | None], Quantization]
+"""Settings -> the format. They are the `quantization_config` of a checkpoint; None: the checkpoint
+is not quantized, and the format was asked for with `--quantization`."""
 
 
-class Quantization(Protocol):
-    """One format with the settings of one checkpoint."""
+@dataclass(frozen=True)
+class Format:
+    """A row of the table."""
 
-    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
-        """How the layer of this module name is stored; None: as dense weights."""
-        ...
-
-
-_formats: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {}
-
-
-def register_quantization(name: str, create: Callable[[Mapping[str, Any]], Quantization]) -> None:
-    """Add a format; `create` gets the checkpoint's `quantization_config`."""
-    _formats[name] = create
+    create: str | CreateQuantization
+    """A string is "module:Class", which is imported when a model needs it."""
+    is_stored: bool = True
+    """Whether checkpoints have it; else it is only made of dense ones. Which formats a device can
+    make is in `Platform.quantizations`."""
 
 
-def quantization_of(arch: ModelArch) -> Quantization | None:
-    """The format of a checkpoint, or None when its weights are dense.
+_PACKAGE = "vllm.model_executor.quantization"
+
+_formats: dict[str, Format] = {
+    "int8": Format(f"{_PACKAGE}.cpu_packed:CPUInt8", is_stored=False),
+    "int4": Format(f"{_PACKAGE}.cpu_packed:CPUInt4", is_stored=False),
+}
+
+
+def register_quantization(name: str, create: str | CreateQuantization) -> None:
+    """Add a format of checkpoints."""
+    _formats[name] = Format(create)
+
+
+def quantization_of(model: ModelConfig) -> Quantization | None:
+    """The format of a checkpoint, or else the one that was asked for; None: dense weights.
 
     Raises:
-        ConfigError: the checkpoint is quantized in a format that is not supported.
+        ConfigError: the format is not supported, or not with these settings.
     """
-    settings = arch.hf_config.get("quantization_config")
-    if not settings:
+    settings = model.resolved_arch.hf_config.get("quantization_config") or None
+    name = str(settings.get("quant_method")) if settings else model.quantization
+    if name is None:
         return None
-    name = str(settings.get("quant_method"))
-    if name not in _formats:
+    found = _formats.get(name)
+    if found is None or (settings and not found.is_stored):
+        names = sorted(name for name, row in _formats.items() if row.is_stored)
         raise ConfigError(
             f"the checkpoint is quantized with {name!r}, which is not supported; "
-            f"supported: {', '.join(sorted(_formats)) or 'unquantized checkpoints only'}"
+            f"supported: {', '.join(names) or 'unquantized checkpoints only'}"
         )
-    return _formats[name](settings)
+    create = load_class(found.create) if isinstance(found.create, str) else found.create
+    quantization: Quantization = create(settings)
+    return quantization

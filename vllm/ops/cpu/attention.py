@@ -1,12 +1,12 @@
 """Paged attention on the C++ kernels: what they are told, and what is checked before.
 
-Knows the layout of the arguments (csrc/cpu/kernels.h). Knows no dtype table and no fallback: that
-is `vllm.ops.cpu.operators`.
+Knows the meaning of the arguments (csrc/cpu/attention_args.h). Knows no dtype table and no
+fallback: that is `vllm.ops.cpu.operators`.
 """
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_int32
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -19,37 +19,8 @@ _NO_MEMORY = -2
 _MAX_WINDOW = 2**31 - 1
 
 
-def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
-    return [(name, c_type) for c_type, names in groups for name in names.split()]
-
-
 # Values of CacheType; 0 is the dtype of the query.
 _FP8_TYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-
-
-class _CacheFp8Args(ctypes.Structure):
-    _fields_ = _fields(
-        (c_void_p, "key value key_cache value_cache slot_mapping"),
-        (c_int64, "num_tokens row_size key_stride value_stride num_slots"),
-        (c_float, "key_scale value_scale"),
-        (c_int64, "cache_type"),
-    )
-
-
-class _DecodeArgs(ctypes.Structure):
-    """AttentionArgs of csrc/cpu/kernels.h; filled in by `_arguments`."""
-
-    _fields_ = _fields(
-        (c_void_p, "query key_cache value_cache block_tables seq_lens alibi_slopes out"),
-        (c_int64, "num_requests num_heads num_kv_heads head_size num_blocks block_size"),
-        (c_int64, "max_blocks query_stride table_stride"),
-        (c_float, "scale soft_cap value_scale"),
-        (c_int64, "sliding_window cache_type"),
-    )
-
-
-class _PrefillArgs(_DecodeArgs):
-    _fields_ = _fields((c_void_p, "query_start_loc"), (c_int64, "num_tokens"))
 
 
 class AttentionOptions(NamedTuple):
@@ -63,8 +34,8 @@ class AttentionOptions(NamedTuple):
     value_scale: float
 
 
-def write_fp8(
-    kernel: Any,
+def fp8_arguments(
+    structs: Any,
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
@@ -72,34 +43,29 @@ def write_fp8(
     slot_mapping: Tensor,
     key_scale: float,
     value_scale: float,
-) -> int:
-    """See `Ops.reshape_and_cache`: for caches of a dtype in FP8_DTYPES, arguments checked.
-
-    Returns:
-        A token whose slot is out of range, or -1.
-    """
+) -> Any:
+    """The struct for `Ops.reshape_and_cache` of a cache whose dtype is in FP8_DTYPES."""
     num_tokens, num_kv_heads, head_size = key.shape
-    args = _CacheFp8Args(
-        key.data_ptr(),
-        value.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        slot_mapping.data_ptr(),
-        num_tokens,
-        num_kv_heads * head_size,
-        key.stride(0),
-        value.stride(0),
-        key_cache.shape[0] * key_cache.shape[1],
-        key_scale,
-        value_scale,
-        _FP8_TYPES[key_cache.dtype],
+    return structs.CacheFp8Args(
+        key=key.data_ptr(),
+        value=value.data_ptr(),
+        key_cache=key_cache.data_ptr(),
+        value_cache=value_cache.data_ptr(),
+        slot_mapping=slot_mapping.data_ptr(),
+        num_tokens=num_tokens,
+        row_size=num_kv_heads * head_size,
+        key_stride=key.stride(0),
+        value_stride=value.stride(0),
+        num_slots=key_cache.shape[0] * key_cache.shape[1],
+        key_scale=key_scale,
+        value_scale=value_scale,
+        cache_type=_FP8_TYPES[key_cache.dtype],
     )
-    bad: int = kernel(ctypes.byref(args), torch.get_num_threads())
-    return bad
 
 
 def paged_attention_decode(
-    kernel: Any,
+    kernels: Any,
+    structs: Any,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -107,7 +73,7 @@ def paged_attention_decode(
     seq_lens: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """See `Ops.paged_attention_decode`; kernel: the function for the dtype of query."""
+    """See `Ops.paged_attention_decode`; kernels: those for the dtype of query."""
     _check(query, key_cache, value_cache, block_tables, options)
     num_requests, num_heads, head_size = query.shape
     if seq_lens.shape != (num_requests,) or block_tables.shape[0] != num_requests:
@@ -118,17 +84,18 @@ def paged_attention_decode(
     if seq_lens.dtype != torch.int32 or not seq_lens.is_contiguous():
         raise ValueError(f"seq_lens is {seq_lens.dtype} {list(seq_lens.stride())}, not dense int32")
     out = query.new_empty(num_requests, num_heads, head_size)  # half the time of a shape
-    args = _DecodeArgs(
-        *_arguments(query, key_cache, value_cache, block_tables, seq_lens.data_ptr(), out, options)
+    args = _arguments(
+        structs, query, key_cache, value_cache, block_tables, seq_lens.data_ptr(), out, options
     )
-    bad = kernel(ctypes.byref(args), torch.get_num_threads())
+    bad = kernels.paged_attention_decode(ctypes.byref(args), torch.get_num_threads())
     if bad != -1:
         _refuse_request(bad, seq_lens, block_tables, key_cache)
     return out
 
 
 def paged_attention_prefill(
-    kernel: Any,
+    kernels: Any,
+    structs: Any,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -137,7 +104,7 @@ def paged_attention_prefill(
     seq_lens: Sequence[int] | np.ndarray,
     options: AttentionOptions,
 ) -> Tensor:
-    """See `Ops.paged_attention_prefill`; kernel: the function for the dtype of query.
+    """See `Ops.paged_attention_prefill`; kernels: those for the dtype of query.
 
     The result of a token has the same bits however its prompt was cut into chunks, whatever else
     is in the batch, and on any number of threads. It may differ in the last bits from what
@@ -160,18 +127,18 @@ def paged_attention_prefill(
     address = ctypes.addressof(c_int32.from_buffer(host.data))
     out = query.new_empty(num_tokens, num_heads, head_size)
     lens_address = address + starts.nbytes
-    args = _PrefillArgs(
-        *_arguments(query, key_cache, value_cache, block_tables, lens_address, out, options),
-        address,
-        num_tokens,
+    args = _arguments(
+        structs, query, key_cache, value_cache, block_tables, lens_address, out, options
     )
-    bad = kernel(ctypes.byref(args), torch.get_num_threads())
+    args.query_start_loc, args.num_tokens = address, num_tokens
+    bad = kernels.paged_attention_prefill(ctypes.byref(args), torch.get_num_threads())
     if bad != -1:
         _refuse_chunk(bad, starts, lens, num_tokens, block_tables, key_cache)
     return out
 
 
 def _arguments(
+    structs: Any,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -179,34 +146,34 @@ def _arguments(
     seq_lens_address: int,
     out: Tensor,
     options: AttentionOptions,
-) -> tuple[int | float | None, ...]:
-    """The fields of `_DecodeArgs`, in their order."""
+) -> Any:
+    """The struct for both kernels, but for what prefill alone has."""
     scale, window, slopes, cap, key_scale, value_scale = options
     num_blocks, block_size, num_kv_heads, head_size = key_cache.shape
     num_requests, max_blocks = block_tables.shape
     cache_type = _FP8_TYPES.get(key_cache.dtype, 0)
-    return (
-        query.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        block_tables.data_ptr(),
-        seq_lens_address,
-        None if slopes is None else slopes.data_ptr(),
-        out.data_ptr(),
-        num_requests,
-        query.shape[1],
-        num_kv_heads,
-        head_size,
-        num_blocks,
-        block_size,
-        max_blocks,
-        query.stride(0),
-        block_tables.stride(0),
-        scale * key_scale if cache_type else scale,
-        cap or 0.0,
-        value_scale if cache_type else 1.0,
-        min(window or 0, _MAX_WINDOW),
-        cache_type,
+    return structs.AttentionArgs(
+        query=query.data_ptr(),
+        key_cache=key_cache.data_ptr(),
+        value_cache=value_cache.data_ptr(),
+        block_tables=block_tables.data_ptr(),
+        seq_lens=seq_lens_address,
+        alibi_slopes=None if slopes is None else slopes.data_ptr(),
+        out=out.data_ptr(),
+        num_requests=num_requests,
+        num_heads=query.shape[1],
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_blocks=max_blocks,
+        query_stride=query.stride(0),
+        table_stride=block_tables.stride(0),
+        scale=scale * key_scale if cache_type else scale,
+        soft_cap=cap or 0.0,
+        value_scale=value_scale if cache_type else 1.0,
+        sliding_window=min(window or 0, _MAX_WINDOW),
+        cache_type=cache_type,
     )
 
 

@@ -6,16 +6,15 @@ row mean is said in `vllm.worker.input_batch` and `vllm.sample.state`.
 """
 
 import ctypes
-from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vllm.ops.cpu.decoder import DecoderStatus, FusedDecoder
-from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 
 IntArray = npt.NDArray[np.int32]
@@ -46,27 +45,6 @@ class RowArrays:
     """[R or more] of random numbers."""
 
 
-class _RowsStruct(ctypes.Structure):
-    """DecodeStepRows of csrc/cpu/decode_step_args.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("token_ids", "num_tokens", "num_prompt", "block_table")),
-        *((name, c_void_p) for name in ("features", "params", "keys")),
-        *((name, c_int64) for name in ("num_rows", "max_tokens", "max_blocks", "num_params")),
-        *((name, c_int64) for name in ("known_features", "random_feature")),
-    )
-
-
-class _LaunchStruct(ctypes.Structure):
-    """DecodeStepLaunch of csrc/cpu/decode_step_args.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("rows", "num_computed", "num_scheduled", "token_ids")),
-        ("scratch", c_void_p),
-        *((name, c_int64) for name in ("n", "num_invalid", "bad_index")),
-    )
-
-
 class FusedDecodeStep:
     """Runs steps of one model. Tokens are those of the decoder, the head and the sampler called
     one after the other.
@@ -95,9 +73,7 @@ class FusedDecodeStep:
         known_features: int,
         random_feature: int,
     ) -> None:
-        library: Any = load_cpu_kernels()
-        if library is None:
-            raise RuntimeError("a fused step needs the C++ CPU kernels, which are not built")
+        library = require_cpu_kernels("a fused step needs")
         if head.in_features != decoder.hidden_size or (
             head.weight_format is WeightFormat.FLOAT32 and decoder.dtype != torch.float32
         ):
@@ -107,24 +83,20 @@ class FusedDecodeStep:
             )
         _check(arrays)
         self._decoder, self._head, self._arrays = decoder, head, arrays
-        suffix = {torch.float32: "f32", torch.bfloat16: "bf16"}[decoder.dtype]
-        self._step = getattr(library, f"vllm_decode_step_{suffix}")
-        self._step.argtypes = [c_void_p] * 4 + [c_int]
-        self._step.restype = c_int64
-        self._scratch_bytes = getattr(library, f"vllm_decode_step_scratch_bytes_{suffix}")
-        self._scratch_bytes.argtypes = [c_void_p] * 3 + [c_int64, c_int]
-        self._scratch_bytes.restype = c_int64
+        kernels = library.of[decoder.dtype]
+        self._step = kernels.decode_step
+        self._scratch_bytes = kernels.decode_step_scratch_bytes
         num_rows, max_tokens = arrays.token_ids.shape
-        self._rows = _RowsStruct(
-            *(getattr(arrays, name).ctypes.data for name in _ARRAY_DTYPES),
-            num_rows,
-            max_tokens,
-            arrays.block_table.shape[1],
-            arrays.params.shape[1],
-            known_features,
-            random_feature,
+        self._rows = library.structs.DecodeStepRows(
+            **{name: getattr(arrays, name).ctypes.data for name in _ARRAY_DTYPES},
+            num_rows=num_rows,
+            max_tokens=max_tokens,
+            max_blocks=arrays.block_table.shape[1],
+            num_params=arrays.params.shape[1],
+            known_features=known_features,
+            random_feature=random_feature,
         )
-        self._launch = _LaunchStruct()
+        self._launch = library.structs.DecodeStepLaunch()
         self._addresses = (
             decoder.address,
             head.address,
@@ -213,7 +185,7 @@ _ARRAY_DTYPES: dict[str, type[np.generic]] = {
     "params": np.float32,
     "keys": np.uint64,
 }
-"""In the order of the struct."""
+"""The fields of the struct that are arrays."""
 
 
 def _check(arrays: RowArrays) -> None:

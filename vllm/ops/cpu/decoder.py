@@ -7,7 +7,6 @@ arithmetic. Here a call sets a few pointers. Knows tensors and packed weights; k
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NoReturn
@@ -15,10 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 
-_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_DTYPES = (torch.float32, torch.bfloat16)
 _MAX_WINDOW = 2**31 - 1
 
 _num_threads = torch.get_num_threads
@@ -90,38 +89,6 @@ _TENSORS = (
 _OPTIONAL = ("qkv_bias", "output_bias", "gate_up_bias", "down_bias", "query_norm", "key_norm")
 
 
-class _LayerStruct(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in _WEIGHTS),
-        *((name, c_void_p) for name in _TENSORS),
-        ("scale", c_float),
-        ("sliding_window", c_int64),
-    )
-
-
-class _ModelStruct(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("layers", "embedding", "packed_embedding")),
-        *((name, c_void_p) for name in ("final_norm", "cos_sin")),
-        *((name, c_int64) for name in ("num_layers", "vocab_size", "hidden_size")),
-        *((name, c_int64) for name in ("intermediate_size", "num_heads", "num_kv_heads")),
-        *((name, c_int64) for name in ("head_size", "rot_dim", "max_positions")),
-        *((name, c_int64) for name in ("num_blocks", "block_size")),
-        ("norm_eps", c_float),
-    )
-
-
-class _LaunchStruct(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("input_ids", "positions", "slot_mapping")),
-        *((name, c_void_p) for name in ("block_tables", "seq_lens", "query_start_loc")),
-        ("out", c_void_p),
-        ("scratch", c_void_p),
-        *((name, c_int64) for name in ("num_tokens", "num_requests", "num_decodes")),
-        *((name, c_int64) for name in ("max_blocks", "table_stride", "bad_index")),
-    )
-
-
 class FusedDecoder:
     """Runs launches of one model. Its results have the same bits as those of single operators.
 
@@ -141,23 +108,19 @@ class FusedDecoder:
     """
 
     def __init__(self, model: FusedModel) -> None:
-        library: Any = load_cpu_kernels()
-        if library is None:
-            raise RuntimeError("a fused decoder needs the C++ CPU kernels, which are not built")
+        library = require_cpu_kernels("a fused decoder needs")
         _check_model(model)
         self._model = model
         self.dtype = model.final_norm.dtype
         self.hidden_size = model.final_norm.shape[0]
-        suffix = _SUFFIXES[self.dtype]
-        self._forward = getattr(library, f"vllm_decoder_forward_{suffix}")
-        self._forward.argtypes = [c_void_p, c_void_p, c_int]
-        self._forward.restype = c_int64
-        self._scratch_bytes = getattr(library, f"vllm_decoder_scratch_bytes_{suffix}")
-        self._scratch_bytes.argtypes = [c_void_p, c_int64, c_int]
-        self._scratch_bytes.restype = c_int64
-        self._layers = (_LayerStruct * len(model.layers))(*map(_layer_struct, model.layers))
-        self._struct = _model_struct(model, self._layers)
-        self._launch = _LaunchStruct()
+        kernels, structs = library.of[self.dtype], library.structs
+        self._forward = kernels.decoder_forward
+        self._scratch_bytes = kernels.decoder_scratch_bytes
+        self._layers = (structs.DecoderLayer * len(model.layers))()
+        for struct, layer in zip(self._layers, model.layers, strict=True):
+            _fill_layer(struct, layer)
+        self._struct = structs.DecoderModel(**_model_fields(model, self._layers))
+        self._launch = structs.DecoderLaunch()
         self._addresses = ctypes.addressof(self._struct), ctypes.addressof(self._launch)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scratch_for = (0, 0)  # tokens, threads
@@ -298,38 +261,36 @@ def _pointer(x: Tensor | PackedWeight | None) -> int | None:
     return x.address if isinstance(x, PackedWeight) else x.data_ptr()
 
 
-def _layer_struct(layer: FusedLayer) -> _LayerStruct:
-    struct = _LayerStruct()
+def _fill_layer(struct: Any, layer: FusedLayer) -> None:
     for name in (*_WEIGHTS, *_TENSORS):
         setattr(struct, name, _pointer(getattr(layer, name)))
     struct.scale = layer.scale
     struct.sliding_window = min(layer.sliding_window or 0, _MAX_WINDOW)
-    return struct
 
 
-def _model_struct(model: FusedModel, layers: "ctypes.Array[_LayerStruct]") -> _ModelStruct:
+def _model_fields(model: FusedModel, layers: "ctypes.Array[Any]") -> dict[str, Any]:
     first = model.layers[0]
     num_blocks, block_size, num_kv_heads, head_size = first.key_cache.shape
     is_packed = isinstance(model.embedding, PackedWeight)
-    return _ModelStruct(
-        layers=ctypes.addressof(layers),
-        embedding=None if is_packed else _pointer(model.embedding),
-        packed_embedding=_pointer(model.embedding) if is_packed else None,
-        final_norm=_pointer(model.final_norm),
-        cos_sin=_pointer(model.cos_sin),
-        num_layers=len(model.layers),
-        vocab_size=_shape(model.embedding)[0],
-        hidden_size=model.final_norm.shape[0],
-        intermediate_size=first.down.in_features,
-        num_heads=first.output.in_features // head_size,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        rot_dim=model.cos_sin.shape[1],
-        max_positions=model.cos_sin.shape[0],
-        num_blocks=num_blocks,
-        block_size=block_size,
-        norm_eps=model.norm_eps,
-    )
+    return {
+        "layers": ctypes.addressof(layers),
+        "embedding": None if is_packed else _pointer(model.embedding),
+        "packed_embedding": _pointer(model.embedding) if is_packed else None,
+        "final_norm": _pointer(model.final_norm),
+        "cos_sin": _pointer(model.cos_sin),
+        "num_layers": len(model.layers),
+        "vocab_size": _shape(model.embedding)[0],
+        "hidden_size": model.final_norm.shape[0],
+        "intermediate_size": first.down.in_features,
+        "num_heads": first.output.in_features // head_size,
+        "num_kv_heads": num_kv_heads,
+        "head_size": head_size,
+        "rot_dim": model.cos_sin.shape[1],
+        "max_positions": model.cos_sin.shape[0],
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "norm_eps": model.norm_eps,
+    }
 
 
 def _shape(x: Tensor | PackedWeight) -> tuple[int, ...]:
@@ -339,7 +300,7 @@ def _shape(x: Tensor | PackedWeight) -> tuple[int, ...]:
 def _check_model(model: FusedModel) -> None:
     """All shapes follow from those of the first layer; all dtypes are that of the final norm."""
     dtype, (hidden_size,) = model.final_norm.dtype, model.final_norm.shape
-    if dtype not in _SUFFIXES or not model.layers:
+    if dtype not in _DTYPES or not model.layers:
         raise ValueError(f"{len(model.layers)} layers of {dtype}, not of bfloat16 or float32")
     first = model.layers[0]
     _, _, num_kv_heads, head_size = first.key_cache.shape

@@ -1,73 +1,173 @@
-"""Finding and loading the C++ kernels that setup.py builds from csrc/cpu.
+"""Loading the C++ kernels that setup.py builds from csrc/cpu.
 
-Knows addresses and C types. Knows no operator contract: that is `vllm.ops.cpu.operators`.
+The library describes itself: which kernels it has, their types, and the fields of the structs that
+they take. All of this is read from it here, so nothing of it is written down in Python. Knows no
+operator contract: that is `vllm.ops.cpu.operators`.
 """
 
 import ctypes
 import functools
-from ctypes import CDLL, c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
+from ctypes import CDLL, CFUNCTYPE, c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from vllm import envs
+from vllm.errors import ConfigError
 from vllm.logger import init_logger
+from vllm.ops.cpu.source_hash import hash_sources
+from vllm.version import __version__
 
 logger = init_logger(__name__)
 
-LIBRARY_PATH = Path(__file__).parents[1] / "_cpu_kernels.so"
+_ROOT = Path(__file__).parents[3]
+LIBRARY_PATH = _ROOT / "vllm" / "ops" / "_cpu_kernels.so"
 
-_POINTER, _INT, _SIZE, _FLOAT = c_void_p, c_int, c_int64, c_float
+_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+_C_TYPES: dict[str, Any] = {"v": None, "p": c_void_p, "q": c_int64, "i": c_int, "f": c_float}
+"""By the letters of csrc/cpu/kernels.cpp."""
 
-# Kernel -> argument types, in the order of csrc/cpu/dispatch.cpp.
-_ARGTYPES: dict[str, list[type]] = {
-    "rms_norm": [_POINTER] * 3 + [_SIZE] * 4 + [_FLOAT, _INT],
-    "fused_add_rms_norm": [_POINTER] * 3 + [_SIZE] * 2 + [_FLOAT, _INT],
-    "silu_and_mul": [_POINTER] * 2 + [_SIZE] * 3 + [_INT],
-    "gelu_and_mul": [_POINTER] * 2 + [_SIZE] * 3 + [_INT, _INT],
-    "rotary_embedding": [_POINTER] * 4 + [_SIZE] * 8 + [_INT, _INT],
-    "reshape_and_cache": [_POINTER] * 5 + [_SIZE] * 5 + [_INT],
-    "reshape_and_cache_fp8": [_POINTER, _INT],
-    "paged_attention_decode": [_POINTER, _INT],
-    "paged_attention_prefill": [_POINTER, _INT],
-}
-_RETURNS_BAD_ROW = {
-    "rotary_embedding",
-    "reshape_and_cache",
-    "reshape_and_cache_fp8",
-    "paged_attention_decode",
-    "paged_attention_prefill",
-}
+
+class CPUKernels:
+    """The kernels of a library, ready to be called on the threads of torch.
+
+    Attributes:
+        plain: the kernels without a dtype, as attributes.
+        of: dtype -> its kernels and those without one, as attributes.
+        structs: the structs that kernels take, as attributes: `ctypes` classes whose fields are
+            given by name. A field that C++ does not have raises AttributeError.
+
+    Raises:
+        ConfigError: the library was built from other sources than those of this package.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._library = library = CDLL(str(path))
+        text = None
+        if hasattr(library, "vllm_cpu_abi"):
+            library.vllm_cpu_abi.restype = c_char_p
+            text = library.vllm_cpu_abi()
+        lines = [line.split(" ", 1) for line in (text or b"").decode().splitlines()]
+        _refuse_stale(path, lines[0][1] if lines else "")
+        # `Any`: functions and structs of ctypes have no useful type.
+        self.plain: Any = SimpleNamespace()
+        self.of: dict[torch.dtype, Any] = {dtype: SimpleNamespace() for dtype in _DTYPES.values()}
+        self.structs: Any = SimpleNamespace()
+        for kind, description in lines[1:]:
+            if kind == "kernel":
+                self._add_kernel(*description.split())
+            else:
+                name, size, fields = description.split(" ", 2)
+                setattr(self.structs, name, _make_struct(name, int(size), fields))
+        library.vllm_cpu_isa.restype = c_char_p
+        library.vllm_cpu_set_isa.argtypes = [c_char_p]
+        library.vllm_cpu_set_isa.restype = c_bool
+        library.vllm_cpu_set_isa(None)
+        library.vllm_cpu_set_openmp.argtypes = [c_void_p]
+        library.vllm_cpu_set_openmp.restype = None
+        address = _gomp_parallel()
+        if address is None:
+            logger.warning(
+                "torch uses no GNU-compatible OpenMP here: CPU kernels run on one thread"
+            )
+        library.vllm_cpu_set_openmp(address)
+
+    def _add_kernel(self, name: str, dtype: str, types: str, address: str) -> None:
+        function = CFUNCTYPE(*(_C_TYPES[letter] for letter in types))(int(address))
+        if dtype in _DTYPES:
+            setattr(self.of[_DTYPES[dtype]], name, function)
+            return
+        for kernels in (self.plain, *self.of.values()):
+            setattr(kernels, name, function)
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use: the best one, unless `set_isa` has chosen another."""
+        isa: bytes = self._library.vllm_cpu_isa()
+        return isa.decode()
+
+    def set_isa(self, name: str) -> bool:
+        """Use another instruction set; not while a kernel runs.
+
+        False, and no change, when this build lacks it or this processor cannot run it.
+        """
+        is_set: bool = self._library.vllm_cpu_set_isa(name.encode())
+        return is_set
+
+
+def load_cpu_kernels() -> CPUKernels | None:
+    """The kernels, loaded once per process.
+
+    None when VLLM_CPU_KERNELS is 0, and when they were not built or cannot be loaded here; the
+    reason is logged once, and the torch operators serve instead.
+
+    Raises:
+        ConfigError: the library was built from other sources than those of this package.
+    """
+    return _load() if envs.get().VLLM_CPU_KERNELS else None
+
+
+def require_cpu_kernels(what: str) -> CPUKernels:
+    """The kernels, for what does not work without them.
+
+    Raises:
+        RuntimeError: there are none.
+    """
+    kernels = load_cpu_kernels()
+    if kernels is None:
+        raise RuntimeError(f"{what} the C++ CPU kernels, which are not built or switched off")
+    return kernels
 
 
 @functools.cache
-def load_cpu_kernels() -> CDLL | None:
-    """The kernel library, ready to be called on the threads of torch.
-
-    Loaded once per process. None when it was not built or cannot be loaded here; the reason is
-    logged once, and the torch operators serve instead.
-    """
+def _load() -> CPUKernels | None:
     try:
-        library = CDLL(str(LIBRARY_PATH))
+        kernels = CPUKernels(LIBRARY_PATH)
     except OSError as error:
         reason = str(error) if LIBRARY_PATH.exists() else f"{LIBRARY_PATH} was not built"
         logger.warning("C++ CPU kernels are off, torch operators run instead: %s", reason)
         return None
-    for kernel, argtypes in _ARGTYPES.items():
-        for suffix in ("f32", "bf16"):
-            function = getattr(library, f"vllm_{kernel}_{suffix}")
-            function.argtypes = argtypes
-            function.restype = c_int64 if kernel in _RETURNS_BAD_ROW else None
-    library.vllm_cpu_isa.restype = c_char_p
-    library.vllm_cpu_set_isa.argtypes = [c_char_p]
-    library.vllm_cpu_set_isa.restype = c_bool
-    library.vllm_cpu_set_openmp.argtypes = [c_void_p]
-    library.vllm_cpu_set_openmp.restype = None
-    address = _gomp_parallel()
-    if address is None:
-        logger.warning("torch uses no GNU-compatible OpenMP here: CPU kernels run on one thread")
-    library.vllm_cpu_set_openmp(address)
-    logger.debug("C++ CPU kernels loaded, instruction set %s", library.vllm_cpu_isa().decode())
-    return library
+    logger.debug("C++ CPU kernels loaded, instruction set %s", kernels.isa)
+    return kernels
+
+
+def _refuse_stale(path: Path, build: str) -> None:
+    """Check what a library says it was built from: a version and the hash of its sources.
+
+    With other structs than this package fills in, or other meanings of their fields, kernels would
+    write anywhere.
+    """
+    version, _, sources = build.partition(" ")
+    expected = hash_sources(_ROOT)
+    if expected is None and version != __version__:
+        raise ConfigError(
+            f"{path} was built for vllm {version or 'of an unknown version'}, this is "
+            f"{__version__}. Install vllm again (pip install --force-reinstall vllm), or set "
+            f"VLLM_CPU_KERNELS=0 to run without the C++ CPU kernels."
+        )
+    if expected not in (None, sources):
+        raise ConfigError(
+            f"{path} was not built from the sources in {_ROOT / 'csrc' / 'cpu'}. Build it again "
+            f"(cd {_ROOT} && python setup.py build_ext --inplace), or set VLLM_CPU_KERNELS=0 to "
+            f"run without the C++ CPU kernels."
+        )
+
+
+def _make_struct(name: str, size: int, declarations: str) -> type[ctypes.Structure]:
+    """The class of a C++ struct from the text of its fields, as "const T* x; int64_t n, size;"."""
+    fields = []
+    for declaration in declarations.split(";")[:-1]:
+        # int64_t is ctypes.c_int64; a name that ctypes has not is an enum of int64_t.
+        number = f"c_{declaration.split()[0].removesuffix('_t')}"
+        c_type = c_void_p if "*" in declaration else getattr(ctypes, number, c_int64)
+        for declarator in declaration.split(","):
+            fields.append((declarator.partition("=")[0].split()[-1], c_type))
+    struct = type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
+    if ctypes.sizeof(struct) != size:
+        raise AssertionError(f"{name} has {size} bytes, with these fields: {declarations}")
+    return struct
 
 
 def _gomp_parallel() -> int | None:

@@ -6,21 +6,18 @@ number of rows. Knows no layers and no models.
 """
 
 import ctypes
-import functools
-from ctypes import CDLL, Structure, c_int, c_int64, c_void_p
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from vllm.ops.cpu.int4_layouts import Int4Groups, read_awq, read_gptq
-from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.library import CPUKernels, load_cpu_kernels, require_cpu_kernels
 
 _PANEL = 64  # output features of a panel, csrc/cpu/linear_format.h
 _ALIGNMENT = 64
 _MAX_INT8_INPUTS = 66_000  # 255 * 127 * inputs stays below 2^31
-_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 _num_threads = torch.get_num_threads
 
@@ -43,64 +40,6 @@ class WeightFormat(IntEnum):
 
 
 _DENSE_FORMATS = {torch.float32: WeightFormat.FLOAT32, torch.bfloat16: WeightFormat.BFLOAT16}
-
-
-class _WeightStruct(Structure):
-    """LinearWeight of csrc/cpu/linear_format.h."""
-
-    _fields_ = (
-        ("panels", c_void_p),
-        ("scales", c_void_p),
-        ("sums", c_void_p),
-        ("order", c_void_p),
-        ("in_features", c_int64),
-        ("out_features", c_int64),
-        ("format", c_int64),
-        ("block_inputs", c_int64),
-        ("has_zeros", c_int64),
-    )
-
-
-class _Int4Source(Structure):
-    """Int4Source of csrc/cpu/linear_format.h."""
-
-    _fields_ = (
-        ("words", c_void_p),
-        ("scales", c_void_p),
-        ("zeros", c_void_p),
-        ("num_groups", c_int64),
-        ("group_inputs", c_int64),
-        ("is_awq", c_int64),
-    )
-
-
-class _Functions:
-    """The C functions, by the dtype of what is not the weight. `Any`: ctypes has no useful type."""
-
-    def __init__(self, library: CDLL) -> None:
-        def find(name: str, argtypes: list[Any]) -> Any:
-            function = getattr(library, f"vllm_{name}")
-            function.argtypes, function.restype = argtypes, c_int64
-            return function
-
-        def find_typed(name: str, argtypes: list[Any]) -> dict[torch.dtype, Any]:
-            return {d: find(f"{name}_{suffix}", argtypes) for d, suffix in _SUFFIXES.items()}
-
-        self.linear = find_typed("linear", [c_void_p] * 4 + [c_int64] * 2 + [c_int])
-        self.quantize = find_typed("quantize_weight", [c_void_p] * 2 + [c_int])
-        self.rows = find_typed("linear_rows", [c_void_p] * 2 + [c_int64, c_void_p, c_int])
-        self.pack = find("pack_panels", [c_void_p] + [c_int64] * 2 + [c_int])
-        self.packed_bytes = find("packed_bytes", [c_void_p])
-        self.convert_int4 = find("convert_int4", [c_void_p] * 2 + [c_int])
-        self.convert_int4.restype = None
-
-
-@functools.cache
-def _functions() -> _Functions:
-    library = load_cpu_kernels()
-    if library is None:
-        raise RuntimeError("packed weights need the C++ CPU kernels, which are not built")
-    return _Functions(library)
 
 
 def can_pack(weight: Tensor, weight_format: WeightFormat | None = None) -> bool:
@@ -146,23 +85,23 @@ class PackedWeight:
         if weight_format is WeightFormat.INT8:
             self._sums = torch.zeros(padded, dtype=torch.int32)
         is_int4 = weight_format is WeightFormat.INT4
-        self._struct = _WeightStruct(
-            None,
-            _address(self._scales),
-            _address(self._sums),
-            _address(self.order),
-            self.in_features,
-            self.out_features,
-            int(weight_format),
-            (groups.block_inputs if groups is not None else 32) if is_int4 else 0,
-            groups is not None and groups.zeros is not None,
+        kernels = _kernels()
+        self._struct = kernels.structs.LinearWeight(
+            scales=_address(self._scales),
+            sums=_address(self._sums),
+            order=_address(self.order),
+            in_features=self.in_features,
+            out_features=self.out_features,
+            format=int(weight_format),
+            block_inputs=(groups.block_inputs if groups is not None else 32) if is_int4 else 0,
+            has_zeros=groups is not None and groups.zeros is not None,
         )
         self._address = ctypes.addressof(self._struct)
         if panels is None:
-            panels = torch.zeros(_functions().packed_bytes(self._address), dtype=torch.uint8)
+            panels = torch.zeros(kernels.plain.packed_bytes(self._address), dtype=torch.uint8)
         self._panels = panels
         self._struct.panels = panels.data_ptr()
-        self._linear = dict(_functions().linear)
+        self._linear = {dtype: of_dtype.linear for dtype, of_dtype in kernels.of.items()}
         if weight_format is WeightFormat.FLOAT32:
             del self._linear[torch.bfloat16]
 
@@ -187,10 +126,8 @@ class PackedWeight:
             panels[: num_out * num_in] = weight.flatten()
         weight_format = _DENSE_FORMATS[weight.dtype]
         num_words = num_in // weight_format.inputs_per_word
-        functions = _functions()
-        _check_memory(
-            functions.pack(panels.data_ptr(), padded // _PANEL, num_words, _num_threads())
-        )
+        pack_panels = _kernels().plain.pack_panels
+        _check_memory(pack_panels(panels.data_ptr(), padded // _PANEL, num_words, _num_threads()))
         return cls(weight_format, weight.shape, panels)
 
     @classmethod
@@ -206,9 +143,8 @@ class PackedWeight:
             raise ValueError(f"{weight_format.name} is not a quantized format: use pack")
         _check_weight(weight, weight_format)
         packed = cls(weight_format, weight.shape)
-        _check_memory(
-            _functions().quantize[weight.dtype](packed._address, weight.data_ptr(), _num_threads())
-        )
+        quantize_weight = _kernels().of[weight.dtype].quantize_weight
+        _check_memory(quantize_weight(packed._address, weight.data_ptr(), _num_threads()))
         return packed
 
     @classmethod
@@ -266,15 +202,16 @@ class PackedWeight:
     @classmethod
     def _from_groups(cls, words: Tensor, groups: Int4Groups, is_awq: bool) -> "PackedWeight":
         packed = cls(WeightFormat.INT4, groups.shape, groups=groups)
-        source = _Int4Source(
-            words.data_ptr(),
-            groups.scales.data_ptr(),
-            _address(groups.zeros),
-            len(groups.scales),
-            groups.group_inputs,
-            is_awq,
+        kernels = _kernels()
+        source = kernels.structs.Int4Source(
+            words=words.data_ptr(),
+            scales=groups.scales.data_ptr(),
+            zeros=_address(groups.zeros),
+            num_groups=len(groups.scales),
+            group_inputs=groups.group_inputs,
+            is_awq=is_awq,
         )
-        _functions().convert_int4(packed._address, ctypes.addressof(source), _num_threads())
+        kernels.plain.convert_int4(packed._address, ctypes.addressof(source), _num_threads())
         return packed
 
     @property
@@ -359,10 +296,11 @@ class PackedWeight:
         is_dense = ids.is_contiguous() and ids.is_cpu
         if ids.dtype != torch.int64 or ids.dim() != 1 or not is_dense:
             self._refuse("ids", ids)
-        if dtype not in _SUFFIXES:
+        of_dtype = _kernels().of.get(dtype)
+        if of_dtype is None:
             raise ValueError(f"rows can be float32 or bfloat16, not {dtype}")
         out = torch.empty(len(ids), self.in_features, dtype=dtype)
-        bad = _functions().rows[dtype](
+        bad = of_dtype.linear_rows(
             self._address, ids.data_ptr(), len(ids), out.data_ptr(), _num_threads()
         )
         if bad >= 0:
@@ -374,6 +312,10 @@ class PackedWeight:
         raise ValueError(
             f"{name} is {x.dtype} {list(x.shape)} on {x.device}, the weight is {weight}"
         )
+
+
+def _kernels() -> CPUKernels:
+    return require_cpu_kernels("packed weights need")
 
 
 def _address(x: Tensor | None) -> int | None:

@@ -5,51 +5,18 @@ router and no models.
 """
 
 import ctypes
-import functools
 from collections.abc import Sequence
-from ctypes import Array, Structure, c_int, c_int64, c_void_p
-from typing import Any
+from ctypes import Array, c_void_p
 
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 
 _ALIGNMENT = 64
-_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 _num_threads = torch.get_num_threads
-
-
-class _MoeStruct(Structure):
-    """MoeArgs of csrc/cpu/kernels.h."""
-
-    _fields_ = (
-        ("gate", c_void_p),
-        ("up", c_void_p),
-        ("down", c_void_p),
-        ("x", c_void_p),
-        ("ids", c_void_p),
-        ("weights", c_void_p),
-        ("out", c_void_p),
-        ("num_tokens", c_int64),
-        ("num_experts", c_int64),
-        ("top_k", c_int64),
-        ("x_stride", c_int64),
-        ("has_orders", c_int64),
-    )
-
-
-@functools.cache
-def _kernels() -> dict[torch.dtype, Any]:
-    library = load_cpu_kernels()
-    if library is None:
-        raise RuntimeError("packed experts need the C++ CPU kernels, which are not built")
-    kernels = {d: getattr(library, f"vllm_moe_{suffix}") for d, suffix in _SUFFIXES.items()}
-    for kernel in kernels.values():
-        kernel.argtypes, kernel.restype = [c_void_p, c_int], c_int64
-    return kernels
 
 
 class PackedExperts:
@@ -89,7 +56,9 @@ class PackedExperts:
         self._weights = (tuple(gate), tuple(up), tuple(down))
         self._addresses = tuple(_addresses(weights) for weights in self._weights)
         self._has_orders = any(weight.order is not None for weight in gate)
-        self._kernels = dict(_kernels())
+        kernels = require_cpu_kernels("packed experts need")
+        self._struct = kernels.structs.MoeArgs
+        self._kernels = {dtype: of_dtype.moe for dtype, of_dtype in kernels.of.items()}
         if WeightFormat.FLOAT32 in (gate[0].weight_format, down[0].weight_format):
             del self._kernels[torch.bfloat16]
 
@@ -161,17 +130,20 @@ class PackedExperts:
                     f"dense row of {dtype} for each of {len(x)} tokens"
                 )
         out = x.new_empty(x.shape)
-        args = _MoeStruct(
-            *(ctypes.addressof(addresses) for addresses in self._addresses),
-            x.data_ptr(),
-            topk_ids.data_ptr(),
-            topk_weights.data_ptr(),
-            out.data_ptr(),
-            len(x),
-            self.num_experts,
-            topk_ids.shape[1],
-            x.stride(0),
-            self._has_orders,
+        gate, up, down = self._addresses
+        args = self._struct(
+            gate=ctypes.addressof(gate),
+            up=ctypes.addressof(up),
+            down=ctypes.addressof(down),
+            x=x.data_ptr(),
+            ids=topk_ids.data_ptr(),
+            weights=topk_weights.data_ptr(),
+            out=out.data_ptr(),
+            num_tokens=len(x),
+            num_experts=self.num_experts,
+            top_k=topk_ids.shape[1],
+            x_stride=x.stride(0),
+            has_orders=self._has_orders,
         )
         status = kernel(ctypes.addressof(args), _num_threads())
         if status >= 0:

@@ -7,7 +7,7 @@ hundreds.
 """
 
 from collections.abc import Sequence
-from ctypes import CDLL
+from ctypes import byref
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from vllm.ops.cpu.attention import (
     AttentionOptions,
+    fp8_arguments,
     paged_attention_decode,
     paged_attention_prefill,
-    write_fp8,
 )
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.interface import FP8_DTYPES
@@ -27,23 +27,6 @@ from vllm.ops.native import NativeOps
 __all__ = ["CPUOps", "load_cpu_kernels"]
 
 _num_threads = torch.get_num_threads
-
-
-class _Kernels:
-    """The functions of one dtype. `Any`: ctypes functions have no useful type."""
-
-    def __init__(self, library: CDLL, suffix: str) -> None:
-        self.rms_norm: Any = getattr(library, f"vllm_rms_norm_{suffix}")
-        self.fused_add_rms_norm: Any = getattr(library, f"vllm_fused_add_rms_norm_{suffix}")
-        self.silu_and_mul: Any = getattr(library, f"vllm_silu_and_mul_{suffix}")
-        self.gelu_and_mul: Any = getattr(library, f"vllm_gelu_and_mul_{suffix}")
-        self.rotary_embedding: Any = getattr(library, f"vllm_rotary_embedding_{suffix}")
-        self.reshape_and_cache: Any = getattr(library, f"vllm_reshape_and_cache_{suffix}")
-        self.reshape_and_cache_fp8: Any = getattr(library, f"vllm_reshape_and_cache_fp8_{suffix}")
-        self.paged_attention_decode: Any = getattr(library, f"vllm_paged_attention_decode_{suffix}")
-        self.paged_attention_prefill: Any = getattr(
-            library, f"vllm_paged_attention_prefill_{suffix}"
-        )
 
 
 class CPUOps(NativeOps):
@@ -55,12 +38,11 @@ class CPUOps(NativeOps):
 
     def __init__(self) -> None:
         library = load_cpu_kernels()
-        self._kernels: dict[torch.dtype, _Kernels] = {}
-        if library is not None:
-            self._kernels[torch.float32] = _Kernels(library, "f32")
-            self._kernels[torch.bfloat16] = _Kernels(library, "bf16")
+        self._structs: Any = None if library is None else library.structs
+        self._kernels: dict[torch.dtype, Any] = {} if library is None else library.of
 
-    def _kernels_of(self, x: Tensor) -> _Kernels | None:
+    def _kernels_of(self, x: Tensor) -> Any:
+        """The kernels that take x; None: torch does."""
         return self._kernels.get(x.dtype) if x.is_cpu else None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -214,8 +196,17 @@ class CPUOps(NativeOps):
         _check_rows("value", value)
         num_slots = key_cache.shape[0] * key_cache.shape[1]
         if is_fp8:
-            kernel, scales = kernels.reshape_and_cache_fp8, (key_scale, value_scale)
-            bad = write_fp8(kernel, key, value, key_cache, value_cache, slot_mapping, *scales)
+            args = fp8_arguments(
+                self._structs,
+                key,
+                value,
+                key_cache,
+                value_cache,
+                slot_mapping,
+                key_scale,
+                value_scale,
+            )
+            bad = kernels.reshape_and_cache_fp8(byref(args), _num_threads())
         else:
             bad = kernels.reshape_and_cache(
                 key.data_ptr(),
@@ -255,10 +246,8 @@ class CPUOps(NativeOps):
             return super().paged_attention_decode(
                 query, key_cache, value_cache, block_tables, seq_lens, *options
             )
-        kernel = kernels.paged_attention_decode
-        return paged_attention_decode(
-            kernel, query, key_cache, value_cache, block_tables, seq_lens, options
-        )
+        args = (query, key_cache, value_cache, block_tables, seq_lens, options)
+        return paged_attention_decode(kernels, self._structs, *args)
 
     def paged_attention_prefill(
         self,
@@ -283,10 +272,8 @@ class CPUOps(NativeOps):
             return super().paged_attention_prefill(
                 query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *options
             )
-        kernel = kernels.paged_attention_prefill
-        return paged_attention_prefill(
-            kernel, query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, options
-        )
+        args = (query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, options)
+        return paged_attention_prefill(kernels, self._structs, *args)
 
 
 def _check_rows(name: str, x: Tensor) -> None:

@@ -1,12 +1,11 @@
 """Sampling and log-probabilities on the C++ kernels: what they are told, and what is checked.
 
-Knows the layout of the arguments (csrc/cpu/sampling_args.h). Knows no request; what the numbers of
+Knows the meaning of the arguments (csrc/cpu/sampling_args.h). Knows no request; what the numbers of
 a row mean is said in `vllm.sample`, which uses this where its rows are on the host.
 """
 
-import ctypes
 import functools
-from ctypes import CDLL, byref, c_int, c_int64, c_void_p
+from ctypes import byref
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.library import CPUKernels, load_cpu_kernels
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -24,28 +23,7 @@ _NUM_PARAMS = 8
 _NUM_INSIDE = 128
 """Tokens of a block of the vocabulary."""
 
-_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-
 _num_threads = torch.get_num_threads
-
-
-def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
-    return [(name, c_type) for c_type, names in groups for name in names.split()]
-
-
-class _SampleArgs(ctypes.Structure):
-    _fields_ = _fields(
-        (c_void_p, "logits rows params keys positions exponentials changed edit_ids edit_values"),
-        (c_void_p, "mask_of mask_words penalty_ids penalty_counts token_ids host_ids"),
-        (c_int64, "n num_rows vocab_size row_stride num_draws num_edits num_words num_penalties"),
-    )
-
-
-class _LogprobArgs(ctypes.Structure):
-    _fields_ = _fields(
-        (c_void_p, "logits rows token_ids out_ids out_logprobs out_ranks"),
-        (c_int64, "num_rows vocab_size row_stride num_likeliest"),
-    )
 
 
 @dataclass(frozen=True)
@@ -77,21 +55,13 @@ class RowChanges:
 class SamplingKernels:
     """The kernels of all dtypes; made by `load_sampling_kernels`."""
 
-    def __init__(self, library: CDLL) -> None:
-        self._sample: dict[torch.dtype, Any] = {}
-        self._logprobs: dict[torch.dtype, Any] = {}
-        for dtype, suffix in _SUFFIXES.items():
-            for name, functions in (("sample", self._sample), ("gather_logprobs", self._logprobs)):
-                function = getattr(library, f"vllm_{name}_{suffix}")
-                function.argtypes, function.restype = [c_void_p, c_int], c_int64
-                functions[dtype] = function
-        self._exponentials: Any = library.vllm_draw_exponentials
-        self._exponentials.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int]
-        self._exponentials.restype = None
+    def __init__(self, kernels: CPUKernels) -> None:
+        self._structs, self._of = kernels.structs, kernels.of
+        self._draw_exponentials = kernels.plain.draw_exponentials
 
     def supports(self, logits: Tensor) -> bool:
         """Whether the kernels read such logits: float32 or bfloat16 on the host."""
-        return logits.dtype in self._sample and logits.is_cpu
+        return logits.dtype in self._of and logits.is_cpu
 
     def _readable(self, logits: Tensor) -> Tensor:
         """Checked, and with dense rows."""
@@ -134,7 +104,7 @@ class SamplingKernels:
             _check("out", written, torch.int32, (n,))
         if params is not None:
             _check("params", params, torch.float32, (_NUM_PARAMS, n))
-        args = _SampleArgs(
+        args = self._structs.SampleArgs(
             logits=logits.data_ptr(),
             rows=_row_address(rows, n),
             params=None if params is None else params.data_ptr(),
@@ -149,7 +119,7 @@ class SamplingKernels:
             _fill_numbers(args, numbers)
         if changes is not None:
             _fill_changes(args, changes)
-        status = self._sample[logits.dtype](byref(args), _num_threads())
+        status = self._of[logits.dtype].sample(byref(args), _num_threads())
         if status == _NO_NUMBERS:
             raise ValueError("random rows have no random numbers")
         if status:
@@ -193,7 +163,7 @@ class SamplingKernels:
         ids = torch.empty(m, 1 + k, dtype=torch.int32)
         logprobs = torch.empty(m, 1 + k, dtype=torch.float32)
         ranks = torch.empty(m, dtype=torch.int32)
-        args = _LogprobArgs(
+        args = self._structs.LogprobArgs(
             logits=logits.data_ptr(),
             rows=_row_address(rows, n),
             token_ids=given.data_ptr(),
@@ -205,7 +175,7 @@ class SamplingKernels:
             row_stride=logits.stride(0),
             num_likeliest=k,
         )
-        bad = self._logprobs[logits.dtype](byref(args), _num_threads())
+        bad = self._of[logits.dtype].gather_logprobs(byref(args), _num_threads())
         if bad >= 0:
             raise IndexError(f"token_ids[{bad}] is {token_ids[bad]} of {vocab_size} tokens")
         if bad != -1:
@@ -218,7 +188,7 @@ class SamplingKernels:
         """[n, count] as `vllm.sample.random.exponentials_at`, equal but for the last bits."""
         _check_pairs(keys, positions, len(keys))
         out = np.empty((len(keys), count), np.float32)
-        self._exponentials(
+        self._draw_exponentials(
             _address("keys", keys, np.uint64),
             _address("positions", positions, np.int64),
             len(keys),
@@ -236,7 +206,7 @@ def load_sampling_kernels() -> SamplingKernels | None:
     return None if library is None else SamplingKernels(library)
 
 
-def _fill_numbers(args: _SampleArgs, numbers: RowNumbers) -> None:
+def _fill_numbers(args: Any, numbers: RowNumbers) -> None:
     if numbers.exponentials is not None:
         num_draws = numbers.exponentials.shape[-1]
         _check("exponentials", numbers.exponentials, torch.float32, (args.n, num_draws))
@@ -253,7 +223,7 @@ def _fill_numbers(args: _SampleArgs, numbers: RowNumbers) -> None:
     args.num_draws = args.vocab_size // _NUM_INSIDE + 1 + _NUM_INSIDE
 
 
-def _fill_changes(args: _SampleArgs, changes: RowChanges) -> None:
+def _fill_changes(args: Any, changes: RowChanges) -> None:
     if len(changes.changed) != args.n:
         raise ValueError(f"changed has {len(changes.changed)} rows of {args.n}")
     args.changed = _address("changed", changes.changed, np.bool_)

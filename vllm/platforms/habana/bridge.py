@@ -119,7 +119,7 @@ class HabanaBridge(Protocol):
         """A zeroed tensor on the device.
 
         Raises:
-            MemoryError: the pool has not that much left.
+            MemoryError: not enough memory is free in the pool.
         """
 
     def synchronize(self) -> None:

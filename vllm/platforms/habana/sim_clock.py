@@ -68,12 +68,3 @@ class Clock:
     def sync(self) -> None:
         """The host waits for the device."""
         self.host_s = max(self.host_s, self.device_s)
-
-    def breakdown(self) -> dict[str, float]:
-        """Seconds by cause. They overlap, so they may add up to more than `host_s`."""
-        return {
-            "compile": self.compile_s,
-            "launch": self.launch_s,
-            "compute": self.compute_s,
-            "copy": self.copy_s,
-        }

@@ -1,4 +1,4 @@
-"""The memory pool of a simulated card: who holds how many bytes, and when there are none left.
+"""The memory pool of a simulated card: which tensors hold how many bytes, and what is free.
 
 Bytes are counted when a tensor is made, also in lazy mode, where a card allocates at launch.
 Intermediates count while they live; there is no separate workspace and no fragmentation.
@@ -22,11 +22,11 @@ class Lease:
         Args:
             storage: the address that the pool knows the storage by.
         """
-        self.num_bytes = 0  # nothing to give back if the pool refuses
+        self.num_bytes = 0  # nothing to free if the pool refuses
         self._pool = pool
         self._storage = storage
         if num_bytes:
-            pool.take(num_bytes)
+            pool.reserve(num_bytes)
         self.num_bytes = num_bytes
 
     def __del__(self) -> None:
@@ -67,7 +67,7 @@ class MemoryPool:
         return lease
 
     def forget(self, address: int) -> None:
-        """Drop the entry of a lease that is gone, unless another storage has come there."""
+        """Drop the entry of a freed lease, unless another storage has the same address now."""
         known = self._leases.get(address)
         if known is not None and known() is None:
             del self._leases[address]
@@ -84,7 +84,7 @@ class MemoryPool:
                 f"{self.in_use_bytes} of {self.limit_bytes} bytes are in use"
             )
 
-    def take(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         self.check(num_bytes)
         self.in_use_bytes += num_bytes
         self.max_in_use_bytes = max(self.max_in_use_bytes, self.in_use_bytes)

@@ -32,7 +32,7 @@ class RecipeCache:
         Everything after the path may be left out; on NFS or not is the same here.
 
         Raises:
-            ConfigError: the text has another form, or the folder cannot be made.
+            ConfigError: the text is not written like that, or the folder cannot be made.
         """
         path, *options = [part.strip() for part in config.split(",")]
         delete, size, nfs, *rest = [*options, "", "", ""]

@@ -19,10 +19,10 @@ class BackendError(ValueError):
 
 
 class BackendMatcher(Protocol):
-    """Where an output is in its grammar."""
+    """The state of one output in its grammar."""
 
     def fill(self, mask: IntArray) -> None:
-        """Write the mask of the tokens that may come.
+        """Write the mask of the tokens that are allowed next.
 
         Args:
             mask: [num_words] of the vocabulary. The bits of tokens without text mean nothing.
@@ -62,7 +62,7 @@ class Backend(Protocol):
         Args:
             kind: of `GrammarSpec`.
             source: a prepared schema; a translated pattern; a list of choices; the text of a
-                grammar; a structural tag in its newer form.
+                grammar; a structural tag in the newer format.
             any_whitespace: JSON may have whitespace where it needs none.
             whitespace_pattern: what it may have there; None is the default.
 

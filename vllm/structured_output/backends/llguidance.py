@@ -124,7 +124,7 @@ class LLGuidanceMatcher:
         """See `BackendMatcher`."""
         if not self._matcher.consume_token(token_id):
             self._check()
-            raise BackendError(f"token {token_id} does not follow the grammar")
+            raise BackendError(f"token {token_id} is not allowed by the grammar")
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -140,13 +140,13 @@ def json_options(any_whitespace: bool, whitespace_pattern: str | None) -> dict[s
 
 
 def _structural_tag(source: Any, options: dict[str, Any]) -> str:
-    """Of the form {"format": {"type": "triggered_tags", ...}} with JSON schemas as content."""
+    """A structural tag {"format": {"type": "triggered_tags", ...}} with JSON schemas as content."""
     tags = []
     for tag in source["format"]["tags"]:
         begin = tag["begin"]
         triggers = [t for t in source["format"]["triggers"] if begin.startswith(t)]
         if not triggers:
-            raise BackendError(f"no trigger is the beginning of {begin!r}")
+            raise BackendError(f"no trigger is a prefix of {begin!r}")
         schema = {**tag["content"]["json_schema"], "x-guidance": options}
         tags.append(
             llguidance.StructTag(trigger=triggers[0], begin=begin, grammar=schema, end=tag["end"])

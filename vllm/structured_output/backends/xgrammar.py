@@ -108,7 +108,7 @@ class XGrammarMatcher:
     def accept(self, token_id: int) -> None:
         """See `BackendMatcher`."""
         if not self._matcher.accept_token(token_id):
-            raise BackendError(f"token {token_id} does not follow the grammar")
+            raise BackendError(f"token {token_id} is not allowed by the grammar")
 
 
 def _escaped(text: str) -> str:

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from vllm.attention import RaggedMetadata
 from vllm.config import VllmConfig
+from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import ModelRunnerOutput, SchedulerOutput
 from vllm.model_executor.fused_decoder import fuse, read_head
+from vllm.model_executor.layers.cpu_linear_method import CPULinear
+from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
 from vllm.ops.cpu.decoder import FusedDecoder
@@ -21,6 +24,7 @@ from vllm.sample.features import Feature
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState, invalid_rows
 from vllm.structured_output.matchers import GrammarMatchers
+from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.model_input import ModelInput
 from vllm.worker.model_runner import ModelRunner
 
@@ -55,6 +59,15 @@ class CPUModelRunner(ModelRunner):
         self._fused: FusedDecoder | None = None
         self._decode_step: FusedDecodeStep | None = None
 
+    def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
+        """A decoder that runs in one call reads one block table for all of its layers."""
+        is_packed = any(
+            isinstance(module, ParallelLinear) and isinstance(module.method, CPULinear)
+            for module in self.model.modules()
+        )
+        layers, dtype = self.attention_layers, cache_dtype(config)
+        return cache_layout(config, layers, dtype, has_one_table=is_packed)
+
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         vocab_size = config.model.resolved_arch.vocab_size
         return make_sampler(config.scheduler.max_num_seqs, vocab_size, self.device)
@@ -77,14 +90,15 @@ class CPUModelRunner(ModelRunner):
 
     def _forward(self, model_input: ModelInput) -> Tensor:
         self._fuse()
-        metadata = model_input.metadata
+        context = model_input.context
+        metadata = context.attention
         if self._fused is None or type(metadata) is not RaggedMetadata:
             return super()._forward(model_input)
-        if model_input.replaced is not None:
+        if context.replaced is not None or context.adapter_rows is not None:
             return super()._forward(model_input)  # the fused decoder knows token ids only
         return self._fused.forward(
             model_input.input_ids,
-            model_input.positions,
+            context.positions,
             metadata.slot_mapping,
             metadata.block_tables,
             metadata.seq_lens,

@@ -1,6 +1,6 @@
 """Sleep mode on the CPU, where weights are host memory already.
 
-All memory keeps its address while it is given back (see `vllm.platforms.cpu_memory`), so kernels
+All memory keeps its address while it is given back (see `vllm.utils.process_memory`), so kernels
 that hold addresses of weights and caches need not know of it.
 """
 
@@ -13,7 +13,7 @@ from vllm.attention import CachedLayer
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.logger import init_logger
 from vllm.model_executor.model_memory import copy_cache_scales, fingerprint, model_storages
-from vllm.platforms.cpu_memory import can_discard, discard, trim_heap
+from vllm.utils.process_memory import can_discard, discard, give_back_memory
 from vllm.worker.sleep import BuildModel
 
 logger = init_logger(__name__)
@@ -67,7 +67,7 @@ class HostWeights:
             return
         for storage in self._storages:
             _discard(storage)
-        trim_heap()
+        give_back_memory()
         self._is_released = True
 
     def restore(self) -> None:
@@ -113,7 +113,7 @@ class HostWeights:
             _discard(new)  # so that the model is not in memory twice
         copy_cache_scales(fresh_model, self._model)
         del fresh_model, fresh, new
-        trim_heap()
+        give_back_memory()
 
     def _note(self) -> None:
         if self._can_sleep:

@@ -1,28 +1,31 @@
 """The worker of the CPU."""
 
 import os
-from typing import cast
 
 import torch
 
 from vllm.config import VllmConfig
-from vllm.distributed import TPGroup
-from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
-from vllm.model_executor.layers.cpu_linear_method import StoredAs, pack_layer, pack_weights
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.model_memory import model_storages
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
+from vllm.model_executor.quantization import Quantization
+from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.ops import set_ops
-from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators import CPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.cpu_threads import count_cores, count_threads, format_cores, usable_cores
 from vllm.utils.imports import load_class
 from vllm.worker.cpu.model_runner import CPUModelRunner
 from vllm.worker.cpu.sleep import HostCache, HostWeights, check_can_sleep
-from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout, count_blocks
+from vllm.worker.interface import MemoryReport
+from vllm.worker.kv_cache import (
+    bind_kv_caches,
+    cache_dtype,
+    count_blocks,
+    log_cache,
+)
 from vllm.worker.model_runner import ModelRunner, StepHandle
 from vllm.worker.pooling.runner import PoolingRunner
 from vllm.worker.worker_base import WorkerBase
@@ -49,7 +52,7 @@ class CPUWorker(WorkerBase):
             if config.device.counts_threads:
                 torch.set_num_threads(len(cores))
 
-    def load_model(self) -> None:
+    def load(self, rank: int) -> None:
         """Build the model, read its weights and pack them for the kernels.
 
         Raises:
@@ -57,19 +60,15 @@ class CPUWorker(WorkerBase):
         """
         if self.config.model.enable_sleep_mode:
             check_can_sleep()
-        self.grammars.preload_beside_weights()
+        super().load(rank)
+
+    def _load_model(self) -> None:
         self.model = self._read_model(self.config)
         self._count_threads(sum(len(storage) for storage in model_storages(self.model)))
         self.runner = self._make_runner(self.model)
 
     def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
-        stored_as = self._stored_as()
-        if stored_as is None:
-            return load_model(config, TPGroup(), self.device)
-        format_ = stored_as
-        model = load_model(config, TPGroup(), self.device, lambda layer: pack_layer(layer, format_))
-        pack_weights(model, stored_as)
-        return model
+        return load_model(config, self.tp, self.device, self._dense_format())
 
     def _count_threads(self, weight_bytes: int) -> None:
         device = self.config.device
@@ -87,43 +86,41 @@ class CPUWorker(WorkerBase):
             format_cores(usable_cores()),
         )
 
-    def _stored_as(self) -> StoredAs | None:
-        """Format of packed weights; None: they stay as torch takes them."""
-        asked = self.config.model.quantization
-        if asked in ("int8", "int4"):
-            if load_cpu_kernels() is None:
-                raise ConfigError(
-                    f"quantization={asked!r} needs the C++ CPU kernels, which are not built here"
-                )
-            return cast(StoredAs, asked)
+    def _dense_format(self) -> Quantization | None:
+        """How the kernels take dense weights; None: they stay as torch takes them."""
         # torch reads bfloat16 weights at half the speed of the memory. Its float32 is as fast as
         # the kernels on small layers, which is where that type is used.
         is_packed = isinstance(self._ops, CPUOps) and self.config.model.dtype_name == "bfloat16"
-        return "dense" if is_packed else None
+        return CPUPacked() if is_packed else None
 
     def _make_runner(self, model: CausalLM | PoolingModel) -> ModelRunner | PoolingRunner:
         if isinstance(model, PoolingModel):
             return PoolingRunner(self.config, model, self.device)
         return CPUModelRunner(self.config, model, self.device, self.grammars)
 
-    def initialize_cache(self) -> int:
-        """Size and allocate the KV cache; the number of blocks, the null block included."""
-        layers, dtype = self.runner.attention_layers, cache_dtype(self.config)
-        layout = cache_layout(self.config, layers, dtype, has_one_table=True)
-        num_blocks = count_blocks(
-            self.config,
-            layout.block_bytes,
-            self.platform.free_memory_bytes(),
-            len(layout.groups),
+    def measure(self) -> MemoryReport:
+        """Count the KV blocks for which there is memory; launches are not measured."""
+        layout, free_bytes = self.runner.cache_layout, self.platform.free_memory_bytes()
+        return MemoryReport(
+            free_bytes=free_bytes,
+            block_bytes=layout.block_bytes,
+            windows=tuple(group.window for group in layout.groups),
+            num_blocks=count_blocks(
+                self.config, layout.block_bytes, free_bytes, len(layout.groups)
+            ),
         )
-        bind_kv_caches(layers, self.platform, num_blocks, layout, dtype)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate a KV cache of so many blocks, the null block included."""
+        layers, layout = self.runner.attention_layers, self.runner.cache_layout
+        log_cache(self.config, num_blocks, layout)
+        bind_kv_caches(layers, self.platform, num_blocks, layout, cache_dtype(self.config))
         can_sleep = self.config.model.enable_sleep_mode
         folder = self.config.model.path or ""
         self._set_memory(
             HostWeights(self.model, folder, self._build_model, can_sleep=can_sleep),
             HostCache(layers),
         )
-        return num_blocks
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
         """Start a step; at most one other is in flight."""

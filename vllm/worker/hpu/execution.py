@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vllm.config import VllmConfig
 from vllm.platforms.habana.bridge import COMPILE_BACKEND, HabanaBridge
-from vllm.worker.hpu.model import HPUModel, repeated_layers
+from vllm.worker.hpu.model import HPUModel
 from vllm.worker.hpu.planner import LaunchShape
 
 Outputs = tuple[Tensor, Tensor]
@@ -37,6 +37,10 @@ class Execution:
 
     def run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
         """One launch; the outputs are overwritten by the next launch of the same shape."""
+        with self.model.launch_holder.running(None):  # also a launch that raises leaves no context
+            return self._run(packed, shape)
+
+    def _run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
         outputs: Outputs = self.model(packed, shape)
         self._bridge.mark_step()
         return outputs
@@ -63,7 +67,7 @@ class LazyExecution(Execution):
 
     def __init__(self, bridge: HabanaBridge, model: HPUModel, layers_per_mark: int) -> None:
         super().__init__(bridge, model)
-        for number, layer in enumerate(repeated_layers(model.model), start=1):
+        for number, layer in enumerate(model.model.layers, start=1):
             if number % layers_per_mark == 0:
                 layer.register_forward_hook(self._mark)
 
@@ -80,11 +84,10 @@ class GraphExecution(LazyExecution):
         super().__init__(bridge, model, layers_per_mark)
         self._graphs: dict[LaunchShape, nn.Module] = {}
 
-    def run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
-        """One launch, replayed if it has a graph."""
+    def _run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
         graph = self._graphs.get(shape)
         if graph is None:
-            return super().run(packed, shape)
+            return super()._run(packed, shape)
         outputs: Outputs = graph(packed)
         return outputs
 
@@ -95,7 +98,8 @@ class GraphExecution(LazyExecution):
     def capture(self, packed: Tensor, shape: LaunchShape) -> None:
         """Record the graph of a shape."""
         graph = self._bridge.wrap_in_hpu_graph(_ShapedModel(self.model, shape))
-        graph(packed)
+        with self.model.launch_holder.running(None):
+            graph(packed)
         self._graphs[shape] = graph
 
     @property
@@ -144,13 +148,12 @@ class CompiledExecution(Execution):
         }
         if config.hpu.regional_compilation:
             self._compiled: Any = model
-            for layer in repeated_layers(model.model):
+            for layer in model.model.layers:
                 layer.compile(**options)
         else:
             self._compiled = torch.compile(model, **options)
 
-    def run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
-        """One launch, compiled when its shape is new."""
+    def _run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
         outputs: Outputs = self._compiled(packed, shape)
         return outputs
 
@@ -161,7 +164,7 @@ class CompiledExecution(Execution):
         sliding window, so the limit counts every layer.
         """
         dynamo: Any = torch._dynamo.config
-        wanted = 1 + num_shapes * (1 + len(repeated_layers(self.model.model)))
+        wanted = 1 + num_shapes * (1 + len(self.model.model.layers))
         dynamo.recompile_limit = max(dynamo.recompile_limit, wanted)
         dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * wanted)
 

@@ -1,9 +1,11 @@
 """The inputs of a padded launch: one host buffer, one copy to the device, one split into parts.
 
-All parts are int32. Their sizes depend on the shape of the launch alone.
+The fields of the three dataclasses, and of those inside them, are what the buffer holds, in this
+order. Their sizes depend on the shape of the launch alone.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -19,6 +21,12 @@ from vllm.attention.backends.merged_prefill import (
     MergedPrefillMetadata,
     build_merged_prefill_metadata,
 )
+from vllm.attention.backends.packed_fields import (
+    Array,
+    PackedFields,
+    packed,
+    packed_fields_of,
+)
 from vllm.bucketing import Phase
 from vllm.messages import IntArray
 from vllm.worker.hpu.planner import BucketLaunch, LaunchShape
@@ -29,82 +37,90 @@ RESIDENT = -1
 
 
 @dataclass(frozen=True)
-class DecodeInput:
-    """Parts of a decode of B padded rows."""
+class DecodeInput(Generic[Array]):
+    """A decode of B padded rows."""
 
-    token_ids: Tensor
+    token_ids: Array = packed("B")
     """[B]; RESIDENT where the device has it."""
-    rows: Tensor
+    rows: Array = packed("B")
     """[B] row of each token; the padding row for padding."""
-    positions: Tensor
+    positions: Array = packed("B")
     """[B]"""
-    metadata: HPUDecodeMetadata
+    metadata: HPUDecodeMetadata[Array] = packed_fields_of(HPUDecodeMetadata)
+    sample_rows: Array = packed("L")
+    """[L] row of each of the logits; the padding row where none is sampled."""
 
 
 @dataclass(frozen=True)
-class PrefillInput:
-    """Parts of a prefill of B padded rows with Q padded tokens each."""
+class PrefillInput(Generic[Array]):
+    """A prefill of B padded rows with Q padded tokens each, T = B * Q."""
 
-    token_ids: Tensor
-    """[B * Q]"""
-    positions: Tensor
-    """[B * Q]"""
-    last_tokens: Tensor
-    """[B] index of the last token of each row among all B * Q."""
-    metadata: HPUPrefillMetadata
+    token_ids: Array = packed("T")
+    """[T]"""
+    positions: Array = packed("T")
+    """[T]"""
+    last_tokens: Array = packed("B")
+    """[B] index of the last token of each row among all T."""
+    metadata: HPUPrefillMetadata[Array] = packed_fields_of(HPUPrefillMetadata)
+    sample_rows: Array = packed("L")
+    """[L] as in a decode."""
 
 
 @dataclass(frozen=True)
-class MergedInput:
-    """Parts of a prefill of P padded prompts in one row of Q padded tokens."""
+class MergedInput(Generic[Array]):
+    """A prefill of P padded prompts in one row of Q padded tokens."""
 
-    token_ids: Tensor
+    token_ids: Array = packed("Q")
     """[Q]"""
-    metadata: MergedPrefillMetadata
+    metadata: MergedPrefillMetadata[Array] = packed_fields_of(MergedPrefillMetadata)
+    sample_rows: Array = packed("L")
+    """[L] as in a decode."""
+
+
+_DECODE: PackedFields[DecodeInput[Any]] = PackedFields(DecodeInput)
+_PREFILL: PackedFields[PrefillInput[Any]] = PackedFields(PrefillInput)
+_MERGED: PackedFields[MergedInput[Any]] = PackedFields(MergedInput)
+
+
+def padded_sizes(shape: LaunchShape) -> dict[str, int]:
+    """The sizes that fields are made of, by the letters in their shapes."""
+    bucket = shape.bucket
+    return {
+        "B": bucket.batch,
+        "Q": bucket.query_len,
+        "T": bucket.num_tokens,
+        "C": bucket.blocks,
+        "N": shape.num_entries,
+        "G": shape.num_shared if shape.is_contiguous else shape.num_entries,
+        "P": shape.merged_prompts,
+        "L": shape.num_rows,
+    }
 
 
 def input_sizes(shape: LaunchShape) -> tuple[int, ...]:
     """Elements of each part of the packed input; the last one is a row for each of the logits."""
-    bucket = shape.bucket
-    if shape.merged_prompts:
-        prompts, tokens, blocks = shape.merged_prompts, bucket.query_len, bucket.blocks
-        return (tokens, tokens, tokens, tokens, prompts, blocks, blocks, blocks, blocks, prompts)
-    batch, tokens = bucket.batch, bucket.num_tokens
-    if bucket.phase is Phase.DECODE:
-        entries = shape.num_entries
-        gathered = shape.num_shared if shape.is_contiguous else entries
-        return (batch, batch, batch, gathered, entries, entries, entries, batch, batch)
-    return (tokens, tokens, batch, batch, batch, batch * bucket.blocks, tokens, batch)
+    return _fields_of(shape).part_sizes(padded_sizes(shape))
 
 
-def unpack_decode(packed: Tensor, shape: LaunchShape) -> DecodeInput:
+def _fields_of(shape: LaunchShape) -> PackedFields[Any]:
+    if shape.bucket.phase is Phase.DECODE:
+        return _DECODE
+    return _MERGED if shape.merged_prompts else _PREFILL
+
+
+def unpack_decode(buffer: Tensor, shape: LaunchShape) -> DecodeInput[Tensor]:
     """Views of the parts of a packed decode."""
-    token_ids, rows, positions, block_list, groups, usage, age, slots, _ = packed.split(
-        input_sizes(shape)
-    )
-    metadata = HPUDecodeMetadata(block_list, groups, usage, age, slots)
-    return DecodeInput(token_ids, rows, positions, metadata)
+    return _DECODE.unpack(buffer, padded_sizes(shape))
 
 
-def unpack_prefill(packed: Tensor, shape: LaunchShape) -> PrefillInput:
+def unpack_prefill(buffer: Tensor, shape: LaunchShape) -> PrefillInput[Tensor]:
     """Views of the parts of a packed prefill."""
-    bucket = shape.bucket
-    token_ids, positions, last, query_lens, context_lens, context, slots, _ = packed.split(
-        input_sizes(shape)
-    )
-    metadata = HPUPrefillMetadata(
-        query_lens=query_lens,
-        context_lens=context_lens,
-        context_blocks=context.view(bucket.batch, bucket.blocks),
-        slot_mapping=slots.view(bucket.batch, bucket.query_len),
-    )
-    return PrefillInput(token_ids, positions, last, metadata)
+    return _PREFILL.unpack(buffer, padded_sizes(shape))
 
 
-def unpack_merged(packed: Tensor, shape: LaunchShape) -> MergedInput:
+def unpack_merged(buffer: Tensor, shape: LaunchShape) -> MergedInput[Tensor]:
     """Views of the parts of a packed merged prefill."""
-    token_ids, *parts, _ = packed.split(input_sizes(shape))
-    return MergedInput(token_ids, MergedPrefillMetadata(*parts))
+    return _MERGED.unpack(buffer, padded_sizes(shape))
 
 
 class HPUInputBuilder:
@@ -141,16 +157,21 @@ class HPUInputBuilder:
         sampled = np.flatnonzero(seq_lens >= batch.num_tokens[launch.rows]).astype(np.int32)
         sample_rows = self._padded(launch.shape.num_rows, self.padding_row)
         sample_rows[sampled] = launch.rows[sampled]
-        if launch.bucket.phase is Phase.DECODE:
-            parts = self._decode_parts(launch, seq_lens)
-        elif launch.merged_prompts:
-            parts = self._merged_parts(launch)
-        else:
-            parts = self._prefill_parts(launch)
-        packed = np.concatenate([*(part.ravel() for part in parts), sample_rows], dtype=np.int32)
-        return packed, sampled
+        given = self._input(launch, seq_lens, sample_rows)
+        return _fields_of(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
 
-    def _decode_parts(self, launch: BucketLaunch, seq_lens: IntArray) -> list[IntArray]:
+    def _input(
+        self, launch: BucketLaunch, seq_lens: IntArray, sample_rows: IntArray
+    ) -> DecodeInput[IntArray] | PrefillInput[IntArray] | MergedInput[IntArray]:
+        if launch.bucket.phase is Phase.DECODE:
+            return self._decode(launch, seq_lens, sample_rows)
+        if launch.merged_prompts:
+            return self._merged_prefill(launch, sample_rows)
+        return self._prefill(launch, sample_rows)
+
+    def _decode(
+        self, launch: BucketLaunch, seq_lens: IntArray, sample_rows: IntArray
+    ) -> DecodeInput[IntArray]:
         batch, rows, padded = self._batch, launch.rows, launch.bucket.batch
         shape = launch.shape
         positions = seq_lens - 1
@@ -165,18 +186,15 @@ class HPUInputBuilder:
             self._block_size,
             padded_shared=shape.num_shared if shape.is_contiguous else None,
         )
-        return [
-            self._padded(padded, 0, token_ids),
-            self._padded(padded, self.padding_row, rows),
-            self._padded(padded, 0, positions),
-            metadata.block_list,
-            metadata.block_groups,
-            metadata.block_usage,
-            metadata.block_age,
-            metadata.slot_mapping,
-        ]
+        return DecodeInput(
+            token_ids=self._padded(padded, 0, token_ids),
+            rows=self._padded(padded, self.padding_row, rows),
+            positions=self._padded(padded, 0, positions),
+            metadata=metadata,
+            sample_rows=sample_rows,
+        )
 
-    def _prefill_parts(self, launch: BucketLaunch) -> list[IntArray]:
+    def _prefill(self, launch: BucketLaunch, sample_rows: IntArray) -> PrefillInput[IntArray]:
         batch, rows, bucket = self._batch, launch.rows, launch.bucket
         start, count = launch.num_computed_tokens, launch.num_scheduled_tokens
         metadata = build_prefill_metadata(
@@ -194,17 +212,15 @@ class HPUInputBuilder:
         positions[index, column] = start[index] + column
         token_ids[index, column] = batch.token_ids[rows[index], start[index] + column]
         first = np.arange(len(rows), dtype=np.int32) * bucket.query_len
-        return [
-            token_ids,
-            positions,
-            self._padded(bucket.batch, 0, first + count - 1),
-            metadata.query_lens,
-            metadata.context_lens,
-            metadata.context_blocks,
-            metadata.slot_mapping,
-        ]
+        return PrefillInput(
+            token_ids=token_ids.ravel(),
+            positions=positions.ravel(),
+            last_tokens=self._padded(bucket.batch, 0, first + count - 1),
+            metadata=metadata,
+            sample_rows=sample_rows,
+        )
 
-    def _merged_parts(self, launch: BucketLaunch) -> list[IntArray]:
+    def _merged_prefill(self, launch: BucketLaunch, sample_rows: IntArray) -> MergedInput[IntArray]:
         batch, rows, bucket = self._batch, launch.rows, launch.bucket
         metadata = build_merged_prefill_metadata(
             batch.block_table[rows],
@@ -218,7 +234,7 @@ class HPUInputBuilder:
         num_tokens = int(launch.num_scheduled_tokens.sum())
         index, position = metadata.sequence_ids[:num_tokens], metadata.positions[:num_tokens]
         token_ids = self._padded(bucket.query_len, 0, batch.token_ids[rows[index], position])
-        return [token_ids, *(getattr(metadata, f.name) for f in fields(metadata))]
+        return MergedInput(token_ids, metadata, sample_rows)
 
     @staticmethod
     def _padded(size: int, fill: int, values: IntArray | None = None) -> IntArray:

@@ -8,7 +8,6 @@ from types import TracebackType
 
 import psutil
 
-from vllm.attention import set_metadata
 from vllm.bucketing import format_bytes
 from vllm.platforms.habana.bridge import OUT_OF_MEMORY_TEXT, HabanaBridge
 
@@ -16,7 +15,9 @@ _REFUSED = re.compile(re.escape(OUT_OF_MEMORY_TEXT) + r"(\d+)")
 
 
 class MemoryProfile:
-    """Measures the block it is entered for; `str()` is the text of the log afterwards.
+    """Measures the block it is entered for, or from `begin` to `end`.
+
+    Afterwards `str()` is the text of the log:
 
     `15.05 GiB of device memory (15.05 GiB/94.62 GiB used) and 1.067 GiB of host memory
     (8.199 GiB/108.2 GiB used)`. Negative numbers are memory that was released.
@@ -34,10 +35,14 @@ class MemoryProfile:
         self._totals = (0, 0)
 
     def __enter__(self) -> "MemoryProfile":
+        self.begin()
+        return self
+
+    def begin(self) -> None:
+        """Measure from here."""
         self._before = self._measure()
         if self._is_peak:
             self._bridge.reset_peak()
-        return self
 
     def __exit__(
         self,
@@ -45,6 +50,10 @@ class MemoryProfile:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Measure up to here."""
         device_bytes, host_bytes = self._measure()
         if self._is_peak:
             device_bytes = self._bridge.peak_bytes()
@@ -98,7 +107,6 @@ def attempt(bridge: HabanaBridge, run: Callable[[], None]) -> Attempt:
             raise
         found = _REFUSED.search(str(error))
         refused = int(found[1]) if found else 0
-        set_metadata(None)  # the forward pass has ended before it could do so
     if refused is not None:
         gc.collect()  # of what the frames of the error held
         bridge.mark_step()  # what it has recorded must not begin another recipe

@@ -4,18 +4,16 @@ Everything between the one copy to the device and the logits happens in here, on
 shapes that depend on the bucket alone. So this is what a graph captures and what is compiled.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from vllm.attention import Attention, LaunchMetadata, set_metadata
+from vllm.attention import Attention, AttentionMetadata, LaunchContext, share_context
 from vllm.attention.backends.flat_pa import Normaliser
-from vllm.attention.backends.hpu_launch import (
-    HPUDecodeLaunch,
-    HPUMergedLaunch,
-    HPUPrefillLaunch,
-    check_layers,
+from vllm.attention.backends.padded import (
+    MergedPrefill,
+    PaddedDecode,
+    PaddedPrefill,
+    layer_kinds,
 )
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
@@ -51,13 +49,12 @@ class HPUModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.launch_holder = share_context(model)
         self.last_token_ids = last_token_ids
         self._block_size = block_size
         self._kernel = kernel
         self._normaliser = normaliser
-        layers = [module for module in model.modules() if isinstance(module, Attention)]
-        check_layers(layers)
-        self._windows = tuple(dict.fromkeys(layer.sliding_window for layer in layers))
+        self._kinds = layer_kinds(m for m in model.modules() if isinstance(m, Attention))
         self._dtype = next(model.parameters()).dtype
 
     def forward(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
@@ -71,37 +68,34 @@ class HPUModel(nn.Module):
         given = unpack_decode(packed, shape)
         resident = self.last_token_ids.index_select(0, given.rows)
         token_ids = torch.where(given.token_ids < 0, resident, given.token_ids)
-        launch = HPUDecodeLaunch.derive(
-            given.metadata, self._windows, self._block_size, self._dtype, self._normaliser
+        attention = PaddedDecode.derive(
+            given.metadata, self._kinds, self._block_size, self._dtype, self._normaliser
         )
-        hidden_states = self._run(launch, token_ids, given.positions)
+        hidden_states = self._run(attention, token_ids, given.positions)
         return self.model.compute_logits(hidden_states), hidden_states
 
     def _prefill(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
         given = unpack_prefill(packed, shape)
-        launch = HPUPrefillLaunch.derive(
-            given.metadata, self._windows, self._block_size, self._kernel
+        attention = PaddedPrefill.derive(
+            given.metadata, self._kinds, self._block_size, self._dtype, self._kernel
         )
-        hidden_states = self._run(launch, given.token_ids, given.positions)
+        hidden_states = self._run(attention, given.token_ids, given.positions)
         last = hidden_states.index_select(0, given.last_tokens)
         return self.model.compute_logits(last), hidden_states
 
     def _merged_prefill(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
         given = unpack_merged(packed, shape)
         metadata = given.metadata
-        launch = HPUMergedLaunch.derive(metadata, self._windows, self._block_size, self._kernel)
-        hidden_states = self._run(launch, given.token_ids, metadata.positions)
+        attention = MergedPrefill.derive(
+            metadata, self._kinds, self._block_size, self._dtype, self._kernel
+        )
+        hidden_states = self._run(attention, given.token_ids, metadata.positions)
         last = hidden_states.index_select(0, metadata.last_token_indices)
         return self.model.compute_logits(last), hidden_states
 
-    def _run(self, launch: LaunchMetadata, token_ids: Tensor, positions: Tensor) -> Tensor:
-        before = set_metadata(launch)
+    def _run(self, attention: AttentionMetadata, token_ids: Tensor, positions: Tensor) -> Tensor:
+        # No `with`: not every compiler traces one. Should this raise, `Execution.run` clears it.
+        self.launch_holder.context = LaunchContext(attention, positions)
         hidden_states: Tensor = self.model(token_ids, positions)
-        set_metadata(before)
+        self.launch_holder.context = None
         return hidden_states
-
-
-def repeated_layers(model: nn.Module) -> Sequence[nn.Module]:
-    """The decoder layers of a model: the longest list of modules in it."""
-    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=[])

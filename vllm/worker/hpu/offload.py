@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from vllm.bucketing import format_bytes
 from vllm.logger import init_logger
+from vllm.model_executor.models.interface import LoadableModel
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.worker.hpu.model import repeated_layers
 
 logger = init_logger(__name__)
 
@@ -24,7 +24,7 @@ _Signature = tuple[tuple[str, torch.Size, torch.dtype], ...]
 """Name, shape and type of every parameter of a layer."""
 
 
-def choose_layers(model: nn.Module, num_bytes: int) -> list[nn.Module]:
+def choose_layers(model: LoadableModel, num_bytes: int) -> list[nn.Module]:
     """The layers whose weights stay on the host: the fewest that spare the card so much, or all.
 
     The card is spared all of them but one, which has the slot. They are spread evenly, so that a
@@ -34,7 +34,7 @@ def choose_layers(model: nn.Module, num_bytes: int) -> list[nn.Module]:
         model: its parameters may be on the meta device.
         num_bytes: of device memory to spare.
     """
-    layers = repeated_layers(model)
+    layers = model.layers
     sizes = sorted(map(_num_bytes, layers))  # the smallest first: which are chosen is open
     counts = range(2, len(layers))
     count = next((n for n in counts if sum(sizes[:n]) - sizes[-1] >= num_bytes), len(layers))
@@ -120,7 +120,7 @@ class StreamedLayers:
 
 
 def stream_layers(
-    bridge: HabanaBridge, model: nn.Module, layers: Sequence[nn.Module], asked_bytes: int
+    bridge: HabanaBridge, model: LoadableModel, layers: Sequence[nn.Module], asked_bytes: int
 ) -> StreamedLayers:
     """Stream layers of a model, and log how much stays on the host.
 
@@ -135,7 +135,7 @@ def stream_layers(
         "%d of %d layers stay on the host with %s of weights; each step copies them to the card, "
         "into %s",
         len(layers),
-        len(repeated_layers(model)),
+        len(model.layers),
         format_bytes(streamed.host_bytes),
         format_bytes(streamed.device_bytes),
     )

@@ -8,11 +8,12 @@ The catalog is closed (`vllm.bucketing.closure`), so every launch finds a bucket
 wrong, the launch gets the shape it has: it compiles, which is logged, and nothing is lost.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm.attention.backends.hpu_metadata import count_decode_blocks
 from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
@@ -100,6 +101,10 @@ class _Rows(NamedTuple):
         """Entries from `start` up to `end`."""
         return _Rows(*(column[start:end] for column in self))
 
+    def select(self, is_chosen: npt.NDArray[np.bool_]) -> "_Rows":
+        """Some of the entries."""
+        return _Rows(*(column[is_chosen] for column in self))
+
 
 class HPULaunchPlanner:
     """Plans steps for one runner.
@@ -110,6 +115,8 @@ class HPULaunchPlanner:
         batch: block tables of the rows.
         merged_prompts: most prompts in one row of a merged prefill; 0: prompts have rows of
             their own.
+        logprob_rows: those whose requests want log-probabilities of their prompts, asked anew for
+            every step: only a prefill gives them.
     """
 
     def __init__(
@@ -118,8 +125,10 @@ class HPULaunchPlanner:
         limits: StepLimits,
         batch: InputBatch,
         merged_prompts: int = 0,
+        logprob_rows: Collection[int] = (),
     ) -> None:
         self.catalog = catalog
+        self._logprob_rows = logprob_rows
         self._limits = limits
         self._batch = batch
         self._merged_prompts = merged_prompts
@@ -128,13 +137,24 @@ class HPULaunchPlanner:
     def plan(self, step: SchedulerOutput) -> list[Launch]:
         """The launches of a step: decodes, then prefills in the order of its rows."""
         rows = _Rows(step.rows, step.num_computed_tokens, step.num_scheduled_tokens)
-        num_decodes = int(np.count_nonzero(rows.scheduled == 1))
+        decodes, prompts = self._separate(rows)
         launches: list[Launch] = []
-        for part in self._split_decodes(rows.part(0, num_decodes)):
+        for part in self._split_decodes(decodes):
             launches.append(self._decode(part))
-        for part, bucket in self._group_prefills(self._split_prompts(rows.part(num_decodes))):
+        for part, bucket in self._group_prefills(self._split_prompts(prompts)):
             launches.append(_launch(part, bucket, merged_prompts=self._merged_prompts))
         return launches
+
+    def _separate(self, rows: _Rows) -> tuple[_Rows, _Rows]:
+        """Decodes, and prompts. A single token of a prompt runs as a decode, which costs less,
+        unless the log-probabilities of the token behind it are wanted."""
+        num_single = int(np.count_nonzero(rows.scheduled == 1))
+        if not self._logprob_rows:
+            return rows.part(0, num_single), rows.part(num_single)
+        is_prompt = rows.computed + 1 < self._batch.num_prompt_tokens[rows.ids]
+        is_prompt &= np.isin(rows.ids, list(self._logprob_rows))
+        is_prompt[num_single:] = True
+        return rows.select(~is_prompt), rows.select(is_prompt)
 
     def plan_prompts(self, step: SchedulerOutput) -> list[Launch]:
         """The launches of a step of whole prompts, none of which is split or decoded."""

@@ -144,13 +144,6 @@ class StepReport:
         return self._recent_compilations
 
 
-def report_mode(*, is_on: bool, is_all: bool) -> ReportMode:
-    """The mode of a pair of switches such as VLLM_HPU_LOG_STEP_CPU_FALLBACKS and its `_ALL`."""
-    if is_all:
-        return "all"
-    return "some" if is_on else "off"
-
-
 def not_warmed_line(phase: Phase, batch: int, query_len: int, blocks: int) -> str:
     """`Configuration: (prompt, 1, 36864) was not warmed-up!`
 

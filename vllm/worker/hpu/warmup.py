@@ -4,10 +4,13 @@ Phase 1 compiles: prompts, then decodes, the largest first, each through the ent
 Phase 2, with HPU graphs, captures them in the order and within the memory that were asked for.
 A shape that the memory does not hold is given up, with what it cost, and launches that would
 have used it are padded to a larger one or launched in smaller groups.
+
+Each launch is a step: the caller decides when it runs and, as several ranks may warm up together,
+whether it is kept. Ranks with the same decisions go through the same steps.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 
 import torch
@@ -15,7 +18,7 @@ from tqdm import tqdm
 
 from vllm.bucketing import Bucket, Catalog, MemoryLedger, Phase, StepLimits, format_bytes
 from vllm.bucketing.capture_plan import (
-    CaptureCallbacks,
+    Capture,
     CaptureStep,
     PhaseGraphs,
     capture_graphs,
@@ -32,14 +35,17 @@ from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import HabanaBridge
-from vllm.utils import startup
 from vllm.worker.hpu.execution import GraphExecution
 from vllm.worker.hpu.memory_profile import attempt
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.planner import LaunchShape
 from vllm.worker.hpu.profile import held_bytes
+from vllm.worker.interface import WarmUpStep
 
 logger = init_logger(__name__)
+
+_Steps = Generator[WarmUpStep, str | None, None]
+"""Names a step, and is told afterwards why it is given up (None: it is kept)."""
 
 _GRAPHS = (MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS)
 
@@ -75,21 +81,39 @@ class WarmUp:
         self._given_up: list[Bucket] = []
         self._batches: set[int] = set()
         """Padded batch sizes whose sampling has been warmed up."""
+        self._steps = self._all_steps()
+        self._launch: Callable[[], str | None] | None = None
+        """Of the step that was named last."""
+        self._needed_bytes = 0
+        """Memory that the last launch needs at a time."""
+        self._used_bytes: int | None = None
+        """Memory that the last graph has taken; None: it was not captured."""
 
-    @torch.inference_mode()
-    def run(self) -> None:
-        """Warm everything up and log each step. The runner then launches in what fits the memory.
+    def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
+        """Finish the last step, and name the next one; see `Worker.next_warm_up`.
 
         Raises:
             ConfigError: the memory does not hold even the smallest launches.
         """
+        try:
+            return self._steps.send(given_up)
+        except StopIteration:
+            return None
+
+    def warm_up(self) -> str | None:
+        """Run the launch of the step; why it has to be given up, or None."""
+        assert self._launch is not None, "no step has been named"
+        launch, self._launch = self._launch, None
+        with torch.inference_mode(), self._bridge.dry_run():
+            return launch()
+
+    def _all_steps(self) -> _Steps:
         started, free_before = time.perf_counter(), self._bridge.memory_info().free_bytes
         self._runner.execution.allow_shapes(2 * len(self._catalog))
-        with self._bridge.dry_run():
-            for phase in Phase:
-                self._compile(phase)
-            if isinstance(self._runner.execution, GraphExecution):
-                self._capture(self._runner.execution)
+        for phase in Phase:
+            yield from self._compile(phase)
+        if isinstance(self._runner.execution, GraphExecution):
+            yield from self._capture(self._runner.execution)
         seconds = time.perf_counter() - started
         allocated = free_before - self._bridge.memory_info().free_bytes
         logger.info(warmup_finished_line(seconds, allocated))
@@ -97,60 +121,78 @@ class WarmUp:
 
     # ---- phase 1 --------------------------------------------------------------------------
 
-    def _compile(self, phase: Phase) -> None:
+    def _compile(self, phase: Phase) -> _Steps:
         """Launch every bucket of a phase. Which there are may change on the way."""
         done = 0
         with _progress_bar(phase) as bar:
             while pending := self._pending(phase):
                 bucket, total = pending[-1], done + len(pending)
-                startup.report(f"warm-up: {phase!s} buckets", done, total)
-                logger.info(warmup_line(phase, done + 1, total, bucket, self._free_bytes()))
-                if not self._fits(bucket):
+                given_up = yield from self._compile_bucket(bucket, done + 1, total)
+                if given_up is None:
+                    self._catalog.mark_warmed([bucket])
+                    self._runner.report.mark_warmed(
+                        bucket.phase, bucket.batch, bucket.query_len, bucket.blocks
+                    )
+                else:
+                    logger.warning("%s is not used: %s", _name(bucket), given_up)
                     self._give_up(bucket)
                 done += 1
                 bar.total = total
                 bar.update()
+
+    def _compile_bucket(
+        self, bucket: Bucket, index: int, total: int
+    ) -> Generator[WarmUpStep, str | None, str | None]:
+        """Run all launches of a bucket; why they are given up, or None."""
+        step = WarmUpStep(
+            phase=f"warm-up: {bucket.phase!s} buckets",
+            name=_name(bucket),
+            index=index,
+            total=total,
+        )
+        line: str | None = warmup_line(bucket.phase, index, total, bucket, self._free_bytes())
+        for shape in self._shapes(bucket):
+            self._launch = partial(self._compile_shape, shape, line)
+            given_up = yield step
+            if given_up is not None:
+                return given_up
+            self._book_workspace(self._needed_bytes)
+            self._batches.add(shape.num_rows)
+            line = None
+        return None
+
+    def _compile_shape(self, shape: LaunchShape, line: str | None) -> str | None:
+        """Run a launch. Why it is given up: it needs more memory than there will be."""
+        if line is not None:
+            logger.info(line)
+        with_sampler = shape.num_rows not in self._batches
+        attempted = attempt(
+            self._bridge, partial(self._runner.warm_up, shape, with_sampler=with_sampler)
+        )
+        self._needed_bytes = attempted.needed_bytes + self._held_bytes
+        is_refused = attempted.refused_bytes is not None
+        if not is_refused and self._needed_bytes <= self._launch_bytes():
+            return None
+        at_least = "at least " if is_refused else ""
+        needed, there_is = format_bytes(self._needed_bytes), format_bytes(self._launch_bytes())
+        return f"a launch takes {at_least}{needed}, there are {there_is} for launches"
 
     def _pending(self, phase: Phase) -> list[Bucket]:
         """Buckets that have not run yet, ascending."""
         buckets = self._catalog.prefill if phase is Phase.PREFILL else self._catalog.decode
         return [bucket for bucket in buckets if not self._catalog.is_warmed(bucket)]
 
-    def _fits(self, bucket: Bucket) -> bool:
-        """Run all launches of a bucket. False: they need more memory than there will be."""
-        needed = 0
-        for shape in self._shapes(bucket):
-            with_sampler = shape.num_rows not in self._batches
-            launch = partial(self._runner.warm_up, shape, with_sampler=with_sampler)
-            attempted = attempt(self._bridge, launch)
-            needed = max(needed, attempted.needed_bytes + self._held_bytes)
-            if attempted.refused_bytes is not None or not self._book_workspace(needed):
-                logger.warning(
-                    "%s is not used: a launch takes %s%s, there are %s for launches",
-                    _name(bucket),
-                    "at least " if attempted.refused_bytes is not None else "",
-                    format_bytes(needed),
-                    format_bytes(self._launch_bytes()),
-                )
-                return False
-            self._batches.add(shape.num_rows)
-        self._runner.report.mark_warmed(bucket.phase, bucket.batch, bucket.query_len, bucket.blocks)
-        self._catalog.mark_warmed([bucket])
-        return True
-
-    def _book_workspace(self, needed_bytes: int) -> bool:
+    def _book_workspace(self, needed_bytes: int) -> None:
         """Keep memory for launches that need more than the profiling run did: that of graphs."""
         ledger, workspace = self._ledger, MemoryClass.WORKSPACE
         more = needed_bytes - ledger.booked(workspace)
         if more <= 0:
-            return True
-        if needed_bytes > self._launch_bytes():
-            return False
+            return
         for cls in _GRAPHS:
             lacking = max(0, more - ledger.unassigned_bytes)
             ledger.assign(cls, ledger.budget(cls) - min(lacking, ledger.left(cls)))
         ledger.assign(workspace, ledger.budget(workspace) + more)
-        return ledger.book(workspace, more)
+        ledger.book(workspace, more)
 
     def _launch_bytes(self) -> int:
         """What launches can have at most: then no graph is captured."""
@@ -180,7 +222,7 @@ class WarmUp:
 
     # ---- phase 2 --------------------------------------------------------------------------
 
-    def _capture(self, execution: GraphExecution) -> None:
+    def _capture(self, execution: GraphExecution) -> _Steps:
         hpu, ledger = self._config.hpu, self._ledger
         prompt, decode = self._assign_graphs()
         logger.info(
@@ -188,17 +230,21 @@ class WarmUp:
                 prompt + decode, self._free_bytes(), prompt, decode, hpu.graph_prompt_ratio
             )
         )
-        graphs = capture_graphs(
+        plan = capture_graphs(
             self._catalog.prefill,
             self._catalog.decode,
             ledger,
-            CaptureCallbacks(
-                capture=lambda step: self._capture_one(execution, step),
-                release=lambda bucket: self._release(execution, bucket),
-            ),
             prefill_order=hpu.graph_prompt_strategy,
             decode_order=hpu.graph_decode_strategy,
         )
+        capture: Capture | None = None
+        while True:
+            try:
+                step = next(plan) if capture is None else plan.send(capture)
+            except StopIteration as end:
+                graphs: dict[Phase, PhaseGraphs] = end.value
+                break
+            capture = yield from self._capture_one(execution, step)
         for phase, result in graphs.items():
             _log_graphs(phase, result)
 
@@ -214,27 +260,41 @@ class WarmUp:
             ledger.assign(cls, num_bytes)
         return parts
 
-    def _capture_one(self, execution: GraphExecution, step: CaptureStep) -> int:
-        """Capture all launches of a bucket; the bytes they took."""
+    def _capture_one(
+        self, execution: GraphExecution, step: CaptureStep
+    ) -> Generator[WarmUpStep, str | None, Capture]:
+        """Capture the graphs of a bucket, unless they are given up before."""
+        self._used_bytes = None
+        self._launch = partial(self._capture_bucket, execution, step)
+        given_up = yield WarmUpStep(
+            phase=f"warm-up: {step.phase!s} graphs",
+            name=_name(step.bucket),
+            index=step.index,
+            total=step.total,
+            given_up=step.refusal,
+        )
+        if given_up is not None:
+            for shape in self._shapes(step.bucket):
+                execution.release(shape)
+        return Capture(self._used_bytes, given_up)
+
+    def _capture_bucket(self, execution: GraphExecution, step: CaptureStep) -> str | None:
+        """Capture all launches of a bucket; why they take more memory than there is, or None."""
         free_bytes = self._free_bytes()
-        startup.report(f"warm-up: {step.phase!s} graphs", step.index - 1, step.total)
         logger.info(
             warmup_line(step.phase, step.index, step.total, step.bucket, free_bytes, graph=True)
         )
         for shape in self._shapes(step.bucket):
             captured = attempt(self._bridge, partial(self._capture_shape, execution, shape))
-            if captured.refused_bytes is not None:  # more than there is: it will be released
-                left = self._ledger.left(_GRAPHS[step.phase is Phase.DECODE])
-                return max(captured.needed_bytes, left + 1)
-        return max(0, free_bytes - self._free_bytes())
+            if captured.refused_bytes is not None:
+                self._used_bytes = max(captured.needed_bytes, step.left_bytes + 1)
+                return step.refusal_of(self._used_bytes)
+        self._used_bytes = max(0, free_bytes - self._free_bytes())
+        return step.refusal_of(self._used_bytes)
 
     def _capture_shape(self, execution: GraphExecution, shape: LaunchShape) -> None:
         execution.capture(self._runner.padding_input(shape), shape)
         self._runner.warm_up(shape, with_sampler=False)
-
-    def _release(self, execution: GraphExecution, bucket: Bucket) -> None:
-        for shape in self._shapes(bucket):
-            execution.release(shape)
 
     def _shapes(self, bucket: Bucket) -> list[LaunchShape]:
         return self._runner.launch_shapes(bucket)

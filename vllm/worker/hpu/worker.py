@@ -14,30 +14,22 @@ from vllm.attention.backends.sdpa import (
     naive_sdpa,
     require_flex,
 )
-from vllm.bucketing import (
-    BucketPlan,
-    Catalog,
-    MemoryLedger,
-    Phase,
-    format_bytes,
-    plan_buckets,
-)
-from vllm.bucketing.ledger import MemoryClass, MemorySplit, open_ledger, split_memory
-from vllm.bucketing.log_lines import memory_split_line, num_blocks_line
+from vllm.bucketing import Catalog, Phase, format_bytes, plan_buckets
+from vllm.bucketing.ledger import MemoryClass
+from vllm.bucketing.log_lines import num_blocks_line
 from vllm.config import VllmConfig
-from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
-from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
-from vllm.model_executor.models.interface import CausalLM, PoolingModel
+from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.ops import set_ops
 from vllm.ops.hpu import HPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
-from vllm.utils import startup
+from vllm.utils import startup_progress
+from vllm.worker.hpu.memory import divide_memory, make_ledger, most_launch_bytes
 from vllm.worker.hpu.memory_profile import MemoryProfile, is_out_of_memory
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.offload import choose_layers, stream_layers
@@ -45,12 +37,8 @@ from vllm.worker.hpu.profile import profile_launches
 from vllm.worker.hpu.sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu.step_report import StepShape
 from vllm.worker.hpu.warmup import WarmUp
-from vllm.worker.kv_cache import (
-    bind_kv_caches,
-    cache_layout,
-    check_capacity,
-    count_blocks,
-)
+from vllm.worker.interface import MemoryReport, WarmUpStep
+from vllm.worker.kv_cache import bind_kv_caches
 from vllm.worker.model_runner import StepHandle
 from vllm.worker.pooling.hpu_runner import HPUPoolingRunner, WholePromptRunner
 from vllm.worker.sleep import KV_CACHE, TAGS, WEIGHTS
@@ -89,17 +77,11 @@ class HPUWorker(WorkerBase):
         gc.set_threshold(*config.hpu.gc_thresholds)
         set_ops(HPUOps(self.bridge))
 
-    def load_model(self) -> None:
-        """Build the model and read its weights.
-
-        Raises:
-            ConfigError: they do not fit the memory of the card, or cannot be loaded.
-        """
+    def _load_model(self) -> None:
         bridge = self.bridge
-        self.grammars.preload_beside_weights()
         with self._within_memory("the weights"), MemoryProfile(bridge) as total:
             with MemoryProfile(bridge) as loading:
-                self.model = self._load()
+                self.model = self._load_weights()
             logger.info("Pre-loading model weights on %s took %s", bridge.device, loading)
             with MemoryProfile(bridge) as wrapping:
                 kernel = _prompt_kernel(self.config, bridge.kernels, bridge.device)
@@ -107,18 +89,18 @@ class HPUWorker(WorkerBase):
             logger.info("Wrapping in HPU Graph took %s", wrapping)
         logger.info("Loading model weights took in total %s", total)
 
-    def _load(self) -> CausalLM | PoolingModel:
+    def _load_weights(self) -> CausalLM | PoolingModel:
         """The model on the card; some of its layers on the host, if that was asked for."""
         asked_bytes = self.config.load.cpu_offload_bytes
         if not asked_bytes:
-            return load_model(self.config, TPGroup(), self.bridge.device)
+            return load_model(self.config, self.tp, self.bridge.device)
         layers: list[nn.Module] = []
 
-        def choose(model: nn.Module) -> list[nn.Module]:
+        def choose(model: LoadableModel) -> list[nn.Module]:
             layers.extend(choose_layers(model, asked_bytes))
             return layers
 
-        model = load_model(self.config, TPGroup(), self.bridge.device, choose_host_layers=choose)
+        model = load_model(self.config, self.tp, self.bridge.device, choose_host_layers=choose)
         stream_layers(self.bridge, model, layers, asked_bytes)
         return model
 
@@ -130,35 +112,64 @@ class HPUWorker(WorkerBase):
             return kind(self.config, model, self.bridge, kernel)
         return HPUModelRunner(self.config, model, self.bridge, kernel, self.grammars)
 
-    def initialize_cache(self) -> int:
-        """Divide the memory, allocate the KV cache and warm up.
-
-        Returns:
-            The number of blocks, the null block included.
+    def measure(self) -> MemoryReport:
+        """Run the largest launches, and divide the memory that they leave.
 
         Raises:
             ConfigError: the cache would not hold one request of max_model_len tokens, or no
                 launch fits the memory.
         """
-        with self._within_memory("the KV cache"), MemoryProfile(self.bridge) as total:
-            workspace_bytes = self._profile()
-            num_blocks, self.ledger = self._divide_memory(workspace_bytes)
-            with MemoryProfile(self.bridge) as allocation:
-                self._bind_caches(num_blocks)
-            self.ledger.book(MemoryClass.KV_CACHE, self.ledger.left(MemoryClass.KV_CACHE))
-            logger.info("Initializing cache engine took %s", allocation)
-            self._prepare_launches(plan_buckets(self.config, num_blocks))
-        logger.info("init_cache_engine took %s", total)
+        self._preparation = MemoryProfile(self.bridge)
+        self._preparation.begin()
+        with self._within_memory("the KV cache"):
+            launch_bytes = self._profile()
+            self._report = divide_memory(
+                self.config,
+                free_bytes=self.bridge.memory_info().free_bytes,
+                launch_bytes=launch_bytes,
+                block_bytes=self._block_bytes(),
+            )
+        return self._report
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate a KV cache of so many blocks, the null block included."""
+        bridge = self.bridge
+        logger.info(num_blocks_line(num_blocks, 0))
+        total_bytes = bridge.memory_info().total_bytes
+        self.ledger = make_ledger(self.config, self._report, total_bytes, num_blocks)
+        with self._within_memory("the KV cache"), MemoryProfile(bridge) as allocation:
+            self._bind_caches(num_blocks)
+        self.ledger.book(MemoryClass.KV_CACHE, self.ledger.left(MemoryClass.KV_CACHE))
+        logger.info("Initializing cache engine took %s", allocation)
+        self._warm_up = self._plan_launches(num_blocks)
         self._graphs = SleepingGraphs(self.runner)
         self._given_back: dict[MemoryClass, int] = {}
         self._set_memory(
-            CardWeights(self.model, self.config.model.path or "", self._build_model, self.bridge),
-            CardCache(self.bridge, self._release_caches, lambda: self._bind_caches(num_blocks)),
+            CardWeights(self.model, self.config.model.path or "", self._build_model, bridge),
+            CardCache(bridge, self._release_caches, lambda: self._bind_caches(num_blocks)),
         )
-        return num_blocks
+
+    def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
+        """See `Worker.next_warm_up`."""
+        step = None if self._warm_up is None else self._warm_up.next_warm_up(given_up)
+        if step is None:
+            self._finish_start()
+        return step
+
+    def warm_up(self) -> str | None:
+        """See `Worker.warm_up`."""
+        assert self._warm_up is not None
+        return self._warm_up.warm_up()
+
+    def _finish_start(self) -> None:
+        if self._warm_up is not None and self.config.hpu.full_warmup:
+            self.runner.execution.forbid_recompilation()
+        self._warm_up = None
+        self._preparation.end()
+        logger.info("init_cache_engine took %s", self._preparation)
 
     def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
-        return load_model(config, TPGroup(), torch.device("cpu"))
+        return load_model(config, self.tp, torch.device("cpu"))
 
     def sleep(self, level: int = 1) -> None:
         """Throw the graphs away, which hold addresses, then give back what they point to."""
@@ -213,8 +224,9 @@ class HPUWorker(WorkerBase):
 
     def _profile(self) -> int:
         """Run the largest launches on next to no cache; the bytes they need besides it."""
-        most = self._most_workspace()
-        startup.report("measuring the memory of launches")
+        free_bytes = self.bridge.memory_info().free_bytes
+        most = most_launch_bytes(self.config, free_bytes, self._block_bytes())
+        startup_progress.report("measuring the memory of launches")
         self._bind_caches(_PROFILE_BLOCKS)
         with self.bridge.dry_run():
             profile = profile_launches(self.config, self.bridge, self.runner, most)
@@ -225,82 +237,12 @@ class HPUWorker(WorkerBase):
         logger.info("Model profiling run took %s", profile)
         return max(0, profile.device_bytes)
 
-    def _most_workspace(self) -> int:
-        """What launches may need so that the cache still holds the longest request."""
-        cache = self.config.cache
-        num_blocks = cache.num_gpu_blocks_override or self.config.max_blocks_per_request + 1
-        share = cache.gpu_memory_utilization * (1 - self._graph_share)
-        cache_bytes = num_blocks * self._block_bytes() / share if share else 0
-        return int(self.bridge.memory_info().free_bytes - cache_bytes)
-
-    def _divide_memory(self, workspace_bytes: int) -> tuple[int, MemoryLedger]:
-        """KV blocks, and the ledger of what is booked for what."""
-        cache, hpu = self.config.cache, self.config.hpu
-        memory = self.bridge.memory_info()
-        free_bytes = max(0, memory.free_bytes - workspace_bytes)
-        reserved = self._graph_share
-        split = split_memory(free_bytes, cache.gpu_memory_utilization, reserved)
-        logger.info(memory_split_line(split, cache.gpu_memory_utilization, reserved))
-        block_bytes = self._block_bytes()
-        num_blocks = self._count_blocks(split, block_bytes)
-        logger.info(num_blocks_line(num_blocks, 0))
-        check_capacity(
-            self.config,
-            num_blocks,
-            block_bytes,
-            free_bytes,
-            f"--gpu-memory-utilization; {format_bytes(memory.free_bytes - free_bytes)} are kept "
-            "for launches, less with a lower --max-num-batched-tokens",
-        )
-        ledger = open_ledger(
-            total_bytes=memory.total_bytes,
-            weight_bytes=memory.total_bytes - memory.free_bytes,
-            workspace_bytes=memory.free_bytes - free_bytes,
-            split=split,
-            prompt_ratio=hpu.graph_prompt_ratio,
-            block_bytes=max(1, block_bytes),
-        )
-        ledger.assign(MemoryClass.KV_CACHE, num_blocks * block_bytes)
-        return num_blocks, ledger
-
-    def _count_blocks(self, split: MemorySplit, block_bytes: int) -> int:
-        cache = self.config.cache
-        if not block_bytes:
-            return count_blocks(self.config, 0, split.kv_bytes)
-        override = cache.num_gpu_blocks_override
-        if override is not None:
-            if override * block_bytes > split.kv_bytes:
-                raise ConfigError(
-                    f"num_gpu_blocks_override={override}: the blocks take "
-                    f"{format_bytes(override * block_bytes)}, the KV cache can have "
-                    f"{format_bytes(split.kv_bytes)}"
-                )
-            return override
-        num_blocks = split.num_blocks(block_bytes)
-        # More than all requests together can hold serves only the prefixes of finished ones.
-        most = self.config.scheduler.max_num_seqs * self.config.max_blocks_per_request
-        if not cache.enable_prefix_caching:
-            return min(num_blocks, most + 1)
-        # A contiguous decode reads the cache up to its highest block: a large one is slow.
-        return min(num_blocks, 2 * most + 1) if self.config.hpu.contiguous_pa else num_blocks
-
-    @property
-    def _graph_share(self) -> float:
-        """Of the usable memory."""
-        return 0.0 if self.config.model.enforce_eager else self.config.hpu.graph_reserved_mem
-
     def _block_bytes(self) -> int:
-        return self._layout.block_bytes
-
-    @property
-    def _layout(self) -> KVCacheLayout:
-        """One block table per request: the block lists of a launch serve all layers."""
-        layers = self.runner.attention_layers
-        return cache_layout(self.config, layers, self._dtype, has_one_table=True)
+        return self.runner.cache_layout.block_bytes
 
     def _bind_caches(self, num_blocks: int) -> None:
-        layers = self.runner.attention_layers
-        bind_kv_caches(layers, self.platform, num_blocks, self._layout, self._dtype)
+        layers, layout = self.runner.attention_layers, self.runner.cache_layout
+        bind_kv_caches(layers, self.platform, num_blocks, layout, self._dtype)
 
     def _release_caches(self) -> None:
         for layer in self.runner.attention_layers:
@@ -334,7 +276,9 @@ class HPUWorker(WorkerBase):
 
     # ---- launches -------------------------------------------------------------------------
 
-    def _prepare_launches(self, plan: BucketPlan) -> None:
+    def _plan_launches(self, num_blocks: int) -> WarmUp | None:
+        """Choose the shapes of launches; the warm-up that runs them, unless it is to be skipped."""
+        plan = plan_buckets(self.config, num_blocks)
         for line in plan.warnings:
             logger.warning(line)
         for line in plan.info:
@@ -346,10 +290,8 @@ class HPUWorker(WorkerBase):
         if self.config.hpu.skip_warmup:
             logger.info("Skipping warmup...")
             self.runner.report.finish_warmup()  # what compiles from here on, requests wait for
-            return
-        WarmUp(self.config, self.bridge, self.runner, catalog, plan.limits, self.ledger).run()
-        if self.config.hpu.full_warmup:
-            self.runner.execution.forbid_recompilation()
+            return None
+        return WarmUp(self.config, self.bridge, self.runner, catalog, plan.limits, self.ledger)
 
 
 def _prompt_kernel(config: VllmConfig, kernels: FusedKernels, device: torch.device) -> SDPAKernel:

@@ -1,12 +1,14 @@
 """Pooling models as the device runs them: packed input of one bucket in, numbers out."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from vllm.attention import LaunchMetadata, set_metadata
-from vllm.attention.backends.hpu_encoder import HPUEncoderLaunch
-from vllm.attention.backends.hpu_launch import HPUPrefillLaunch
+from vllm.attention import AttentionMetadata
+from vllm.attention.backends.padded import PaddedPrefill
+from vllm.attention.backends.padded_encoder import PaddedEncoder
 from vllm.config import PoolerConfig
 from vllm.messages import IntArray
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
@@ -31,13 +33,19 @@ class HeadAsLogits(CausalLM):
         self.pooling_model = model
         self.pooler = pooler
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        return self.pooling_model.layers
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.pooling_model.embed(input_ids)
+
+    def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
         types = None
         if self.pooling_model.num_token_types > 1:
             types = positions >> _TYPE_SHIFT
             positions = positions & ((1 << _TYPE_SHIFT) - 1)
-        hidden_states: Tensor = self.pooling_model(input_ids, positions, types)
-        return hidden_states
+        return self.pooling_model.run_layers(hidden_states, positions, first, end, types)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Pooled hidden states [N, hidden] -> numbers of the head, [N, size]."""
@@ -53,9 +61,8 @@ class WholePromptModel(HPUModel):
 
     def forward(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
         given = unpack_prefill(packed, shape)
-        before = set_metadata(self._launch(given, shape))
-        hidden_states: Tensor = self.model(given.token_ids, given.positions)
-        set_metadata(before)
+        attention = self._attention(given, shape)
+        hidden_states = self._run(attention, given.token_ids, given.positions)
         return self.model.compute_logits(self._pool(hidden_states, given, shape)), hidden_states
 
     @property
@@ -63,15 +70,17 @@ class WholePromptModel(HPUModel):
         assert isinstance(self.model, HeadAsLogits)
         return self.model.pooler
 
-    def _launch(self, given: PrefillInput, shape: LaunchShape) -> LaunchMetadata:
+    def _attention(self, given: PrefillInput[Tensor], shape: LaunchShape) -> AttentionMetadata:
         if self._pooler.is_causal:
-            return HPUPrefillLaunch.derive(
-                given.metadata, self._windows, self._block_size, self._kernel
+            return PaddedPrefill.derive(
+                given.metadata, self._kinds, self._block_size, self._dtype, self._kernel
             )
         size = (shape.bucket.batch, shape.bucket.query_len)
-        return HPUEncoderLaunch.derive(given.metadata.query_lens, size, self._kernel)
+        return PaddedEncoder.derive(given.metadata.query_lens, size, self._kernel)
 
-    def _pool(self, hidden_states: Tensor, given: PrefillInput, shape: LaunchShape) -> Tensor:
+    def _pool(
+        self, hidden_states: Tensor, given: PrefillInput[Tensor], shape: LaunchShape
+    ) -> Tensor:
         """[B, hidden], or [B * Q, hidden]."""
         kind, query_len = self._pooler.pooling_type, shape.bucket.query_len
         if kind == "LAST":
@@ -97,9 +106,10 @@ class TypedInputBuilder(HPUInputBuilder):
 
     token_types: IntArray
 
-    def _prefill_parts(self, launch: BucketLaunch) -> list[IntArray]:
-        parts = super()._prefill_parts(launch)
-        count = launch.num_scheduled_tokens
-        index, column = np.nonzero(np.arange(launch.bucket.query_len) < count[:, None])
-        parts[1][index, column] += self.token_types[launch.rows[index], column] << _TYPE_SHIFT
-        return parts
+    def _prefill(self, launch: BucketLaunch, sample_rows: IntArray) -> PrefillInput[IntArray]:
+        given = super()._prefill(launch, sample_rows)
+        count, query_len = launch.num_scheduled_tokens, launch.bucket.query_len
+        index, column = np.nonzero(np.arange(query_len) < count[:, None])
+        types = self.token_types[launch.rows[index], column]
+        given.positions[index * query_len + column] += types << _TYPE_SHIFT
+        return given

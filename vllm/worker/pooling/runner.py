@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import CachedLayer, EncoderMetadata, LaunchMetadata, attention_metadata
+from vllm.attention import CachedLayer, EncoderMetadata, LaunchContext, share_context
 from vllm.config import VllmConfig
 from vllm.messages import FloatArray, IntArray, ModelRunnerOutput, RunnerStats, SchedulerOutput
 from vllm.model_executor.layers.pooler import finish, pool_tokens, split_results
 from vllm.model_executor.models.interface import PoolingModel
 from vllm.pooling_params import PoolingParams
 from vllm.worker.input_batch import InputBatch
-from vllm.worker.kv_cache import layers_with_cache
+from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
 from vllm.worker.launch import Launch, RaggedPlanner
 from vllm.worker.model_input import build_ragged_input
 from vllm.worker.model_runner import StepHandle
@@ -44,11 +44,10 @@ class PoolingInput:
 
     input_ids: Tensor
     """[T] int64."""
-    positions: Tensor
-    """[T] int64."""
+    context: LaunchContext
+    """What the layers have to know."""
     token_type_ids: Tensor | None
     """[T] int64; None: all 0."""
-    metadata: LaunchMetadata
 
 
 class PoolingRequests:
@@ -124,11 +123,16 @@ class PoolingRunner:
 
     def __init__(self, config: VllmConfig, model: PoolingModel, device: torch.device) -> None:
         self.model = model
+        self._launch_holder = share_context(model)
         self.device = device
         self.block_size = config.cache.block_size
         limits = config.scheduler
+        self.cache_layout = cache_layout(config, self.attention_layers, cache_dtype(config))
         self.batch = InputBatch(
-            limits.max_num_seqs, limits.max_model_len, config.max_blocks_per_request
+            limits.max_num_seqs,
+            limits.max_model_len,
+            config.max_blocks_per_request,
+            len(self.cache_layout.groups),
         )
         self.requests = PoolingRequests(config, self.batch)
         self._planner = RaggedPlanner()
@@ -162,8 +166,9 @@ class PoolingRunner:
     @torch.inference_mode()
     def _run(self, launch: Launch) -> PooledRows:
         given = self._build(launch)
-        with attention_metadata(given.metadata):
-            hidden_states = self.model(given.input_ids, given.positions, given.token_type_ids)
+        positions = given.context.positions
+        with self._launch_holder.running(given.context):
+            hidden_states = self.model(given.input_ids, positions, given.token_type_ids)
         counts = launch.num_scheduled_tokens
         ends = launch.num_computed_tokens + counts
         done = np.flatnonzero(ends >= self.batch.num_tokens[launch.rows])
@@ -175,7 +180,7 @@ class PoolingRunner:
     def _build(self, launch: Launch) -> PoolingInput:
         if self.requests.pooler.is_causal:
             given = build_ragged_input(self.batch, launch, self.block_size, self.device)
-            return PoolingInput(given.input_ids, given.positions, None, given.metadata)
+            return PoolingInput(given.input_ids, given.context, None)
         counts = launch.num_scheduled_tokens
         ends = np.cumsum(counts)
         rows = np.repeat(launch.rows, counts)
@@ -184,9 +189,8 @@ class PoolingRunner:
         types = None if self._types is None else self._types.values
         return PoolingInput(
             self._to_device(self.batch.token_ids[rows, positions]),
-            self._to_device(positions),
+            LaunchContext(metadata, self._to_device(positions)),
             None if types is None else self._to_device(types[rows, positions]),
-            metadata,
         )
 
     def _to_device(self, values: IntArray) -> Tensor:

@@ -7,7 +7,7 @@ const rate = (n) => n === null ? null : n < 100 ? n.toFixed(1) : count(Math.roun
 function seconds(s) {
   if (s === null || s === undefined) return "–";
   if (s < 1) return `${Math.round(1000 * s)} ms`;
-  return s < 100 ? `${s.toFixed(2)} s` : duration(s);
+  return s < 100 ? `${s.toFixed(s < 10 ? 2 : 1)} s` : duration(s);
 }
 
 function duration(s) {

@@ -1,7 +1,7 @@
 """Calls of custom tools: what the model writes as arguments becomes the text of their input.
 
 To the model a custom tool is a function with the argument `input`. The input is decoded while the
-arguments grow. Arguments of another form are not lost: their JSON text is the input.
+arguments grow. Arguments that are written otherwise are kept: their JSON text is the input.
 """
 
 import re
@@ -76,7 +76,7 @@ class InputReader:
         return ""
 
     def _read_beginning(self) -> str:
-        """Hold everything back until it has another form or the string begins."""
+        """Hold everything back until the string begins, or something else is certain."""
         while self._num_looked_at < len(self._unread):
             char = self._unread[self._num_looked_at]
             self._num_looked_at += 1

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a `ChatTurn` in the form of the OpenAI API."""
+"""POST /v1/chat/completions: answers in the format of the OpenAI API, made of a `ChatTurn`."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.chat.prompt import chat_prompt
 from vllm.entrypoints.openai.chat.turn import ChatTurn, TurnChoice, TurnDelta, prepare_turn
 from vllm.entrypoints.openai.chunks import ChunkWriter, includes_usage, json_response, usage_of
 from vllm.entrypoints.openai.errors import error_events
-from vllm.entrypoints.openai.logprob_forms import (
+from vllm.entrypoints.openai.logprob_formats import (
     MANY_POSITIONS,
     bytes_of_tokens,
     chat_logprobs,
@@ -47,14 +47,14 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
         request,
         prepare_turn(context, body, request_id, trace_headers=trace_headers_of(request)),
     )
-    form = _ChatForm(context, body, turn)
+    answer_format = _ChatFormat(context, body, turn)
     if body.stream:
-        return EventStream(_stream(form))
-    return await run_until_disconnect(request, _complete(form))
+        return EventStream(_stream(answer_format))
+    return await run_until_disconnect(request, _complete(answer_format))
 
 
-class _ChatForm:
-    """How the answers to one request look."""
+class _ChatFormat:
+    """Formats the answers to one request."""
 
     def __init__(self, context: ServerContext, body: ChatCompletionRequest, turn: ChatTurn) -> None:
         self.turn = turn
@@ -75,12 +75,12 @@ class _ChatForm:
         return usage_of(self._context, usage.prompt_tokens, num_output_tokens, usage.cached_tokens)
 
     def first_chunk(self, index: int) -> bytes:
-        """The role, and what is echoed; none of the output's tokens."""
+        """The role and the echoed message, without output tokens."""
         message = {"role": self.role, "content": self.echoed}
         return self._chunk(TurnDelta(index), message, num_output_tokens=0)
 
     def chunk(self, delta: TurnDelta) -> bytes | None:
-        """What an answer has grown by; None when there is nothing to tell."""
+        """The chunk for new text or calls of an answer; None when there is nothing to send."""
         if delta.is_empty and not self.turn.is_plain and delta.logprobs is None:
             return None
         message: dict[str, Any] = {}
@@ -140,20 +140,20 @@ class _ChatForm:
         )
 
 
-async def _stream(form: _ChatForm) -> AsyncGenerator[bytes, None]:
+async def _stream(answer_format: _ChatFormat) -> AsyncGenerator[bytes, None]:
     """The events of a stream. An error before the first one is raised."""
     is_started = False
     try:
-        async with aclosing(form.turn.stream()) as deltas:
+        async with aclosing(answer_format.turn.stream()) as deltas:
             async for delta in deltas:
                 if not is_started:
                     is_started = True
-                    for index in range(form.num_answers):
-                        yield form.first_chunk(index)
-                if (chunk := form.chunk(delta)) is not None:
+                    for index in range(answer_format.num_answers):
+                        yield answer_format.first_chunk(index)
+                if (chunk := answer_format.chunk(delta)) is not None:
                     yield chunk
-        if form.includes_usage:
-            yield form.usage_chunk()
+        if answer_format.includes_usage:
+            yield answer_format.usage_chunk()
     except Exception as error:
         if not is_started:
             raise
@@ -162,14 +162,14 @@ async def _stream(form: _ChatForm) -> AsyncGenerator[bytes, None]:
     yield DONE
 
 
-async def _complete(form: _ChatForm) -> Response:
-    choices, of_prompt = await form.turn.complete(), form.turn.prompt_logprobs
+async def _complete(answer_format: _ChatFormat) -> Response:
+    choices, of_prompt = await answer_format.turn.complete(), answer_format.turn.prompt_logprobs
 
     def write() -> Response:
         body = {
-            **_head(form.turn.request_id, form.turn.model),
-            "choices": [form.choice(choice) for choice in choices],
-            "usage": form.usage(),
+            **_head(answer_format.turn.request_id, answer_format.turn.model),
+            "choices": [answer_format.choice(choice) for choice in choices],
+            "usage": answer_format.usage(),
             "prompt_logprobs": prompt_logprobs(of_prompt),
             "kv_transfer_params": None,
         }

@@ -37,8 +37,10 @@ def render(argument: dict[str, Any]) -> str:
         jinja2.TemplateError: the template is wrong, or refuses the conversation.
     """
     source: str = argument["chat_template"]
-    form = argument["content_format"]
-    as_parts = form == "openai" or (form == "auto" and reads_content_parts(source))
+    content_format = argument["content_format"]
+    as_parts = content_format == "openai" or (
+        content_format == "auto" and reads_content_parts(source)
+    )
     messages = parse_messages(argument["messages"], as_parts=as_parts)
     if argument["continue_final_message"]:
         _mark_end(messages[-1])
@@ -56,9 +58,13 @@ def render(argument: dict[str, Any]) -> str:
     if argument["continue_final_message"]:
         text, mark, _ = text.rpartition(_END_MARK)
         if not mark:
-            raise RequestError("the template does not show the final message")
+            raise RequestError(
+                "it does not render the final message, so continue_final_message cannot work"
+            )
     if len(text) > _MAX_TEXT_CHARS:
-        raise RequestError(f"the text has {len(text)} characters, more than {_MAX_TEXT_CHARS}")
+        raise RequestError(
+            f"the rendered text has {len(text)} characters; at most {_MAX_TEXT_CHARS} are allowed"
+        )
     return text
 
 

@@ -317,7 +317,7 @@ def make_reader(
 ) -> OutputReader:
     """What reads one output of a request; its tool parser adjusts the request.
 
-    Output whose form is constrained from its first token on has no room for reasoning.
+    There is no reasoning when structured output begins with the first token.
     """
     args, tokenizer = context.args, context.engine.tokenizer
     max_calls = 1 if body.parallel_tool_calls is False else None

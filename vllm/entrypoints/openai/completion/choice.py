@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from vllm.engine.input.prompt_embeds import PLACEHOLDER_TOKEN_ID
-from vllm.entrypoints.openai.logprob_forms import CompletionLogprobs
+from vllm.entrypoints.openai.logprob_formats import CompletionLogprobs
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
 from vllm.entrypoints.server.context import ServerContext
 from vllm.inputs import EmbedsPrompt, TokensPrompt

@@ -18,7 +18,7 @@ from vllm.entrypoints.openai import beam_requests
 from vllm.entrypoints.openai.chunks import ChunkWriter, includes_usage, json_response, usage_of
 from vllm.entrypoints.openai.completion.choice import CompletionPrompt, CompletionText
 from vllm.entrypoints.openai.errors import error_events, refuse_failed
-from vllm.entrypoints.openai.logprob_forms import MANY_POSITIONS, prompt_logprobs
+from vllm.entrypoints.openai.logprob_formats import MANY_POSITIONS, prompt_logprobs
 from vllm.entrypoints.openai.merge import merge
 from vllm.entrypoints.openai.prompts import (
     max_running,

@@ -63,7 +63,7 @@ async def pool(
         context: of the server; its engine is ready.
         request: of the client.
         body: of it.
-        prompts: in any form.
+        prompts: of any prompt type.
         core_id: beginning of the ids in the engine.
         dimensions: see `PoolingParams`.
         is_truncated: the prompts have the length that the request wants already.

@@ -7,12 +7,9 @@ these classes only describe them.
 Programs that know the server's bodies by their classes find them in this package.
 """
 
-from vllm.entrypoints.openai.protocol.adapters import (
-    LoadLoRAAdapterRequest,
-    UnloadLoRAAdapterRequest,
-)
 from vllm.entrypoints.openai.protocol.base import (
     ErrorResponse,
+    LoadLoRAAdapterRequest,
     ModelCard,
     ModelList,
     ModelPermission,
@@ -20,6 +17,7 @@ from vllm.entrypoints.openai.protocol.base import (
     PromptTokenUsageInfo,
     RequestResponseMetadata,
     StreamOptions,
+    UnloadLoRAAdapterRequest,
     UsageInfo,
 )
 from vllm.entrypoints.openai.protocol.batch import (

@@ -19,7 +19,7 @@ random_id = random_uuid
 
 
 def now() -> int:
-    """Seconds since 1970, whole ones."""
+    """Whole seconds since 1970."""
     return int(time.time())
 
 
@@ -50,25 +50,23 @@ class RequestModel(BaseModel):
 
 
 class RequestBody(RequestModel):
-    """A whole body. All of its text is valid Unicode, all of its numbers are numbers."""
+    """A whole body. All of its text is valid Unicode, and all of its numbers are finite."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_values(cls, data: Any) -> Any:
-        """What Python's JSON reader lets pass and nothing could encode later.
-
-        Half a surrogate pair is legal in JSON, and no text; NaN and Infinity are not even legal.
-        """
+        """Refuse what Python's JSON reader accepts, but cannot be encoded later: lone surrogates,
+        NaN and Infinity."""
         for name, value in data.items() if isinstance(data, dict) else ():
             try:
                 name.encode()
                 _check_encodable(value)
             except UnicodeEncodeError:
                 raise _wrong(
-                    "not_unicode", name, "holds a lone surrogate, which is no text"
+                    "not_unicode", name, "contains a lone surrogate, which is not valid Unicode"
                 ) from None
             except (ValueError, TypeError):
-                raise _wrong("finite_number", name, "holds a number that is not finite") from None
+                raise _wrong("finite_number", name, "contains NaN or an infinite number") from None
             except RecursionError:
                 raise _wrong("nested_too_deeply", name, "is nested too deeply") from None
         return data
@@ -95,7 +93,7 @@ def tag_by_type(value: Any, kinds: tuple[str, ...], other: str) -> str:
 
 
 def field_error(name: str, message: str) -> PydanticCustomError:
-    """What a validator raises to say what is wrong with a field, where pydantic cannot know it."""
+    """The error that a validator raises for a field, where pydantic has no check of its own."""
     return _wrong("value_error", name, message)
 
 
@@ -218,3 +216,17 @@ def usage_dict(
     if cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
     return usage
+
+
+class LoadLoRAAdapterRequest(RequestBody):
+    """An adapter to be served under a name of its own."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadLoRAAdapterRequest(RequestBody):
+    """An adapter to stop serving."""
+
+    lora_name: str
+    lora_int_id: Int32 | None = None

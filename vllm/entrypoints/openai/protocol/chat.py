@@ -111,7 +111,9 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
             self.tool_choice, self.tools = choice, list(tools)
             self._is_choice_read = True
         if self.tool_choice != "auto" and (given := self.constraints()):
-            raise field_error(given[0], "tool_choice already constrains the output")
+            raise field_error(
+                given[0], "cannot be combined with this tool_choice, which sets the output format"
+            )
         return self
 
     @property

@@ -53,7 +53,7 @@ class EmbeddingRequest(TemplateFields, PoolingFields):
     @model_validator(mode="after")
     def _check_one_kind(self) -> "EmbeddingRequest":
         if (self.input is None) == (self.messages is None):
-            raise field_error("input", "give one of input and messages")
+            raise field_error("input", "give either input or messages")
         return self
 
 

@@ -25,7 +25,7 @@ ToolChoice = Annotated[
 
 
 class TextFormat(RequestModel):
-    """Form of the answer."""
+    """Format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -108,7 +108,7 @@ _REPEATED = (
 
 
 def echo_fields(request: ResponsesRequest) -> dict[str, Any]:
-    """The fields of a request that its response repeats, in the form of the response."""
+    """The fields of a request that its response repeats, as the response shows them."""
     text = request.text or TextConfig()
     reasoning = request.reasoning or ReasoningConfig()
     return {

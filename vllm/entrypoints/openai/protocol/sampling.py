@@ -159,22 +159,22 @@ class SamplingFields(RequestBody):
         if self.stream and self.prompt_logprobs is not None:
             raise field_error("prompt_logprobs", "not available with stream=true")
         if self.stream and self.best_of not in (None, self.num_samples):
-            raise field_error("best_of", "must be n with stream=true: only whole outputs rank")
+            raise field_error("best_of", "must be equal to n with stream=true")
         if self.guided_json is not None and not isinstance(self.guided_json, (str, dict)):
             raise field_error("guided_json", "must be a JSON schema, as an object or as text")
         if len(given := self.constraints()) > 1:
-            raise field_error(", ".join(given), "only one of them may constrain the output")
+            raise field_error(", ".join(given), "only one of these fields may be set")
         return self
 
     _format_field: str = PrivateAttr("response_format")
-    """What the user calls `response_format`, where the request came by another API."""
+    """The name of `response_format` in the API by which the request came."""
 
     def rename_format(self, field: str) -> None:
         """Have errors about `response_format` name this field instead."""
         self._format_field = field
 
     def constraints(self) -> list[str]:
-        """Names of the fields that constrain the form of the output."""
+        """Names of the fields that ask for structured output."""
         given = [name for name in _GUIDED_FIELDS if getattr(self, name) is not None]
         if self.response_format is not None and self.response_format.type != "text":
             given.append(self._format_field)
@@ -217,7 +217,7 @@ def check_sampling_fields(body: SamplingFields) -> None:
 
 
 def guided_decoding(body: SamplingFields) -> GuidedDecodingParams | None:
-    """What constrains the form of the output, or None.
+    """The structured output that the request asks for, or None.
 
     Raises:
         RequestError: a `json_schema` without its schema.

@@ -47,7 +47,7 @@ class CustomToolGrammar(RequestModel):
 
 
 class CustomToolFormat(RequestModel):
-    """Form of the input: any text, or what a grammar allows."""
+    """Format of the input: any text, or what a grammar allows."""
 
     type: Literal["text", "grammar"] = "text"
     grammar: CustomToolGrammar | None = None
@@ -195,8 +195,8 @@ def plain_choice(
     tools: list[ChatCompletionToolsParam],
     custom: dict[str, CustomToolDefinition],
 ) -> tuple[PlainChoice, list[ChatCompletionToolsParam]]:
-    """A choice of any form, with the tools it is about: those that it does not allow are left
-    out, so that the model does not know of them.
+    """A choice in any of its formats, with the tools that it allows: the model does not see the
+    others.
 
     Raises:
         PydanticCustomError: it names a tool that is not there, or of the other kind.

@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions, for clients: this server has no model that hears."""
+"""POST /v1/audio/transcriptions, for importing programs. This server runs no audio models."""
 
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ AudioResponseFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 
 
 class TranscriptionRequest(RequestModel):
-    """A sound to be written down."""
+    """Audio to transcribe."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -54,7 +54,7 @@ class TranscriptionRequest(RequestModel):
 
 
 class TranscriptionResponse(ResponseModel):
-    """The text of a sound."""
+    """The text of the audio."""
 
     text: str
 
@@ -83,7 +83,7 @@ class TranscriptionSegment(ResponseModel):
 
 
 class TranscriptionResponseVerbose(TranscriptionResponse):
-    """The text of a sound with its parts."""
+    """The text of the audio with its segments."""
 
     duration: str
     language: str

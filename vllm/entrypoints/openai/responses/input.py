@@ -1,4 +1,4 @@
-"""Items of the Responses API: checked, brought into one form, and turned into chat messages.
+"""Items of the Responses API: checked, converted to one format, and turned into chat messages.
 
 An item is a JSON object with `id` and `type`: a message, a function_call or custom_tool_call, the
 output of one, or a reasoning. Pure functions; they know no engine and no framework.
@@ -53,7 +53,7 @@ def read_input(given: str | Sequence[Any]) -> list[Item]:
     if isinstance(given, str):
         return [_message_item(new_id("msg"), "user", [given])]
     if not given:
-        raise RequestError("input holds no items", param="input")
+        raise RequestError("input must not be empty", param="input")
     return [_read_item(f"input[{i}]", item) for i, item in enumerate(given)]
 
 
@@ -257,7 +257,7 @@ def _read_part(where: str, part: Any) -> str:
         raise RequestError(f"{where} must be an object with a type", param=where)
     if kind not in _TEXT_PARTS:
         raise RequestError(
-            f"{where}: content of type {kind!r:.80} is not available, this model reads text",
+            f"{where}: content of type {kind!r:.80} is not supported: this model reads text only",
             param=f"{where}.type",
         )
     return read_string(where, part, _TEXT_PARTS[kind], may_be_empty=True)

@@ -1,4 +1,4 @@
-"""Output of the Responses API: items made of what the model says, and the events that tell of it.
+"""Output of the Responses API: items made of the model's output, and events about them.
 
 Knows neither engine nor framework: `ResponseWriter` is fed with the parsed parts of a turn, in
 their order, and gives events as JSON objects. A response that is not streamed goes the same way.
@@ -67,7 +67,7 @@ class ResponseWriter:
 
         Args:
             delta: text; may be empty, when a token has no text yet, or none at all.
-            logprobs: of its tokens, in the form of the chat API.
+            logprobs: of its tokens, in the format of the chat API.
         """
         self._new_logprobs += logprobs or ()
         if not delta:
@@ -115,7 +115,7 @@ class ResponseWriter:
 
         Args:
             status: how it ended.
-            usage: in the form of this API.
+            usage: in the format of this API.
             incomplete_reason: such as "max_output_tokens".
             error: {"code", "message"} of a failed one.
         """

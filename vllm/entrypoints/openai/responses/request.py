@@ -1,4 +1,4 @@
-"""A request of the Responses API as a request of the chat API: fields, tools, form of the answer.
+"""A request of the Responses API as a request of the chat API: fields, tools, format of the answer.
 
 Pure functions; they know no engine. Every refusal names the field as the client wrote it.
 """
@@ -36,11 +36,12 @@ def check_request(request: ResponsesRequest) -> None:
     for what in request.include or ():
         if what not in _INCLUDABLE:
             raise RequestError(
-                f"include can hold {' and '.join(_INCLUDABLE)}, got {what!r:.80}", param="include"
+                f"include accepts {' and '.join(_INCLUDABLE)}, got {what!r:.80}", param="include"
             )
     if request.background and request.store is False:
         raise RequestError(
-            "background needs store=true: the response could not be retrieved", param="background"
+            "background needs store=true: otherwise the response could not be retrieved",
+            param="background",
         )
 
 
@@ -59,7 +60,7 @@ def as_chat_request(
         messages: the conversation.
 
     Raises:
-        RequestError: a tool or a form is not available, or fields contradict each other.
+        RequestError: a tool or a format is not available, or fields contradict each other.
     """
     given = {name: getattr(request, name) for name in _SAMPLING_FIELDS}
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -103,7 +104,7 @@ def make_chat_request(fields: Mapping[str, Any], *, format_field: str) -> ChatCo
 
 
 def _read_tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
-    """Tools and choice in the form of the chat API."""
+    """Tools and choice as the chat API has them."""
     tools = [_read_tool(f"tools[{i}]", tool) for i, tool in enumerate(request.tools or ())]
     choice = request.tool_choice or "auto"
     if isinstance(choice, str):
@@ -144,7 +145,7 @@ def _allowed_tools(
             param="tool_choice",
         )
     if not keys:
-        raise RequestError("tool_choice allows none of the tools", param="tool_choice")
+        raise RequestError("tool_choice.tools must not be empty", param="tool_choice")
     allowed = set(keys)
     return [tool for tool in tools if _key_of(tool) in allowed], mode
 
@@ -163,7 +164,7 @@ def _named_in(where: str, tool: Any) -> tuple[str, str]:
 
 
 def _key_of(tool: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Type and name of a tool in the form of the chat API."""
+    """Type and name of a tool of the chat API."""
     return tool["type"], tool[tool["type"]]["name"]
 
 

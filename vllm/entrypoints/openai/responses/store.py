@@ -102,9 +102,9 @@ class ResponseStore:
         num_bytes = sum(entry.job.num_bytes for entry in self._running.values() if entry.job)
         if len(self._running) >= self._max_running or num_bytes >= self.max_bytes:
             raise CapacityError(
-                f"{len(self._running)} responses are being made in the background, with "
-                f"{num_bytes} bytes of events: this server takes {self._max_running} and "
-                f"{self.max_bytes} bytes at most; try again later",
+                f"too many background responses: {len(self._running)} are running, with "
+                f"{num_bytes} bytes of events; the limits are {self._max_running} responses and "
+                f"{self.max_bytes} bytes. Try again later",
                 status=503,
             )
 

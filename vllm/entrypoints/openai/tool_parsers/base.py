@@ -1,6 +1,6 @@
 """What all tool parsers share: content, calls, and what becomes of text that is neither.
 
-A model writes calls of tools into its text, each family of models in a form of its own. A parser
+A model writes calls of tools into its text, each family of models in its own format. A parser
 takes the text apart while it grows. Nothing of a text is lost: what turns out to be no call is
 content, exactly as it was written.
 """
@@ -34,7 +34,7 @@ class ParsedDelta:
     content: str | None = None
     """Text beside the calls."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """In the form of the API's `delta.tool_calls`: `index` and `function.arguments`, and in the
+    """In the format of the API's `delta.tool_calls`: `index` and `function.arguments`, and in the
     first delta of a call also `id`, `type` and `function.name`."""
 
 
@@ -219,7 +219,7 @@ class ToolParser:
                 yield from self.read_calls((yield from self._read_marker()))
             self.release()
         while marker := (yield from stream.read_until(self._markers, self._pass_content)):
-            stream.take(len(marker))
+            stream.consume(len(marker))
             yield from self.read_calls(marker)
             self.release()
         if self._index < 0 and self._blank:

@@ -65,7 +65,7 @@ class JsonToolParser(ToolParser):
 
     def _read_array(self, is_marked: bool) -> Wait[bool]:
         stream = self.stream
-        stream.take(1)
+        stream.consume(1)
         is_called = False
         while (yield from stream.skip_space()) == "{":
             if not (yield from self._read_object(is_marked)):
@@ -73,7 +73,7 @@ class JsonToolParser(ToolParser):
             is_called = True
             char = yield from stream.skip_space()
             if char and char in ",]":
-                stream.take(1)
+                stream.consume(1)
             if char == "]":
                 self.accept()
             if char != ",":
@@ -83,16 +83,16 @@ class JsonToolParser(ToolParser):
     def _read_object(self, is_marked: bool) -> Wait[bool]:
         """Read an object, whose bracket is next. False: it is no call."""
         stream = self.stream
-        stream.take(1)
+        stream.consume(1)
         call = _Call(self)
         if (yield from stream.skip_space()) != "}":
             while (yield from self._read_member(call)):
                 if (yield from stream.skip_space()) != ",":
                     break
-                stream.take(1)
+                stream.consume(1)
         if (yield from stream.skip_space()) != "}":
             return call.is_started
-        stream.take(1)
+        stream.consume(1)
         if is_marked and not call.has_arguments:
             call.add_arguments("{}")
         if call.is_started:
@@ -105,7 +105,7 @@ class JsonToolParser(ToolParser):
         key = yield from read_text(stream)
         if key is None or (yield from stream.skip_space()) != ":":
             return False
-        stream.take(1)
+        stream.consume(1)
         if key == "name" and not call.name:
             name = yield from read_text(stream)
             if not name:

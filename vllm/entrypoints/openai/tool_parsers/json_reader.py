@@ -39,17 +39,17 @@ def read_string(stream: TextStream, sink: Sink) -> Wait[bool]:
     """Read a string, whose quote is next, with its quotes. False: the text ended within it."""
     quote = stream.text[stream.position]
     inside = _IN_STRING[quote]
-    sink(stream.take(1))
+    sink(stream.consume(1))
     while stream.position < len(stream.text) or (yield from stream.more()):
         if run := inside.match(stream.text, stream.position):
-            sink(stream.take(run.end() - stream.position))
+            sink(stream.consume(run.end() - stream.position))
         elif stream.text[stream.position] == quote:
-            sink(stream.take(1))
+            sink(stream.consume(1))
             return True
         elif stream.position + 1 < len(stream.text) or (yield from stream.grow()):
-            sink(stream.take(2))  # a backslash, and what it escapes
+            sink(stream.consume(2))  # a backslash, and what it escapes
         else:
-            sink(stream.take(1))
+            sink(stream.consume(1))
     return False
 
 
@@ -64,16 +64,16 @@ def read_group(stream: TextStream, sink: Sink, syntax: Syntax) -> Wait[bool]:
         char = stream.text[stream.position]
         if closer := syntax.closers.get(char):
             expected.append(closer)
-            sink(stream.take(1))
+            sink(stream.consume(1))
         elif char in syntax.quotes:
             yield from read_string(stream, sink)
         elif char == expected[-1]:
             expected.pop()
-            sink(stream.take(1))
+            sink(stream.consume(1))
             if not expected:
                 return True
         elif run := syntax.plain.match(stream.text, stream.position):
-            sink(stream.take(run.end() - stream.position))
+            sink(stream.consume(run.end() - stream.position))
         else:
             return False
     return False

@@ -1,4 +1,4 @@
-"""The tool parsers by name, and those that plug-ins add."""
+"""The tool parsers by name, those that plug-ins add, and the check of the flags that name them."""
 
 from vllm.entrypoints.openai.tool_parsers.base import ToolParser
 from vllm.entrypoints.openai.tool_parsers.deepseek import DeepSeekToolParser
@@ -9,15 +9,16 @@ from vllm.entrypoints.openai.tool_parsers.marked import (
     InternLMToolParser,
     JambaToolParser,
     LlamaJsonToolParser,
+    MistralToolParser,
     Phi4MiniToolParser,
     XlamToolParser,
 )
-from vllm.entrypoints.openai.tool_parsers.mistral import MistralToolParser
 from vllm.entrypoints.openai.tool_parsers.pythonic import (
     Llama4PythonicToolParser,
     PythonicToolParser,
 )
 from vllm.entrypoints.openai.tool_parsers.qwen3_coder import Qwen3CoderToolParser
+from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.reasoning import ReasoningParserManager
 from vllm.utils.parser_registry import ParserRegistry, load_plugin
 
@@ -57,3 +58,19 @@ ToolParserManager = ToolParserRegistry(
     ("read_calls", "extract_tool_calls"),
 )
 """Finds tool parsers by the names of `--tool-call-parser`."""
+
+
+def check_parser_flags(args: ServerArgs) -> None:
+    """Load the plug-ins that there are, and find the parsers.
+
+    Raises:
+        ConfigError: a plug-in cannot be used, or there is no parser of a name.
+    """
+    if args.tool_parser_plugin is not None:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin is not None:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    if args.tool_call_parser is not None:
+        ToolParserManager.get(args.tool_call_parser)
+    if args.reasoning_parser is not None:
+        ReasoningParserManager.get(args.reasoning_parser)

@@ -32,7 +32,7 @@ class PythonicToolParser(ToolParser):
             char = yield from stream.skip_space()
             if not char or char not in ",]":
                 break
-            stream.take(1)
+            stream.consume(1)
             if char == "]":
                 self.accept()
                 return True

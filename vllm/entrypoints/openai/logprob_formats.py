@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms of the API: of chats, of completions, of prompts."""
+"""Log-probabilities in the formats of the API: of chats, completions and prompts."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence

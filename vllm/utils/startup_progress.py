@@ -1,6 +1,6 @@
-"""How far the start of an engine is: told where the work is done, heard by whoever shows it.
+"""Reports the progress of an engine's start from where the work is done to one listener.
 
-One listener per process. Without one, nothing happens.
+There is one listener per process. Without one, reports are dropped.
 """
 
 import os
@@ -26,7 +26,7 @@ def listen(listener: Listener | None) -> None:
 
 
 def report(phase: str, done: int = 0, total: int = 0) -> None:
-    """Work of a phase has come to `done` of `total`; a total of 0 is not known."""
+    """Report that `done` of `total` units of a phase are done; a total of 0 is unknown."""
     if _listener is not None:
         _listener(phase, done, total)
 

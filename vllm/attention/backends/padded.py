@@ -25,29 +25,41 @@ from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.attention.metadata import AttentionLayer
 from vllm.errors import ConfigError
 
+LayerKind = tuple[int | None, bool]
+"""Sliding window, and whether there is ALiBi: what a mask depends on."""
 
-def check_layers(layers: Iterable[AttentionLayer]) -> None:
-    """Refuse layers that the launches of this file would compute wrongly.
+
+def _kind(layer: AttentionLayer) -> LayerKind:
+    return layer.sliding_window, layer.alibi_slopes is not None
+
+
+def layer_kinds(layers: Iterable[AttentionLayer]) -> dict[LayerKind, AttentionLayer]:
+    """A layer of each kind among these, for the masks of a launch.
 
     Raises:
-        ConfigError: a layer has ALiBi or a soft cap.
+        ConfigError: a layer asks for what the launches of this file do not compute.
     """
+    kinds: dict[LayerKind, AttentionLayer] = {}
     for layer in layers:
-        for asked, what in (
-            (layer.alibi_slopes, "ALiBi"),
-            (layer.logits_soft_cap, "a soft cap of attention scores"),
-        ):
-            if asked is not None:
-                raise ConfigError(
-                    f"this model has {what}, which hpu cannot compute yet: run on cpu"
-                )
+        if layer.logits_soft_cap is not None:
+            raise ConfigError(
+                "this model has a soft cap of attention scores, which is not supported on hpu: "
+                "run it on cpu"
+            )
+        slopes, first = layer.alibi_slopes, kinds.setdefault(_kind(layer), layer).alibi_slopes
+        if slopes is not None and first is not None and not torch.equal(slopes, first):
+            raise ConfigError(
+                "this model has layers with different ALiBi slopes, which is not supported on hpu: "
+                "run it on cpu"
+            )
+    return kinds
 
 
 @dataclass(frozen=True)
-class HPUDecodeLaunch:
+class PaddedDecode:
     """One new token for each of B padded rows."""
 
-    metadata: HPUDecodeMetadata
+    metadata: HPUDecodeMetadata[Tensor]
     blocks: Mapping[int | None, DecodeBlocks]
     """Sliding window -> what all layers with it need."""
     normaliser: Normaliser | float | None = None
@@ -56,18 +68,21 @@ class HPUDecodeLaunch:
     @classmethod
     def derive(
         cls,
-        metadata: HPUDecodeMetadata,
-        windows: Iterable[int | None],
+        metadata: HPUDecodeMetadata[Tensor],
+        kinds: Iterable[LayerKind],
         block_size: int,
         dtype: torch.dtype,
         normaliser: Normaliser | float | None = None,
-    ) -> "HPUDecodeLaunch":
-        """A launch for layers with these windows and queries of this dtype."""
-        blocks = {w: derive_decode_blocks(metadata, block_size, dtype, w) for w in windows}
+    ) -> "PaddedDecode":
+        """A launch for layers of these kinds and queries of this dtype."""
+        blocks: dict[int | None, DecodeBlocks] = {}
+        for window, _ in kinds:
+            if window not in blocks:
+                blocks[window] = derive_decode_blocks(metadata, block_size, dtype, window)
         return cls(metadata, blocks, normaliser)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `LaunchMetadata`; T is B."""
+        """See `AttentionMetadata`; T is B."""
         assert layer.key_cache is not None and layer.value_cache is not None
         return decode_attention(
             query,
@@ -78,37 +93,42 @@ class HPUDecodeLaunch:
             self.metadata,
             self.blocks[layer.sliding_window],
             layer.scale,
+            alibi_slopes=layer.alibi_slopes,
             normaliser=self.normaliser,
         )
 
 
 @dataclass(frozen=True)
-class HPUPrefillLaunch:
+class PaddedPrefill:
     """Q padded new tokens for each of B padded rows, after up to C blocks of context."""
 
     blocks: PrefillBlocks
     shape: tuple[int, int]
     """B and Q."""
-    masks: Mapping[int | None, Tensor | None]
-    """Sliding window -> mask of all layers with it; None where causality says it all."""
+    masks: Mapping[LayerKind, Tensor | None]
+    """The mask of all layers of a kind; None where causality says it all."""
     kernel: SDPAKernel
 
     @classmethod
     def derive(
         cls,
-        metadata: HPUPrefillMetadata,
-        windows: Iterable[int | None],
+        metadata: HPUPrefillMetadata[Tensor],
+        kinds: Mapping[LayerKind, AttentionLayer],
         block_size: int,
+        dtype: torch.dtype,
         kernel: SDPAKernel,
-    ) -> "HPUPrefillLaunch":
-        """A launch for layers with these windows."""
-        masks = {w: prefill_mask(metadata, block_size, w) for w in windows}
+    ) -> "PaddedPrefill":
+        """A launch for layers of these kinds and queries of this dtype."""
+        masks = {
+            kind: prefill_mask(metadata, block_size, kind[0], layer.alibi_slopes, dtype)
+            for kind, layer in kinds.items()
+        }
         batch, query_len = metadata.slot_mapping.shape
         blocks = derive_prefill_blocks(metadata, block_size)
         return cls(blocks, (batch, query_len), masks, kernel)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `LaunchMetadata`; T is B * Q."""
+        """See `AttentionMetadata`; T is B * Q."""
         assert layer.key_cache is not None and layer.value_cache is not None
         attended = attend_prefill(
             query.unflatten(0, self.shape),
@@ -117,7 +137,7 @@ class HPUPrefillLaunch:
             layer.key_cache,
             layer.value_cache,
             self.blocks,
-            self.masks[layer.sliding_window],
+            self.masks[_kind(layer)],
             layer.scale,
             self.kernel,
         )
@@ -125,28 +145,32 @@ class HPUPrefillLaunch:
 
 
 @dataclass(frozen=True)
-class HPUMergedLaunch:
+class MergedPrefill:
     """Prompts end to end in one row of Q padded tokens, after C blocks of their context."""
 
-    metadata: MergedPrefillMetadata
-    masks: Mapping[int | None, Tensor]
-    """Sliding window -> mask of all layers with it."""
+    metadata: MergedPrefillMetadata[Tensor]
+    masks: Mapping[LayerKind, Tensor]
+    """The mask of all layers of a kind."""
     kernel: SDPAKernel
 
     @classmethod
     def derive(
         cls,
-        metadata: MergedPrefillMetadata,
-        windows: Iterable[int | None],
+        metadata: MergedPrefillMetadata[Tensor],
+        kinds: Mapping[LayerKind, AttentionLayer],
         block_size: int,
+        dtype: torch.dtype,
         kernel: SDPAKernel,
-    ) -> "HPUMergedLaunch":
-        """A launch for layers with these windows."""
-        masks = {w: derive_merged_mask(metadata, block_size, w) for w in windows}
+    ) -> "MergedPrefill":
+        """A launch for layers of these kinds and queries of this dtype."""
+        masks = {
+            kind: derive_merged_mask(metadata, block_size, kind[0], layer.alibi_slopes, dtype)
+            for kind, layer in kinds.items()
+        }
         return cls(metadata, masks, kernel)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `LaunchMetadata`; T is Q."""
+        """See `AttentionMetadata`; T is Q."""
         assert layer.key_cache is not None and layer.value_cache is not None
         return merged_prefill_attention(
             query,
@@ -155,7 +179,7 @@ class HPUMergedLaunch:
             layer.key_cache,
             layer.value_cache,
             self.metadata,
-            self.masks[layer.sliding_window],
+            self.masks[_kind(layer)],
             layer.scale,
             self.kernel,
         )

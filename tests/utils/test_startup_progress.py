@@ -4,13 +4,13 @@ import subprocess
 import sys
 import time
 
-from vllm.utils import startup
+from vllm.utils import startup_progress
 
 
 def test_a_process_began_after_its_parent_asked_and_before_its_first_line():
     code = (
         "import time; first_line = time.monotonic()\n"
-        "from vllm.utils.startup import process_start\n"
+        "from vllm.utils.startup_progress import process_start\n"
         "print(process_start(), first_line)"
     )
     asked = time.monotonic()
@@ -21,16 +21,16 @@ def test_a_process_began_after_its_parent_asked_and_before_its_first_line():
 
 
 def test_without_the_system_s_word_it_is_the_import(monkeypatch, tmp_path):
-    monkeypatch.setattr(startup, "_STAT", tmp_path / "none")
-    assert startup.process_start() == startup._imported
+    monkeypatch.setattr(startup_progress, "_STAT", tmp_path / "none")
+    assert startup_progress.process_start() == startup_progress._imported
 
 
 def test_reports_reach_the_listener_and_nobody_else():
     heard = []
-    startup.listen(lambda *report: heard.append(report))
+    startup_progress.listen(lambda *report: heard.append(report))
     try:
-        startup.report("loading", 1, 2)
+        startup_progress.report("loading", 1, 2)
     finally:
-        startup.listen(None)
-    startup.report("unheard")
+        startup_progress.listen(None)
+    startup_progress.report("unheard")
     assert heard == [("loading", 1, 2)]

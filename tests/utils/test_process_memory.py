@@ -1,5 +1,6 @@
-"""Memory that is given back: the system has it, the addresses stay, the bytes are zero."""
+"""Memory goes back to the system: what was freed, and what keeps its addresses."""
 
+import asyncio
 import mmap
 import sys
 from pathlib import Path
@@ -7,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm.platforms.cpu_memory import can_discard, discard, trim_heap
+from vllm.utils import process_memory
+from vllm.utils.process_memory import MemoryTrim, can_discard, discard, give_back_memory
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps the addresses")
-
+ONLY_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps the addresses")
 PAGE = mmap.PAGESIZE
 
 
@@ -19,6 +20,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
+@ONLY_LINUX
 def test_the_system_gets_memory_back_that_can_be_used_again():
     assert can_discard()
     num_bytes = 64 << 20
@@ -32,6 +34,7 @@ def test_the_system_gets_memory_back_that_can_be_used_again():
     assert data.min() == 7
 
 
+@ONLY_LINUX
 @pytest.mark.parametrize(("start", "end"), [(5, 9), (1, PAGE), (PAGE - 1, 3 * PAGE + 2), (0, 0)])
 def test_only_these_bytes_are_cleared(start, end):
     data = np.ones(8 * PAGE, np.uint8)
@@ -42,7 +45,34 @@ def test_only_these_bytes_are_cleared(start, end):
     assert data[:first].all() and data[last:].all()
 
 
+@ONLY_LINUX
 def test_memory_that_is_not_there_is_an_error_and_no_crash():
     with pytest.raises(OSError, match=f"madvise of {PAGE} bytes"):
         discard(PAGE, PAGE)  # nothing is ever mapped there
-    trim_heap()
+
+
+def test_giving_back_works_or_says_that_it_does_not():
+    assert give_back_memory() in (True, False)
+
+
+def test_those_who_ask_together_are_served_together(monkeypatch):
+    calls, done = [], asyncio.Event()
+
+    async def main():
+        loop = asyncio.get_running_loop()
+
+        def give_back():
+            calls.append(1)
+            loop.call_soon_threadsafe(done.set)
+
+        monkeypatch.setattr(process_memory, "give_back_memory", give_back)
+        monkeypatch.setattr(process_memory, "DELAY_S", 0.001)
+        trim = MemoryTrim()
+        for count in (1, 2):
+            trim.soon()
+            trim.soon()
+            await done.wait()
+            done.clear()
+            assert len(calls) == count
+
+    asyncio.run(main())

@@ -11,7 +11,7 @@ from vllm.attention.metadata import AttentionLayer
 
 
 @dataclass(frozen=True)
-class HPUEncoderLaunch:
+class PaddedEncoder:
     """B padded rows with Q padded tokens each."""
 
     shape: tuple[int, int]
@@ -23,7 +23,7 @@ class HPUEncoderLaunch:
     @classmethod
     def derive(
         cls, query_lens: Tensor, shape: tuple[int, int], kernel: SDPAKernel
-    ) -> "HPUEncoderLaunch":
+    ) -> "PaddedEncoder":
         """A launch of rows with these lengths, [B] int32; derived on the device."""
         _, query_len = shape
         key = torch.arange(query_len, dtype=torch.int32, device=query_lens.device)
@@ -33,7 +33,7 @@ class HPUEncoderLaunch:
         return cls(shape, mask, kernel)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `LaunchMetadata`; T is B * Q, and nothing is stored."""
+        """See `AttentionMetadata`; T is B * Q, and nothing is stored."""
         attended = prompt_attention(
             query.unflatten(0, self.shape),
             key.unflatten(0, self.shape),

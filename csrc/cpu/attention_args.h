@@ -1,0 +1,52 @@
+// What the kernels of the KV cache are told; what they do is said in cache.h and attention.h.
+#pragma once
+
+#include <cstdint>
+
+#include "abi.h"
+
+namespace vllm_cpu {
+
+// What a KV cache holds: the type of the queries, or eight-bit floats (fp8.h).
+enum class CacheType : int64_t { kSame = 0, kE4m3 = 1, kE5m2 = 2 };
+
+// Writing new keys and values into a cache of eight-bit floats.
+template <typename T>
+VLLM_STRUCT(CacheFp8Args,
+  const T* key;                 // [num_tokens, row_size], tokens key_stride apart
+  const T* value;               // the same, value_stride apart
+  uint8_t* key_cache;           // [num_slots, row_size], dense
+  uint8_t* value_cache;         // the same
+  const int64_t* slot_mapping;  // [num_tokens]; a token with a negative slot is skipped
+  int64_t num_tokens, row_size, key_stride, value_stride, num_slots;
+  float key_scale, value_scale;  // the cache holds number / scale
+  CacheType cache_type;          // not kSame
+);
+
+// Paged attention. A token of decode is a request.
+template <typename T>
+VLLM_STRUCT(AttentionArgs,
+  const T* query;               // [tokens, num_heads, head_size], tokens query_stride apart
+  const void* key_cache;        // [num_blocks, block_size, num_kv_heads, head_size], dense
+  const void* value_cache;      // the same
+  const int32_t* block_tables;  // [num_requests, max_blocks], requests table_stride apart
+  const int32_t* seq_lens;      // [num_requests]
+  const float* alibi_slopes;    // [num_heads], or null
+  T* out;                       // [tokens, num_heads, head_size], dense
+  int64_t num_requests, num_heads, num_kv_heads, head_size, num_blocks, block_size, max_blocks;
+  int64_t query_stride, table_stride;
+  float scale;
+  float soft_cap;          // 0: none
+  float value_scale = 1;   // multiplies the result; that of the keys is part of `scale`
+  int64_t sliding_window;  // 0: none; below 2^31
+  CacheType cache_type = CacheType::kSame;
+  const int32_t* query_start_loc;  // [num_requests + 1], for prefill only
+  int64_t num_tokens;              // for prefill only
+);
+
+template <typename T>
+using DecodeArgs = AttentionArgs<T>;
+template <typename T>
+using PrefillArgs = AttentionArgs<T>;
+
+}  // namespace vllm_cpu

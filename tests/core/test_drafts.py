@@ -1,0 +1,167 @@
+"""Drafts change no output: right, partly right, wrong, beyond the end or none; whatever else
+happens. `Loop` and `FakeRunner` check each step.
+"""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.core.helpers import (
+    GuessSource,
+    Loop,
+    expected_result,
+    make_request,
+    make_scheduler,
+    next_tokens,
+    num_scheduled,
+)
+from tests.core.test_any_load import programs, random_event, random_setup, run_program, setups
+from vllm.messages import Finished, FinishReason
+from vllm.request import Request
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    setups(), programs(), st.integers(1, 9), st.integers(0, 5), st.randoms(use_true_random=False)
+)
+def test_drafts_change_no_output_of_any_load(setup, program, max_drafts, stalls_every, rng):
+    setup.draft_source = GuessSource(rng, max_drafts)
+    setup.stalls_every = stalls_every if stalls_every > 1 else 0
+    run_program(setup, program)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_drafts_change_no_output_of_a_long_crowded_load(seed):
+    rng = random.Random(seed)
+    setup = random_setup(rng)
+    setup.draft_source = GuessSource(rng, rng.choice([1, 3, 5, 20]))
+    setup.stalls_every = rng.choice([0, 0, 7])
+    loop = run_program(setup, [random_event(rng) for _ in range(150)])
+    assert loop.runner.num_verified
+
+
+class RightSource:
+    """Always right, also beyond the end."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
+        self.asked: list[str] = []
+
+    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        self.asked += [request.request_id for request in requests]
+        return [next_tokens(r.spec, r.token_ids, self.max_drafts + 5) for r in requests]
+
+
+class WrongSource(RightSource):
+    """Never right."""
+
+    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        return [[token + 1 for token in guess] for guess in super().propose(requests)]
+
+
+def test_right_drafts_save_steps_and_the_last_token_is_no_draft():
+    loop = Loop(make_scheduler(draft_source=RightSource(3)))
+    loop.add(make_request("a", 8, max_tokens=10))
+    scheduled = []
+    while loop.scheduler.num_unfinished_requests:
+        scheduled.append(loop.step()["a"])
+    # The prompt brings token 1; then 4 tokens, 4 tokens, and the tenth.
+    assert scheduled == [8, 4, 4, 1]
+    assert loop.results["a"].token_ids == expected_result(make_request("a", 8, max_tokens=10))[0]
+
+
+def test_tokens_behind_the_first_that_ends_a_request_are_dropped():
+    spec = make_request("a", 8, max_tokens=30)
+    first = next_tokens(spec, spec.prompt_token_ids, 8)
+    end = next(i for i in range(1, 7) if first[i] not in first[:i])
+    for ending, reason in (("eos", None), ("stop", first[end])):
+        value = first[end] if ending == "eos" else (first[end],)
+        spec = make_request("a", 8, max_tokens=30, logprobs=0, **{ending: value})
+        loop = Loop(make_scheduler(draft_source=RightSource(12)))
+        loop.add(spec)
+        result = loop.run()["a"]
+        assert result.token_ids == first[: end + 1]
+        assert result.finished == Finished(FinishReason.STOP, reason)
+        assert len(result.logprobs) == end + 1
+        assert loop.num_steps == 2
+
+
+def test_wrong_drafts_give_back_their_blocks():
+    loop = Loop(make_scheduler(block_size=4, draft_source=WrongSource(9)))
+    loop.add(make_request("a", 6, max_tokens=20))
+    loop.step()
+    loop.step()
+    (request,) = loop.scheduler.running.requests
+    assert len(request.token_ids) == 8 and len(request.block_ids) == 2
+    used = loop.scheduler.cache.pool
+    assert used.num_usable_blocks - used.num_free == 2
+
+
+def test_drafts_take_only_the_budget_and_the_blocks_that_are_left():
+    scheduler = make_scheduler(
+        num_blocks=5, max_num_seqs=2, max_num_batched_tokens=8, draft_source=RightSource(20)
+    )
+    loop = Loop(scheduler)
+    loop.add(make_request("a", 7, max_tokens=9))
+    loop.step()
+    assert loop.step() == {"a": 8}, "the budget"
+    scheduler = make_scheduler(
+        num_blocks=4, max_num_batched_tokens=64, draft_source=RightSource(20)
+    )
+    loop = Loop(scheduler)
+    loop.add(make_request("a", 5, max_tokens=11))
+    loop.step()
+    # A block is left alone: 3 of 4 blocks hold 12 tokens, 5 of which are computed.
+    assert loop.step() == {"a": 7}, "the blocks"
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_request_waits_while_its_drafts_are_in_flight_and_others_run():
+    scheduler = make_scheduler(draft_source=RightSource(3))
+    loop = Loop(scheduler, depth=1)
+    loop.add(make_request("a", 8, max_tokens=12))
+    assert loop.step() == {"a": 8}
+    loop.add(make_request("b", 6, max_tokens=12))
+    assert loop.step() == {"b": 6}
+    assert loop.step() == {"a": 4}
+    assert loop.step() == {"b": 4}
+    loop.run()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 1.0},
+        {"repetition_penalty": 1.5},
+        {"logits_processors": [lambda output, logits: logits]},
+    ],
+)
+def test_requests_that_follow_their_output_are_never_given_drafts(params):
+    source = RightSource(3)
+    scheduler = make_scheduler(draft_source=source)
+    loop = Loop(scheduler, depth=1)
+    loop.add(make_request("a", 8, max_tokens=6, **params), make_request("b", 8, max_tokens=6))
+    loop.step()
+    step = scheduler.schedule()
+    assert num_scheduled(scheduler, step) == {"a": 1}, "and does not wait for its result"
+    assert set(source.asked) <= {"b"}
+
+
+def test_prefix_cache_keys_cover_accepted_drafts_only():
+    loop = Loop(make_scheduler(block_size=4, draft_source=WrongSource(9)))
+    loop.add(make_request("a", 6, max_tokens=8))
+    output = loop.run()["a"].token_ids
+    follower = make_request("b", [*make_request("a", 6).prompt_token_ids, *output], max_tokens=4)
+    loop.add(follower)
+    assert loop.run()["b"].token_ids == expected_result(follower)[0]
+    assert loop.results["b"].num_cached_tokens == [12]

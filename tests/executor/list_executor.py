@@ -1,0 +1,41 @@
+"""An executor over several workers of this process, which are called one after the other."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.executor import Executor, StepHandleLike, WorkerMethod
+from vllm.executor.worker_call import call_worker
+from vllm.messages import SchedulerOutput
+
+
+class ListExecutor(Executor):
+    """Runs every step on all workers; the first one's result counts.
+
+    Args:
+        workers: by rank.
+    """
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self.workers = list(workers)
+
+    def start_workers(self) -> None:
+        for rank, worker in enumerate(self.workers):
+            worker.load(rank)
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(worker, method)(*args) for worker in self.workers]
+
+    def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
+        return self.call_workers("execute_model", step)[0]
+
+    def collective_rpc(
+        self,
+        method: WorkerMethod,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        return [call_worker(worker, method, args, kwargs or {}) for worker in self.workers]
+
+    def shutdown(self) -> None:
+        self.workers.clear()

@@ -1,0 +1,111 @@
+"""How several workers start: the least memory counts, and one decision holds for all."""
+
+import pytest
+
+from tests.executor.list_executor import ListExecutor
+from vllm.utils import startup_progress
+from vllm.worker.interface import MemoryReport, WarmUpStep
+
+LAUNCHES = ("large", "middle", "small")
+
+
+class FakeWorker:
+    """Warms three launches up.
+
+    Args:
+        num_blocks: that it has memory for.
+        refuses: launches that it knows to have no memory for.
+        fails: launches that turn out to have none.
+        order: of its launches.
+    """
+
+    def __init__(self, num_blocks=10, refuses=(), fails=(), order=LAUNCHES) -> None:
+        self.num_blocks = num_blocks
+        self.refuses = refuses
+        self.fails = fails
+        self.calls: list[str] = []
+        self.ran: list[str] = []
+        self.kept: list[str] = []
+        self.given_up: dict[str, str] = {}
+        self._pending = list(order)
+        self._current: str | None = None
+
+    def load(self, rank: int) -> None:
+        self.calls.append(f"load {rank}")
+
+    def measure(self) -> MemoryReport:
+        self.calls.append("measure")
+        return MemoryReport(free_bytes=100, block_bytes=2, num_blocks=self.num_blocks)
+
+    def allocate(self, num_blocks: int) -> None:
+        self.calls.append(f"allocate {num_blocks}")
+
+    def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
+        if self._current is not None:
+            if given_up is None:
+                self.kept.append(self._current)
+            else:
+                self.given_up[self._current] = given_up
+        if not self._pending:
+            return None
+        self._current = name = self._pending.pop(0)
+        refusal = f"{name} takes 9" if name in self.refuses else None
+        index = 1 + LAUNCHES.index(name)
+        return WarmUpStep(phase="warm-up", name=name, index=index, total=3, given_up=refusal)
+
+    def warm_up(self) -> str | None:
+        assert self._current is not None
+        self.ran.append(self._current)
+        return f"{self._current} took 9" if self._current in self.fails else None
+
+
+def test_workers_start_in_order_and_the_least_number_of_blocks_counts():
+    workers = [FakeWorker(num_blocks=n) for n in (30, 7, 12)]
+    assert ListExecutor(workers).start() == 7
+    for rank, worker in enumerate(workers):
+        assert worker.calls == [f"load {rank}", "measure", "allocate 7"]
+        assert worker.ran == worker.kept == list(LAUNCHES)
+
+
+def test_what_one_rank_gives_up_is_given_up_on_all():
+    large, small = FakeWorker(), FakeWorker(refuses={"large"}, fails={"middle"})
+    ListExecutor([large, small]).start()
+    assert large.ran == small.ran == ["middle", "small"]  # what is refused before runs nowhere
+    assert large.kept == small.kept == ["small"]
+    reasons = {"large": "large takes 9 (rank 1)", "middle": "middle took 9 (rank 1)"}
+    assert large.given_up == small.given_up == reasons
+
+
+def test_a_single_rank_is_not_named():
+    worker = FakeWorker(fails={"small"})
+    ListExecutor([worker]).start()
+    assert worker.given_up == {"small": "small took 9"}
+
+
+def test_whoever_advances_the_warm_up_runs_one_launch_at_a_time(monkeypatch):
+    workers = [FakeWorker(), FakeWorker(refuses={"middle"})]
+    reports: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(startup_progress, "_listener", lambda *report: reports.append(report))
+    executor = ListExecutor(workers)
+    executor.start_workers()
+    executor.allocate()
+    steps = executor.warm_up()
+    seen = []
+    for _ in LAUNCHES:
+        step = next(steps)
+        seen.append((step.name, step.given_up, [len(worker.ran) for worker in workers]))
+    assert next(steps, None) is None
+    assert seen == [
+        ("large", None, [1, 1]),
+        ("middle", "middle takes 9 (rank 1)", [1, 1]),
+        ("small", None, [2, 2]),
+    ]
+    assert reports == [("warm-up", 0, 3), ("warm-up", 2, 3)]
+
+
+@pytest.mark.parametrize("order", [("small",), ()])
+def test_ranks_that_would_run_other_launches_are_our_mistake(order):
+    workers = [FakeWorker(), FakeWorker(order=order)]
+    with pytest.raises(AssertionError, match="ranks differ"):
+        ListExecutor(workers).start()
+    assert not workers[0].ran and not workers[1].ran

@@ -1,0 +1,122 @@
+"""One int32 buffer that holds the fields of a dataclass: its size, packing and unpacking.
+
+A padded launch reaches the device in one copy. What it carries is a dataclass, each field of which
+says its shape in padded sizes. That is the only list of the fields: the size of the buffer, the
+order in it, packing on the host and the views on the device all come from it.
+
+The same class holds numpy arrays on the host and tensors on the device.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from math import prod
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.messages import IntArray
+
+Array = TypeVar("Array")
+"""`IntArray` on the host, `Tensor` on the device."""
+Fields = TypeVar("Fields")
+"""A dataclass of arrays."""
+
+Sizes = Mapping[str, int]
+"""Letter -> padded size."""
+
+_SHAPE, _DTYPE, _NESTED = "packed shape", "packed dtype", "packed class"
+
+
+def packed(letters: str, dtype: torch.dtype = torch.int32) -> Any:
+    """A field of a shape such as "B Q".
+
+    Args:
+        letters: names of the padded sizes, separated by spaces.
+        dtype: of 4 bytes; other than int32 it travels bit by bit in int32.
+    """
+    return field(metadata={_SHAPE: tuple(letters.split()), _DTYPE: dtype})
+
+
+def packed_fields_of(cls: type[Any]) -> Any:
+    """A field whose value is a dataclass of such fields."""
+    return field(metadata={_NESTED: cls})
+
+
+@dataclass(frozen=True)
+class _Field:
+    name: str
+    letters: tuple[str, ...]
+    dtype: torch.dtype
+    nested: "PackedFields[Any] | None"
+
+    def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        return tuple(sizes[letter] for letter in self.letters)
+
+
+class PackedFields(Generic[Fields]):
+    """How the fields of a dataclass lie in one buffer.
+
+    Args:
+        cls: every field is made by `packed` or `packed_fields_of`.
+    """
+
+    def __init__(self, cls: type[Fields]) -> None:
+        self._cls = cls
+        self._fields = [
+            _Field(
+                f.name,
+                f.metadata.get(_SHAPE, ()),
+                f.metadata.get(_DTYPE, torch.int32),
+                PackedFields(f.metadata[_NESTED]) if _NESTED in f.metadata else None,
+            )
+            for f in fields(cls)  # type: ignore[arg-type]
+        ]
+
+    def part_sizes(self, sizes: Sizes) -> tuple[int, ...]:
+        """Elements of each field, in the order of the buffer."""
+        parts: tuple[int, ...] = ()
+        for f in self._fields:
+            own = (prod(f.shape(sizes)),) if f.nested is None else f.nested.part_sizes(sizes)
+            parts = parts + own
+        return parts
+
+    def pack(self, given: Fields, sizes: Sizes) -> IntArray:
+        """The buffer of arrays on the host.
+
+        Raises:
+            ValueError: an array does not have the shape or the dtype of its field.
+        """
+        return np.concatenate([part.ravel() for part in self._arrays(given, sizes)])
+
+    def _arrays(self, given: Fields, sizes: Sizes) -> Iterator[IntArray]:
+        for f in self._fields:
+            value = getattr(given, f.name)
+            if f.nested is not None:
+                yield from f.nested._arrays(value, sizes)
+                continue
+            dtype = str(f.dtype).removeprefix("torch.")
+            if value.shape != f.shape(sizes) or value.dtype != dtype:
+                raise ValueError(
+                    f"{f.name} is {value.dtype} {list(value.shape)}; this launch has {dtype} "
+                    f"{list(f.shape(sizes))} ({' '.join(f.letters)})"
+                )
+            yield value if f.dtype is torch.int32 else value.view(np.int32)
+
+    def unpack(self, buffer: Tensor, sizes: Sizes) -> Fields:
+        """Views of the parts of a buffer, which a compiler can trace."""
+        parts = list(buffer.split(self.part_sizes(sizes)))
+        return self._take(parts, sizes)
+
+    def _take(self, parts: list[Tensor], sizes: Sizes) -> Fields:
+        values: dict[str, Any] = {}
+        for f in self._fields:
+            if f.nested is not None:
+                values[f.name] = f.nested._take(parts, sizes)
+                continue
+            part = parts.pop(0)
+            if f.dtype is not torch.int32:
+                part = part.view(f.dtype)
+            values[f.name] = part if len(f.letters) == 1 else part.view(f.shape(sizes))
+        return self._cls(**values)

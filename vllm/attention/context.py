@@ -1,0 +1,103 @@
+"""What one launch carries to the layers of a model, besides token ids and positions.
+
+Models see flattened tokens, and their files know no requests, no devices and no phases. What a
+layer has to know of the launch that runs is in one frozen object. A runner sets it once per launch;
+the layers read it.
+
+Every model has a `ContextHolder` of its own, to which its layers hold a reference. So two engines
+in one process never see each other's launches, whatever threads they run in. It is a plain object
+with a plain attribute, because `torch.compile` traces reading and setting one, and traces no
+context variable and no thread-local.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from vllm.attention.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True)
+class ReplacedTokens:
+    """Tokens of a launch whose embeddings are given, and not looked up."""
+
+    indices: Tensor
+    """[m] int64: which of the T tokens."""
+    embeddings: Tensor
+    """[m, embedding_dim] in any floating type."""
+
+    def put_into(self, rows: Tensor) -> Tensor:
+        """The embeddings [T, embedding_dim] that were looked up, with these in their places."""
+        return rows.index_copy(0, self.indices, self.embeddings.to(rows.dtype))
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """One launch of T tokens, as the layers of the model know it."""
+
+    attention: AttentionMetadata | None
+    """How its tokens attend; None: all of them are one prompt, and there is no KV cache."""
+    positions: Tensor
+    """[T] positions of the tokens, or [P, T] where a token has P of them (P is 1 for text)."""
+    replaced: ReplacedTokens | None = None
+    """Embeddings that take the place of tokens; None: all embeddings are looked up."""
+    adapter_rows: Tensor | None = None
+    """[T] row of each token's adapter in the stacked adapter weights; None: no token has one. LoRA
+    layers will read it; until they exist it is always None."""
+
+
+class ContextHolder:
+    """The launch that a model is running, if any. One model runs one launch at a time."""
+
+    def __init__(self) -> None:
+        self.context: LaunchContext | None = None
+
+    @contextmanager
+    def running(self, context: LaunchContext | None) -> Iterator[None]:
+        """Run a forward pass with this context. None: the tokens are one prompt without a cache."""
+        before, self.context = self.context, context
+        try:
+            yield
+        finally:
+            self.context = before
+
+
+class ReadsContext:
+    """A layer that reads the launch; a second base of its module."""
+
+    launch: ContextHolder
+    """Its own until `share_context` gives it that of its model."""
+
+
+def share_context(model: nn.Module) -> ContextHolder:
+    """The holder that all layers of a model read, which the first call gives to them.
+
+    Args:
+        model: a model or a single layer, complete.
+    """
+    readers = [module for module in model.modules() if isinstance(module, ReadsContext)]
+    holders = {id(reader.launch): reader.launch for reader in readers}
+    if len(holders) == 1:
+        return next(iter(holders.values()))
+    shared = ContextHolder()
+    for reader in readers:
+        reader.launch = shared
+    return shared
+
+
+def text_positions(positions: Tensor) -> Tensor:
+    """The positions [T] of tokens that have one each, given as [T] or [1, T].
+
+    Raises:
+        ValueError: the tokens have several positions each, which the calling layer does not take.
+    """
+    if positions.dim() == 1:
+        return positions
+    if len(positions) != 1:
+        raise ValueError(
+            f"positions are {list(positions.shape)}; this layer takes one position per token, as "
+            f"[T] or [1, T]"
+        )
+    return positions[0]

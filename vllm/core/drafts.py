@@ -1,0 +1,100 @@
+"""Drafts: guesses of the next tokens of requests, which one step verifies together.
+
+A step samples after each draft; what was sampled is the output, up to the first token that is not
+the draft in its place. So a wrong guess costs time and never changes an output.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.plan import Plan
+from vllm.core.running_batch import RunningBatch
+from vllm.messages import EngineRequest
+from vllm.request import Request
+
+
+class DraftSource(Protocol):
+    """Guesses the next tokens of requests: from their own text, with a smaller model, ..."""
+
+    max_drafts: int
+    """Most drafts of a request, at least 1."""
+
+    def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
+        """The drafts of each request, in order, inside the vocabulary; it may have none.
+
+        Args:
+            requests: all their tokens are known; only read.
+        """
+        ...
+
+
+class DraftPlanner:
+    """Asks a source for drafts, and fits them into the budget and the blocks of a step.
+
+    Args:
+        source: of the drafts.
+        running: the running requests.
+        cache: blocks for the drafts.
+    """
+
+    def __init__(self, source: DraftSource, running: RunningBatch, cache: KVCacheManager) -> None:
+        self._source = source
+        self._running = running
+        self._cache = cache
+
+    @staticmethod
+    def can_verify(spec: EngineRequest) -> bool:
+        """Whether a request may have drafts. After a draft the sampler knows how many tokens were
+        generated, and not which: a request that depends on them runs token by token."""
+        return spec.pooling_params is None and not spec.follows_output
+
+    def add(self, plan: Plan, num_reserved: int) -> None:
+        """Let decodes of a plan run drafts. They get what is left: no request waits for a token,
+        and none loses its blocks for them.
+
+        Args:
+            plan: of the running requests; its budget and blocks are used up.
+            num_reserved: free blocks to leave alone.
+        """
+        running, rows = self._running, plan.rows
+        num_tokens = running.num_tokens[rows]
+        # The last token that a request may have is not run, so it is no draft either.
+        room = np.minimum(running.limit[rows] - num_tokens - 1, self._source.max_drafts)
+        num_computed = running.num_computed[rows]
+        is_decode = (num_tokens - num_computed == 1) & (num_computed >= running.num_prompt[rows])
+        places = np.flatnonzero(
+            running.takes_drafts[rows] & is_decode & (plan.take == 1) & (room > 0)
+        )
+        if not len(places) or plan.budget <= 0:
+            return
+        requests = running.at(rows[places])
+        proposed = self._source.propose(requests)
+        drafts: dict[int, list[int]] = {}
+        budget = plan.budget
+        for request, guess, most in zip(requests, proposed, room[places].tolist(), strict=True):
+            count = min(len(guess), most, budget)
+            count = self._take_blocks(request, count, plan, num_reserved)
+            if count > 0:
+                drafts[request.row] = list(guess[:count])
+                budget -= count
+        plan.add_drafts(drafts)
+
+    def _take_blocks(self, request: Request, count: int, plan: Plan, num_reserved: int) -> int:
+        """Extend the table of a request for drafts; how many of them have room."""
+        cache, row = self._cache, request.row
+        num_known = len(request.token_ids)
+        assert num_known == self._running.num_tokens[row], "a token of the request is in flight"
+        num_spare = max(0, cache.pool.num_free - num_reserved) // cache.num_groups
+        num_blocks = len(request.block_ids)
+        count = min(count, (num_blocks + num_spare) * cache.block_size - num_known)
+        if count <= 0:
+            return 0
+        num_new = -(-(num_known + count) // cache.block_size) - num_blocks
+        if num_new > 0:
+            plan.block_ids = plan.block_ids + cache.extend([request] * num_new)
+            plan.block_rows = np.append(plan.block_rows, np.full(num_new, row, np.int32))
+            self._running.capacity[row] += num_new * cache.block_size
+        return count

@@ -1,0 +1,39 @@
+"""The folder of the socket between a client and its core.
+
+The client makes it. Whichever of the two processes outlives the other removes it.
+"""
+
+import contextlib
+import tempfile
+from pathlib import Path
+
+_PREFIX = "vllm-core-"
+_SOCKET = "core"
+_SCHEME = "ipc://"
+
+_MAX_SOCKET_PATH = 100
+"""Bytes; the kernel takes 107."""
+
+
+def make_address() -> str:
+    """The address of a socket in a new folder; nothing is bound to it yet."""
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    if len(bytes(folder / _SOCKET)) > _MAX_SOCKET_PATH:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+    return f"{_SCHEME}{folder / _SOCKET}"
+
+
+def remove(address: str) -> None:
+    """Remove the socket and the folder that `make_address` made.
+
+    Every other address is left alone, and so is a folder that holds anything but the socket.
+    """
+    socket = Path(address.removeprefix(_SCHEME))
+    is_ours = socket.name == _SOCKET and socket.parent.name.startswith(_PREFIX)
+    if not address.startswith(_SCHEME) or not is_ours:
+        return
+    with contextlib.suppress(OSError):  # not empty, not permitted, or removed by the other process
+        if socket.is_socket():
+            socket.unlink(missing_ok=True)
+        socket.parent.rmdir()

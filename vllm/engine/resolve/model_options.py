@@ -1,0 +1,111 @@
+"""Options of the model that depend on its checkpoint and the device: `--quantization`,
+`--cpu-offload-gb` and `--disable-sliding-window`."""
+
+from dataclasses import replace
+
+from vllm.config import LoadConfig, ModelArch, ModelConfig
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.platforms import Platform
+
+_DTYPES = ("bfloat16", "float32")
+"""Of models whose weights can be rounded."""
+
+
+def check_quantization(model: ModelConfig, platform: Platform) -> None:
+    """Refuse a quantization that this model or platform has not.
+
+    A checkpoint that is quantized says so itself; naming its own format again changes nothing.
+
+    Args:
+        model: with its arch and a dtype that is not "auto".
+        platform: that runs it.
+
+    Raises:
+        ConfigError: the format is not known here, or does not go with the checkpoint.
+    """
+    asked = model.quantization
+    if asked is None:
+        return
+    own = (model.resolved_arch.hf_config.get("quantization_config") or {}).get("quant_method")
+    if own is not None:
+        if own != asked:
+            raise ConfigError(
+                f"quantization={asked!r}: the checkpoint is quantized already, with {own!r}; "
+                f"leave the argument out"
+            )
+        return
+    if asked not in platform.quantizations:
+        known = " and ".join(platform.quantizations) or "none"
+        raise ConfigError(
+            f"quantization={asked!r} is not available for an unquantized checkpoint on the device "
+            f"{platform.name!r}; available: {known}"
+        )
+    if model.dtype_name not in _DTYPES:
+        raise ConfigError(
+            f"quantization={asked!r} needs dtype {' or '.join(_DTYPES)}, got {model.dtype_name}"
+        )
+
+
+logger = init_logger(__name__)
+
+
+def resolve_offload(load: LoadConfig, model: ModelConfig, platform: Platform) -> LoadConfig:
+    """`load` with the offload that the device can have.
+
+    Raises:
+        ConfigError: the model runs in a way that needs all weights on the device.
+    """
+    if not load.cpu_offload_gb:
+        return load
+    if not platform.has_own_memory:
+        logger.warning(
+            "cpu_offload_gb=%g has no effect: on the device %r all weights are in the memory of "
+            "the host",
+            load.cpu_offload_gb,
+            platform.name,
+        )
+        return replace(load, cpu_offload_gb=0.0)
+    if not model.enforce_eager:
+        raise ConfigError(
+            f"cpu_offload_gb={load.cpu_offload_gb:g} needs enforce_eager: an HPU graph, and a "
+            f"model that torch.compile has compiled, need all weights on the card at once. Add "
+            f"enforce_eager, or leave cpu_offload_gb out"
+        )
+    if model.enable_sleep_mode:
+        raise ConfigError(
+            f"cpu_offload_gb={load.cpu_offload_gb:g} and enable_sleep_mode cannot be used "
+            f"together: sleep mode moves all weights at once. Leave one of them out"
+        )
+    return load
+
+
+def resolve_windows(asked: ModelConfig, arch: ModelArch) -> tuple[ModelArch, int | None]:
+    """The model with full attention in every layer, if that was asked for, and its new limit.
+
+    Up to the length of its smallest window a model computes the same with and without windows.
+
+    Returns:
+        The model, and the longest request in tokens; None where the windows set no limit.
+
+    Raises:
+        ConfigError: a longer `max_model_len` was asked for.
+    """
+    windows = [window for window in arch.layer_windows if window is not None]
+    if not asked.disable_sliding_window or not windows:
+        return arch, None
+    limit = min(windows)
+    if asked.max_model_len is not None and asked.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len ({asked.max_model_len}) is more than the {limit} tokens of the model's "
+            f"sliding window, which are the limit with disable_sliding_window. Lower max_model_len "
+            f"to {limit}, or leave disable_sliding_window out"
+        )
+    if asked.max_model_len is None and limit < arch.derived_max_model_len:
+        logger.info(
+            "max_model_len is %d, the length of the model's sliding window, and not %d "
+            "(disable_sliding_window)",
+            limit,
+            arch.derived_max_model_len,
+        )
+    return replace(arch, layer_windows=(None,) * arch.num_layers), limit

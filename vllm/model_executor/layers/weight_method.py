@@ -1,0 +1,74 @@
+"""How a layer stores its weights, as an object that a quantization format can put in its place.
+
+A layer knows the sizes of its features and how they are split over ranks. Its method knows which
+parameters hold them, how checkpoint tensors fill these, what becomes of them once they are filled,
+and how to compute with them. Knows no formats and no files.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeVar
+
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.slice import Place, SlicedModule, Source
+
+Layer = TypeVar("Layer", bound="MethodLayer")
+
+
+class WeightMethod(ABC, Generic[Layer]):
+    """How one kind of layer stores its weights. One object serves one layer, or layers that share
+    their parameters.
+
+    The steps of its life are `create_weights`, `load` for each checkpoint tensor, and `finish`.
+    """
+
+    @abstractmethod
+    def create_weights(self, layer: Layer) -> None:
+        """Register the parameters, uninitialised, and their places in `layer.slices`.
+
+        Called under the model's dtype and, while a model is built, on the meta device.
+        """
+
+    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+        """Fill a parameter, or a part of it, from a checkpoint tensor.
+
+        Args:
+            place: of the tensor, as `layer.slices` says.
+            name: of the tensor in the checkpoint.
+            source: the tensor.
+            tp: the ranks that share the layer.
+
+        Raises:
+            WeightLoadError: the tensor has the wrong shape.
+        """
+        place.fill(name, source, tp)
+
+    def finish(self, layer: Layer) -> None:
+        """Put the weights of a layer into the form that runs, once all its parameters are filled.
+
+        Parameters may be replaced or removed. Called once per layer, as soon as it is complete and
+        before other layers get memory, so that a model is never in memory twice.
+        """
+
+
+class MethodLayer(SlicedModule):
+    """A layer whose weights are its method's. Its bias, if any, is its own."""
+
+    method: WeightMethod[Any]
+
+    def use_method(self, method: WeightMethod[Any]) -> None:
+        """Store the weights in another way. Before they are loaded only."""
+        self._remove_weights()
+        self.method = method
+        method.create_weights(self)
+
+    def _remove_weights(self) -> None:
+        for name in [name for name, _ in self.named_parameters() if name != "bias"]:
+            delattr(self, name)
+            self.slices.pop(name, None)
+
+    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+        """Fill one of the layer's parameters; see `WeightMethod.load`."""
+        if place.param_name == "bias":
+            place.fill(name, source, tp)
+        else:
+            self.method.load(place, name, source, tp)

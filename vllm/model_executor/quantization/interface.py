@@ -1,0 +1,45 @@
+"""What a weight format does for a model. Knows no format."""
+
+from typing import Any
+
+from torch import nn
+
+from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
+
+
+class Quantization:
+    """One weight format, with the settings of one checkpoint: how its layers are stored.
+
+    By default it leaves every layer to the next format, and in the end to dense weights.
+    """
+
+    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
+        """A method of its own for the linear layer of this module name; None: not in this format.
+
+        A packed layer, such as qkv_proj, has the names of its parts in `layer.feature_slices`.
+        """
+        return None
+
+    def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
+        """A method for the embedding or output head of this name; None: not in this format.
+
+        An output head that is tied shares its method with the embedding.
+        """
+        return None
+
+    def finish_model(self, model: nn.Module) -> None:
+        """Called once, when all layers have their weights and are finished.
+
+        For what concerns the model as a whole, such as scales that were measured before, or hooks
+        that measure them.
+        """
+
+    def method_of(self, name: str, layer: MethodLayer) -> WeightMethod[Any] | None:
+        """`linear_method` or `embedding_method`, as the layer is."""
+        if isinstance(layer, ParallelLinear):
+            return self.linear_method(name, layer)
+        if isinstance(layer, VocabParallelEmbedding):
+            return self.embedding_method(name, layer)
+        return None

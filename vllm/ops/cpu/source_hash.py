@@ -1,0 +1,23 @@
+"""The hash of the sources of the C++ kernels, by which a library tells what it was built from.
+
+Imports nothing of the package: setup.py runs this file without it.
+"""
+
+import hashlib
+from pathlib import Path
+
+
+def hash_sources(root: Path) -> str | None:
+    """Hash of what decides the content of the library: setup.py and csrc/cpu under `root`.
+
+    None where they are not: the package is installed, and not from a checkout in place.
+    """
+    sources = sorted((root / "csrc" / "cpu").glob("*"))
+    if not sources:
+        return None
+    digest = hashlib.sha256()
+    for path in (root / "setup.py", *sources):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,95 @@
+"""Memory of this process: giving it back to the operating system, and keeping it out of garbage
+collections.
+
+`discard` gives back memory that is still allocated: its addresses stay valid, so kernels of C++
+that hold one never point to memory that is not there. `give_back_memory` gives back what was freed
+and what the allocator of the C library would keep.
+"""
+
+import asyncio
+import atexit
+import ctypes
+import functools
+import gc
+import mmap
+import os
+import sys
+from typing import Any
+
+DELAY_S = 1.0
+"""Of `MemoryTrim`: by then a large request has freed what it held."""
+
+_CAN_DISCARD = sys.platform == "linux"
+"""Other systems may keep the memory, or what is in it."""
+
+
+def can_discard() -> bool:
+    """Whether `discard` works on this system."""
+    return _CAN_DISCARD
+
+
+def discard(address: int, num_bytes: int) -> None:
+    """Give memory back; all of its bytes are 0 afterwards, and writing takes memory again.
+
+    The system has whole pages only: parts of a page at both ends are cleared and kept.
+
+    Args:
+        address: of memory that this process has allocated and does not use meanwhile.
+        num_bytes: its size.
+
+    Raises:
+        OSError: the system does not take it back, for example because it is locked.
+    """
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first >= end:
+        ctypes.memset(address, 0, num_bytes)
+        return
+    ctypes.memset(address, 0, first - address)
+    ctypes.memset(end, 0, address + num_bytes - end)
+    if _libc().madvise(first, end - first, mmap.MADV_DONTNEED):
+        error = ctypes.get_errno()
+        raise OSError(error, f"madvise of {end - first} bytes: {os.strerror(error)}")
+
+
+def give_back_memory() -> bool:
+    """Give freed memory back; False where the C library has no call for that, or had nothing."""
+    trim = getattr(_libc(), "malloc_trim", None)
+    return trim is not None and bool(trim(0))
+
+
+class MemoryTrim:
+    """Calls `give_back_memory` a moment after it was asked to, once for all who asked by then."""
+
+    def __init__(self) -> None:
+        self._timer: asyncio.TimerHandle | None = None
+
+    def soon(self) -> None:
+        """Ask for it. To be called in an event loop."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(DELAY_S, self._begin)
+
+    def _begin(self) -> None:
+        self._timer = None
+        asyncio.get_running_loop().run_in_executor(None, give_back_memory)
+
+
+def keep_for_good() -> None:
+    """Leave all objects that are alive now out of later garbage collections.
+
+    Modules, models and tables stay until the end. A full collection that visits them would stop
+    the process, and with it all streams, for a quarter of a second.
+    """
+    gc.collect()
+    gc.freeze()
+    # At the end of the process, libraries look for what was never freed, and print it.
+    atexit.register(gc.unfreeze)
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if hasattr(libc, "malloc_trim"):  # the GNU C library
+        libc.malloc_trim.argtypes, libc.malloc_trim.restype = [ctypes.c_size_t], ctypes.c_int
+    return libc

@@ -1,0 +1,114 @@
+"""How the memory of a card is divided between launches, graphs and the KV cache.
+
+Arithmetic over what was measured; asks no card.
+"""
+
+from vllm.bucketing import MemoryLedger, format_bytes
+from vllm.bucketing.ledger import MemoryClass, MemorySplit, open_ledger, split_memory
+from vllm.bucketing.log_lines import memory_split_line
+from vllm.config import VllmConfig
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.worker.interface import MemoryReport
+from vllm.worker.kv_cache import check_capacity, count_blocks
+
+logger = init_logger(__name__)
+
+
+def most_launch_bytes(config: VllmConfig, free_bytes: int, block_bytes: int) -> int:
+    """What launches may need so that the cache still holds the longest request."""
+    cache = config.cache
+    num_blocks = cache.num_gpu_blocks_override or config.max_blocks_per_request + 1
+    share = cache.gpu_memory_utilization * (1 - _graph_share(config))
+    cache_bytes = num_blocks * block_bytes / share if share else 0
+    return int(free_bytes - cache_bytes)
+
+
+def divide_memory(
+    config: VllmConfig, *, free_bytes: int, launch_bytes: int, block_bytes: int
+) -> MemoryReport:
+    """Divide what weights have left over, and count the KV blocks there is memory for.
+
+    Args:
+        config: shares and limits.
+        free_bytes: device memory that weights do not use.
+        launch_bytes: of it, what launches need while they run.
+        block_bytes: of one KV block in all layers.
+
+    Raises:
+        ConfigError: the cache would not hold one request of max_model_len tokens.
+    """
+    launch_bytes = min(launch_bytes, free_bytes)
+    split = _split(config, free_bytes - launch_bytes)
+    utilization, reserved = config.cache.gpu_memory_utilization, _graph_share(config)
+    logger.info(memory_split_line(split, utilization, reserved))
+    num_blocks = _count_blocks(config, split, block_bytes)
+    check_capacity(
+        config,
+        num_blocks,
+        block_bytes,
+        split.free_bytes,
+        f"--gpu-memory-utilization; {format_bytes(launch_bytes)} are kept for launches, less with "
+        f"a lower --max-num-batched-tokens",
+    )
+    return MemoryReport(
+        free_bytes=free_bytes,
+        launch_bytes=launch_bytes,
+        warm_up_bytes=split.graph_bytes,
+        block_bytes=block_bytes,
+        num_blocks=num_blocks,
+    )
+
+
+def make_ledger(
+    config: VllmConfig, report: MemoryReport, total_bytes: int, num_blocks: int
+) -> MemoryLedger:
+    """The ledger of a card before its KV cache is allocated.
+
+    Args:
+        config: shares.
+        report: of this card.
+        total_bytes: memory of the card.
+        num_blocks: of the KV cache; what fewer blocks than reported leave belongs to no class.
+    """
+    ledger = open_ledger(
+        total_bytes=total_bytes,
+        weight_bytes=total_bytes - report.free_bytes,
+        workspace_bytes=report.launch_bytes,
+        split=_split(config, report.free_bytes - report.launch_bytes),
+        prompt_ratio=config.hpu.graph_prompt_ratio,
+        block_bytes=max(1, report.block_bytes),
+    )
+    ledger.assign(MemoryClass.KV_CACHE, num_blocks * report.block_bytes)
+    return ledger
+
+
+def _split(config: VllmConfig, free_bytes: int) -> MemorySplit:
+    return split_memory(free_bytes, config.cache.gpu_memory_utilization, _graph_share(config))
+
+
+def _graph_share(config: VllmConfig) -> float:
+    """Of the usable memory."""
+    return 0.0 if config.model.enforce_eager else config.hpu.graph_reserved_mem
+
+
+def _count_blocks(config: VllmConfig, split: MemorySplit, block_bytes: int) -> int:
+    cache = config.cache
+    if not block_bytes:
+        return count_blocks(config, 0, split.kv_bytes)
+    override = cache.num_gpu_blocks_override
+    if override is not None:
+        if override * block_bytes > split.kv_bytes:
+            raise ConfigError(
+                f"num_gpu_blocks_override={override}: the blocks take "
+                f"{format_bytes(override * block_bytes)}, the KV cache can have "
+                f"{format_bytes(split.kv_bytes)}"
+            )
+        return override
+    num_blocks = split.num_blocks(block_bytes)
+    # More than all requests together can hold serves only the prefixes of finished ones.
+    most = config.scheduler.max_num_seqs * config.max_blocks_per_request
+    if not cache.enable_prefix_caching:
+        return min(num_blocks, most + 1)
+    # A contiguous decode reads the cache up to its highest block: a large one is slow.
+    return min(num_blocks, 2 * most + 1) if config.hpu.contiguous_pa else num_blocks

@@ -1,0 +1,32 @@
+"""Which of the sampled tokens of rows with drafts are their output."""
+
+import numpy as np
+
+from vllm.messages import IntArray
+from vllm.utils.ragged import positions_within
+
+
+def count_accepted(host_ids: IntArray, draft_ids: IntArray, num_drafts: IntArray) -> IntArray:
+    """Tokens of each row: those that equal its drafts, up to the first that does not, which
+    is its output as well.
+
+    Args:
+        host_ids: sampled tokens, 1 + d for a row with d drafts: what follows its newest token,
+            its first draft, and so on; -1 where none could be sampled.
+        draft_ids: drafts, d for each row.
+        num_drafts: [m] d of each row.
+
+    Returns:
+        [m] at least 1. Where the first of several cannot be sampled, the row ends before it: it
+        fails when it is run again, with the tokens before it sent.
+    """
+    sizes = num_drafts + 1
+    within = positions_within(sizes)
+    has_draft = within < np.repeat(num_drafts, sizes)
+    is_end = np.ones(len(host_ids), np.bool_)
+    is_end[has_draft] = host_ids[has_draft] != draft_ids
+    starts = np.cumsum(sizes) - sizes
+    ends = np.minimum.reduceat(np.where(is_end, within, len(host_ids)), starts)
+    is_cut = (ends > 0) & (host_ids[starts + ends] < 0)
+    counts: IntArray = (ends + 1 - is_cut).astype(np.int32)
+    return counts
