@@ -5,11 +5,13 @@ uses the same rows for its own arrays.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Set
 from operator import attrgetter
 
 import numpy as np
 
+from vllm.core.block_pool import BlockPool
 from vllm.messages import IntArray
 from vllm.request import Request, RequestStatus
 
@@ -110,6 +112,34 @@ class RunningBatch:
             for request, start in zip(requests, num_computed[in_prompt].tolist(), strict=True)
             if request.wants_prompt_logprobs
         }
+
+    def find_victims(
+        self, request: Request, lack: int, kept: Set[int], pool: BlockPool
+    ) -> list[Request]:
+        """The least important requests that have to go for a waiting one of higher priority.
+
+        None when it fits as it is, and none when even all that it outranks would not do.
+
+        Args:
+            request: needs a row.
+            lack: blocks that it needs beyond those that are free.
+            kept: blocks that it shares: they do not become free for it.
+            pool: of the blocks.
+        """
+        taken: Counter[int] = Counter()
+        victims: list[Request] = []
+        for victim in reversed(self._sorted):
+            if lack <= 0 and (victims or not self.is_full):
+                break
+            if request.spec.priority >= victim.spec.priority:
+                return []
+            victims.append(victim)
+            taken.update(victim.block_ids)
+            lack -= sum(
+                taken[block_id] == pool.num_refs(block_id) and block_id not in kept
+                for block_id in victim.block_ids
+            )
+        return victims
 
     def add(self, request: Request, num_computed: int, capacity: int) -> None:
         """Give a request a row; there is one left."""

@@ -11,7 +11,7 @@ so does one that gets drafts as soon as its tokens are known.
 
 import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -386,31 +386,10 @@ class Scheduler:
     def _make_room(self, request: Request) -> None:
         """Preempt for a request that lacked only a row or blocks when it was its turn."""
         if request.status is RequestStatus.WAITING:
-            for victim in self._victims(request):
+            shared = self.cache.find_prefix(request)
+            lack = self._num_lacking(request, shared)
+            for victim in self.running.find_victims(request, lack, set(shared), self.cache.pool):
                 self._preempt(victim)
-
-    def _victims(self, request: Request) -> list[Request]:
-        """The least important running requests that have to go for a waiting one.
-
-        None when it fits as it is, and none when even all that it outranks would not do.
-        """
-        shared = self.cache.find_prefix(request)
-        lack = self._num_lacking(request, shared)
-        kept = set(shared)
-        taken: Counter[int] = Counter()
-        victims: list[Request] = []
-        for victim in reversed(self.running.requests):
-            if lack <= 0 and (victims or not self.running.is_full):
-                break
-            if not self._outranks(request, victim):
-                return []
-            victims.append(victim)
-            taken.update(victim.block_ids)
-            lack -= sum(
-                taken[block_id] == self.cache.pool.num_refs(block_id) and block_id not in kept
-                for block_id in victim.block_ids
-            )
-        return victims
 
     # ---- booking --------------------------------------------------------------------------
 
