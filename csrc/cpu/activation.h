@@ -47,17 +47,30 @@ VLLM_INLINE Vec gelu_tanh(Vec x) {
   return g / (1.0f + exp(-1.5957691f * fma(0.044715f * g * g, g, g)));
 }
 
-// out = round(gelu(gate)) * up; see silu_and_mul.
+// out = round(gelu(gate)) * up; see silu_and_mul_row.
+template <typename T>
+inline void gelu_and_mul_row(const T* x, T* out, int64_t size, bool is_tanh) {
+  for_each_vector(size, [&](int64_t i, int64_t count) {
+    const Vec g = load(x + i, count);
+    const Vec activated = round_to<T>(is_tanh ? gelu_tanh(g) : gelu(g));
+    store(out + i, activated * load(x + size + i, count), count);
+  });
+}
+
+// See silu_and_mul.
 template <typename T>
 void gelu_and_mul(const T* x, T* out, int64_t rows, int64_t size, int64_t x_stride, int is_tanh,
                   int num_threads) {
   parallel_rows(rows, 5 * size, num_threads, [&](int64_t row) {
-    const T* const gate = x + row * x_stride;
-    for_each_vector(size, [&](int64_t i, int64_t count) {
-      const Vec g = load(gate + i, count);
-      const Vec activated = round_to<T>(is_tanh ? gelu_tanh(g) : gelu(g));
-      store(out + row * size + i, activated * load(gate + size + i, count), count);
-    });
+    gelu_and_mul_row(x + row * x_stride, out + row * size, size, is_tanh != 0);
+  });
+}
+
+// NaN stays NaN. out may be x.
+template <typename T>
+inline void relu_row(const T* x, T* out, int64_t size) {
+  for_each_vector(size, [&](int64_t i, int64_t count) {
+    store(out + i, max(Vec{}, load(x + i, count)), count);
   });
 }
 

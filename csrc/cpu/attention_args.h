@@ -8,7 +8,7 @@
 namespace vllm_cpu {
 
 // What a KV cache holds: the type of the queries, or eight-bit floats (fp8.h).
-enum class CacheType : int64_t { kSame = 0, kE4m3 = 1, kE5m2 = 2 };
+VLLM_ENUM(CacheType, kSame, kE4m3, kE5m2);
 
 // Writing new keys and values into a cache of eight-bit floats.
 template <typename T>
@@ -43,10 +43,5 @@ VLLM_STRUCT(AttentionArgs,
   const int32_t* query_start_loc;  // [num_requests + 1], for prefill only
   int64_t num_tokens;              // for prefill only
 );
-
-template <typename T>
-using DecodeArgs = AttentionArgs<T>;
-template <typename T>
-using PrefillArgs = AttentionArgs<T>;
 
 }  // namespace vllm_cpu

@@ -12,7 +12,7 @@
 #include <type_traits>
 
 #include "decode_step_args.h"
-#include "decoder.h"
+#include "program.h"
 #include "sampling.h"
 
 namespace VLLM_ISA {
@@ -22,10 +22,14 @@ using vllm_cpu::DecodeStepRows;
 
 constexpr int64_t kNumParams = vllm_cpu::kIsGreedy + 1;
 
+inline int64_t width_of_result(const Program& program) {
+  return program.buffers[program.out].width;
+}
+
 // Where the parts of a step of n rows are in its scratch memory.
 template <typename T>
 struct DecodeStepBuffers {
-  char* decoder;       // of decoder_scratch_bytes
+  char* program;       // of program_scratch_bytes, for one program after the other
   int64_t* input_ids;  // [n]
   int64_t* positions;  // [n]
   int64_t* slots;      // [n]
@@ -39,21 +43,23 @@ struct DecodeStepBuffers {
   int32_t* token_ids;  // [n]
   int64_t bytes;
 
-  DecodeStepBuffers(const DecoderModel<T>& model, const LinearWeight& head,
-                    const DecodeStepRows& rows, int64_t n, int num_threads, uintptr_t scratch)
+  DecodeStepBuffers(const Program& decoder, const Program& head, const DecodeStepRows& rows,
+                    int64_t n, int num_threads, uintptr_t scratch)
       : bytes(0) {
     const auto take = [&](auto*& at, int64_t count) {
       at = reinterpret_cast<std::remove_reference_t<decltype(at)>>(scratch + bytes);
       bytes += aligned(count * int64_t{sizeof(*at)});
     };
-    take(decoder, decoder_scratch_bytes(model, n, num_threads));
+    const int64_t decoder_bytes = program_scratch_bytes<T>(decoder, n, num_threads);
+    const int64_t head_bytes = program_scratch_bytes<T>(head, n, num_threads);
+    take(program, decoder_bytes > head_bytes ? decoder_bytes : head_bytes);
     take(input_ids, n);
     take(positions, n);
     take(slots, n);
     take(seq_lens, n);
     take(tables, n * rows.max_blocks);
-    take(hidden, n * model.hidden_size);
-    take(logits, n * head.out_features);
+    take(hidden, n * width_of_result(decoder));
+    take(logits, n * width_of_result(head));
     take(params, kNumParams * n);
     take(keys, n);
     take(draws, n);
@@ -63,29 +69,29 @@ struct DecodeStepBuffers {
 
 // Bytes for any step of at most n rows.
 template <typename T>
-int64_t decode_step_scratch_bytes(const DecoderModel<T>& model, const LinearWeight& head,
+int64_t decode_step_scratch_bytes(const Program& decoder, const Program& head,
                                   const DecodeStepRows& rows, int64_t n, int num_threads) {
-  return DecodeStepBuffers<T>(model, head, rows, n, num_threads, 0).bytes;
+  return DecodeStepBuffers<T>(decoder, head, rows, n, num_threads, 0).bytes;
 }
 
 template <typename T>
 class DecodeStep {
  public:
-  DecodeStep(const DecoderModel<T>& model, const LinearWeight& head, const DecodeStepRows& rows,
+  DecodeStep(const Program& decoder, const Program& head, const DecodeStepRows& rows,
              DecodeStepLaunch& launch, int num_threads)
-      : model_(model),
+      : decoder_(decoder),
         head_(head),
         rows_(rows),
         launch_(launch),
         num_threads_(num_threads),
-        buffers_(model, head, rows, launch.n, num_threads,
+        buffers_(decoder, head, rows, launch.n, num_threads,
                  reinterpret_cast<uintptr_t>(launch.scratch)) {}
 
   int64_t run() {
     if (!is_plain()) return vllm_cpu::kNotPlain;
     gather();
     int64_t status = 0;
-    const int team_size = is_small(model_, forward_) ? 1 : num_threads_;
+    const int team_size = is_small(decoder_, forward_) ? 1 : num_threads_;
     team(team_size, [&] { status = compute(); });
     if (status == 0) note();
     return status;
@@ -99,7 +105,7 @@ class DecodeStep {
       // The newest token, and one of the output.
       if (position + 1 != rows_.num_tokens[row] || position < rows_.num_prompt_tokens[row]) return false;
       if (position + 1 >= rows_.max_tokens) return false;
-      if (position / model_.block_size >= rows_.max_blocks) return false;
+      if (position / decoder_.block_size >= rows_.max_blocks) return false;
       if ((rows_.features[row] & ~rows_.known_features) != 0) return false;
       is_random_ |= (rows_.features[row] & rows_.random_feature) != 0;
     }
@@ -108,7 +114,7 @@ class DecodeStep {
 
   // Fills in forward_ and what the sampler needs.
   void gather() {
-    const int64_t n = launch_.n, size = model_.block_size;
+    const int64_t n = launch_.n, size = decoder_.block_size;
     int64_t longest = 0;
     for (int64_t i = 0; i < n; ++i) {
       longest = launch_.num_computed[i] > longest ? launch_.num_computed[i] : longest;
@@ -135,21 +141,24 @@ class DecodeStep {
     forward_.block_tables = buffers_.tables;
     forward_.seq_lens = buffers_.seq_lens;
     forward_.out = buffers_.hidden;
-    forward_.scratch = buffers_.decoder;
+    forward_.scratch = buffers_.program;
     forward_.num_tokens = forward_.num_requests = forward_.num_decodes = n;
     forward_.max_blocks = forward_.table_stride = max_blocks;
   }
 
   int64_t compute() {
-    const int64_t n = launch_.n;
-    const int64_t status = decoder_forward(model_, forward_, num_threads_);
+    const int64_t n = launch_.n, vocab_size = width_of_result(head_);
+    const int team_size = is_small(decoder_, forward_) ? 1 : num_threads_;
+    int64_t status = run_program<T>(decoder_, forward_, team_size);
     launch_.bad_index = forward_.bad_index;
     if (status != 0) return status;
-    const auto no_memory = static_cast<int64_t>(DecoderStatus::kNoMemory);
-    if (linear<T>(head_, buffers_.hidden, nullptr, buffers_.logits, n, model_.hidden_size,
-                  num_threads_) != 0) {
-      return no_memory;
-    }
+    ProgramLaunch head_launch = {};
+    head_launch.given = buffers_.hidden;
+    head_launch.out = buffers_.logits;
+    head_launch.scratch = buffers_.program;
+    head_launch.num_tokens = n;
+    status = run_program<T>(head_, head_launch, num_threads_);
+    if (status != 0) return status;
     SampleArgs<T> args = {};
     args.logits = buffers_.logits;
     if (is_random_) {
@@ -160,8 +169,9 @@ class DecodeStep {
     args.token_ids = buffers_.token_ids;
     args.host_ids = launch_.token_ids;
     args.n = args.num_rows = n;
-    args.vocab_size = args.row_stride = head_.out_features;
+    args.vocab_size = args.row_stride = vocab_size;
     args.num_draws = args.vocab_size / kVocabBlock + 1 + kVocabBlock;
+    const auto no_memory = static_cast<int64_t>(ProgramStatus::kNoMemory);
     return sample(args, num_threads_) != 0 ? no_memory : 0;
   }
 
@@ -175,22 +185,22 @@ class DecodeStep {
     }
   }
 
-  const DecoderModel<T>& model_;
-  const LinearWeight& head_;
+  const Program& decoder_;
+  const Program& head_;
   const DecodeStepRows& rows_;
   DecodeStepLaunch& launch_;
   const int num_threads_;
   const DecodeStepBuffers<T> buffers_;
-  DecoderLaunch forward_ = {};
+  ProgramLaunch forward_ = {};
   bool is_random_ = false;
 };
 
-// 0, a DecoderStatus, or kNotPlain. With a DecoderStatus the caches are undefined in the slots of
+// 0, a ProgramStatus, or kNotPlain. With a ProgramStatus the caches are undefined in the slots of
 // the step, and no token is noted.
 template <typename T>
-int64_t decode_step(const DecoderModel<T>& model, const LinearWeight& head,
-                    const DecodeStepRows& rows, DecodeStepLaunch& launch, int num_threads) {
-  return DecodeStep<T>(model, head, rows, launch, num_threads).run();
+int64_t decode_step(const Program& decoder, const Program& head, const DecodeStepRows& rows,
+                    DecodeStepLaunch& launch, int num_threads) {
+  return DecodeStep<T>(decoder, head, rows, launch, num_threads).run();
 }
 
 }  // namespace VLLM_ISA

@@ -30,10 +30,10 @@ VLLM_STRUCT(DecodeStepLaunch,
   char* scratch;                 // of decode_step_scratch_bytes, aligned to 64
   int64_t n;
   int64_t num_invalid;  // set: rows whose logits allow no token
-  int64_t bad_index;    // set with the status of a decoder
+  int64_t bad_index;    // set with the status of a program
 );
 
-// Besides those of DecoderStatus.
+// Besides those of ProgramStatus.
 constexpr int64_t kNotPlain = 100;  // nothing was done: the step wants more than this call knows
 
 }  // namespace vllm_cpu

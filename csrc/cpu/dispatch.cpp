@@ -17,7 +17,7 @@
 VLLM_ISAS
 ISA(base, true)
 #undef ISA
-namespace vllm_base { extern const vllm_cpu::Struct structs[]; }
+namespace vllm_base { extern const vllm_cpu::Type types[]; }
 
 namespace {
 
@@ -56,7 +56,7 @@ VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
 }
 
 // What is in the library, a line each: the build, kernels with the addresses of their entries, and
-// structs. Null when there is no memory. Not to be called by two threads at once.
+// types. Null when there is no memory. Not to be called by two threads at once.
 VLLM_EXPORT const char* vllm_cpu_abi() {
   if (description != nullptr) return description;
   size_t size = 0;
@@ -67,8 +67,8 @@ VLLM_EXPORT const char* vllm_cpu_abi() {
     std::fprintf(out, "kernel %s %s %s %" PRIuPTR "\n", k->name, k->dtype, k->types,
                  reinterpret_cast<uintptr_t>(k->entry));
   }
-  for (const auto* s = vllm_base::structs; s->name != nullptr; ++s) {
-    std::fprintf(out, "struct %s %zu %s\n", s->name, s->size, s->fields);
+  for (const auto* t = vllm_base::types; t->name != nullptr; ++t) {
+    std::fprintf(out, "%s %s %zu %s\n", t->kind, t->name, t->size, t->text);
   }
   std::fclose(out);
   return description;

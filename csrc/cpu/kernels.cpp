@@ -40,7 +40,9 @@ struct Entry<function> {
   static inline Result (*chosen)(Args...) = function;
 
   static Result call(Args... args) { return chosen(args...); }
-  static void choose(vllm_cpu::Function other) { chosen = reinterpret_cast<Result (*)(Args...)>(other); }
+  static void choose(vllm_cpu::Function other) {
+    chosen = reinterpret_cast<Result (*)(Args...)>(other);
+  }
   static vllm_cpu::Kernel row(const char* name, const char* dtype) {
     return {name, dtype, types, reinterpret_cast<vllm_cpu::Function>(function),
             reinterpret_cast<vllm_cpu::Function>(call), choose};
@@ -52,12 +54,14 @@ struct Entry<function> {
 #define KERNEL(name) \
   Entry<&name<float>>::row(#name, "f32"), Entry<&name<bf16>>::row(#name, "bf16")
 #define KERNEL_WITHOUT_DTYPE(name) Entry<&name>::row(#name, "-")
-#define STRUCT(...) {__VA_ARGS__::kName, sizeof(__VA_ARGS__), __VA_ARGS__::kFields}
+#define STRUCT(...) {"struct", __VA_ARGS__::kName, sizeof(__VA_ARGS__), __VA_ARGS__::kText}
+#define ENUM(name) {"enum", name##Text::kName, sizeof(name), name##Text::kText}
 
 // Up to one without a name.
 extern const vllm_cpu::Kernel kernels[] = {
     KERNEL(rms_norm),
     KERNEL(fused_add_rms_norm),
+    KERNEL(layer_norm),
     KERNEL(silu_and_mul),
     KERNEL(gelu_and_mul),
     KERNEL(rotary_embedding),
@@ -72,8 +76,8 @@ extern const vllm_cpu::Kernel kernels[] = {
     KERNEL_WITHOUT_DTYPE(packed_bytes),
     KERNEL_WITHOUT_DTYPE(convert_int4),
     KERNEL(moe),
-    KERNEL(decoder_scratch_bytes),
-    KERNEL(decoder_forward),
+    KERNEL(program_scratch_bytes),
+    KERNEL(program_forward),
     KERNEL(decode_step_scratch_bytes),
     KERNEL(decode_step),
     KERNEL(sample),
@@ -82,16 +86,21 @@ extern const vllm_cpu::Kernel kernels[] = {
     {},
 };
 
-// The structs whose address a kernel takes; the fields of one have the same places for each dtype.
-extern const vllm_cpu::Struct structs[] = {
+// What callers tell a kernel, and what it answers. A struct is the same for each dtype.
+extern const vllm_cpu::Type types[] = {
+    ENUM(vllm_cpu::CacheType),
+    ENUM(vllm_cpu::WeightFormat),
+    ENUM(vllm_cpu::OperationKind),
+    ENUM(vllm_cpu::ProgramStatus),
     STRUCT(vllm_cpu::CacheFp8Args<float>),
     STRUCT(vllm_cpu::AttentionArgs<float>),
     STRUCT(vllm_cpu::LinearWeight),
     STRUCT(vllm_cpu::Int4Source),
     STRUCT(vllm_cpu::MoeArgs<float>),
-    STRUCT(vllm_cpu::DecoderLayer<float>),
-    STRUCT(vllm_cpu::DecoderModel<float>),
-    STRUCT(vllm_cpu::DecoderLaunch),
+    STRUCT(vllm_cpu::Operation),
+    STRUCT(vllm_cpu::ProgramBuffer),
+    STRUCT(vllm_cpu::Program),
+    STRUCT(vllm_cpu::ProgramLaunch),
     STRUCT(vllm_cpu::DecodeStepRows),
     STRUCT(vllm_cpu::DecodeStepLaunch),
     STRUCT(vllm_cpu::SampleArgs<float>),

@@ -31,7 +31,7 @@ constexpr int kScaleWords = kPanel / 2;  // 64 float16
 constexpr int kZeroWords = kPanel / 4;   // 64 bytes
 constexpr int kNoZero = 8;               // the zero point where none is stored
 
-enum class WeightFormat : int64_t { kFloat = 0, kBf16 = 1, kInt8 = 2, kInt4 = 3 };
+VLLM_ENUM(WeightFormat, kFloat, kBf16, kInt8, kInt4);
 
 // A packed weight [out_features, in_features].
 VLLM_STRUCT(LinearWeight,

@@ -1,4 +1,4 @@
-// RMSNorm, alone and with the addition of the residual before it.
+// RMSNorm, alone and with the addition of the residual before it, and LayerNorm.
 #pragma once
 
 #include "parallel.h"
@@ -60,6 +60,41 @@ void fused_add_rms_norm(T* x, T* residual, const T* weight, int64_t rows, int64_
   parallel_rows(rows, 2 * hidden, num_threads, [&](int64_t row) {
     T* const x_row = x + row * hidden;
     add_rms_norm_row(x_row, residual + row * hidden, weight, x_row, hidden, eps);
+  });
+}
+
+// out = (x - mean) / sqrt(variance + eps) * weight + bias, rounded once. weight and bias may be null,
+// out may be x.
+template <typename T>
+inline void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, int64_t size,
+                           float eps) {
+  const float count = static_cast<float>(size);
+  Vec sums = {}, squares = {};
+  for_each_vector(size, [&](int64_t i, int64_t n) { sums = sums + load(x + i, n); });
+  const float mean = sum_lanes(sums) / count;
+  const auto centered = [&](int64_t i, int64_t n) { return load(x + i, n) - splat(mean); };
+  for_each_vector(size, [&](int64_t i, int64_t n) {
+    const Vec v = centered(i, n);
+    squares = fma(v, v, squares);
+  });
+  // What was loaded as zeros behind the end of the row is no element of it.
+  const float padding = static_cast<float>((kLanes - size % kLanes) % kLanes);
+  const float variance = (sum_lanes(squares) - padding * mean * mean) / count;
+  const Vec scale = splat(1.0f / __builtin_sqrtf(variance + eps));
+  for_each_vector(size, [&](int64_t i, int64_t n) {
+    Vec normed = centered(i, n) * scale;
+    if (weight != nullptr) normed = normed * load(weight + i, n);
+    if (bias != nullptr) normed = normed + load(bias + i, n);
+    store(out + i, normed, n);
+  });
+}
+
+// x, out: [rows, size], dense.
+template <typename T>
+void layer_norm(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t size,
+                float eps, int num_threads) {
+  parallel_rows(rows, 3 * size, num_threads, [&](int64_t row) {
+    layer_norm_row(x + row * size, weight, bias, out + row * size, size, eps);
   });
 }
 

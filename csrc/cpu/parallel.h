@@ -49,14 +49,20 @@ inline void team(int num_threads, Body body) {
 // parallel_for for rows of equal cost: one range per thread, and no second thread before each has
 // enough work to pay for waking it.
 template <typename Body>
-inline void parallel_rows(int64_t rows, int64_t elements_per_row, int num_threads, Body body) {
+inline void parallel_row_ranges(int64_t rows, int64_t elements_per_row, int num_threads,
+                                Body body) {
   constexpr int64_t kMinElements = 32768;  // about 2 us
   const int64_t share = (rows + num_threads - 1) / num_threads;
   const int64_t enough = kMinElements / (elements_per_row + 1) + 1;
   parallel_for(rows, share > enough ? share : enough, num_threads,
-               [&](int64_t begin, int64_t end, int) {
-                 for (int64_t row = begin; row < end; ++row) body(row);
-               });
+               [&](int64_t begin, int64_t end, int) { body(begin, end); });
+}
+
+template <typename Body>
+inline void parallel_rows(int64_t rows, int64_t elements_per_row, int num_threads, Body body) {
+  parallel_row_ranges(rows, elements_per_row, num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) body(row);
+  });
 }
 
 }  // namespace VLLM_ISA

@@ -8,20 +8,23 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ops.test_cpu_decoder import (
+from tests.ops.test_cpu_program import (
     BLOCK_SIZE,
     HEAD_SIZE,
     HIDDEN,
     MAX_POSITIONS,
     NUM_BLOCKS,
     VOCAB_SIZE,
+    Model,
     make_model,
     packed,
+    program_of,
 )
 from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
-from vllm.ops.cpu.decoder import FusedDecoder, FusedModel
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 from vllm.ops.cpu.operators import load_cpu_kernels
+from vllm.ops.cpu.program import Program
+from vllm.ops.cpu.recorder import Recorder
 from vllm.ops.cpu.sampling import RowNumbers, load_sampling_kernels
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
@@ -36,16 +39,22 @@ def seeded(restore_threads) -> None:
     torch.manual_seed(0)
 
 
+def head_of(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> Program:
+    recorder = Recorder(dtype)
+    hidden = recorder.given(weight.in_features)
+    return Program(recorder, recorder.linear(hidden, weight, None), hidden)
+
+
 @dataclass
 class Setting:
-    model: FusedModel
+    model: Model
     head: PackedWeight
     arrays: RowArrays
 
     def step(self) -> FusedDecodeStep:
         return FusedDecodeStep(
-            FusedDecoder(self.model),
-            self.head,
+            program_of(self.model),
+            head_of(self.head),
             self.arrays,
             known_features=KNOWN,
             random_feature=RANDOM,
@@ -66,7 +75,7 @@ class Setting:
         tables = torch.from_numpy(arrays.block_table[chosen])
         at = torch.from_numpy(positions).long()
         slots = tables.gather(1, at[:, None] // BLOCK_SIZE)[:, 0] * BLOCK_SIZE + at % BLOCK_SIZE
-        hidden = FusedDecoder(self.model).forward(
+        hidden = program_of(self.model).forward(
             torch.from_numpy(arrays.token_ids[chosen, positions]).long(),
             at,
             slots,
@@ -236,9 +245,8 @@ def test_what_does_not_fit_is_refused():
             arrays = dataclasses.replace(setting.arrays, **{name: wrong})
             with pytest.raises(ValueError, match=f"^{name} "):
                 dataclasses.replace(setting, arrays=arrays).step()
-    for head in (packed(VOCAB_SIZE, HIDDEN * 2), PackedWeight.pack(torch.ones(VOCAB_SIZE, HIDDEN))):
-        with pytest.raises(ValueError, match="does not fit a decoder"):
-            dataclasses.replace(setting, head=head).step()
+    with pytest.raises(ValueError, match="does not fit a decoder"):
+        dataclasses.replace(setting, head=packed(VOCAB_SIZE, HIDDEN * 2)).step()
     with pytest.raises(ValueError, match="3 rows, 1 and 1 numbers"):
         setting.step().run(*(x[:1] if i else x for i, x in enumerate(setting.launch([3, 5, 6]))))
 

@@ -12,6 +12,8 @@ from vllm import envs
 from vllm.errors import ConfigError
 from vllm.ops.cpu import library as library_module
 from vllm.ops.cpu.library import LIBRARY_PATH, CPUKernels, load_cpu_kernels
+from vllm.ops.cpu.linear import WeightFormat
+from vllm.ops.cpu.program import ProgramStatus
 from vllm.ops.cpu.source_hash import hash_sources
 from vllm.version import __version__
 
@@ -89,15 +91,24 @@ def test_each_change_of_a_source_changes_the_hash(tmp_path):
 
 
 def test_structs_have_the_fields_of_csrc_and_no_others():
-    weight = load_cpu_kernels().structs.LinearWeight(in_features=5, format=2)
+    weight = load_cpu_kernels().plain.LinearWeight(in_features=5, format=2)
     assert (weight.in_features, weight.format, weight.panels) == (5, 2, None)
     with pytest.raises(AttributeError, match="num_inputs"):
         weight.num_inputs = 5
     with pytest.raises(AttributeError, match="num_inputs"):
-        load_cpu_kernels().structs.LinearWeight(num_inputs=5)
+        load_cpu_kernels().plain.LinearWeight(num_inputs=5)
 
 
 def test_a_kernel_takes_as_many_arguments_as_its_function_has():
     rms_norm = load_cpu_kernels().of[torch.float32].rms_norm
     with pytest.raises(TypeError, match="at least 9 argument"):
         rms_norm(None, None)
+
+
+def test_the_numbers_of_python_are_those_of_csrc():
+    formats = load_cpu_kernels().plain.WeightFormat
+    names = {"kFloat": "FLOAT32", "kBf16": "BFLOAT16", "kInt8": "INT8", "kInt4": "INT4"}
+    assert {names[f.name]: f.value for f in formats} == {f.name: f.value for f in WeightFormat}
+    for status in load_cpu_kernels().plain.ProgramStatus:
+        name = re.sub("(?<!^)([A-Z])", r"_\1", status.name.removeprefix("k")).upper()
+        assert ProgramStatus[name] == status

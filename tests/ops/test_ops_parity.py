@@ -130,6 +130,15 @@ def test_silu_and_mul_agrees_with_reference(ops, num_tokens, size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 64, 72, 1030])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_layer_norm_agrees_with_reference(ops, has_weight, size, dtype):
+    x = (torch.randn(5, size) * 3 + 2).to(dtype)
+    weight, bias = (torch.randn(size).to(dtype) if has_weight else None for _ in range(2))
+    assert_close(ops.layer_norm(x, weight, bias, 1e-5), NATIVE.layer_norm(x, weight, bias, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_and_mul_of_extreme_gates(ops, dtype):
     gates = torch.tensor([-3e38, -1e4, -90.0, -0.0, 0.0, 90.0, 1e4, 3e38])
     x = torch.cat((gates, torch.ones(8)))[None].to(dtype)

@@ -73,6 +73,27 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """Shift and scale every row to mean 0 and variance 1, then apply weight and bias.
+
+        All of it is done in float32 and rounded once.
+
+        Args:
+            x: [..., hidden]. Not changed.
+            weight: [hidden]; None: 1.
+            bias: [hidden]; None: 0.
+            eps: added to the variance.
+
+        Returns:
+            A new dense tensor, shape and dtype of x.
+
+        Raises:
+            ValueError: weight or bias do not have the size of the last dimension of x.
+        """
+
+    @abstractmethod
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """`silu(x[..., :I]) * x[..., I:]`, the middle of a gated MLP.
 

@@ -35,6 +35,14 @@ class NativeOps(Ops):
         new_residual = x + residual
         return self.rms_norm(new_residual, weight, eps), new_residual
 
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        for operand in (weight, bias):
+            if operand is not None and operand.shape != x.shape[-1:]:
+                raise ValueError(f"weight or bias is {list(operand.shape)}, x is {list(x.shape)}")
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         if x.shape[-1] % 2:
             raise ValueError(f"the last dimension of x is {x.shape[-1]}, not gate and up")

@@ -21,7 +21,7 @@ from vllm.attention.backends.hpu_attn import (
 )
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata, HPUPrefillMetadata
 from vllm.attention.backends.merged_prefill import MergedPrefillMetadata, derive_merged_mask
-from vllm.attention.backends.sdpa import SDPAKernel
+from vllm.attention.backends.sdpa import SDPAKernel, naive_sdpa
 from vllm.attention.metadata import AttentionLayer
 from vllm.errors import ConfigError
 
@@ -53,6 +53,11 @@ def layer_kinds(layers: Iterable[AttentionLayer]) -> dict[LayerKind, AttentionLa
                 "run it on cpu"
             )
     return kinds
+
+
+def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel) -> SDPAKernel:
+    """Fused kernels take a mask in the dtype of the queries, which would round ALiBi far back."""
+    return kernel if layer.alibi_slopes is None else naive_sdpa
 
 
 @dataclass(frozen=True)
@@ -119,12 +124,11 @@ class PaddedPrefill:
         metadata: HPUPrefillMetadata[Tensor],
         kinds: Mapping[LayerKind, AttentionLayer],
         block_size: int,
-        dtype: torch.dtype,
         kernel: SDPAKernel,
     ) -> "PaddedPrefill":
-        """A launch for layers of these kinds and queries of this dtype."""
+        """A launch for layers of these kinds."""
         masks = {
-            kind: prefill_mask(metadata, block_size, kind[0], layer.alibi_slopes, dtype)
+            kind: prefill_mask(metadata, block_size, kind[0], layer.alibi_slopes)
             for kind, layer in kinds.items()
         }
         batch, query_len = metadata.slot_mapping.shape
@@ -143,7 +147,7 @@ class PaddedPrefill:
             self.blocks,
             self.masks[_kind(layer)],
             layer.scale,
-            self.kernel,
+            _kernel_for(layer, self.kernel),
         )
         return attended.flatten(0, 1)
 
@@ -163,12 +167,11 @@ class MergedPrefill:
         metadata: MergedPrefillMetadata[Tensor],
         kinds: Mapping[LayerKind, AttentionLayer],
         block_size: int,
-        dtype: torch.dtype,
         kernel: SDPAKernel,
     ) -> "MergedPrefill":
-        """A launch for layers of these kinds and queries of this dtype."""
+        """A launch for layers of these kinds."""
         masks = {
-            kind: derive_merged_mask(metadata, block_size, kind[0], layer.alibi_slopes, dtype)
+            kind: derive_merged_mask(metadata, block_size, kind[0], layer.alibi_slopes)
             for kind, layer in kinds.items()
         }
         return cls(metadata, masks, kernel)
@@ -185,5 +188,5 @@ class MergedPrefill:
             self.metadata,
             self.masks[_kind(layer)],
             layer.scale,
-            self.kernel,
+            _kernel_for(layer, self.kernel),
         )

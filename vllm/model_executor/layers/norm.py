@@ -1,4 +1,4 @@
-"""Root-mean-square norm with the residual addition fused in."""
+"""Norms: root-mean-square with the residual addition fused in, and layer norm."""
 
 from typing import overload
 
@@ -36,3 +36,28 @@ class RMSNorm(nn.Module):
         if residual is None:
             return get_ops().rms_norm(x, self.weight, self.eps)
         return get_ops().fused_add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias (Ba et al. 2016, arXiv 1607.06450).
+
+    Args:
+        size: of the last dimension.
+        eps: added to the variance.
+        has_weight: False leaves weight and bias out.
+
+    Shape: [..., size] -> [..., size]
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, size: int, eps: float = 1e-5, has_weight: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        for name, make in (("weight", torch.ones), ("bias", torch.zeros)):
+            parameter = nn.Parameter(make(size), requires_grad=False) if has_weight else None
+            self.register_parameter(name, parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return get_ops().layer_norm(x, self.weight, self.bias, self.eps)

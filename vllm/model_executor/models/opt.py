@@ -15,6 +15,7 @@ from vllm.model_executor.layers.embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.norm import LayerNorm
 from vllm.model_executor.models.interface import CausalLM
 
 _POSITION_OFFSET = 2
@@ -147,6 +148,6 @@ class OPTForCausalLM(CausalLM):
         return self.lm_head(hidden_states)
 
 
-def _layer_norm(arch: ModelArch) -> nn.LayerNorm:
+def _layer_norm(arch: ModelArch) -> LayerNorm:
     has_weight = bool(arch.hf_config.get("layer_norm_elementwise_affine", True))
-    return nn.LayerNorm(arch.hidden_size, elementwise_affine=has_weight)
+    return LayerNorm(arch.hidden_size, has_weight=has_weight)

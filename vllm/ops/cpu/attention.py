@@ -19,8 +19,8 @@ _NO_MEMORY = -2
 _MAX_WINDOW = 2**31 - 1
 
 
-# Values of CacheType; 0 is the dtype of the query.
-_FP8_TYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+_FP8_TYPES = {torch.float8_e4m3fn: "kE4m3", torch.float8_e5m2: "kE5m2"}
+"""Dtype of a cache -> the CacheType of the kernels."""
 
 
 class AttentionOptions(NamedTuple):
@@ -35,7 +35,7 @@ class AttentionOptions(NamedTuple):
 
 
 def fp8_arguments(
-    structs: Any,
+    kernels: Any,
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
@@ -46,7 +46,7 @@ def fp8_arguments(
 ) -> Any:
     """The struct for `Ops.reshape_and_cache` of a cache whose dtype is in FP8_DTYPES."""
     num_tokens, num_kv_heads, head_size = key.shape
-    return structs.CacheFp8Args(
+    return kernels.CacheFp8Args(
         key=key.data_ptr(),
         value=value.data_ptr(),
         key_cache=key_cache.data_ptr(),
@@ -59,13 +59,12 @@ def fp8_arguments(
         num_slots=key_cache.shape[0] * key_cache.shape[1],
         key_scale=key_scale,
         value_scale=value_scale,
-        cache_type=_FP8_TYPES[key_cache.dtype],
+        cache_type=kernels.CacheType[_FP8_TYPES[key_cache.dtype]],
     )
 
 
 def paged_attention_decode(
     kernels: Any,
-    structs: Any,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -85,7 +84,7 @@ def paged_attention_decode(
         raise ValueError(f"seq_lens is {seq_lens.dtype} {list(seq_lens.stride())}, not dense int32")
     out = query.new_empty(num_requests, num_heads, head_size)  # half the time of a shape
     args = _arguments(
-        structs, query, key_cache, value_cache, block_tables, seq_lens.data_ptr(), out, options
+        kernels, query, key_cache, value_cache, block_tables, seq_lens.data_ptr(), out, options
     )
     bad = kernels.paged_attention_decode(ctypes.byref(args), torch.get_num_threads())
     if bad != -1:
@@ -95,7 +94,6 @@ def paged_attention_decode(
 
 def paged_attention_prefill(
     kernels: Any,
-    structs: Any,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -128,7 +126,7 @@ def paged_attention_prefill(
     out = query.new_empty(num_tokens, num_heads, head_size)
     lens_address = address + starts.nbytes
     args = _arguments(
-        structs, query, key_cache, value_cache, block_tables, lens_address, out, options
+        kernels, query, key_cache, value_cache, block_tables, lens_address, out, options
     )
     args.query_start_loc, args.num_tokens = address, num_tokens
     bad = kernels.paged_attention_prefill(ctypes.byref(args), torch.get_num_threads())
@@ -138,7 +136,7 @@ def paged_attention_prefill(
 
 
 def _arguments(
-    structs: Any,
+    kernels: Any,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -151,8 +149,8 @@ def _arguments(
     scale, window, slopes, cap, key_scale, value_scale = options
     num_blocks, block_size, num_kv_heads, head_size = key_cache.shape
     num_requests, max_blocks = block_tables.shape
-    cache_type = _FP8_TYPES.get(key_cache.dtype, 0)
-    return structs.AttentionArgs(
+    cache_type = _FP8_TYPES.get(key_cache.dtype)
+    return kernels.AttentionArgs(
         query=query.data_ptr(),
         key_cache=key_cache.data_ptr(),
         value_cache=value_cache.data_ptr(),
@@ -173,7 +171,7 @@ def _arguments(
         soft_cap=cap or 0.0,
         value_scale=value_scale if cache_type else 1.0,
         sliding_window=min(window or 0, _MAX_WINDOW),
-        cache_type=cache_type,
+        cache_type=0 if cache_type is None else kernels.CacheType[cache_type],
     )
 
 

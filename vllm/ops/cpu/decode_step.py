@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.ops.cpu.decoder import DecoderStatus, FusedDecoder
 from vllm.ops.cpu.library import require_cpu_kernels
-from vllm.ops.cpu.linear import PackedWeight, WeightFormat
+from vllm.ops.cpu.program import Program, ProgramStatus
 
 IntArray = npt.NDArray[np.int32]
 
@@ -52,8 +51,8 @@ class FusedDecodeStep:
     Keeps the arrays alive, and scratch memory for its largest step. One call at a time.
 
     Args:
-        decoder: of the model.
-        head: [V, hidden], the output head, without bias.
+        decoder: from token ids to hidden states.
+        head: from hidden states to logits.
         arrays: of the running requests.
         known_features: the bits of `arrays.features` that a step can serve; what they mean is in
             `arrays.params` and `arrays.keys`.
@@ -66,20 +65,18 @@ class FusedDecodeStep:
 
     def __init__(
         self,
-        decoder: FusedDecoder,
-        head: PackedWeight,
+        decoder: Program,
+        head: Program,
         arrays: RowArrays,
         *,
         known_features: int,
         random_feature: int,
     ) -> None:
         library = require_cpu_kernels("a fused step needs")
-        if head.in_features != decoder.hidden_size or (
-            head.weight_format is WeightFormat.FLOAT32 and decoder.dtype != torch.float32
-        ):
+        if head.given_width != decoder.width or head.dtype != decoder.dtype:
             raise ValueError(
-                f"a head {head.weight_format.name} [{head.out_features}, {head.in_features}] does "
-                f"not fit a decoder {decoder.dtype} with hidden size {decoder.hidden_size}"
+                f"a head of {head.dtype} for hidden size {head.given_width} does not fit a decoder "
+                f"of {decoder.dtype} with hidden size {decoder.width}"
             )
         _check(arrays)
         self._decoder, self._head, self._arrays = decoder, head, arrays
@@ -87,7 +84,7 @@ class FusedDecodeStep:
         self._step = kernels.decode_step
         self._scratch_bytes = kernels.decode_step_scratch_bytes
         num_rows, max_tokens = arrays.token_ids.shape
-        self._rows = library.structs.DecodeStepRows(
+        self._rows = kernels.DecodeStepRows(
             **{name: getattr(arrays, name).ctypes.data for name in _ARRAY_DTYPES},
             num_rows=num_rows,
             max_tokens=max_tokens,
@@ -96,7 +93,7 @@ class FusedDecodeStep:
             known_features=known_features,
             random_feature=random_feature,
         )
-        self._launch = library.structs.DecodeStepLaunch()
+        self._launch = kernels.DecodeStepLaunch()
         self._addresses = (
             decoder.address,
             head.address,
@@ -142,7 +139,7 @@ class FusedDecodeStep:
         if status == 0:
             return vectors[3, :n].copy()
         if status != _NOT_PLAIN:
-            self._refuse(DecoderStatus(status), int(rows[self._launch.bad_index]))
+            self._refuse(ProgramStatus(status), int(rows[self._launch.bad_index]))
         return None
 
     @property
@@ -151,8 +148,8 @@ class FusedDecodeStep:
         num_invalid: int = self._launch.num_invalid
         return num_invalid
 
-    def _refuse(self, status: DecoderStatus, row: int) -> NoReturn:
-        if status is DecoderStatus.NO_MEMORY:
+    def _refuse(self, status: ProgramStatus, row: int) -> NoReturn:
+        if status is ProgramStatus.NO_MEMORY:
             raise MemoryError("no scratch memory for a step of decodes")
         arrays = self._arrays
         position = arrays.num_tokens[row] - 1

@@ -7,7 +7,9 @@ operator contract: that is `vllm.ops.cpu.operators`.
 
 import ctypes
 import functools
+from collections.abc import Callable
 from ctypes import CDLL, CFUNCTYPE, c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
+from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +36,10 @@ class CPUKernels:
     """The kernels of a library, ready to be called on the threads of torch.
 
     Attributes:
-        plain: the kernels without a dtype, as attributes.
-        of: dtype -> its kernels and those without one, as attributes.
-        structs: the structs that kernels take, as attributes: `ctypes` classes whose fields are
-            given by name. A field that C++ does not have raises AttributeError.
+        of: dtype -> its kernels, and all that `plain` has.
+        plain: the kernels without a dtype, structs and enums, as attributes. A struct is a
+            `ctypes` class whose fields are given by name; a field that C++ does not have raises
+            AttributeError.
 
     Raises:
         ConfigError: the library was built from other sources than those of this package.
@@ -52,15 +54,10 @@ class CPUKernels:
         lines = [line.split(" ", 1) for line in (text or b"").decode().splitlines()]
         _refuse_stale(path, lines[0][1] if lines else "")
         # `Any`: functions and structs of ctypes have no useful type.
-        self.plain: Any = SimpleNamespace()
         self.of: dict[torch.dtype, Any] = {dtype: SimpleNamespace() for dtype in _DTYPES.values()}
-        self.structs: Any = SimpleNamespace()
+        self.plain: Any = SimpleNamespace()
         for kind, description in lines[1:]:
-            if kind == "kernel":
-                self._add_kernel(*description.split())
-            else:
-                name, size, fields = description.split(" ", 2)
-                setattr(self.structs, name, _make_struct(name, int(size), fields))
+            self._add(*_DESCRIBED[kind](description))
         library.vllm_cpu_isa.restype = c_char_p
         library.vllm_cpu_set_isa.argtypes = [c_char_p]
         library.vllm_cpu_set_isa.restype = c_bool
@@ -74,13 +71,10 @@ class CPUKernels:
             )
         library.vllm_cpu_set_openmp(address)
 
-    def _add_kernel(self, name: str, dtype: str, types: str, address: str) -> None:
-        function = CFUNCTYPE(*(_C_TYPES[letter] for letter in types))(int(address))
-        if dtype in _DTYPES:
-            setattr(self.of[_DTYPES[dtype]], name, function)
-            return
-        for kernels in (self.plain, *self.of.values()):
-            setattr(kernels, name, function)
+    def _add(self, name: str, described: Any, dtype: torch.dtype | None) -> None:
+        places = (self.plain, *self.of.values()) if dtype is None else (self.of[dtype],)
+        for place in places:
+            setattr(place, name, described)
 
     @property
     def isa(self) -> str:
@@ -155,8 +149,20 @@ def _refuse_stale(path: Path, build: str) -> None:
         )
 
 
-def _make_struct(name: str, size: int, declarations: str) -> type[ctypes.Structure]:
-    """The class of a C++ struct from the text of its fields, as "const T* x; int64_t n, size;"."""
+_Described = tuple[str, Any, torch.dtype | None]
+"""A name, what it names, and for which dtype only."""
+
+
+def _read_kernel(description: str) -> _Described:
+    """From "rms_norm bf16 vpppqqqqfi 139836471"."""
+    name, dtype, types, address = description.split()
+    function = CFUNCTYPE(*(_C_TYPES[letter] for letter in types))(int(address))
+    return name, function, _DTYPES.get(dtype)
+
+
+def _read_struct(description: str) -> _Described:
+    """From "Args 24 const T* x; int64_t n, size;"."""
+    name, size, declarations = description.split(" ", 2)
     fields = []
     for declaration in declarations.split(";")[:-1]:
         # int64_t is ctypes.c_int64; a name that ctypes has not is an enum of int64_t.
@@ -165,9 +171,22 @@ def _make_struct(name: str, size: int, declarations: str) -> type[ctypes.Structu
         for declarator in declaration.split(","):
             fields.append((declarator.partition("=")[0].split()[-1], c_type))
     struct = type(name, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
-    if ctypes.sizeof(struct) != size:
+    if ctypes.sizeof(struct) != int(size):
         raise AssertionError(f"{name} has {size} bytes, with these fields: {declarations}")
-    return struct
+    return name, struct, None
+
+
+def _read_enum(description: str) -> _Described:
+    """From "Format 8 kFloat, kBf16": they count from 0."""
+    name, _, members = description.split(" ", 2)
+    return name, IntEnum(name, members.replace(",", " "), start=0), None
+
+
+_DESCRIBED: dict[str, Callable[[str], _Described]] = {
+    "kernel": _read_kernel,
+    "struct": _read_struct,
+    "enum": _read_enum,
+}
 
 
 def _gomp_parallel() -> int | None:

@@ -7,13 +7,14 @@ number of rows. Knows no layers and no models.
 
 import ctypes
 from enum import IntEnum
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from vllm.ops.cpu.int4_layouts import Int4Groups, read_awq, read_gptq
 from vllm.ops.cpu.library import CPUKernels, load_cpu_kernels, require_cpu_kernels
+from vllm.ops.cpu.symbols import Ids, Rows
 
 _PANEL = 64  # output features of a panel, csrc/cpu/linear_format.h
 _ALIGNMENT = 64
@@ -86,7 +87,7 @@ class PackedWeight:
             self._sums = torch.zeros(padded, dtype=torch.int32)
         is_int4 = weight_format is WeightFormat.INT4
         kernels = _kernels()
-        self._struct = kernels.structs.LinearWeight(
+        self._struct = kernels.plain.LinearWeight(
             scales=_address(self._scales),
             sums=_address(self._sums),
             order=_address(self.order),
@@ -203,7 +204,7 @@ class PackedWeight:
     def _from_groups(cls, words: Tensor, groups: Int4Groups, is_awq: bool) -> "PackedWeight":
         packed = cls(WeightFormat.INT4, groups.shape, groups=groups)
         kernels = _kernels()
-        source = kernels.structs.Int4Source(
+        source = kernels.plain.Int4Source(
             words=words.data_ptr(),
             scales=groups.scales.data_ptr(),
             zeros=_address(groups.zeros),
@@ -237,7 +238,7 @@ class PackedWeight:
         tensors = (self._panels, self._scales, self._sums, self.order)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Any, bias: Tensor | None = None) -> Tensor:
         """x [..., in_features] @ weight.T + bias -> [..., out_features] of x's dtype.
 
         Args:
@@ -252,6 +253,8 @@ class PackedWeight:
         function = self._linear.get(x.dtype)
         shape = x.shape
         if function is None or shape[-1] != self.in_features or not x.is_cpu:
+            if isinstance(x, Rows):
+                return cast(Tensor, x.recorder.linear(x, self, bias))
             self._refuse("x", x)
         if x.is_contiguous():
             stride = self.in_features
@@ -279,7 +282,7 @@ class PackedWeight:
             raise MemoryError(f"no scratch memory for {rows} rows of a linear layer")
         return out
 
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    def rows(self, ids: Any, dtype: torch.dtype) -> Tensor:
         """Rows of the weight, such as token embeddings that share the weight of the output head.
 
         Args:
@@ -293,6 +296,8 @@ class PackedWeight:
             ValueError: `ids` or `dtype` are not as said.
             IndexError: an id is out of range.
         """
+        if isinstance(ids, Ids):
+            return cast(Tensor, ids.recorder.lookup(ids, self, dtype))
         is_dense = ids.is_contiguous() and ids.is_cpu
         if ids.dtype != torch.int64 or ids.dim() != 1 or not is_dense:
             self._refuse("ids", ids)

@@ -57,7 +57,7 @@ class PackedExperts:
         self._addresses = tuple(_addresses(weights) for weights in self._weights)
         self._has_orders = any(weight.order is not None for weight in gate)
         kernels = require_cpu_kernels("packed experts need")
-        self._struct = kernels.structs.MoeArgs
+        self._struct = kernels.plain.MoeArgs
         self._kernels = {dtype: of_dtype.moe for dtype, of_dtype in kernels.of.items()}
         if WeightFormat.FLOAT32 in (gate[0].weight_format, down[0].weight_format):
             del self._kernels[torch.bfloat16]

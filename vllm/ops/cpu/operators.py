@@ -38,7 +38,6 @@ class CPUOps(NativeOps):
 
     def __init__(self) -> None:
         library = load_cpu_kernels()
-        self._structs: Any = None if library is None else library.structs
         self._kernels: dict[torch.dtype, Any] = {} if library is None else library.of
 
     def _kernels_of(self, x: Tensor) -> Any:
@@ -96,6 +95,31 @@ class CPUOps(NativeOps):
             _num_threads(),
         )
         return x, residual
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        kernels = self._kernels_of(x)
+        if kernels is None:
+            return super().layer_norm(x, weight, bias, eps)
+        if not x.is_contiguous():
+            _refuse_strides("x", x)
+        for name, operand in (("weight", weight), ("bias", bias)):
+            if operand is not None:
+                _check_vector(name, operand, x)
+        out = torch.empty_like(x)
+        hidden = x.shape[-1]
+        kernels.layer_norm(
+            x.data_ptr(),
+            None if weight is None else weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            x.numel() // hidden,
+            hidden,
+            eps,
+            _num_threads(),
+        )
+        return out
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         kernels = self._kernels_of(x)
@@ -196,16 +220,8 @@ class CPUOps(NativeOps):
         _check_rows("value", value)
         num_slots = key_cache.shape[0] * key_cache.shape[1]
         if is_fp8:
-            args = fp8_arguments(
-                self._structs,
-                key,
-                value,
-                key_cache,
-                value_cache,
-                slot_mapping,
-                key_scale,
-                value_scale,
-            )
+            tensors = (key, value, key_cache, value_cache, slot_mapping)
+            args = fp8_arguments(kernels, *tensors, key_scale, value_scale)
             bad = kernels.reshape_and_cache_fp8(byref(args), _num_threads())
         else:
             bad = kernels.reshape_and_cache(
@@ -247,7 +263,7 @@ class CPUOps(NativeOps):
                 query, key_cache, value_cache, block_tables, seq_lens, *options
             )
         args = (query, key_cache, value_cache, block_tables, seq_lens, options)
-        return paged_attention_decode(kernels, self._structs, *args)
+        return paged_attention_decode(kernels, *args)
 
     def paged_attention_prefill(
         self,
@@ -273,7 +289,7 @@ class CPUOps(NativeOps):
                 query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, *options
             )
         args = (query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, options)
-        return paged_attention_prefill(kernels, self._structs, *args)
+        return paged_attention_prefill(kernels, *args)
 
 
 def _check_rows(name: str, x: Tensor) -> None:

@@ -56,7 +56,7 @@ class SamplingKernels:
     """The kernels of all dtypes; made by `load_sampling_kernels`."""
 
     def __init__(self, kernels: CPUKernels) -> None:
-        self._structs, self._of = kernels.structs, kernels.of
+        self._of = kernels.of
         self._draw_exponentials = kernels.plain.draw_exponentials
 
     def supports(self, logits: Tensor) -> bool:
@@ -104,7 +104,8 @@ class SamplingKernels:
             _check("out", written, torch.int32, (n,))
         if params is not None:
             _check("params", params, torch.float32, (_NUM_PARAMS, n))
-        args = self._structs.SampleArgs(
+        kernels = self._of[logits.dtype]
+        args = kernels.SampleArgs(
             logits=logits.data_ptr(),
             rows=_row_address(rows, n),
             params=None if params is None else params.data_ptr(),
@@ -119,7 +120,7 @@ class SamplingKernels:
             _fill_numbers(args, numbers)
         if changes is not None:
             _fill_changes(args, changes)
-        status = self._of[logits.dtype].sample(byref(args), _num_threads())
+        status = kernels.sample(byref(args), _num_threads())
         if status == _NO_NUMBERS:
             raise ValueError("random rows have no random numbers")
         if status:
@@ -163,7 +164,8 @@ class SamplingKernels:
         ids = torch.empty(m, 1 + k, dtype=torch.int32)
         logprobs = torch.empty(m, 1 + k, dtype=torch.float32)
         ranks = torch.empty(m, dtype=torch.int32)
-        args = self._structs.LogprobArgs(
+        kernels = self._of[logits.dtype]
+        args = kernels.LogprobArgs(
             logits=logits.data_ptr(),
             rows=_row_address(rows, n),
             token_ids=given.data_ptr(),
@@ -175,7 +177,7 @@ class SamplingKernels:
             row_stride=logits.stride(0),
             num_likeliest=k,
         )
-        bad = self._of[logits.dtype].gather_logprobs(byref(args), _num_threads())
+        bad = kernels.gather_logprobs(byref(args), _num_threads())
         if bad >= 0:
             raise IndexError(f"token_ids[{bad}] is {token_ids[bad]} of {vocab_size} tokens")
         if bad != -1:

@@ -12,11 +12,11 @@ def hash_sources(root: Path) -> str | None:
 
     None where they are not: the package is installed, and not from a checkout in place.
     """
-    sources = sorted((root / "csrc" / "cpu").glob("*"))
-    if not sources:
+    setup, sources = root / "setup.py", sorted((root / "csrc" / "cpu").glob("*.[hc]*"))
+    if not sources or not setup.is_file():
         return None
     digest = hashlib.sha256()
-    for path in (root / "setup.py", *sources):
+    for path in (setup, *sources):
         content = path.read_bytes()
         digest.update(f"{path.name} {len(content)}\n".encode())
         digest.update(content)

@@ -12,10 +12,10 @@ from vllm.attention import RaggedMetadata
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.messages import ModelRunnerOutput, SchedulerOutput
-from vllm.model_executor.fused_decoder import fuse, read_head
+from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
-from vllm.ops.cpu.decoder import FusedDecoder
+from vllm.ops.cpu.program import Program
 from vllm.sample.cpu_sampler import make_sampler
 from vllm.sample.features import Feature
 from vllm.sample.sampler import Sampler
@@ -52,7 +52,7 @@ class CPUModelRunner(ModelRunner):
     ) -> None:
         super().__init__(config, model, device, grammars)
         self._is_fused_known = False
-        self._fused: FusedDecoder | None = None
+        self._fused: Program | None = None
         self._decode_step: FusedDecodeStep | None = None
 
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
@@ -81,8 +81,10 @@ class CPUModelRunner(ModelRunner):
         metadata = context.attention
         if self._fused is None or type(metadata) is not RaggedMetadata:
             return super()._forward(model_input)
-        if context.replaced is not None or context.adapter_rows is not None:
-            return super()._forward(model_input)  # the fused decoder knows token ids only
+        if context.adapter_rows is not None:
+            return super()._forward(model_input)  # a program knows no adapters
+        replaced = context.replaced
+        embeddings = None if replaced is None else (replaced.indices, replaced.embeddings)
         return self._fused.forward(
             model_input.input_ids,
             context.positions,
@@ -91,6 +93,7 @@ class CPUModelRunner(ModelRunner):
             metadata.seq_lens,
             torch.from_numpy(metadata.query_start_loc),
             metadata.num_decodes,
+            embeddings,
         )
 
     def _fuse(self) -> None:
@@ -99,9 +102,10 @@ class CPUModelRunner(ModelRunner):
             return
         self._is_fused_known = True
         self._fused = fuse(self.model)
-        logger.debug("the decoder runs %s", "fused" if self._fused else "by its modules")
-        head = read_head(self.model)
-        if self._fused is None or head is None:
+        if self._fused is None:
+            return
+        head = fuse_head(self.model, self._fused)
+        if head is None:
             return
         batch = self.batch
         features, params, keys = self.sampling.row_arrays

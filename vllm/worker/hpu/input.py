@@ -98,12 +98,8 @@ def padded_sizes(shape: LaunchShape) -> dict[str, int]:
     }
 
 
-def input_sizes(shape: LaunchShape) -> tuple[int, ...]:
-    """Elements of each part of the packed input; the last one is a row for each of the logits."""
-    return _fields_of(shape).part_sizes(padded_sizes(shape))
-
-
-def _fields_of(shape: LaunchShape) -> PackedFields[Any]:
+def fields_of(shape: LaunchShape) -> PackedFields[Any]:
+    """What the packed input of a launch holds."""
     if shape.bucket.phase is Phase.DECODE:
         return _DECODE
     return _MERGED if shape.merged_prompts else _PREFILL
@@ -166,7 +162,7 @@ class HPUInputBuilder:
             kept = sampled[launch.num_drafts[sampled] == 0]
         sample_rows[kept * launch.tokens_with_logits] = launch.rows[kept]
         given = self._input(launch, seq_lens, sample_rows)
-        return _fields_of(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
+        return fields_of(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
 
     def _input(
         self, launch: BucketLaunch, seq_lens: IntArray, sample_rows: IntArray

@@ -87,7 +87,7 @@ class HPUModel(nn.Module):
     def _prefill(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
         given = unpack_prefill(packed, shape)
         attention = PaddedPrefill.derive(
-            given.metadata, self._kinds, self._block_size, self._dtype, self._kernel
+            given.metadata, self._kinds, self._block_size, self._kernel
         )
         hidden_states = self._run(attention, given.token_ids, given.positions)
         last = hidden_states.index_select(0, given.last_tokens)
@@ -96,9 +96,7 @@ class HPUModel(nn.Module):
     def _merged_prefill(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
         given = unpack_merged(packed, shape)
         metadata = given.metadata
-        attention = MergedPrefill.derive(
-            metadata, self._kinds, self._block_size, self._dtype, self._kernel
-        )
+        attention = MergedPrefill.derive(metadata, self._kinds, self._block_size, self._kernel)
         hidden_states = self._run(attention, given.token_ids, metadata.positions)
         last = hidden_states.index_select(0, metadata.last_token_indices)
         return self.model.compute_logits(last), hidden_states

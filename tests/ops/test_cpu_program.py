@@ -1,20 +1,24 @@
-"""What a fused decoder refuses, and that threads do not change it.
+"""What a program refuses, and that threads do not change it.
 
-That it computes what the modules of a model do is tested in model_executor/test_fused_decoder.py.
+That it computes what the modules of a model do is tested in model_executor/test_fusion.py.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu.decoder import FusedDecoder, FusedLayer, FusedModel
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 from vllm.ops.cpu.operators import load_cpu_kernels
+from vllm.ops.cpu.program import Program
+from vllm.ops.cpu.recorder import Recorder
+from vllm.ops.cpu.symbols import Ids, NotFusibleError, Rows
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 
@@ -35,37 +39,87 @@ def packed(num_out: int, num_in: int) -> PackedWeight:
     return PackedWeight.pack((torch.randn(num_out, num_in) * num_in**-0.5).bfloat16())
 
 
-def make_layer() -> FusedLayer:
+@dataclass(frozen=True)
+class Layer:
+    qkv: Any
+    output: Any
+    gate_up: Any
+    down: Any
+    input_norm: Any
+    attention_norm: Any
+    key_cache: Any
+    value_cache: Any
+    output_bias: Any = None
+    key_norm: Any = None
+
+
+@dataclass(frozen=True)
+class Model:
+    layers: Sequence[Layer]
+    embedding: Any
+    final_norm: Any
+    cos_sin: Any
+
+
+def make_layer() -> Layer:
     q_size, kv_size = NUM_HEADS * HEAD_SIZE, NUM_KV_HEADS * HEAD_SIZE
     cache = torch.zeros(2, NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE).bfloat16()
-    return FusedLayer(
+    return Layer(
         qkv=packed(q_size + 2 * kv_size, HIDDEN),
         output=packed(HIDDEN, q_size),
         gate_up=packed(2 * SIZE, HIDDEN),
         down=packed(HIDDEN, SIZE),
-        qkv_bias=None,
-        output_bias=None,
-        gate_up_bias=None,
-        down_bias=None,
         input_norm=torch.ones(HIDDEN).bfloat16(),
         attention_norm=torch.ones(HIDDEN).bfloat16(),
-        query_norm=None,
-        key_norm=None,
         key_cache=cache[0],
         value_cache=cache[1],
-        scale=HEAD_SIZE**-0.5,
-        sliding_window=None,
     )
 
 
-def make_model() -> FusedModel:
-    return FusedModel(
+def make_model() -> Model:
+    return Model(
         layers=[make_layer(), make_layer()],
         embedding=torch.randn(VOCAB_SIZE, HIDDEN).bfloat16(),
         final_norm=torch.ones(HIDDEN).bfloat16(),
         cos_sin=torch.rand(MAX_POSITIONS, HEAD_SIZE),
-        norm_eps=1e-5,
     )
+
+
+def record_layer(recorder: Recorder, layer: Layer, cos_sin: Tensor, x: Rows) -> Rows:
+    """The rows that attention and MLP of a layer put out; x is normed."""
+    q_size, kv_size = NUM_HEADS * HEAD_SIZE, NUM_KV_HEADS * HEAD_SIZE
+    parts = recorder.linear(x, layer.qkv, None).split([q_size, kv_size, kv_size])
+    query, key, value = (part.unflatten(-1, (-1, HEAD_SIZE)) for part in parts)
+    if layer.key_norm is not None:
+        key = recorder.rms_norm(key, layer.key_norm, 1e-5)
+    positions = Ids(recorder, is_position=True)
+    query, key = recorder.rotary_embedding(positions, query, key, cos_sin, True)
+    attention = SimpleNamespace(
+        key_cache=layer.key_cache,
+        value_cache=layer.value_cache,
+        scale=HEAD_SIZE**-0.5,
+        sliding_window=None,
+        alibi_slopes=None,
+        logits_soft_cap=None,
+    )
+    attended = recorder.attend(attention, query, key, value).flatten(1)
+    return recorder.linear(attended, layer.output, layer.output_bias)
+
+
+def program_of(model: Model) -> Program:
+    recorder = Recorder(model.final_norm.dtype)
+    residual = recorder.lookup(Ids(recorder, is_position=False), model.embedding)
+    out = None
+    for layer in model.layers:
+        if out is None:
+            x = recorder.rms_norm(residual, layer.input_norm, 1e-5)
+        else:
+            x, residual = recorder.fused_add_rms_norm(out, residual, layer.input_norm, 1e-5)
+        out = record_layer(recorder, layer, model.cos_sin, x)
+        x, residual = recorder.fused_add_rms_norm(out, residual, layer.attention_norm, 1e-5)
+        act = recorder.silu_and_mul(recorder.linear(x, layer.gate_up, None))
+        out = recorder.linear(act, layer.down, None)
+    return Program(recorder, recorder.fused_add_rms_norm(out, residual, model.final_norm, 1e-5)[0])
 
 
 def launch_of(num_decodes: int = 2, num_prefill: int = 3) -> dict[str, Any]:
@@ -99,7 +153,7 @@ def changed(x: Tensor, index: int, value: int) -> Tensor:
     [
         ("input_ids", 4, VOCAB_SIZE, r"input_ids\[4\] is 50 of 50 rows"),
         ("input_ids", 0, -1, r"input_ids\[0\] is -1"),
-        ("positions", 3, MAX_POSITIONS, r"positions\[3\] is 40, cos_sin has 40 rows"),
+        ("positions", 3, MAX_POSITIONS, r"positions\[3\] is 40, the model has 40 positions"),
         ("slot_mapping", 1, NUM_BLOCKS * BLOCK_SIZE, r"slot_mapping\[1\] is 720 of 720 slots"),
         ("seq_lens", 1, 17, "request 1 has 17 tokens"),
         ("seq_lens", 2, 2, "request 2 has 2 tokens"),
@@ -110,7 +164,7 @@ def changed(x: Tensor, index: int, value: int) -> Tensor:
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_numbers_out_of_range_are_refused(name, index, value, message, num_threads):
     torch.set_num_threads(num_threads)
-    decoder, launch = FusedDecoder(make_model()), launch_of()
+    decoder, launch = program_of(make_model()), launch_of()
     want = decoder.forward(**launch)
     with pytest.raises(IndexError, match=message):
         decoder.forward(**launch | {name: changed(launch[name], index, value)})
@@ -138,7 +192,7 @@ def test_numbers_out_of_range_are_refused(name, index, value, message, num_threa
 def test_tensors_of_another_form_are_refused(name, make):
     launch = launch_of()
     with pytest.raises(ValueError):
-        FusedDecoder(make_model()).forward(**launch | {name: make(launch[name])})
+        program_of(make_model()).forward(**launch | {name: make(launch[name])})
 
 
 @pytest.mark.parametrize(
@@ -149,32 +203,31 @@ def test_tensors_of_another_form_are_refused(name, make):
         ("output_bias", lambda: torch.zeros(HIDDEN)),
         ("key_norm", lambda: torch.ones(HEAD_SIZE + 1).bfloat16()),
         ("value_cache", lambda: torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 1, HEAD_SIZE).bfloat16()),
+        ("key_cache", lambda: torch.zeros(1, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE).bfloat16()),
         ("input_norm", lambda: torch.ones(2 * HIDDEN).bfloat16()[::2]),
-        ("input_norm", lambda: None),
+        ("input_norm", lambda: torch.ones(HIDDEN, device="meta").bfloat16()),
+        ("key_cache", lambda: None),
         ("value_cache", lambda: None),
-        ("output", lambda: torch.zeros(HIDDEN, NUM_HEADS * HEAD_SIZE).bfloat16()),
-        ("gate_up", lambda: None),
     ],
 )
 def test_layers_that_do_not_fit_are_refused(name, make):
     model = make_model()
     layer = dataclasses.replace(model.layers[1], **{name: make()})
-    with pytest.raises(ValueError, match=f"{name} of layer 1"):
-        FusedDecoder(dataclasses.replace(model, layers=[model.layers[0], layer]))
+    with pytest.raises(NotFusibleError):
+        program_of(dataclasses.replace(model, layers=[model.layers[0], layer]))
 
 
 def test_models_that_do_not_fit_are_refused():
     table = torch.randn(VOCAB_SIZE, HIDDEN).bfloat16()
     for change in (
-        {"layers": []},
         {"embedding": table[:, :-1]},
         {"final_norm": torch.ones(HIDDEN).half()},
         {"final_norm": torch.ones(2 * HIDDEN).bfloat16()[::2]},
         {"final_norm": torch.ones(HIDDEN, device="meta").bfloat16()},
         {"cos_sin": torch.ones(MAX_POSITIONS, HEAD_SIZE + 2)},
     ):
-        with pytest.raises(ValueError):
-            FusedDecoder(dataclasses.replace(make_model(), **change))
+        with pytest.raises(NotFusibleError):
+            program_of(dataclasses.replace(make_model(), **change))
 
 
 @pytest.mark.parametrize("weight_format", [WeightFormat.INT8, WeightFormat.INT4])
@@ -182,14 +235,14 @@ def test_embeddings_may_be_rows_of_a_quantized_weight(weight_format):
     table = PackedWeight.quantize(torch.randn(VOCAB_SIZE, HIDDEN).bfloat16(), weight_format)
     model, launch = make_model(), launch_of()
     rows = table.rows(torch.arange(VOCAB_SIZE), torch.bfloat16)
-    want = FusedDecoder(dataclasses.replace(model, embedding=rows)).forward(**launch)
-    got = FusedDecoder(dataclasses.replace(model, embedding=table)).forward(**launch)
+    want = program_of(dataclasses.replace(model, embedding=rows)).forward(**launch)
+    got = program_of(dataclasses.replace(model, embedding=table)).forward(**launch)
     assert torch.equal(got, want)
 
 
 def test_any_number_of_threads_has_the_same_bits():
     """More of them than cores, too: none may wait for one that does not run."""
-    decoder = FusedDecoder(make_model())
+    decoder = program_of(make_model())
     for launch in (launch_of(1, 0), launch_of(4, 14), launch_of(0, 16), launch_of(40, 0)):
         torch.set_num_threads(1)
         want = decoder.forward(**launch)
@@ -199,7 +252,7 @@ def test_any_number_of_threads_has_the_same_bits():
 
 
 def test_decoders_of_several_engines_may_run_at_once():
-    decoders, launches = [FusedDecoder(make_model()) for _ in range(3)], [launch_of(40, 0)] * 3
+    decoders, launches = [program_of(make_model()) for _ in range(3)], [launch_of(40, 0)] * 3
     launches[1] = launch_of(4, 14)
     want = [d.forward(**launch) for d, launch in zip(decoders, launches, strict=True)]
 
@@ -215,10 +268,10 @@ def test_decoders_of_several_engines_may_run_at_once():
 def test_a_token_without_a_slot_is_computed_and_not_kept():
     model, launch = make_model(), launch_of(0, 6)
     cache = model.layers[0].key_cache
-    FusedDecoder(model).forward(**launch | {"slot_mapping": changed(launch["slot_mapping"], 5, -1)})
+    program_of(model).forward(**launch | {"slot_mapping": changed(launch["slot_mapping"], 5, -1)})
     written = cache.flatten(0, 1)[launch["slot_mapping"]].flatten(1).any(1)
     assert written.tolist() == [True] * 5 + [False]
 
 
 def test_a_launch_without_tokens_gives_no_rows():
-    assert FusedDecoder(make_model()).forward(**launch_of(0, 0)).shape == (0, HIDDEN)
+    assert program_of(make_model()).forward(**launch_of(0, 0)).shape == (0, HIDDEN)

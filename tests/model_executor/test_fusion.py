@@ -9,21 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from tests.model_executor.helpers import pack_weights
-from vllm.attention import Attention, LaunchContext, RaggedMetadata, share_context
+from vllm.attention import (
+    Attention,
+    LaunchContext,
+    RaggedMetadata,
+    ReplacedTokens,
+    share_context,
+)
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.fused_decoder import fuse
+from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.layers.embedding import VocabParallelEmbedding
-from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, UnquantizedLinear
 from vllm.model_executor.layers.norm import RMSNorm
+from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.model_executor.models.decoder import DecoderAttention, DecoderForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.opt import OPTForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.ops import get_ops, set_ops
-from vllm.ops.cpu.decoder import FusedDecoder
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
+from vllm.ops.cpu.program import Program
 from vllm.ops.native import NativeOps
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
@@ -74,6 +82,22 @@ def restored() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+def make_opt(**changes: Any) -> OPTForCausalLM:
+    """With all biases and norms, in bfloat16."""
+    config = CONFIG | {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "ffn_dim": 120,
+        "activation_function": "relu",
+    }
+    arch = ModelArch.from_hf(config | {"architectures": ["OPTForCausalLM"]} | changes)
+    model = OPTForCausalLM(arch, TPGroup())
+    for module in model.modules():
+        for key, param in module.named_parameters(recurse=False):
+            nn.init.normal_(param, std=0.1 if key == "bias" else param.shape[-1] ** -0.5)
+    return prepare(model, "dense", torch.bfloat16)
+
+
 def make_model(
     name: str, stored_as: Any = "dense", dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> DecoderForCausalLM:
@@ -88,8 +112,15 @@ def make_model(
             nn.init.uniform_(module.weight, 0.5, 1.5)
         if isinstance(module, VocabParallelEmbedding):
             nn.init.normal_(module.weight)
+    return prepare(model, stored_as, dtype)
+
+
+def prepare(model: Any, stored_as: Any, dtype: torch.dtype) -> Any:
+    """Pack the weights, and bind caches."""
     model.to(dtype)
-    model.model.layers[0].self_attn.rotary_emb.float()
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding):
+            module.float()
     pack_weights(model, stored_as)
     for layer in attention_layers(model):
         shape = (NUM_BLOCKS, BLOCK_SIZE, layer.num_kv_heads, layer.head_size)
@@ -137,7 +168,11 @@ class Requests:
 
 
 def run_fused(
-    fused: FusedDecoder, input_ids: Tensor, positions: Tensor, metadata: RaggedMetadata
+    fused: Program,
+    input_ids: Tensor,
+    positions: Tensor,
+    metadata: RaggedMetadata,
+    replaced: ReplacedTokens | None = None,
 ) -> Tensor:
     return fused.forward(
         input_ids,
@@ -147,7 +182,24 @@ def run_fused(
         metadata.seq_lens,
         torch.from_numpy(metadata.query_start_loc),
         metadata.num_decodes,
+        replaced and (replaced.indices, replaced.embeddings),
     )
+
+
+@torch.inference_mode()
+def test_embeddings_that_replace_tokens_have_the_bits_of_the_modules():
+    for model in (make_model("plain"), make_model("all biases, tied"), make_opt()):
+        fused = fuse(model)
+        input_ids, positions, metadata = Requests(3).launch([9, 1, 23])
+        replaced = ReplacedTokens(torch.tensor([3, 0, 20]), torch.randn(3, CONFIG["hidden_size"]))
+        context = LaunchContext(metadata, positions, replaced)
+        with share_context(model).running(context):
+            want = model(input_ids, positions)
+        assert torch.equal(run_fused(fused, input_ids, positions, metadata, replaced), want)
+        assert not torch.equal(run_fused(fused, input_ids, positions, metadata), want)
+        with pytest.raises(ValueError, match=r"embeddings are \[3, 71\] for 3 tokens"):
+            few = ReplacedTokens(replaced.indices, replaced.embeddings[:, 1:])
+            run_fused(fused, input_ids, positions, metadata, few)
 
 
 @torch.inference_mode()
@@ -182,6 +234,19 @@ def test_prefills_chunks_and_decodes_have_the_bits_of_the_modules(isa, name, sto
     assert_same_bits(make_model(name, stored_as), MIXED)
 
 
+@pytest.mark.parametrize("is_pre_norm", [True, False])
+def test_a_family_without_rotations_and_gates_has_the_bits_of_its_modules(is_pre_norm):
+    assert_same_bits(make_opt(do_layer_norm_before=is_pre_norm), MIXED)
+
+
+@pytest.mark.parametrize("make", [lambda: make_model("all biases, tied"), make_opt])
+def test_the_head_is_one_product(make):
+    model = make()
+    head = fuse_head(model, fuse(model))
+    assert head is not None
+    assert (head.given_width, head.width) == (CONFIG["hidden_size"], CONFIG["vocab_size"])
+
+
 def test_many_decodes_have_the_bits_of_the_modules(isa):
     assert_same_bits(make_model("plain"), DECODES)
 
@@ -205,18 +270,48 @@ def replace_first(model: nn.Module, kind: type[nn.Module], make: Any) -> None:
 class Wrapper(nn.Module):
     """Around a layer, as an adapter would be."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, then: Any = lambda x: x * 2 + x) -> None:
         super().__init__()
         self.layer = layer
+        self.then = then
 
+    @property
+    def split_sizes(self) -> list[int]:
+        return self.layer.split_sizes
 
-class OtherNorm(RMSNorm):
-    pass
+    def forward(self, *args: Any) -> Any:
+        return self.then(self.layer(*args))
 
 
 class OtherForward(LlamaForCausalLM):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         return super().forward(input_ids, positions) * 2
+
+
+def change_epsilon(model: nn.Module) -> None:
+    model.model.layers[0].input_layernorm.eps = 0.5
+
+
+def attend_with_slopes_and_soft_cap(model: nn.Module) -> None:
+    layer = attention_layers(model)[1]
+    layer.alibi_slopes = torch.linspace(0.1, 0.5, layer.num_heads)
+    layer.logits_soft_cap = 2.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: replace_first(model, ColumnParallelLinear, Wrapper),
+        lambda model: replace_first(model, DecoderAttention, Wrapper),
+        lambda model: setattr(model, "__class__", OtherForward),
+        change_epsilon,
+        attend_with_slopes_and_soft_cap,
+    ],
+)
+def test_what_a_module_does_otherwise_is_fused_as_well(change):
+    model = make_model("plain")
+    change(model)
+    assert_same_bits(model, MIXED)
 
 
 def unbind(model: nn.Module) -> None:
@@ -229,31 +324,28 @@ def store_cache_as_bytes(model: nn.Module) -> None:
 
 
 def unpack_first(model: nn.Module) -> None:
-    model.model.layers[0].mlp.down_proj.method.packed = None
-
-
-def change_epsilon(model: nn.Module) -> None:
-    model.model.layers[0].input_layernorm.eps = 0.5
+    model.model.layers[0].mlp.down_proj.use_method(UnquantizedLinear())
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda model: replace_first(model, ColumnParallelLinear, Wrapper),
-        lambda model: replace_first(model, Attention, Wrapper),
-        lambda model: replace_first(model, DecoderAttention, Wrapper),
-        lambda model: replace_first(model, RMSNorm, lambda norm: OtherNorm(72, norm.eps)),
-        lambda model: setattr(model, "__class__", OtherForward),
+        lambda model: replace_first(model, RMSNorm, lambda norm: Wrapper(norm, torch.sigmoid)),
+        lambda model: replace_first(model, Attention, lambda attn: Wrapper(attn, Tensor.exp)),
+        lambda model: replace_first(model, RMSNorm, lambda norm: Wrapper(norm, lambda x: x[1:])),
+        lambda model: replace_first(model, RMSNorm, lambda norm: Wrapper(norm, len)),
         unbind,
         store_cache_as_bytes,
         unpack_first,
-        change_epsilon,
         lambda model: set_ops(NativeOps()),
         lambda model: model.half(),
+        lambda model: setattr(model, "tp", TPGroup(0, 2)),
     ],
 )
-def test_what_is_not_known_exactly_is_left_to_the_modules(change):
+def test_what_cannot_be_recorded_is_left_to_the_modules(change):
     model = make_model("plain")
     assert fuse(model) is not None
     change(model)
+    before = get_ops()
     assert fuse(model) is None
+    assert get_ops() is before

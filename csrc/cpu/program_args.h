@@ -1,0 +1,103 @@
+// A program: the operations of a forward pass in their order, and one launch of it. What runs it is
+// program.h.
+//
+// A buffer holds a row per token. T tokens of B requests, decodes (one token each) first, as in
+// attention.
+#pragma once
+
+#include <cstdint>
+
+#include "linear_format.h"
+
+namespace vllm_cpu {
+
+// Operations of which a row needs no other row: the name, and about how many passes over its
+// num_heads * head_size elements take as long.
+#define VLLM_ROW_OPERATIONS(X) \
+  X(lookup, 10)                \
+  X(lookup_position, 10)       \
+  X(replace, 1)                \
+  X(rms_norm, 2)               \
+  X(add_rms_norm, 2)           \
+  X(layer_norm, 3)             \
+  X(add, 1)                    \
+  X(scale, 1)                  \
+  X(relu, 1)                   \
+  X(silu_and_mul, 4)           \
+  X(gelu_and_mul, 5)           \
+  X(rotate, 1)                 \
+  X(write_cache, 1)
+
+#define VLLM_KIND(name, cost) name,
+VLLM_ENUM(OperationKind, VLLM_ROW_OPERATIONS(VLLM_KIND) linear, attend);
+#undef VLLM_KIND
+
+// One operation. What a kind does not use is 0. T is the type of the buffers.
+VLLM_STRUCT(Operation,
+  OperationKind kind;
+  int64_t x, x_offset;  // buffer of the first operand; the element of a row where it begins
+  int64_t y, y_offset;  // the same for the second operand
+  int64_t out;          // buffer of the result, whose rows it fills
+  const void* weight;          // T: the weight of a norm, the table of a lookup
+  const void* bias;            // T: of a linear layer or a norm; or null
+  const LinearWeight* packed;  // of a linear layer; of a lookup that has no weight
+  const float* table;          // [positions, rot_dim] of rotate, cosines then sines
+                               // [num_heads] of attend: ALiBi slopes, or null
+  void* key_cache;             // [num_blocks, block_size, num_kv_heads, head_size], dense
+  void* value_cache;           // the same
+  int64_t num_heads, head_size, num_kv_heads;
+  int64_t option;          // lookup_position: what is added to a position; rotate: rot_dim;
+                           // gelu_and_mul: 1 for tanh
+  int64_t sliding_window;  // 0: none
+  float scalar;            // eps of a norm; the factor of scale; of query @ key in attend
+  float soft_cap;          // of the scores in attend; 0: none
+);
+
+VLLM_STRUCT(ProgramBuffer,
+  int64_t width;     // elements of a row
+  int64_t is_local;  // 1: used only between two attentions, so not kept for all rows at once
+);
+
+VLLM_STRUCT(Program,
+  const Operation* operations;
+  const ProgramBuffer* buffers;
+  int64_t num_operations, num_buffers;  // at most kMaxBuffers
+  int64_t given, out;  // buffers that the caller of a launch provides; given: -1 if there is none
+  // Exclusive limits of what a launch holds; 0: not read.
+  int64_t vocab_size, max_positions, num_blocks;
+  int64_t block_size;
+  int64_t largest_run_bytes;  // weights of the linear layers between two attentions
+  int64_t weight_bytes;       // of all linear layers
+  int64_t attended_elements;  // num_heads * head_size of all attentions
+);
+
+constexpr int64_t kMaxBuffers = 64;
+
+VLLM_STRUCT(ProgramLaunch,
+  const int64_t* input_ids;        // [T]
+  const int64_t* positions;        // [T]
+  const int64_t* slot_mapping;     // [T]; negative: nothing is written
+  const int32_t* block_tables;     // [B, max_blocks], requests table_stride apart
+  const int32_t* seq_lens;         // [B]
+  const int32_t* query_start_loc;  // [B + 1]; unused when all requests are decodes
+  const int64_t* replaced;         // [T]: row of `embeddings` that takes the place of a token's own,
+                                   // or -1; null: none does
+  const void* embeddings;          // [rows, width of a row that replace changes]
+  const void* given;  // [T, width of the buffer]; null where the program has no such buffer
+  void* out;          // [T, width of the buffer]
+  char* scratch;      // of program_scratch_bytes, aligned to 64
+  int64_t num_tokens, num_requests, num_decodes, max_blocks, table_stride;
+  int64_t bad_index;  // set with the status: the token or request that it is about
+);
+
+VLLM_ENUM(ProgramStatus,
+  kDone,
+  kBadToken,
+  kBadPosition,
+  kBadSlot,
+  kBadRequest,  // its lengths or its block table
+  kNoMemory,
+  kBadStart  // the first prefill does not begin behind the decodes
+);
+
+}  // namespace vllm_cpu

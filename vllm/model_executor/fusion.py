@@ -1,0 +1,85 @@
+"""Fusing a model: its forward pass is recorded once, and then runs in one call of the C++ kernels.
+
+The model itself runs, on symbols instead of tensors (`vllm.ops.cpu.symbols`). So whatever its
+modules compute is what is recorded, whatever family it is of. What cannot be recorded, such as a
+weight that is not packed, leaves the model to its modules. Knows no launch.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from vllm.attention import LaunchContext, share_context
+from vllm.logger import init_logger
+from vllm.model_executor.models.interface import CausalLM
+from vllm.ops import get_ops, set_ops
+from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
+from vllm.ops.cpu.program import Program
+from vllm.ops.cpu.recorder import Recorder
+from vllm.ops.cpu.symbols import Ids
+
+logger = init_logger(__name__)
+
+_lock = threading.Lock()
+"""Held while the operator table of the process records."""
+
+
+def fuse(model: CausalLM) -> Program | None:
+    """The forward pass of a model whose weights are packed and whose caches are bound.
+
+    Returns:
+        None when modules have to run it. Otherwise results have the same bits as those of
+        `model.forward`.
+    """
+
+    def record() -> Program:
+        dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
+        recorder = Recorder(next(dtypes, torch.float32))
+        positions: Any = Ids(recorder, is_position=True)
+        replaced: Any = recorder  # whatever a launch replaces
+        context = LaunchContext(attention=recorder, positions=positions, replaced=replaced)
+        with _recording(recorder), share_context(model).running(context):
+            result: Any = model(Ids(recorder, is_position=False), positions)
+        return Program(recorder, result)
+
+    return _fused("forward pass", model, record)
+
+
+def fuse_head(model: CausalLM, forward: Program) -> Program | None:
+    """The same of `model.compute_logits`, for the hidden states that `forward` returns."""
+
+    def record() -> Program:
+        recorder = Recorder(forward.dtype)
+        given: Any = recorder.given(forward.width)
+        with _recording(recorder):
+            result: Any = model.compute_logits(given)
+        return Program(recorder, result, given)
+
+    return _fused("output head", model, record)
+
+
+def _fused(name: str, model: CausalLM, record: Callable[[], Program]) -> Program | None:
+    if type(get_ops()) is not CPUOps or load_cpu_kernels() is None or model.tp.size != 1:
+        return None
+    try:
+        program = record()
+    except Exception as error:  # a model may do with a symbol what only tensors can do
+        logger.debug("the %s runs module by module: %s", name, error)
+        return None
+    logger.debug("the %s runs in one call", name)
+    return program
+
+
+@contextmanager
+def _recording(recorder: Recorder) -> Iterator[None]:
+    """Operators that are given symbols are recorded."""
+    with _lock, torch.inference_mode():
+        before = get_ops()
+        set_ops(recorder)
+        try:
+            yield
+        finally:
+            set_ops(before)

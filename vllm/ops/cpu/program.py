@@ -1,0 +1,347 @@
+"""A recorded forward pass, run in one call of the C++ kernels.
+
+Per operator, a launch of a small model spends more time in Python and in waking threads than in
+arithmetic. Here a call sets a few pointers. Knows operations and their buffers; knows no modules.
+"""
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from vllm.ops.cpu.library import require_cpu_kernels
+from vllm.ops.cpu.linear import PackedWeight
+from vllm.ops.cpu.recorder import Operation, Recorder
+from vllm.ops.cpu.symbols import Buffer, NotFusibleError, Rows
+
+_MAX_BUFFERS = 64
+
+_num_threads = torch.get_num_threads
+
+
+class ProgramStatus(IntEnum):
+    """Why a launch was not computed; the values are those of csrc/cpu/program_args.h."""
+
+    DONE = 0
+    BAD_TOKEN = 1
+    BAD_POSITION = 2
+    BAD_SLOT = 3
+    BAD_REQUEST = 4
+    NO_MEMORY = 5
+    BAD_START = 6
+
+
+class Program:
+    """Runs launches of one model. Its results have the same bits as those of single operators.
+
+    Keeps what the operations read alive, and scratch memory for its largest launch. One call at a
+    time.
+
+    Args:
+        recorder: of the operations. Weights and caches may change their content, not their place.
+        result: the rows that a launch returns.
+        given: the rows that a launch brings; None: it brings token ids.
+
+    Attributes:
+        dtype: of activations.
+        width: elements of a row of the result.
+        given_width: elements of a row that a launch brings, or 0.
+
+    Raises:
+        NotFusibleError: the kernels cannot run it.
+        RuntimeError: the kernels are not built.
+    """
+
+    def __init__(self, recorder: Recorder, result: Rows, given: Rows | None = None) -> None:
+        library = require_cpu_kernels("a program needs")
+        self.dtype, self.width = recorder.dtype, result.width
+        self.given_width = given.width if given is not None else 0
+        if not recorder.operations or not result.is_whole:
+            raise NotFusibleError("the result is part of a buffer, or there are no operations")
+        kernels = library.of[self.dtype]
+        self._forward, self._scratch_bytes = kernels.program_forward, kernels.program_scratch_bytes
+        self._recorder = recorder
+        operations = recorder.operations
+        buffers = _Buffers(operations, result.buffer, given.buffer if given is not None else None)
+        self._operations = (kernels.Operation * len(operations))(
+            *(kernels.Operation(**_fields(kernels, o, buffers)) for o in operations)
+        )
+        self._buffers = (kernels.ProgramBuffer * len(buffers.shapes))(*buffers.shapes)
+        runs = [sum(map(_weight_bytes, run)) for run in _runs(operations)]
+        num_blocks, block_size = recorder.cache_shape
+        self._struct = kernels.Program(
+            operations=ctypes.addressof(self._operations),
+            buffers=ctypes.addressof(self._buffers),
+            num_operations=len(operations),
+            num_buffers=len(buffers.shapes),
+            given=-1 if given is None else buffers.index[given.buffer],
+            out=buffers.index[result.buffer],
+            vocab_size=recorder.vocab_size,
+            max_positions=recorder.max_positions,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            largest_run_bytes=max(runs),
+            weight_bytes=sum(runs),
+            attended_elements=sum(o.out.width for o in operations if o.kind == "attend"),
+        )
+        self._launch = kernels.ProgramLaunch()
+        self._addresses = ctypes.addressof(self._struct), ctypes.addressof(self._launch)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch_for = (0, 0)  # tokens, threads
+
+    @property
+    def address(self) -> int:
+        """Of the Program that kernels take, valid as long as this object lives."""
+        return self._addresses[0]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        num_decodes: int,
+        replaced: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """One ragged launch of T tokens of B requests, decodes of one token first.
+
+        Args:
+            input_ids: [T] int64.
+            positions: [T] int64.
+            slot_mapping: [T] int64: where keys and values go; negative: nowhere.
+            block_tables: [B, max_blocks] int32, rows dense.
+            seq_lens: [B] int32: tokens of a request, this launch's included.
+            query_start_loc: [B + 1] int32: where the tokens of each request begin.
+            num_decodes: requests that are decodes; their tokens are the first.
+            replaced: tokens [m] int64, and the embeddings [m, W] that take the place of theirs.
+
+        Returns:
+            [T, width]
+
+        Raises:
+            ValueError: dtypes, shapes, strides or devices do not fit, or the number of decodes.
+            IndexError: a token, position, slot, length or block is out of range.
+            MemoryError: there is no scratch memory.
+        """
+        num_tokens, num_requests = len(input_ids), len(seq_lens)
+        _check_vector("input_ids", input_ids, torch.int64, num_tokens)
+        _check_vector("positions", positions, torch.int64, num_tokens)
+        _check_vector("slot_mapping", slot_mapping, torch.int64, num_tokens)
+        _check_vector("seq_lens", seq_lens, torch.int32, num_requests)
+        _check_vector("query_start_loc", query_start_loc, torch.int32, num_requests + 1)
+        _check_tables(block_tables, num_requests)
+        if not 0 <= num_decodes <= min(num_requests, num_tokens) or (
+            num_decodes == num_requests != num_tokens
+        ):
+            raise ValueError(
+                f"{num_decodes} of {num_requests} requests are decodes, with {num_tokens} tokens"
+            )
+        num_threads = _num_threads()
+        out = torch.empty(num_tokens, self.width, dtype=self.dtype)
+        launch = self._launch
+        launch.input_ids = input_ids.data_ptr()
+        launch.positions = positions.data_ptr()
+        launch.slot_mapping = slot_mapping.data_ptr()
+        launch.block_tables = block_tables.data_ptr()
+        launch.seq_lens = seq_lens.data_ptr()
+        launch.query_start_loc = query_start_loc.data_ptr()
+        launch.out = out.data_ptr()
+        launch.num_tokens, launch.num_requests = num_tokens, num_requests
+        launch.num_decodes = num_decodes
+        launch.max_blocks, launch.table_stride = block_tables.shape[1], block_tables.stride(0)
+        if num_tokens > self._scratch_for[0] or num_threads != self._scratch_for[1]:
+            self._grow(num_tokens, num_threads)
+        launch.replaced = launch.embeddings = None
+        if replaced is not None:
+            sources, embeddings = self._sources(num_tokens, *replaced)
+            launch.replaced, launch.embeddings = sources.data_ptr(), embeddings.data_ptr()
+        status = self._forward(*self._addresses, num_threads)
+        if status != ProgramStatus.DONE:
+            self._refuse(
+                ProgramStatus(status), input_ids, positions, slot_mapping, block_tables, seq_lens
+            )
+        return out
+
+    def _sources(
+        self, num_tokens: int, indices: Tensor, embeddings: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """For each token the row of the embeddings that replaces its own, or -1; and these."""
+        width = self._recorder.replaced_width
+        if embeddings.shape != (len(indices), width):
+            raise ValueError(
+                f"embeddings are {list(embeddings.shape)} for {len(indices)} tokens; they must "
+                f"have {width} elements each"
+            )
+        sources = torch.full((num_tokens,), -1)
+        sources[indices] = torch.arange(len(indices))
+        return sources, embeddings.to(self.dtype).contiguous()
+
+    def _grow(self, num_tokens: int, num_threads: int) -> None:
+        num_bytes = self._scratch_bytes(self._addresses[0], num_tokens, num_threads)
+        self._scratch = torch.empty(num_bytes + 64, dtype=torch.uint8)
+        address = self._scratch.data_ptr()
+        self._launch.scratch = address + -address % 64
+        self._scratch_for = num_tokens, num_threads
+
+    def _refuse(
+        self,
+        status: ProgramStatus,
+        input_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+    ) -> NoReturn:
+        """Say why a launch was not computed."""
+        bad, program = self._launch.bad_index, self._struct
+        if status is ProgramStatus.NO_MEMORY:
+            raise MemoryError("no scratch memory for a forward pass")
+        if status is ProgramStatus.BAD_START:
+            raise ValueError(
+                f"{bad} requests are decodes of one token, but the first prefill does not begin "
+                f"at row {bad}"
+            )
+        if status is ProgramStatus.BAD_TOKEN:
+            raise IndexError(f"input_ids[{bad}] is {input_ids[bad]} of {program.vocab_size} rows")
+        if status is ProgramStatus.BAD_POSITION:
+            raise IndexError(
+                f"positions[{bad}] is {positions[bad]}, the model has {program.max_positions} "
+                f"positions"
+            )
+        if status is ProgramStatus.BAD_SLOT:
+            num_slots = program.num_blocks * program.block_size
+            raise IndexError(f"slot_mapping[{bad}] is {slot_mapping[bad]} of {num_slots} slots")
+        raise IndexError(
+            f"request {bad} has {seq_lens[bad]} tokens and the blocks "
+            f"{block_tables[bad].tolist()} of {program.block_size} tokens; the cache has "
+            f"{program.num_blocks} blocks"
+        )
+
+
+class _Buffers:
+    """Which buffers of a program have the rows of which operations.
+
+    Rows that are no longer read give their buffer to others of the same width. Rows that are used
+    only between two attentions are local: not all of them are kept at once.
+    """
+
+    def __init__(self, operations: list[Operation], out: Buffer, given: Buffer | None) -> None:
+        self.shapes: list[tuple[int, bool]] = []
+        """(width, is_local) of each."""
+        self.index: dict[Buffer, int] = {}
+        self._free: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+        self._is_local: dict[Buffer, bool] = {out: False}
+        last_use: dict[Buffer, int] = {}
+        first_run: dict[Buffer, int] = {}
+        number = 0
+        for run, part in enumerate(_runs(operations)):
+            for operation in part:
+                for buffer in _used(operation):
+                    last_use[buffer] = number
+                    is_one_run = first_run.setdefault(buffer, run) == run
+                    self._is_local[buffer] = is_one_run and self._is_local.get(buffer, True)
+                number += 1
+        kept = {out} if given is None else {out, given}
+        for buffer in kept:
+            self._is_local[buffer] = False
+            self._make(buffer)
+        for number, operation in enumerate(operations):
+            ended = [
+                b
+                for b in dict.fromkeys(_used(operation))
+                if last_use[b] == number and b not in kept and b is not operation.out
+            ]
+            if operation.kind in _ROW_BY_ROW:  # the result may take the place of an operand
+                self._release(ended)
+            if operation.out not in self.index:
+                self._make(operation.out)
+            if operation.kind not in _ROW_BY_ROW:
+                self._release(ended)
+        if len(self.shapes) > _MAX_BUFFERS:
+            raise NotFusibleError(f"{len(self.shapes)} buffers are needed, at most {_MAX_BUFFERS}")
+
+    def _make(self, buffer: Buffer) -> None:
+        key = buffer.width, self._is_local[buffer]
+        if self._free[key]:
+            self.index[buffer] = self._free[key].pop()
+        else:
+            self.index[buffer] = len(self.shapes)
+            self.shapes.append(key)
+
+    def _release(self, buffers: list[Buffer]) -> None:
+        for buffer in buffers:
+            key = buffer.width, self._is_local[buffer]
+            self._free[key].append(self.index[buffer])
+
+
+_ROW_BY_ROW = {"rms_norm", "add_rms_norm", "add", "scale", "relu", "layer_norm"}
+"""Kinds whose result has the width of their operands and may take the place of one."""
+
+
+def _used(operation: Operation) -> list[Buffer]:
+    rows = [x.buffer for x in (operation.x, operation.y) if x is not None]
+    return [*rows, operation.out]
+
+
+def _runs(operations: list[Operation]) -> Iterator[list[Operation]]:
+    """The operations between two attentions, and each attention alone."""
+    run: list[Operation] = []
+    for operation in operations:
+        if operation.kind == "attend":
+            yield run
+            yield [operation]
+            run = []
+        else:
+            run.append(operation)
+    yield run
+
+
+def _weight_bytes(operation: Operation) -> int:
+    weight = operation.operands.get("packed")
+    if operation.kind != "linear" or not isinstance(weight, PackedWeight):
+        return 0
+    return weight.num_bytes
+
+
+def _fields(kernels: Any, operation: Operation, buffers: _Buffers) -> dict[str, Any]:
+    """The fields of an Operation of csrc/cpu/program_args.h."""
+    kind = kernels.OperationKind.__members__.get(operation.kind)
+    if kind is None:
+        raise NotFusibleError(f"the kernels have no operation {operation.kind!r}")
+    fields = {"kind": kind, "out": buffers.index[operation.out]} | operation.numbers
+    for name, rows in (("x", operation.x), ("y", operation.y)):
+        if rows is not None:
+            fields |= {name: buffers.index[rows.buffer], f"{name}_offset": rows.offset}
+    return fields | {name: _pointer(x) for name, x in operation.operands.items()}
+
+
+def _pointer(x: Tensor | PackedWeight | None) -> int | None:
+    if x is None:
+        return None
+    return x.address if isinstance(x, PackedWeight) else x.data_ptr()
+
+
+def _check_vector(name: str, x: Tensor, dtype: torch.dtype, size: int) -> None:
+    if x.dtype != dtype or x.shape != (size,) or not x.is_contiguous() or not x.is_cpu:
+        raise ValueError(
+            f"{name} is {x.dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}, "
+            f"it must be {dtype} [{size}], dense on cpu"
+        )
+
+
+def _check_tables(block_tables: Tensor, num_requests: int) -> None:
+    shape, dtype = block_tables.shape, block_tables.dtype
+    is_dense = len(shape) == 2 and (shape[1] <= 1 or block_tables.stride(1) == 1)
+    is_fitting = is_dense and shape[0] == num_requests and block_tables.is_cpu
+    if dtype != torch.int32 or not is_fitting:
+        raise ValueError(
+            f"block_tables is {dtype} {list(shape)} with strides {list(block_tables.stride())} "
+            f"on {block_tables.device}, it must be torch.int32 [{num_requests}, max_blocks] "
+            f"with dense rows on cpu"
+        )

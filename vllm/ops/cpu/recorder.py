@@ -1,0 +1,278 @@
+"""Recording the operations of a model, to run them in one call of the C++ kernels.
+
+A `Recorder` takes the place of the operator table, and of how a launch attends, while a model is
+run once on symbols (`vllm.ops.cpu.symbols`). Knows tensors and packed weights; knows no modules.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.ops.cpu.linear import PackedWeight, WeightFormat
+from vllm.ops.cpu.operators import CPUOps
+from vllm.ops.cpu.symbols import Buffer, Ids, NotFusibleError, Rows, Symbol
+
+_MAX_WINDOW = 2**31 - 1
+
+DTYPES = (torch.bfloat16, torch.float32)
+"""Of activations."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation; what a kind means is said in csrc/cpu/program.h."""
+
+    kind: str
+    x: Rows | None
+    y: Rows | None
+    out: Buffer
+    operands: dict[str, Tensor | PackedWeight | None]
+    """What it reads besides rows, by the names of the fields of its struct."""
+    numbers: dict[str, float]
+    """The same of numbers."""
+
+
+def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Record calls with symbols. Calls with tensors, from other threads, are run."""
+
+    @functools.wraps(method)
+    def call(self: "Recorder", *args: Any, **options: Any) -> Any:
+        if any(isinstance(x, Symbol) for x in args):
+            return method(self, *args, **options)
+        return getattr(super(Recorder, self), method.__name__)(*args, **options)
+
+    return call
+
+
+class Recorder(CPUOps):
+    """The operations of one forward pass, in their order.
+
+    Its methods take rows and return rows, whose memory the program provides. They raise
+    NotFusibleError for what the kernels cannot take.
+
+    Args:
+        dtype: of all rows, bfloat16 or float32.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        if dtype not in DTYPES:
+            raise NotFusibleError(f"activations are {dtype}, they must be bfloat16 or float32")
+        self.dtype = dtype
+        self.operations: list[Operation] = []
+        self.vocab_size = self.max_positions = 0
+        """Exclusive limits of token ids and positions; 0: none are used."""
+        self.replaced_width = 0
+        """Elements of the embeddings that a launch may bring."""
+        self.cache_shape = (0, 0)
+        """(blocks, tokens of a block)"""
+
+    def given(self, width: int) -> Rows:
+        """Rows that the caller of the program provides."""
+        return Rows(self, Buffer(width), (width,))
+
+    def lookup(
+        self, ids: Ids, table: Tensor | PackedWeight, dtype: torch.dtype | None = None
+    ) -> Rows:
+        """Rows [T, W] of a table [N, W]; dtype: None or that of the rows."""
+        if dtype not in (None, self.dtype):
+            raise NotFusibleError(f"embeddings of {dtype} in a model of {self.dtype}")
+        operands: dict[str, Tensor | PackedWeight | None]
+        if isinstance(table, PackedWeight):
+            num_rows, width = table.out_features, table.in_features
+            operands = {"packed": self._packed(table)}
+        else:
+            num_rows, width = table.shape
+            operands = {"weight": self._dense(table, num_rows, width)}
+        if ids.is_position:
+            self.max_positions = min(self.max_positions or num_rows, num_rows - ids.offset)
+        elif ids.offset:
+            raise NotFusibleError("numbers are added to token ids")
+        else:
+            self.vocab_size = min(self.vocab_size or num_rows, num_rows)
+        kind = "lookup_position" if ids.is_position else "lookup"
+        return self._rows(kind, (width,), operands=operands, option=ids.offset)
+
+    def put_into(self, rows: Any) -> Any:
+        """Put the embeddings that a launch brings in the places of those that were looked up."""
+        self.replaced_width = rows.width
+        self._in_place("replace", rows)
+        return rows
+
+    def linear(self, x: Rows, weight: PackedWeight, bias: Tensor | None) -> Rows:
+        """[T, in_features] -> [T, out_features]"""
+        if x.sizes != (weight.in_features,):
+            raise NotFusibleError(f"rows of {x.sizes} for {weight.in_features} input features")
+        operands = {"packed": self._packed(weight), "bias": self._vector(bias, weight.out_features)}
+        return self._rows("linear", (weight.out_features,), x, operands=operands)
+
+    @_recorded
+    def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
+        operands = {"weight": self._vector(weight, x.sizes[-1])}
+        return self._rows("rms_norm", x.sizes, x, operands=operands, scalar=eps)
+
+    @_recorded
+    def fused_add_rms_norm(self, x: Any, residual: Any, weight: Tensor, eps: float) -> Any:
+        _check_pair(x, residual)
+        operands = {"weight": self._vector(weight, x.width)}
+        normed = self._rows("add_rms_norm", x.sizes, x, residual, operands=operands, scalar=eps)
+        return normed, residual
+
+    @_recorded
+    def layer_norm(self, x: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+        (size,) = _one_dim(x)
+        operands = {"weight": self._vector(weight, size), "bias": self._vector(bias, size)}
+        return self._rows("layer_norm", x.sizes, x, operands=operands, scalar=eps)
+
+    @_recorded
+    def silu_and_mul(self, x: Any) -> Any:
+        return self._rows("silu_and_mul", (_half(x),), x)
+
+    @_recorded
+    def gelu_and_mul(self, x: Any, is_tanh: bool) -> Any:
+        return self._rows("gelu_and_mul", (_half(x),), x, option=is_tanh)
+
+    def relu(self, x: Rows) -> Rows:
+        return self._rows("relu", _one_dim(x), x)
+
+    def add(self, x: Rows, y: Any) -> Rows:
+        _check_pair(x, y)
+        return self._rows("add", _one_dim(x), x, y)
+
+    def scale(self, x: Rows, factor: Any) -> Rows:
+        if not isinstance(factor, (int, float)):
+            raise NotFusibleError(f"rows are multiplied by a {type(factor).__name__}")
+        return self._rows("scale", _one_dim(x), x, scalar=factor)
+
+    @_recorded
+    def rotary_embedding(
+        self, positions: Any, query: Any, key: Any, cos_sin_cache: Tensor, is_neox: bool
+    ) -> Any:
+        num_positions, rot_dim = cos_sin_cache.shape
+        if not is_neox or positions.offset or not positions.is_position:
+            raise NotFusibleError("only pairs of halves are rotated, by the positions of tokens")
+        table = self._dense(cos_sin_cache, num_positions, rot_dim, dtype=torch.float32)
+        self.max_positions = min(self.max_positions or num_positions, num_positions)
+        for heads in (query, key):
+            if rot_dim % 2 or rot_dim > heads.sizes[-1]:
+                raise NotFusibleError(f"rotations of {rot_dim} elements of heads of {heads.sizes}")
+            self._in_place("rotate", heads, operands={"table": table}, option=rot_dim)
+        return query, key
+
+    def attend(self, layer: Any, query: Any, key: Any, value: Any) -> Any:
+        """Store keys and values, and attend to the cache of a layer, as launches do."""
+        if not isinstance(query, Rows):
+            raise NotFusibleError("tensors attend while symbols are recorded")
+        caches = layer.key_cache, layer.value_cache
+        shape = _check_heads(query, key, value, caches[0])
+        self._bind(shape[0], shape[1])
+        names = "key_cache", "value_cache"
+        operands = {n: self._dense(c, *shape) for n, c in zip(names, caches, strict=True)}
+        self._in_place("write_cache", key, value, operands=operands)
+        slopes = layer.alibi_slopes
+        if slopes is not None:
+            slopes = self._dense(slopes, query.sizes[0], dtype=torch.float32)
+        return self._rows(
+            "attend",
+            query.sizes,
+            query,
+            operands=operands | {"table": slopes},
+            num_kv_heads=shape[2],
+            scalar=layer.scale,
+            soft_cap=layer.logits_soft_cap or 0.0,
+            sliding_window=min(layer.sliding_window or 0, _MAX_WINDOW),
+        )
+
+    def _rows(
+        self,
+        kind: str,
+        sizes: tuple[int, ...],
+        x: Rows | None = None,
+        y: Rows | None = None,
+        *,
+        operands: dict[str, Any] | None = None,
+        **numbers: float,
+    ) -> Rows:
+        """Record an operation with a result of its own."""
+        out = Rows(self, Buffer(torch.Size(sizes).numel()), sizes)
+        numbers |= {"num_heads": torch.Size(sizes[:-1]).numel(), "head_size": sizes[-1]}
+        self.operations.append(Operation(kind, x, y, out.buffer, operands or {}, numbers))
+        return out
+
+    def _in_place(
+        self,
+        kind: str,
+        x: Rows,
+        y: Rows | None = None,
+        *,
+        operands: dict[str, Any] | None = None,
+        **numbers: float,
+    ) -> None:
+        """Record an operation without a result, or that changes x."""
+        numbers |= {"num_heads": x.width // x.sizes[-1], "head_size": x.sizes[-1]}
+        self.operations.append(Operation(kind, x, y, x.buffer, operands or {}, numbers))
+
+    def _bind(self, num_blocks: int, block_size: int) -> None:
+        if self.cache_shape not in ((0, 0), (num_blocks, block_size)):
+            raise NotFusibleError(
+                f"caches have {self.cache_shape} and {num_blocks, block_size} blocks and tokens "
+                f"per block"
+            )
+        self.cache_shape = num_blocks, block_size
+
+    def _packed(self, weight: PackedWeight) -> PackedWeight:
+        if weight.weight_format is WeightFormat.FLOAT32 and self.dtype != torch.float32:
+            raise NotFusibleError(f"a float32 weight is applied to {self.dtype}")
+        return weight
+
+    def _vector(self, x: Tensor | None, size: int) -> Tensor | None:
+        return None if x is None else self._dense(x, size)
+
+    def _dense(self, x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        wanted = dtype or self.dtype
+        if not isinstance(x, Tensor) or x.dtype != wanted or tuple(x.shape) != shape:
+            is_tensor = isinstance(x, Tensor)
+            found = f"{x.dtype} {list(x.shape)}" if is_tensor else type(x).__name__
+            raise NotFusibleError(f"an operand is {found}, it must be {wanted} {list(shape)}")
+        if not x.is_cpu or not x.is_contiguous():
+            raise NotFusibleError(f"an operand {list(shape)} is not dense on the CPU")
+        return x.detach()
+
+
+def _check_pair(x: Rows, y: Any) -> None:
+    if not isinstance(y, Rows) or x.sizes != y.sizes or len(x.sizes) != 1:
+        found = y.sizes if isinstance(y, Rows) else type(y).__name__
+        raise NotFusibleError(f"rows of {x.sizes} and {found} cannot be added")
+
+
+def _one_dim(x: Rows) -> tuple[int]:
+    if len(x.sizes) != 1:
+        raise NotFusibleError(f"rows of {x.sizes} have to be flattened")
+    return (x.width,)
+
+
+def _half(x: Rows) -> int:
+    (width,) = _one_dim(x)
+    if width % 2:
+        raise NotFusibleError(f"rows of {width} elements have no gate and up of one size")
+    return width // 2
+
+
+def _check_heads(query: Rows, key: Rows, value: Rows, cache: Any) -> tuple[int, ...]:
+    """The shape [num_blocks, block_size, G, D] of the cache that queries, keys and values fit."""
+    if not isinstance(cache, Tensor) or cache.dim() != 4 or cache.dtype not in DTYPES:
+        found = f"{cache.dtype}" if isinstance(cache, Tensor) else "not bound"
+        raise NotFusibleError(f"a KV cache is {found}, it must be bfloat16 or float32")
+    num_kv_heads, head_size = cache.shape[2:]
+    has_heads = key.sizes == value.sizes == (num_kv_heads, head_size)
+    is_grouped = len(query.sizes) == 2 and query.sizes[0] % num_kv_heads == 0
+    if not has_heads or not is_grouped or query.sizes[1] != head_size:
+        raise NotFusibleError(
+            f"queries {query.sizes}, keys {key.sizes} and values {value.sizes} do not fit a cache "
+            f"of heads {num_kv_heads, head_size}"
+        )
+    return tuple(cache.shape)
