@@ -9,21 +9,11 @@
 // has the same bits as one call per operator.
 #pragma once
 
-#include "activation.h"
 #include "attention.h"
 #include "attention_prefill.h"
-#include "linear_pack.h"
-#include "norm.h"
-#include "program_args.h"
-#include "rotary.h"
+#include "program_rows.h"
 
 namespace VLLM_ISA {
-
-using vllm_cpu::Operation;
-using vllm_cpu::OperationKind;
-using vllm_cpu::Program;
-using vllm_cpu::ProgramLaunch;
-using vllm_cpu::ProgramStatus;
 
 constexpr int64_t kCachedRunBytes = 4 << 20;
 constexpr int64_t kOwnRows = 64;       // most rows that one thread takes through a run at a time
@@ -45,31 +35,16 @@ inline bool is_small(const Program& program, const ProgramLaunch& launch) {
          400000;
 }
 
-// Where the buffers of a launch are.
-template <typename T>
-struct ProgramBuffers {
-  T* at[vllm_cpu::kMaxBuffers];
-  int64_t bytes;  // of the scratch memory
-
-  // scratch: an address; 0 only measures.
-  ProgramBuffers(const Program& program, int64_t num_tokens, int num_threads, uintptr_t scratch)
-      : bytes(0) {
-    const int64_t shared_rows = num_tokens < kSharedRows ? num_tokens : kSharedRows;
-    const int64_t local_rows = is_cached(program) ? kOwnRows * num_threads : shared_rows;
-    for (int64_t i = 0; i < program.num_buffers; ++i) {
-      const vllm_cpu::ProgramBuffer& buffer = program.buffers[i];
-      if (i == program.given || i == program.out) continue;
-      at[i] = reinterpret_cast<T*>(scratch + bytes);
-      const int64_t rows = buffer.is_local ? local_rows : num_tokens;
-      bytes += aligned(rows * buffer.width * int64_t{sizeof(T)});
-    }
-  }
-};
+inline int64_t local_rows(const Program& program, int64_t num_tokens, int num_threads) {
+  if (is_cached(program)) return kOwnRows * num_threads;
+  return num_tokens < kSharedRows ? num_tokens : kSharedRows;
+}
 
 // Bytes for any launch of at most num_tokens.
 template <typename T>
 int64_t program_scratch_bytes(const Program& program, int64_t num_tokens, int num_threads) {
-  return ProgramBuffers<T>(program, num_tokens, num_threads, 0).bytes;
+  const int64_t num_local = local_rows(program, num_tokens, num_threads);
+  return ProgramBuffers<T>(program, num_tokens, num_local, 0).bytes;
 }
 
 template <typename T>
@@ -79,13 +54,7 @@ class ProgramPass {
       : program_(program),
         launch_(launch),
         num_threads_(num_threads),
-        buffers_(program, launch.num_tokens, num_threads,
-                 reinterpret_cast<uintptr_t>(launch.scratch)) {
-    if (program.given >= 0) {
-      buffers_.at[program.given] = static_cast<T*>(const_cast<void*>(launch.given));
-    }
-    buffers_.at[program.out] = static_cast<T*>(launch.out);
-  }
+        rows_(program, launch, local_rows(program, launch.num_tokens, num_threads)) {}
 
   ProgramStatus run() {
     check();
@@ -104,24 +73,6 @@ class ProgramPass {
   }
 
  private:
-  // Rows [begin, begin + count) of the launch. Local buffers have them from row begin - shift on.
-  struct Rows {
-    int64_t begin, count, shift;
-  };
-
-  // An operand in those rows.
-  struct View {
-    T* first;
-    int64_t stride;
-    T* operator[](int64_t row) const { return first + row * stride; }
-  };
-
-  View view(int64_t buffer, int64_t offset, const Rows& rows) const {
-    const int64_t width = program_.buffers[buffer].width;
-    const int64_t row = rows.begin - (program_.buffers[buffer].is_local ? rows.shift : 0);
-    return {buffers_.at[buffer] + row * width + offset, width};
-  }
-
   // From any thread; the last one stays.
   void fail(ProgramStatus status, int64_t index) {
     __atomic_store_n(&launch_.bad_index, index, __ATOMIC_RELAXED);
@@ -175,179 +126,31 @@ class ProgramPass {
       }
       const Operation* const first = op;
       int64_t cost = 0;
-      for (; op < end && op->kind != OperationKind::linear; ++op) cost += cost_of(*op);
+      for (; op < end && op->kind != OperationKind::linear; ++op) cost += rows_.cost_of(*op);
       // No second thread before each has work for about a microsecond: a team wakes fast.
       parallel_row_ranges(rows.count, 2 * cost, num_threads, [&](int64_t begin, int64_t stop) {
         for (int64_t row = begin; row < stop; row += kRowBlock) {
           const int64_t count = row + kRowBlock < stop ? kRowBlock : stop - row;
           for (const Operation* o = first; o < op; ++o) {
-            run_operation(*o, {rows.begin + row, count, rows.shift});
+            rows_.run(*o, {rows.begin + row, count, rows.shift});
           }
         }
       });
     }
   }
 
-  static int64_t cost_of(const Operation& op) {
-    switch (op.kind) {
-#define VLLM_COST(name, cost) \
-  case OperationKind::name:   \
-    return cost * op.num_heads * op.head_size;
-      VLLM_ROW_OPERATIONS(VLLM_COST)
-#undef VLLM_COST
-      default:
-        return 0;
-    }
-  }
-
-  void run_operation(const Operation& op, const Rows& rows) {
-    switch (op.kind) {
-#define VLLM_RUN(name, cost) \
-  case OperationKind::name:  \
-    return name(op, rows);
-      VLLM_ROW_OPERATIONS(VLLM_RUN)
-#undef VLLM_RUN
-      default:
-        return;
-    }
-  }
-
   void multiply_by(const Operation& op, const Rows& rows, int num_threads) {
-    const View x = view(op.x, op.x_offset, rows);
+    const auto x = rows_.view(op.x, op.x_offset, rows);
     if (linear<T>(*op.packed, x.first, static_cast<const T*>(op.bias),
-                  view(op.out, 0, rows).first, rows.count, x.stride, num_threads) != 0) {
+                  rows_.view(op.out, 0, rows).first, rows.count, x.stride, num_threads) != 0) {
       fail(ProgramStatus::kNoMemory, 0);
-    }
-  }
-
-  static const T* weight_of(const Operation& op) { return static_cast<const T*>(op.weight); }
-
-  // Calls row(x, out) for each of the rows.
-  template <typename Body>
-  void for_rows(const Operation& op, const Rows& rows, Body body) const {
-    const View x = view(op.x, op.x_offset, rows), out = view(op.out, 0, rows);
-    for (int64_t i = 0; i < rows.count; ++i) body(x[i], out[i]);
-  }
-
-  // The same for rows of two operands: row(x, y, out).
-  template <typename Body>
-  void for_pairs(const Operation& op, const Rows& rows, Body body) const {
-    const View x = view(op.x, op.x_offset, rows), y = view(op.y, op.y_offset, rows);
-    const View out = view(op.out, 0, rows);
-    for (int64_t i = 0; i < rows.count; ++i) body(x[i], y[i], out[i]);
-  }
-
-  void copy_rows(const Operation& op, const Rows& rows, const int64_t* ids, int64_t offset) const {
-    const View out = view(op.out, 0, rows);
-    for (int64_t i = 0; i < rows.count; ++i) {
-      const int64_t id = ids[rows.begin + i] + offset;
-      if (op.weight != nullptr) {
-        __builtin_memcpy(out[i], weight_of(op) + id * op.head_size, op.head_size * sizeof(T));
-      } else {
-        unpack_row(*op.packed, id, out[i]);
-      }
-    }
-  }
-
-  void lookup(const Operation& op, const Rows& rows) const {
-    copy_rows(op, rows, launch_.input_ids, 0);
-  }
-
-  void lookup_position(const Operation& op, const Rows& rows) const {
-    copy_rows(op, rows, launch_.positions, op.option);
-  }
-
-  // In place.
-  void replace(const Operation& op, const Rows& rows) const {
-    if (launch_.replaced == nullptr) return;
-    const View x = view(op.x, 0, rows);
-    for (int64_t i = 0; i < rows.count; ++i) {
-      const int64_t source = launch_.replaced[rows.begin + i];
-      const T* const embedding =
-          static_cast<const T*>(launch_.embeddings) + source * op.head_size;
-      if (source >= 0) __builtin_memcpy(x[i], embedding, op.head_size * sizeof(T));
-    }
-  }
-
-  void rms_norm(const Operation& op, const Rows& rows) const {
-    for_rows(op, rows, [&](const T* x, T* out) {
-      for (int64_t at = 0; at < op.num_heads * op.head_size; at += op.head_size) {
-        rms_norm_row(x + at, weight_of(op), out + at, op.head_size, op.scalar);
-      }
-    });
-  }
-
-  void add_rms_norm(const Operation& op, const Rows& rows) const {
-    for_pairs(op, rows, [&](const T* x, T* residual, T* out) {
-      add_rms_norm_row(x, residual, weight_of(op), out, op.head_size, op.scalar);
-    });
-  }
-
-  void layer_norm(const Operation& op, const Rows& rows) const {
-    for_rows(op, rows, [&](const T* x, T* out) {
-      layer_norm_row(x, weight_of(op), static_cast<const T*>(op.bias), out, op.head_size,
-                     op.scalar);
-    });
-  }
-
-  void add(const Operation& op, const Rows& rows) const {
-    for_pairs(op, rows, [&](const T* x, const T* y, T* out) {
-      for_each_vector(op.head_size, [&](int64_t i, int64_t count) {
-        store(out + i, load(x + i, count) + load(y + i, count), count);
-      });
-    });
-  }
-
-  void scale(const Operation& op, const Rows& rows) const {
-    for_rows(op, rows, [&](const T* x, T* out) {
-      for_each_vector(op.head_size, [&](int64_t i, int64_t count) {
-        store(out + i, load(x + i, count) * splat(op.scalar), count);
-      });
-    });
-  }
-
-  void relu(const Operation& op, const Rows& rows) const {
-    for_rows(op, rows, [&](const T* x, T* out) { relu_row(x, out, op.head_size); });
-  }
-
-  void silu_and_mul(const Operation& op, const Rows& rows) const {
-    for_rows(op, rows, [&](const T* x, T* out) { silu_and_mul_row(x, out, op.head_size); });
-  }
-
-  void gelu_and_mul(const Operation& op, const Rows& rows) const {
-    const bool is_tanh = op.option != 0;
-    for_rows(op, rows,
-             [&](const T* x, T* out) { gelu_and_mul_row(x, out, op.head_size, is_tanh); });
-  }
-
-  // In place: out is the buffer of x.
-  void rotate(const Operation& op, const Rows& rows) const {
-    const View x = view(op.x, op.x_offset, rows);
-    const int64_t half = op.option / 2;
-    for (int64_t i = 0; i < rows.count; ++i) {
-      const float* const cos = op.table + launch_.positions[rows.begin + i] * op.option;
-      for (int64_t at = 0; at < op.num_heads * op.head_size; at += op.head_size) {
-        rotate_neox(x[i] + at, cos, cos + half, half);
-      }
-    }
-  }
-
-  // Keys x and values y.
-  void write_cache(const Operation& op, const Rows& rows) const {
-    const View key = view(op.x, op.x_offset, rows), value = view(op.y, op.y_offset, rows);
-    const int64_t size = op.num_heads * op.head_size;
-    for (int64_t i = 0; i < rows.count; ++i) {
-      const int64_t slot = launch_.slot_mapping[rows.begin + i];
-      if (slot < 0) continue;
-      __builtin_memcpy(static_cast<T*>(op.key_cache) + slot * size, key[i], size * sizeof(T));
-      __builtin_memcpy(static_cast<T*>(op.value_cache) + slot * size, value[i], size * sizeof(T));
     }
   }
 
   // What the arguments of both attention kernels have in common.
   vllm_cpu::AttentionArgs<T> attention_args(const Operation& op, int64_t first,
                                             int64_t count) const {
-    const View query = view(op.x, op.x_offset, {0, 0, 0});
+    const auto query = rows_.view(op.x, op.x_offset, {0, 0, 0});
     vllm_cpu::AttentionArgs<T> args = {};
     args.query = query.first;
     args.key_cache = op.key_cache;
@@ -355,7 +158,7 @@ class ProgramPass {
     args.block_tables = launch_.block_tables + first * launch_.table_stride;
     args.seq_lens = launch_.seq_lens + first;
     args.alibi_slopes = op.table;
-    args.out = buffers_.at[op.out];
+    args.out = rows_.view(op.out, 0, {0, 0, 0}).first;
     args.num_requests = count;
     args.num_heads = op.num_heads;
     args.num_kv_heads = op.num_kv_heads;
@@ -393,7 +196,7 @@ class ProgramPass {
   const Program& program_;
   ProgramLaunch& launch_;
   const int num_threads_;
-  ProgramBuffers<T> buffers_;
+  const RowOperations<T> rows_;
   ProgramStatus status_ = ProgramStatus::kDone;
 };
 

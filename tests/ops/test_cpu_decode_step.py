@@ -220,7 +220,7 @@ def test_a_row_whose_logits_hold_nan_has_no_token_and_harms_no_other():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("token_ids", VOCAB_SIZE, "BAD_TOKEN: row 5 has the token 50"),
+        ("token_ids", VOCAB_SIZE, "BadToken: row 5 has the token 50"),
         ("block_table", NUM_BLOCKS, r"row 5 .* and the blocks \[90, 90, 90, 90\]"),
     ],
 )
@@ -264,5 +264,5 @@ def test_positions_end_with_the_table_of_rotations():
     setting = make_setting()
     model = dataclasses.replace(setting.model, cos_sin=torch.rand(5, HEAD_SIZE))
     assert MAX_POSITIONS > 5
-    with pytest.raises(IndexError, match="BAD_POSITION: row 3"):
+    with pytest.raises(IndexError, match="BadPosition: row 3"):
         dataclasses.replace(setting, model=model).step().run(*setting.launch([3]))

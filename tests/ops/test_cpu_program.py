@@ -101,6 +101,7 @@ def record_layer(recorder: Recorder, layer: Layer, cos_sin: Tensor, x: Rows) -> 
         sliding_window=None,
         alibi_slopes=None,
         logits_soft_cap=None,
+        cache_group=0,
     )
     attended = recorder.attend(attention, query, key, value).flatten(1)
     return recorder.linear(attended, layer.output, layer.output_bias)

@@ -5,13 +5,11 @@ uses the same rows for its own arrays.
 """
 
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from operator import attrgetter
 
 import numpy as np
 
-from vllm.core.block_pool import BlockPool
 from vllm.messages import IntArray
 from vllm.request import Request, RequestStatus
 
@@ -31,6 +29,7 @@ class RunningBatch:
         eos: per row, the token that ends the request, or NO_TOKEN.
         has_stop_tokens: per row, whether further tokens end it.
         num_prompt: per row, tokens of the prompt.
+        num_passed: per row, blocks of its tables that sliding windows have passed.
         takes_drafts: per row, whether guesses of its next tokens may be verified.
         awaits_result: per row, whether it runs again only when the step in flight has its result.
         num_prompt_logprobs: running requests that want log-probabilities of their prompt.
@@ -45,6 +44,7 @@ class RunningBatch:
         self.eos = np.full(max_num_seqs, NO_TOKEN, np.int32)
         self.has_stop_tokens = np.zeros(max_num_seqs, np.bool_)
         self.num_prompt = np.zeros(max_num_seqs, np.int32)
+        self.num_passed = np.zeros(max_num_seqs, np.int32)
         self.takes_drafts = np.zeros(max_num_seqs, np.bool_)
         self.awaits_result = np.zeros(max_num_seqs, np.bool_)
         self.num_prompt_logprobs = 0
@@ -113,34 +113,6 @@ class RunningBatch:
             if request.wants_prompt_logprobs
         }
 
-    def find_victims(
-        self, request: Request, lack: int, kept: Set[int], pool: BlockPool
-    ) -> list[Request]:
-        """The least important requests that have to go for a waiting one of higher priority.
-
-        None when it fits as it is, and none when even all that it outranks would not do.
-
-        Args:
-            request: needs a row.
-            lack: blocks that it needs beyond those that are free.
-            kept: blocks that it shares: they do not become free for it.
-            pool: of the blocks.
-        """
-        taken: Counter[int] = Counter()
-        victims: list[Request] = []
-        for victim in reversed(self._sorted):
-            if lack <= 0 and (victims or not self.is_full):
-                break
-            if request.spec.priority >= victim.spec.priority:
-                return []
-            victims.append(victim)
-            taken.update(victim.block_ids)
-            lack -= sum(
-                taken[block_id] == pool.num_refs(block_id) and block_id not in kept
-                for block_id in victim.block_ids
-            )
-        return victims
-
     def add(self, request: Request, num_computed: int, capacity: int) -> None:
         """Give a request a row; there is one left."""
         row = self._free_rows.pop()
@@ -155,6 +127,7 @@ class RunningBatch:
         self.eos[row] = NO_TOKEN if spec.eos_token_id is None else spec.eos_token_id
         self.has_stop_tokens[row] = bool(spec.stop_token_ids)
         self.num_prompt[row] = request.num_prompt_tokens
+        self.num_passed[row] = 0
         self.takes_drafts[row] = request.takes_drafts
         self.awaits_result[row] = False
         self.num_prompt_logprobs += request.wants_prompt_logprobs

@@ -7,14 +7,14 @@ row mean is said in `vllm.worker.input_batch` and `vllm.sample.state`.
 
 import ctypes
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vllm.ops.cpu.library import require_cpu_kernels
-from vllm.ops.cpu.program import Program, ProgramStatus
+from vllm.ops.cpu.program import Program
 
 IntArray = npt.NDArray[np.int32]
 
@@ -82,6 +82,7 @@ class FusedDecodeStep:
         self._decoder, self._head, self._arrays = decoder, head, arrays
         kernels = library.of[decoder.dtype]
         self._step = kernels.decode_step
+        self._status = kernels.ProgramStatus
         self._scratch_bytes = kernels.decode_step_scratch_bytes
         num_rows, max_tokens = arrays.token_ids.shape
         self._rows = kernels.DecodeStepRows(
@@ -139,7 +140,7 @@ class FusedDecodeStep:
         if status == 0:
             return vectors[3, :n].copy()
         if status != _NOT_PLAIN:
-            self._refuse(ProgramStatus(status), int(rows[self._launch.bad_index]))
+            self._refuse(self._status(status), int(rows[self._launch.bad_index]))
         return None
 
     @property
@@ -148,14 +149,14 @@ class FusedDecodeStep:
         num_invalid: int = self._launch.num_invalid
         return num_invalid
 
-    def _refuse(self, status: ProgramStatus, row: int) -> NoReturn:
-        if status is ProgramStatus.NO_MEMORY:
+    def _refuse(self, status: Any, row: int) -> NoReturn:
+        if status is self._status.kNoMemory:
             raise MemoryError("no scratch memory for a step of decodes")
         arrays = self._arrays
         position = arrays.num_tokens[row] - 1
         raise IndexError(
-            f"{status.name}: row {row} has the token {arrays.token_ids[row, position]} at position "
-            f"{position} and the blocks {arrays.block_table[row].tolist()}"
+            f"{status.name[1:]}: row {row} has the token {arrays.token_ids[row, position]} at "
+            f"position {position} and the blocks {arrays.block_table[row].tolist()}"
         )
 
     def _grow(self, n: int, num_threads: int) -> None:

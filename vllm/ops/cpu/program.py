@@ -7,7 +7,6 @@ arithmetic. Here a call sets a few pointers. Knows operations and their buffers;
 import ctypes
 from collections import defaultdict
 from collections.abc import Iterator
-from enum import IntEnum
 from typing import Any, NoReturn
 
 import torch
@@ -21,18 +20,6 @@ from vllm.ops.cpu.symbols import Buffer, NotFusibleError, Rows
 _MAX_BUFFERS = 64
 
 _num_threads = torch.get_num_threads
-
-
-class ProgramStatus(IntEnum):
-    """Why a launch was not computed; the values are those of csrc/cpu/program_args.h."""
-
-    DONE = 0
-    BAD_TOKEN = 1
-    BAD_POSITION = 2
-    BAD_SLOT = 3
-    BAD_REQUEST = 4
-    NO_MEMORY = 5
-    BAD_START = 6
 
 
 class Program:
@@ -63,6 +50,7 @@ class Program:
         if not recorder.operations or not result.is_whole:
             raise NotFusibleError("the result is part of a buffer, or there are no operations")
         kernels = library.of[self.dtype]
+        self._status = kernels.ProgramStatus
         self._forward, self._scratch_bytes = kernels.program_forward, kernels.program_scratch_bytes
         self._recorder = recorder
         operations = recorder.operations
@@ -162,10 +150,8 @@ class Program:
             sources, embeddings = self._sources(num_tokens, *replaced)
             launch.replaced, launch.embeddings = sources.data_ptr(), embeddings.data_ptr()
         status = self._forward(*self._addresses, num_threads)
-        if status != ProgramStatus.DONE:
-            self._refuse(
-                ProgramStatus(status), input_ids, positions, slot_mapping, block_tables, seq_lens
-            )
+        if status != self._status.kDone:
+            self._refuse(status, input_ids, positions, slot_mapping, block_tables, seq_lens)
         return out
 
     def _sources(
@@ -191,7 +177,7 @@ class Program:
 
     def _refuse(
         self,
-        status: ProgramStatus,
+        status: int,
         input_ids: Tensor,
         positions: Tensor,
         slot_mapping: Tensor,
@@ -199,22 +185,22 @@ class Program:
         seq_lens: Tensor,
     ) -> NoReturn:
         """Say why a launch was not computed."""
-        bad, program = self._launch.bad_index, self._struct
-        if status is ProgramStatus.NO_MEMORY:
+        bad, program, known = self._launch.bad_index, self._struct, self._status
+        if status == known.kNoMemory:
             raise MemoryError("no scratch memory for a forward pass")
-        if status is ProgramStatus.BAD_START:
+        if status == known.kBadStart:
             raise ValueError(
                 f"{bad} requests are decodes of one token, but the first prefill does not begin "
                 f"at row {bad}"
             )
-        if status is ProgramStatus.BAD_TOKEN:
+        if status == known.kBadToken:
             raise IndexError(f"input_ids[{bad}] is {input_ids[bad]} of {program.vocab_size} rows")
-        if status is ProgramStatus.BAD_POSITION:
+        if status == known.kBadPosition:
             raise IndexError(
                 f"positions[{bad}] is {positions[bad]}, the model has {program.max_positions} "
                 f"positions"
             )
-        if status is ProgramStatus.BAD_SLOT:
+        if status == known.kBadSlot:
             num_slots = program.num_blocks * program.block_size
             raise IndexError(f"slot_mapping[{bad}] is {slot_mapping[bad]} of {num_slots} slots")
         raise IndexError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
@@ -24,7 +25,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation; what a kind means is said in csrc/cpu/program.h."""
+    """One operation; what a kind means is said in csrc/cpu/program_rows.h."""
 
     kind: str
     x: Rows | None
@@ -70,6 +71,17 @@ class Recorder(CPUOps):
         """Elements of the embeddings that a launch may bring."""
         self.cache_shape = (0, 0)
         """(blocks, tokens of a block)"""
+
+    @property
+    def torch_functions(self) -> dict[Any, Callable[..., Any]]:
+        """What is recorded of torch besides the operator table: what has the same bits here."""
+        return {
+            F.embedding: self._embedding,
+            F.relu: self.relu,
+            torch.relu: self.relu,
+            torch.add: self.add,
+            torch.mul: self.scale,
+        }
 
     def given(self, width: int) -> Rows:
         """Rows that the caller of the program provides."""
@@ -136,15 +148,19 @@ class Recorder(CPUOps):
     def gelu_and_mul(self, x: Any, is_tanh: bool) -> Any:
         return self._rows("gelu_and_mul", (_half(x),), x, option=is_tanh)
 
-    def relu(self, x: Rows) -> Rows:
+    def relu(self, x: Rows, inplace: bool = False) -> Rows:
+        if inplace:
+            raise NotFusibleError("relu in place cannot be recorded")
         return self._rows("relu", _one_dim(x), x)
 
-    def add(self, x: Rows, y: Any) -> Rows:
+    def add(self, x: Any, y: Any) -> Rows:
+        """The sum of two rows, either of which may be given first."""
         _check_pair(x, y)
         return self._rows("add", _one_dim(x), x, y)
 
-    def scale(self, x: Rows, factor: Any) -> Rows:
-        if not isinstance(factor, (int, float)):
+    def scale(self, x: Any, factor: Any) -> Rows:
+        """Rows times a number."""
+        if not isinstance(x, Rows) or not isinstance(factor, (int, float)):
             raise NotFusibleError(f"rows are multiplied by a {type(factor).__name__}")
         return self._rows("scale", _one_dim(x), x, scalar=factor)
 
@@ -167,6 +183,8 @@ class Recorder(CPUOps):
         """Store keys and values, and attend to the cache of a layer, as launches do."""
         if not isinstance(query, Rows):
             raise NotFusibleError("tensors attend while symbols are recorded")
+        if layer.cache_group:
+            raise NotFusibleError("a program reads one block table for all of its layers")
         caches = layer.key_cache, layer.value_cache
         shape = _check_heads(query, key, value, caches[0])
         self._bind(shape[0], shape[1])
@@ -186,6 +204,11 @@ class Recorder(CPUOps):
             soft_cap=layer.logits_soft_cap or 0.0,
             sliding_window=min(layer.sliding_window or 0, _MAX_WINDOW),
         )
+
+    def _embedding(self, ids: Any, weight: Any, *args: Any, **options: Any) -> Rows:
+        if not isinstance(ids, Ids) or options.get("max_norm") is not None:
+            raise NotFusibleError("an embedding is looked up by ids alone")
+        return self.lookup(ids, weight)
 
     def _rows(
         self,
@@ -243,10 +266,11 @@ class Recorder(CPUOps):
         return x.detach()
 
 
-def _check_pair(x: Rows, y: Any) -> None:
-    if not isinstance(y, Rows) or x.sizes != y.sizes or len(x.sizes) != 1:
-        found = y.sizes if isinstance(y, Rows) else type(y).__name__
-        raise NotFusibleError(f"rows of {x.sizes} and {found} cannot be added")
+def _check_pair(x: Any, y: Any) -> None:
+    if not isinstance(x, Rows) or not isinstance(y, Rows):
+        raise NotFusibleError(f"a {type(x).__name__} and a {type(y).__name__} cannot be added")
+    if x.sizes != y.sizes or len(x.sizes) != 1:
+        raise NotFusibleError(f"rows of {x.sizes} and {y.sizes} cannot be added")
 
 
 def _one_dim(x: Rows) -> tuple[int]:

@@ -7,7 +7,6 @@ or raises `NotFusibleError`, so a recording never differs from what the modules 
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from vllm.ops.cpu.recorder import Recorder
@@ -33,7 +32,8 @@ class Symbol:
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        record = _TORCH_FUNCTIONS.get(function)
+        symbols = [x for x in args if isinstance(x, Symbol)]
+        record = symbols[0].recorder.torch_functions.get(function) if symbols else None
         if record is None:
             name = getattr(function, "__name__", function)
             raise NotFusibleError(f"the torch function {name} cannot be recorded")
@@ -166,31 +166,3 @@ class Rows(Symbol):
         return self.recorder.scale(self, other)
 
     __radd__, __rmul__ = __add__, __mul__
-
-
-def _embedding(ids: Any, weight: Any, *args: Any, **options: Any) -> Rows:
-    if not isinstance(ids, Ids) or options.get("max_norm") is not None:
-        raise NotFusibleError("an embedding is looked up by ids alone")
-    return ids.recorder.lookup(ids, weight)
-
-
-def _relu(x: Rows, inplace: bool = False) -> Rows:
-    return x.recorder.relu(x)
-
-
-def _add(x: Any, y: Any) -> Rows:
-    return x + y if isinstance(x, Rows) else y + x
-
-
-def _multiply(x: Any, y: Any) -> Rows:
-    return x * y if isinstance(x, Rows) else y * x
-
-
-_TORCH_FUNCTIONS: dict[Any, Any] = {
-    F.embedding: _embedding,
-    F.relu: _relu,
-    torch.relu: _relu,
-    torch.add: _add,
-    torch.mul: _multiply,
-}
-"""What can be recorded of torch besides the operator table: what has the same bits here."""
