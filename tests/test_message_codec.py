@@ -42,6 +42,9 @@ def make_step() -> SchedulerOutput:
         num_scheduled_tokens=int_array(1, 4),
         block_rows=int_array(),
         block_ids=int_array(),
+        num_draft_tokens=int_array(0, 2),
+        draft_token_ids=int_array(7, 9),
+        shortened_tables=[(4, 2)],
     )
 
 
@@ -54,7 +57,8 @@ def make_output() -> ModelRunnerOutput:
     return ModelRunnerOutput(
         step_id=3,
         rows=int_array(0, 2),
-        token_ids=int_array(5, 2**31 - 1),
+        token_ids=int_array(5, 2**31 - 1, 4),
+        num_tokens=int_array(1, 2),
         logprobs={2: logprobs},
         prompt_logprobs={0: logprobs},
         errors={0: "not finite"},
@@ -82,7 +86,7 @@ def test_what_executors_send_arrives_as_it_was_sent(message):
     received = decoder(type(message)).decode(encode(message))
     assert type(received) is type(message)
     sent_arrays, arrays = arrays_of(message), arrays_of(received)
-    assert len(arrays) == len(sent_arrays) >= 5
+    assert len(arrays) == len(sent_arrays) >= 7
     for array, sent in zip(arrays, sent_arrays, strict=True):
         assert array.dtype == sent.dtype and np.array_equal(array, sent)
     assert encode(received) == encode(message)  # and so is all the rest

@@ -40,7 +40,9 @@ struct Entry<function> {
   static inline Result (*chosen)(Args...) = function;
 
   static Result call(Args... args) { return chosen(args...); }
-  static void choose(vllm_cpu::Function other) { chosen = reinterpret_cast<Result (*)(Args...)>(other); }
+  static void choose(vllm_cpu::Function other) {
+    chosen = reinterpret_cast<Result (*)(Args...)>(other);
+  }
   static vllm_cpu::Kernel row(const char* name, const char* dtype) {
     return {name, dtype, types, reinterpret_cast<vllm_cpu::Function>(function),
             reinterpret_cast<vllm_cpu::Function>(call), choose};

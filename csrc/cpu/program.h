@@ -148,10 +148,10 @@ class ProgramPass {
   }
 
   // What the arguments of both attention kernels have in common.
-  template <typename Args>
-  Args attention_args(const Operation& op, int64_t first, int64_t count) const {
+  vllm_cpu::AttentionArgs<T> attention_args(const Operation& op, int64_t first,
+                                            int64_t count) const {
     const auto query = rows_.view(op.x, op.x_offset, {0, 0, 0});
-    Args args = {};
+    vllm_cpu::AttentionArgs<T> args = {};
     args.query = query.first;
     args.key_cache = op.key_cache;
     args.value_cache = op.value_cache;
@@ -183,15 +183,13 @@ class ProgramPass {
     };
     if (num_prefills > 0) {
       // Its rows are counted from the first token of the launch, those of the decodes included.
-      auto args = attention_args<vllm_cpu::PrefillArgs<T>>(op, num_decodes, num_prefills);
+      auto args = attention_args(op, num_decodes, num_prefills);
       args.query_start_loc = launch_.query_start_loc + num_decodes;
       args.num_tokens = launch_.num_tokens;
       report(paged_attention_prefill(args, num_threads_), num_decodes);
     }
     if (num_decodes > 0) {
-      report(paged_attention_decode(attention_args<vllm_cpu::DecodeArgs<T>>(op, 0, num_decodes),
-                                    num_threads_),
-             0);
+      report(paged_attention_decode(attention_args(op, 0, num_decodes), num_threads_), 0);
     }
   }
 

@@ -320,3 +320,57 @@ def test_one_graph_of_a_bucket_serves_every_step(is_pipelined):
         graph = graph or make_fx(forward)(*inputs)
         want = reference(query[:3], cache)
         torch.testing.assert_close(graph(*inputs)[:3], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False], ids=["pipelined", "plain"])
+@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
+@pytest.mark.parametrize("window", [None, 1, 17])
+@pytest.mark.parametrize("has_slopes", [False, True])
+def test_several_tokens_of_a_row_see_what_each_sees_alone(
+    has_slopes, window, is_contiguous, is_pipelined
+):
+    """Drafts: the last tokens of a row, fewer of some rows, at both sides of a block's edge."""
+    query_len, num_padded = 4, 2
+    counts = np.array([4, 1, 3, 2, 4], np.int32)
+    cache = random_cache([4, 16, 18, 33, 100])
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.05]) if has_slopes else None
+    num_rows = len(counts)
+    rows = decode_launch(cache, is_contiguous, spare=num_padded)
+    launch = build_decode_metadata(
+        cache.tables,
+        cache.seq_lens,
+        num_rows + num_padded,
+        len(cache.keys) if is_contiguous else len(rows.block_groups),
+        cache.block_size,
+        padded_shared=num_padded if is_contiguous else None,
+        query_lens=counts,
+        padded_query_len=query_len,
+    ).to("cpu")
+    start = cache.seq_lens - counts
+    column = np.minimum(np.arange(query_len), counts[:, None] - 1)
+    positions = np.zeros((num_rows + num_padded, query_len), np.int32)
+    positions[:num_rows] = start[:, None] + column
+    blocks = derive_decode_blocks(
+        launch, cache.block_size, torch.float32, window, torch.from_numpy(positions)
+    )
+    query = torch.randn(num_rows + num_padded, query_len, 4, HEAD_SIZE)
+    with StaticOnly():
+        got = flat_paged_attention(
+            query.flatten(0, 1),
+            cache.keys,
+            cache.values,
+            blocks,
+            SCALE,
+            alibi_slopes=slopes,
+            is_pipelined=is_pipelined,
+        ).view(query.shape)
+    assert (got[num_rows:] == 0).all()
+    slots = launch.slot_mapping.view(-1, query_len).numpy()
+    for j in range(query_len):
+        real = np.flatnonzero(counts > j)
+        alone = Cache(cache.keys, cache.values, cache.tables[real], (start + j + 1)[real])
+        step = decode_launch(alone, is_contiguous)
+        want = flat(query[real, j], alone, step, window, slopes, is_pipelined)
+        torch.testing.assert_close(got[real, j], want, rtol=1e-5, atol=1e-5)
+        assert slots[real, j].tolist() == step.slot_mapping[: len(real)].tolist()
+        assert (slots[np.flatnonzero(counts <= j), j] < cache.block_size).all(), "the null block"

@@ -198,3 +198,20 @@ def test_a_plan_before_the_blocks_are_known_covers_one_after():
         buckets = before.prefill if phase is Phase.PREFILL else before.decode
         later = after.prefill if phase is Phase.PREFILL else after.decode
         assert all(any(bucket.covers(other) for bucket in buckets) for other in later)
+
+
+@pytest.mark.parametrize("contiguous_pa", [False, True])
+def test_decodes_that_verify_drafts_have_buckets_of_their_own(contiguous_pa):
+    plain = plan_buckets(make_config(**SMALL, contiguous_pa=contiguous_pa), 33)
+    config = make_config(**SMALL, contiguous_pa=contiguous_pa, max_draft_tokens=3)
+    plan = plan_buckets(config, 33)
+    assert {bucket.query_len for bucket in plain.catalog.decode} == {1}
+    one_token = [bucket for bucket in plan.catalog.decode if bucket.query_len == 1]
+    assert one_token == list(plain.catalog.decode)
+    assert plan.catalog.prefill == plain.catalog.prefill
+    for bucket in one_token:
+        assert plan.catalog.fit(Phase.DECODE, bucket.batch, 1, bucket.blocks) == bucket
+        verifying = plan.catalog.fit(Phase.DECODE, bucket.batch, 3, bucket.blocks)
+        assert (verifying.batch, verifying.query_len) == (bucket.batch, 4)
+    assert prove(plan.catalog, plan.limits).is_covered
+    assert not prove(plain.catalog, plan.limits).is_covered

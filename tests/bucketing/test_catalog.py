@@ -103,7 +103,7 @@ def test_buckets_that_do_not_belong_are_refused():
         catalog.mark_warmed([prefill(1, 256)])
 
 
-@pytest.mark.parametrize("shape", [(0, 1, 1), (1, 0, 1), (1, 1, -1), (1, 2, 1)])
+@pytest.mark.parametrize("shape", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
 def test_impossible_buckets_are_refused(shape):
-    with pytest.raises(ValueError, match=r"must be at least 1|must be 1"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         Bucket(Phase.DECODE, *shape)

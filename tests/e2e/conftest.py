@@ -1,11 +1,14 @@
 """Models of the parity tests, and the browser of the pages."""
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.browser import Page, chromium_page
+from tests.e2e.server import KEY, Server, start_server
+from tests.entrypoints.openai.scripted_engine import TEMPLATE
 from tests.tiny_models import make_tiny_model
 from vllm.assets import BUNDLED_MODEL
 
@@ -21,6 +24,27 @@ def models(tmp_path_factory: pytest.TempPathFactory):
         return make_tiny_model(family, tmp_path_factory.mktemp(family))
 
     return folder
+
+
+CHAT_FLAGS = (
+    *("--max-model-len", "2048", "--chat-template", TEMPLATE),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+)
+"""What the tests of the APIs need: each adds nothing that another would notice."""
+
+
+@pytest.fixture(scope="session")
+def chat_server() -> Iterator[Server]:
+    """A live server for the official clients, one for all modules; idle between two tests."""
+    with start_server(*CHAT_FLAGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def guarded_server() -> Iterator[Server]:
+    """The same for clients that have the key."""
+    with start_server(*CHAT_FLAGS, "--api-key", KEY) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

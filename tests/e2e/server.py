@@ -23,6 +23,9 @@ START_TIMEOUT_S = 300
 END_TIMEOUT_S = 120
 """Time limits are for what hangs: they are far beyond what a slow machine needs."""
 
+KEY = "secret"
+"""Of the server that is shared by the tests of clients with a key."""
+
 _PORTS = range(20_000, 32_000)
 """Below those that the system gives to connections."""
 

@@ -6,15 +6,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.e2e.server import start_server
-from tests.entrypoints.openai.scripted_engine import TEMPLATE
+from tests.e2e.server import KEY
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.filterwarnings("ignore"),  # these are the libraries' own
 ]
 
-KEY = "secret"
 NUM_TOKENS = 6
 MESSAGES = [
     {"role": "system", "content": "You write Python."},
@@ -43,11 +41,8 @@ class Place(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server():
-    flags = ("--api-key", KEY, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    flags += ("--chat-template", TEMPLATE)
-    with start_server(*flags, "--max-model-len", "1024") as server:
-        yield server
+def server(guarded_server):
+    return guarded_server
 
 
 @pytest.fixture(scope="module")

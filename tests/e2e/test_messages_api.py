@@ -5,12 +5,10 @@ import time
 import anthropic
 import pytest
 
-from tests.e2e.server import start_server
-from tests.entrypoints.openai.scripted_engine import TEMPLATE
+from tests.e2e.server import KEY
 
 pytestmark = pytest.mark.e2e
 
-KEY = "secret"
 USER = {"role": "user", "content": "import os\n"}
 TOOL = {
     "name": "copy",
@@ -24,10 +22,9 @@ TOOL = {
 }
 
 
-@pytest.fixture(scope="module")
-def server():
-    with start_server("--chat-template", TEMPLATE, "--api-key", KEY) as server:
-        yield server
+@pytest.fixture
+def server(guarded_server):
+    return guarded_server
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ import time
 import openai
 import pytest
 
-from tests.e2e.server import start_server
-
 pytestmark = pytest.mark.e2e
 
 MESSAGES = [{"role": "user", "content": "def add(a, b):"}]
@@ -27,10 +25,9 @@ TOOL = {
 }
 
 
-@pytest.fixture(scope="module")
-def server():
-    with start_server("--max-model-len", "512") as server:
-        yield server
+@pytest.fixture
+def server(chat_server):
+    return chat_server
 
 
 @pytest.fixture
@@ -39,7 +36,7 @@ def client(server):
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model(server):
     return server.get_json("/v1/models")["data"][0]["id"]
 
@@ -125,7 +122,7 @@ def test_beams_and_the_best_of_several(client, model):
     ("fields", "kind", "text"),
     [
         ({"model": "x"}, openai.NotFoundError, "does not exist"),
-        ({"max_tokens": 10**6}, openai.BadRequestError, "maximum context length is 512 tokens"),
+        ({"max_tokens": 10**6}, openai.BadRequestError, "maximum context length is 2048 tokens"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"seed": 2**70}, openai.BadRequestError, "less_than_equal"),
     ],

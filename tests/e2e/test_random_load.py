@@ -19,6 +19,9 @@ PIECES = [
 ]
 
 
+COMMON = {"dtype": "float32", "max_model_len": 256}
+
+
 def random_params(rng: random.Random) -> SamplingParams:
     params = {"max_tokens": rng.randint(1, 40), "ignore_eos": rng.random() < 0.5}
     if rng.random() < 0.4:
@@ -54,6 +57,27 @@ def seen_by_user(output) -> list:
     ]
 
 
+@pytest.fixture(scope="module")
+def requests_alone():
+    """(prompts, what is asked for, what each gets when nobody else is there, the generator's state
+    after all this)."""
+    rng = random.Random(5)
+    prompts = ["".join(rng.choices(PIECES, k=rng.randint(1, 30))) for _ in range(60)]
+    params = [random_params(rng) for _ in prompts]
+    alone = LLM(
+        async_scheduling=False,
+        max_num_seqs=2,
+        num_gpu_blocks_override=40,
+        enable_prefix_caching=False,
+        **COMMON,
+    )
+    want = [
+        seen_by_user(alone.generate(prompt, p, use_tqdm=False)[0])
+        for prompt, p in zip(prompts, params, strict=True)
+    ]
+    return prompts, params, want, rng.getstate()
+
+
 @pytest.fixture(params=["waits", "runs ahead"])
 def is_ahead(request, monkeypatch):
     """Whether every step is scheduled before the result of the last one is known."""
@@ -70,24 +94,11 @@ def is_ahead(request, monkeypatch):
         ({"max_num_seqs": 64, "num_gpu_blocks_override": 400, "block_size": 8}, False),
     ],
 )
-def test_a_request_gets_the_same_in_a_crowd_as_alone(settings, preempts, is_ahead):
-    rng = random.Random(5)
-    prompts = ["".join(rng.choices(PIECES, k=rng.randint(1, 30))) for _ in range(60)]
-    params = [random_params(rng) for _ in prompts]
-    common = {"dtype": "float32", "max_model_len": 256}
-    alone = LLM(
-        async_scheduling=False,
-        max_num_seqs=2,
-        num_gpu_blocks_override=40,
-        enable_prefix_caching=False,
-        **common,
-    )
-    want = [
-        seen_by_user(alone.generate(prompt, p, use_tqdm=False)[0])
-        for prompt, p in zip(prompts, params, strict=True)
-    ]
-
-    llm = LLM(**settings, **common)
+def test_a_request_gets_the_same_in_a_crowd_as_alone(settings, preempts, is_ahead, requests_alone):
+    prompts, params, want, state = requests_alone
+    rng = random.Random()
+    rng.setstate(state)
+    llm = LLM(**settings, **COMMON)
     engine = llm.llm_engine
     todo = list(range(len(prompts)))
     rng.shuffle(todo)

@@ -7,9 +7,6 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.e2e.server import start_server
-from tests.entrypoints.openai.scripted_engine import TEMPLATE
-
 pytestmark = pytest.mark.e2e
 
 PROMPT = "import os\n"
@@ -31,10 +28,9 @@ class Answer(BaseModel):
     is_good: bool
 
 
-@pytest.fixture(scope="module")
-def server():
-    with start_server("--chat-template", TEMPLATE) as server:
-        yield server
+@pytest.fixture
+def server(chat_server):
+    return chat_server
 
 
 @pytest.fixture

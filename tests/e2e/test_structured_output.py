@@ -193,7 +193,7 @@ def test_a_request_whose_form_cannot_be_followed_ends_alone(llm):
     )
     assert (first.text, last.text) == (want.text, want.text)
     assert failed.finish_reason == "error"
-    assert "allowed_token_ids has none" in failed.stop_reason
+    assert "the grammar allows none of allowed_token_ids" in failed.stop_reason
 
 
 def test_a_grammar_for_another_tokenizer_ends_its_request(llm):

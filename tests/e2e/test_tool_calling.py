@@ -10,8 +10,6 @@ import re
 import pytest
 from openai import BadRequestError, OpenAI
 
-from tests.e2e.server import start_server
-
 pytestmark = pytest.mark.e2e
 
 ARGUMENTS = '{"city": "Oslo", "days": [1, 2]}'
@@ -26,10 +24,9 @@ REQUEST = {
 }
 
 
-@pytest.fixture(scope="module")
-def client():
-    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    with start_server(*flags) as server, OpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
+@pytest.fixture
+def client(chat_server):
+    with OpenAI(base_url=f"{chat_server.url}/v1", api_key="x") as client:
         yield client
 
 

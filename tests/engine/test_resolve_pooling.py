@@ -105,12 +105,20 @@ def test_flags_of_the_command_line_say_the_same():
 @pytest.mark.parametrize(
     ("architecture", "settings", "message"),
     [
-        ("BertModel", {"task": "generate"}, "can do: embed"),
-        ("BertModel", {"task": "classify"}, "can do: embed"),
-        ("BertForSequenceClassification", {"task": "score"}, "can do: classify"),
-        ("Qwen2ForCausalLM", {"task": "reward"}, "can do: generate, embed"),
-        ("Qwen2ForCausalLM", {"override_pooler_config": {"normalize": True}}, "has no use"),
-        ("BertModel", {"override_pooler_config": {"kind": 1}}, "has no 'kind'; it takes"),
+        ("BertModel", {"task": "generate"}, "available: embed"),
+        ("BertModel", {"task": "classify"}, "available: embed"),
+        ("BertForSequenceClassification", {"task": "score"}, "available: classify"),
+        ("Qwen2ForCausalLM", {"task": "reward"}, "available: generate, embed"),
+        (
+            "Qwen2ForCausalLM",
+            {"override_pooler_config": {"normalize": True}},
+            "has no effect with task 'generate'",
+        ),
+        (
+            "BertModel",
+            {"override_pooler_config": {"kind": 1}},
+            "has the unknown key 'kind'; accepted: ",
+        ),
         ("BertModel", {"override_pooler_config": {"pooling_type": "MAX"}}, "CLS, LAST, MEAN"),
         ("BertModel", {"override_pooler_config": {"pooling_type": "STEP"}}, "step_tag_id"),
         ("BertModel", {"override_pooler_config": {"normalize": 1}}, "true or false"),
@@ -150,5 +158,5 @@ def test_an_activation_that_is_not_there_is_named(activation, tmp_path):
         "RobertaForSequenceClassification",
         sbert_ce_default_activation_function=activation,
     )
-    with pytest.raises(ConfigError, match=f"activation '{activation}'; available are Identity"):
+    with pytest.raises(ConfigError, match=f"activation '{activation}'; available: Identity"):
         resolve(folder)

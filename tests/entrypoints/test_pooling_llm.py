@@ -111,7 +111,7 @@ def test_long_pairs_are_cut(scorer):
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (["w7", "w8"], ["w9"], "2 texts and text_2 1"),
+        (["w7", "w8"], ["w9"], "2 texts and text_2 has 1"),
         ([], ["w9"], "text_1 has no texts"),
         ("w7", [], "text_2 has no texts"),
         ("w7", [7], "text_2 must be"),

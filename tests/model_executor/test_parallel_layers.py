@@ -1,5 +1,6 @@
 """Tensor parallelism: ranks loaded from one checkpoint together compute what one rank does."""
 
+import multiprocessing
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -86,8 +87,12 @@ def _gloo_rank(rank: int, folder: Path, rendezvous: str, results: Path) -> None:
 @pytest.mark.slow
 def test_ranks_as_processes_with_gloo(tiny_model, tmp_path):
     folder = tiny_model("granite_code")
-    torch.multiprocessing.spawn(
-        _gloo_rank, (folder, str(tmp_path / "rendezvous"), tmp_path), nprocs=2
+    multiprocessing.set_forkserver_preload([__name__])  # both ranks are forked with its imports
+    torch.multiprocessing.start_processes(
+        _gloo_rank,
+        (folder, str(tmp_path / "rendezvous"), tmp_path),
+        nprocs=2,
+        start_method="forkserver",
     )
     want = logits_of(load(folder), INPUT_IDS)
     for rank in range(2):

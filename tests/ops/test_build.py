@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from vllm.ops.cpu.library import LIBRARY_PATH
 from vllm.ops.cpu.operators import load_cpu_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,17 +96,11 @@ def test_without_a_working_compiler_the_build_succeeds_and_says_what_is_missing(
     assert not list(tmp_path.rglob("*.so"))
 
 
-def is_built(library: Path) -> bool:
-    """It was built after the last change of what it is built from."""
-    sources = [ROOT / "setup.py", *(ROOT / "csrc" / "cpu").iterdir()]
-    return library.exists() and library.stat().st_mtime > max(x.stat().st_mtime for x in sources)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_kernels_build_from_source_and_need_no_library_but_the_c_ones(setup_module, tmp_path):
-    library = ROOT / "vllm" / "ops" / "_cpu_kernels.so"  # as `make` has built it, in a minute
-    if not is_built(library):
+    library = LIBRARY_PATH  # loads only if it was built from these sources, which takes a minute
+    if load_cpu_kernels() is None:
         library = tmp_path / "kernels.so"
         setup_module.build_kernels(tmp_path, library)
     out = run_python(f"import ctypes; print(ctypes.CDLL({str(library)!r}).vllm_cpu_isa() != 0)")

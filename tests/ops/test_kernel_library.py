@@ -13,6 +13,7 @@ from vllm.errors import ConfigError
 from vllm.ops.cpu import library as library_module
 from vllm.ops.cpu.library import LIBRARY_PATH, CPUKernels, load_cpu_kernels
 from vllm.ops.cpu.linear import WeightFormat
+from vllm.ops.cpu.program import ProgramStatus
 from vllm.ops.cpu.source_hash import hash_sources
 from vllm.version import __version__
 
@@ -104,7 +105,10 @@ def test_a_kernel_takes_as_many_arguments_as_its_function_has():
         rms_norm(None, None)
 
 
-def test_formats_of_weights_have_the_numbers_of_csrc():
-    numbers = load_cpu_kernels().plain.WeightFormat
+def test_the_numbers_of_python_are_those_of_csrc():
+    formats = load_cpu_kernels().plain.WeightFormat
     names = {"kFloat": "FLOAT32", "kBf16": "BFLOAT16", "kInt8": "INT8", "kInt4": "INT4"}
-    assert {names[f.name]: f.value for f in numbers} == {f.name: f.value for f in WeightFormat}
+    assert {names[f.name]: f.value for f in formats} == {f.name: f.value for f in WeightFormat}
+    for status in load_cpu_kernels().plain.ProgramStatus:
+        name = re.sub("(?<!^)([A-Z])", r"_\1", status.name.removeprefix("k")).upper()
+        assert ProgramStatus[name] == status

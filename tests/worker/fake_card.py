@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from tests.core.helpers import next_content
+from tests.worker.hpu_helpers import input_sizes
 from vllm.attention.backends.hpu_metadata import PADDING_GROUP
 from vllm.bucketing import Phase
 from vllm.messages import IntArray
 from vllm.worker.hpu.input import (
     RESIDENT,
-    input_sizes,
     unpack_decode,
     unpack_merged,
     unpack_prefill,

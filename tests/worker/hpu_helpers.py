@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from vllm.bucketing import BucketPlan, StepLimits, plan_buckets
 from vllm.bucketing.bucket import Bucket
@@ -23,8 +24,9 @@ from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.errors import ConfigError
 from vllm.messages import EngineRequest, Finished, IntArray, ModelRunnerOutput, SchedulerOutput
+from vllm.platforms.habana.sim_device import active_card
 from vllm.sampling_params import SamplingParams
-from vllm.worker.hpu.input import HPUInputBuilder
+from vllm.worker.hpu.input import HPUInputBuilder, fields_of, padded_sizes
 from vllm.worker.hpu.planner import BucketLaunch, HPULaunchPlanner, LaunchShape, launch_shapes
 from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.hpu.worker import HPUWorker
@@ -43,6 +45,7 @@ in the step."""
 
 _SCHEDULER_FIELDS = {
     "max_model_len",
+    "max_draft_tokens",
     "max_num_seqs",
     "max_num_batched_tokens",
     "enable_chunked_prefill",
@@ -329,8 +332,15 @@ def warmed_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int) -> li
     return launch_shapes(bucket, limits, merged_prompts)
 
 
+def input_sizes(shape: LaunchShape) -> tuple[int, ...]:
+    """Elements of each part of the packed input; the last one is a row for each of the logits."""
+    return fields_of(shape).part_sizes(padded_sizes(shape))
+
+
 def run_warm_up(worker: HPUWorker | WarmUp) -> None:
     """Advance a warm-up to its end, as an executor with one worker does."""
     given_up = None
     while (step := worker.next_warm_up(given_up)) is not None:
         given_up = worker.warm_up() if step.given_up is None else step.given_up
+        # Whoever advances it may do other work now, as if there were no warm-up.
+        assert not torch.is_inference_mode_enabled() and not active_card().is_compile_only

@@ -1,7 +1,7 @@
 """Whatever the scheduler emits, in whatever configuration, becomes launches that are right.
 
 Scheduler, rows, planner and packing run without a model, in configurations so small that prompts
-and decodes exceed their buckets, blocks run out and prefixes are hit. 100,000 steps are checked
+and decodes exceed their buckets, blocks run out and prefixes are hit. 50,000 steps are checked
 for a bucket of the catalog under each launch, a few thousand more for what each launch reads.
 """
 
@@ -23,6 +23,7 @@ from tests.worker.fake_card import FakeCard, RowRun
 from tests.worker.hpu_helpers import (
     ScheduleLoop,
     entries,
+    input_sizes,
     joined,
     random_plan,
     run_load,
@@ -34,13 +35,12 @@ from vllm.bucketing import Phase
 from vllm.bucketing.bucket import Bucket
 from vllm.core import scheduler
 from vllm.messages import NULL_BLOCK_ID, IntArray, SchedulerOutput
-from vllm.worker.hpu.input import input_sizes
 from vllm.worker.hpu.planner import BucketLaunch
 
-NUM_SEEDS = 8
+NUM_SEEDS = 4
 NUM_ENGINES = 125
 STEPS_PER_ENGINE = 100
-"""100,000 steps in all."""
+"""50,000 steps in all."""
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.worker.hpu_helpers import input_sizes
 from tests.worker.test_input_batch import int_array, new_request, step
 from vllm.bucketing.bucket import Bucket, decode, prefill
 from vllm.worker.hpu.input import (
     RESIDENT,
     HPUInputBuilder,
-    input_sizes,
     to_device,
     unpack_decode,
     unpack_merged,

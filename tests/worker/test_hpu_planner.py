@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tests.bucketing.helpers import make_limits
 from tests.worker.hpu_helpers import Rows, entries
@@ -80,6 +81,21 @@ def test_decodes_run_first_and_prompts_follow_in_their_order():
         ([(5, 0, 90)], prefill(1, 128)),
         ([(1, 32, 10)], prefill(1, 16, 2)),
     ]
+
+
+def test_rows_with_drafts_run_with_the_decodes_in_one_launch():
+    columns = [np.array(c, np.int32) for c in ([3, 0, 5, 1], [20, 15, 30, 0], [1, 3, 2, 9])]
+    batch = InputBatch(max_num_seqs=8, max_model_len=2048, max_blocks=128)
+    catalog = Catalog([prefill(1, 16)], [decode(4, 8), decode(4, 8, 4), decode(4, 8, 8)])
+    limits = make_limits(block_size=SIZE, max_num_seqs=8, enable_chunked_prefill=True)
+    step = replace(make_step(*columns), num_draft_tokens=np.array([0, 2, 1, 0], np.int32))
+    launches: Any = HPULaunchPlanner(catalog, limits, batch).plan(step)
+    assert shown(launches) == [
+        ([(3, 20, 1), (0, 15, 3), (5, 30, 2)], decode(4, 8, 4)),
+        ([(1, 0, 9)], prefill(1, 16)),
+    ]
+    assert launches[0].num_drafts.tolist() == [0, 2, 1]
+    assert launches[1].num_drafts is None
 
 
 # ---- decodes --------------------------------------------------------------------------------

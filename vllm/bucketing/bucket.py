@@ -2,8 +2,8 @@
 
 prefill  [batch, query_len] tokens; each row attends to up to `blocks` blocks of context that
          were computed before this launch
-decode   [batch, 1] tokens; `blocks` counts the block references of the whole batch, so a
-         block that two sequences share counts twice
+decode   [batch, query_len] tokens, 1 or the drafts to verify and one more; `blocks` counts the
+         block references of the whole batch, so a block that two sequences share counts twice
 """
 
 from dataclasses import dataclass
@@ -37,8 +37,6 @@ class Bucket:
             raise ValueError(
                 f"batch and query_len must be at least 1 and blocks at least 0, got {self}"
             )
-        if self.phase is Phase.DECODE and self.query_len != 1:
-            raise ValueError(f"query_len of a decode bucket must be 1, got {self}")
 
     @property
     def num_tokens(self) -> int:
@@ -60,6 +58,6 @@ def prefill(batch: int, query_len: int, blocks: int = 0) -> Bucket:
     return Bucket(Phase.PREFILL, batch, query_len, blocks)
 
 
-def decode(batch: int, blocks: int) -> Bucket:
+def decode(batch: int, blocks: int, query_len: int = 1) -> Bucket:
     """A decode bucket."""
-    return Bucket(Phase.DECODE, batch, 1, blocks)
+    return Bucket(Phase.DECODE, batch, query_len, blocks)

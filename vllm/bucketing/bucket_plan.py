@@ -1,5 +1,6 @@
 """From the configuration of an engine to its catalog: strategy, closure, and their log lines."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
         catalog = catalog.with_buckets(bucket for bucket in parts if bucket.batch == 1)
     limits = launch_limits
     added = [] if _is_range_given(config) else decode_steps(catalog, limits)
+    added += _verifying([*catalog.decode, *added], limits)
     added += missing_buckets(catalog.with_buckets(added), limits)
     if added:
         catalog = catalog.with_buckets(added)
@@ -81,6 +83,7 @@ def step_limits(config: VllmConfig, num_blocks: int | None = None) -> StepLimits
         enable_prefix_caching=cache.enable_prefix_caching,
         contiguous_pa=config.hpu.contiguous_pa,
         max_chunk_tokens=scheduler.prefill_chunk_limit,
+        max_draft_tokens=scheduler.max_draft_tokens,
     )
 
 
@@ -105,6 +108,13 @@ def decode_steps(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
         while (blocks := ceil_div(blocks * 5, 4)) < most:
             steps.append(decode(batch, blocks))
     return steps
+
+
+def _verifying(decodes: Iterable[Bucket], limits: StepLimits) -> list[Bucket]:
+    """Decode buckets once more, with the query length of launches that verify drafts."""
+    return [
+        replace(b, query_len=length) for length in limits.decode_query_lens[1:] for b in decodes
+    ]
 
 
 def _launch_limits(limits: StepLimits, generated: GeneratedBuckets) -> StepLimits:

@@ -14,14 +14,14 @@ Cost = Callable[[Bucket], float]
 def padded_cost(bucket: Bucket) -> int:
     """What a launch of this shape costs, to compare buckets of one phase.
 
-    Decode: one for each sequence, and one for each block of keys and values that is read.
+    Decode: one for each token, and one for each block of keys and values that is read.
 
     Prefill: tokens, times the work of one of them. Its linear part is 65536 and a key it attends
     to is 2: half of the prompt on average, and 128 keys in a block of context. (8 billion weights,
     32 layers, hidden size 4096: 16 billion FLOPs a token, 524 thousand a key, 30,500 to 1.)
     """
     if bucket.phase is Phase.DECODE:
-        return bucket.batch + bucket.blocks
+        return bucket.num_tokens + bucket.blocks
     return bucket.num_tokens * (65536 + bucket.query_len + 256 * bucket.blocks)
 
 
@@ -74,7 +74,7 @@ class Catalog:
         Args:
             phase: kind of launch.
             batch: sequences.
-            query_len: tokens of the longest; 1 for decode.
+            query_len: tokens of the longest; 1 for a decode without drafts.
             blocks: context blocks of the longest (prefill), references of all (decode).
             warmed_only: consider only buckets that are warmed up, which may be larger.
         """

@@ -7,8 +7,9 @@ enough:
     prefill  of b prompts, longest query in (q1, q2], q1 and q2 being neighbouring sizes. The
              shorter the query, the more context fits before it: all of them are covered if and
              only if some bucket of b prompts and q2 tokens has the context possible at q1 + 1.
-    decode   of n sequences: their block references go up to a bound, so all of them are covered
-             if and only if some bucket of n sequences has as many.
+    decode   of n sequences, without drafts or with the most: their block references go up to a
+             bound, so all of them are covered if and only if some bucket of n sequences has as
+             many.
 
 Beyond the largest size lies one more class, in which nothing is covered.
 """
@@ -107,16 +108,18 @@ def _prefill_classes(catalog: Catalog, limits: StepLimits) -> Iterator[_Class]:
 
 
 def _decode_classes(catalog: Catalog, limits: StepLimits) -> Iterator[_Class]:
-    batches = sorted({bucket.batch for bucket in catalog.decode})
-    stairs = _Staircase((b.batch, b.blocks) for b in catalog.decode)
-    for batch in range(1, limits.max_decode_batch + 1):
-        padded_batch = _next_size(batches, batch, limits.max_decode_batch)
-        refs = limits.max_decode_blocks(batch)
-        height, least = stairs.at(padded_batch), limits.min_decode_blocks(batch)
-        yield _Class(
-            decode(batch, max(height + 1, least)) if height < refs else None,
-            decode(padded_batch, refs),
-        )
+    for query_len in limits.decode_query_lens:
+        buckets = [bucket for bucket in catalog.decode if bucket.query_len >= query_len]
+        batches = sorted({bucket.batch for bucket in buckets})
+        stairs = _Staircase((b.batch, b.blocks) for b in buckets)
+        for batch in range(1, limits.max_decode_batch + 1):
+            padded_batch = _next_size(batches, batch, limits.max_decode_batch)
+            refs = limits.max_decode_blocks(batch)
+            height, least = stairs.at(padded_batch), limits.min_decode_blocks(batch)
+            yield _Class(
+                decode(batch, max(height + 1, least), query_len) if height < refs else None,
+                decode(padded_batch, refs, query_len),
+            )
 
 
 class _Staircase:

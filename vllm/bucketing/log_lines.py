@@ -31,11 +31,11 @@ def bucket_config_line(
 def generated_line(phase: Phase, buckets: Sequence[Bucket]) -> str:
     """`Generated 24 prompt buckets: [(1, 128), ...]`, in ascending order.
 
-    Pairs are (batch, length) and (batch, total blocks). Once a prompt has context, its buckets
-    are triples and the line says of what.
+    Pairs are (batch, length) and (batch, total blocks). Once a prompt has context, or a decode has
+    drafts, its buckets are triples and the line says of what.
     """
     name = _PHASE_NAMES[phase]
-    legend = " [bs, query, num_blocks]" if _has_context(phase, buckets) else ""
+    legend = " [bs, query, num_blocks]" if _needs_triples(phase, buckets) else ""
     return f"Generated {len(buckets)} {name} buckets{legend}: {_listed(phase, buckets)}"
 
 
@@ -106,13 +106,16 @@ def warmup_finished_line(seconds: float, allocated_bytes: int) -> str:
 
 
 def _listed(phase: Phase, buckets: Sequence[Bucket]) -> str:
-    if _has_context(phase, buckets):
+    if _needs_triples(phase, buckets):
         return str([(b.batch, b.query_len, b.blocks) for b in sorted(buckets)])
     return str([(b.batch, _size(b)) for b in sorted(buckets)])
 
 
-def _has_context(phase: Phase, buckets: Sequence[Bucket]) -> bool:
-    return phase is Phase.PREFILL and any(bucket.blocks for bucket in buckets)
+def _needs_triples(phase: Phase, buckets: Sequence[Bucket]) -> bool:
+    """Whether two of the three sizes do not tell the buckets."""
+    if phase is Phase.DECODE:
+        return any(bucket.query_len > 1 for bucket in buckets)
+    return any(bucket.blocks for bucket in buckets)
 
 
 def _size(bucket: Bucket) -> int:

@@ -52,6 +52,9 @@ class StepLimits:
     within the token budget when padded to the longest. 1: a group of prompts without a bucket is
     launched in smaller groups, the smallest of which is one prompt."""
 
+    max_draft_tokens: int = 0
+    """Drafts of one sequence that a decode may verify."""
+
     def __post_init__(self) -> None:
         for name in (
             "max_num_seqs",
@@ -119,6 +122,11 @@ class StepLimits:
     def max_decode_batch(self) -> int:
         """Sequences that can decode together: each has a block of its own."""
         return min(self.max_num_seqs, self.max_num_batched_tokens, self.usable_blocks)
+
+    @property
+    def decode_query_lens(self) -> tuple[int, ...]:
+        """Tokens of a sequence for which decodes have buckets, ascending."""
+        return (1, 1 + self.max_draft_tokens) if self.max_draft_tokens else (1,)
 
     def max_decode_blocks(self, batch: int) -> int:
         """What a decode of `batch` sequences, `max_decode_batch` at most, can ask for."""

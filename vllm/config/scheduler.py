@@ -43,6 +43,10 @@ class SchedulerConfig:
     """Schedule a step while the one before is computed, where that hides work of the host worth
     hiding. Outputs are the same."""
 
+    max_draft_tokens: int = field(default=0, metadata={"cli": False})
+    """Guesses of next tokens that a step may verify for each request; 0: none. A device with
+    static shapes prepares launches of so many tokens more."""
+
     scheduling_policy: SchedulerPolicy = "fcfs"
     """Order of requests: arrival, or the priority given with each request (lower is first)."""
 
@@ -56,7 +60,7 @@ class SchedulerConfig:
             "max_num_partial_prefills",
             "max_long_partial_prefills",
         )
-        check_at_least(self, 0, "long_prefill_token_threshold")
+        check_at_least(self, 0, "long_prefill_token_threshold", "max_draft_tokens")
         check_one_of(self, "scheduling_policy", ("fcfs", "priority"))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

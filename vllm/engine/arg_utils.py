@@ -1,4 +1,4 @@
-"""The arguments of an engine: keywords of `LLM()`, flags of the commands, one truth for both.
+"""The arguments of an engine: the keywords of `LLM()` and the flags of the commands.
 
 Every argument is a field of a config class (`vllm.config.fields`); adding a field there adds
 the keyword and the flag. Knows how arguments are written; what they mean for a given model is
@@ -45,7 +45,7 @@ def _with_config_fields(cls: _Class) -> _Class:
 @dataclass(init=False)
 @_with_config_fields
 class EngineArgs:
-    """Everything a user can say about an engine; not checked against a model or device yet.
+    """All arguments of an engine, not yet checked against the model and the device.
 
     Keywords are the fields of the config classes, documented there and in
     docs/engine_arguments.md. None means "not given" for every one of them. Arguments of the

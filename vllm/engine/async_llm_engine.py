@@ -60,7 +60,7 @@ _GRAMMAR_THREADS = 8
 
 
 class AsyncLLM(AsyncControl):
-    """Requests of many users, one engine core.
+    """The asynchronous engine: requests of many users, computed by one engine core.
 
     Nothing is loaded before `start`, or the first request.
 
@@ -132,7 +132,7 @@ class AsyncLLM(AsyncControl):
 
     @property
     def startup(self) -> StartupState:
-        """How far the start has come."""
+        """State of the start of the engine."""
         return self._core.startup
 
     def prepare(self) -> None:
@@ -149,7 +149,7 @@ class AsyncLLM(AsyncControl):
         await asyncio.shield(self._begin_start())
 
     async def wait_ready(self) -> None:
-        """Until requests are computed; starts the engine when nobody has. Raises as `start`."""
+        """Wait until the engine is ready; start it if nobody has. Raises as `start`."""
         if not self.startup.is_ready:
             self._begin_start()
             await self.startup.wait()
@@ -176,7 +176,7 @@ class AsyncLLM(AsyncControl):
     shutdown_background_loop = shutdown
 
     def on_death(self, callback: Callable[[BaseException], None]) -> None:
-        """Call it once when the core has died and will not be started again."""
+        """Register a callback for when the core has died and will not be restarted."""
         self._core.death_callbacks.append(callback)
 
     def _begin_start(self) -> "asyncio.Task[None]":
@@ -316,7 +316,7 @@ class AsyncLLM(AsyncControl):
                 self._abort([request_id])
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests with finish reason "abort"; unknown ids are passed over."""
+        """End requests with finish reason "abort"; unknown ids are ignored."""
         if self.startup.is_ready:
             self._abort([request_id] if isinstance(request_id, str) else request_id)
 
@@ -429,7 +429,7 @@ class AsyncLLM(AsyncControl):
         self._end_with(request_id, error)
 
     def _on_lost(self, error: BaseException) -> None:
-        """The core is gone, and all requests with it."""
+        """The core has died: end all requests with its error."""
         self.stats = SchedulerStats()
         for request_id, stream in list(self._streams.items()):
             stream.fail(error)
@@ -486,7 +486,7 @@ class AsyncLLM(AsyncControl):
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Requests whose consumer waits for more."""
+        """Number of requests whose outputs are not complete."""
         return len(self._streams)
 
     @property
@@ -501,16 +501,16 @@ class AsyncLLM(AsyncControl):
 
     @property
     def errored(self) -> bool:
-        """It has failed and cannot serve any more."""
+        """The engine has failed and cannot serve any more."""
         return self.startup.error is not None
 
     @property
     def dead_error(self) -> BaseException:
-        """Why it cannot serve."""
+        """The error because of which the engine cannot serve."""
         return self._core.dead_error
 
     async def check_health(self) -> None:
-        """Nothing happens when the engine serves, or is about to.
+        """Raise an error if the engine cannot serve; do nothing if it can or is starting.
 
         Raises:
             EngineDeadError, ConfigError: it cannot.

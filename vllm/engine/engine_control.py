@@ -20,7 +20,7 @@ class ControlledCore(Protocol):
     """What the control of an engine needs of its core; see `EngineCore`."""
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False when requests use them."""
+        """Empty the prefix cache; False when requests use it."""
         ...
 
     def collective_rpc(
@@ -34,15 +34,15 @@ class ControlledCore(Protocol):
         ...
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back."""
+        """Release the memory of weights and KV cache."""
         ...
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again."""
+        """Allocate the memory again."""
         ...
 
     def is_sleeping(self) -> bool:
-        """Some memory is given back."""
+        """Whether some of the memory is released."""
         ...
 
 

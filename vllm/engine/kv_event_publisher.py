@@ -1,4 +1,4 @@
-"""Publishes the events of the KV cache over ZMQ, and sends those again that a subscriber missed.
+"""Publishes the events of the KV cache over ZMQ, and resends those that a subscriber missed.
 
     PUB      (topic, number of the batch, batch)             one per step with events
     ROUTER   (b"", number)  ->  (b"", number, batch) ...     from that number on
@@ -86,7 +86,7 @@ class KVEventPublisher:
             self._num_dropped += 1
 
     def close(self) -> None:
-        """Send what waits and let the sockets go. Calling it again does nothing."""
+        """Send the waiting batches and close the sockets. Calling it again does nothing."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -45,7 +45,7 @@ class Core(ControlledCore, Protocol):
         ...
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """Forget requests; unknown ids are passed over."""
+        """Abort requests; unknown ids are ignored."""
         ...
 
     def step(self) -> EngineOutput:
@@ -53,11 +53,11 @@ class Core(ControlledCore, Protocol):
         ...
 
     def has_unfinished_requests(self) -> bool:
-        """Something waits or runs."""
+        """Whether requests wait or run."""
         ...
 
     def stats(self) -> SchedulerStats:
-        """How full it is, and what it has done."""
+        """Numbers of requests, use of the KV cache, and counters."""
         ...
 
     def shutdown(self) -> None:
@@ -163,7 +163,7 @@ class LLMEngine(EngineControl):
         *,
         priority: int = 0,
     ) -> None:
-        """Queue a request. One that is refused leaves nothing behind.
+        """Queue a request. A refused request changes nothing.
 
         Args:
             request_id: comes back in the outputs; free again when the request has finished.
@@ -208,7 +208,7 @@ class LLMEngine(EngineControl):
             raise
 
     def abort_request(self, request_id: str | Iterable[str]) -> list[AnyRequestOutput]:
-        """End requests with finish reason "abort"; unknown ids are passed over.
+        """End requests with finish reason "abort"; unknown ids are ignored.
 
         Returns:
             Their last outputs; `step` will not return them.
@@ -223,8 +223,8 @@ class LLMEngine(EngineControl):
         """Compute one step for all requests that can run.
 
         Returns:
-            Requests with news, as their `output_kind` asks for; a request that has ended is
-            among them once, finished. Empty when there is nothing to say.
+            Outputs of requests with new tokens, as their `output_kind` asks for; a request that
+            has ended is among them once, finished. Empty when there is nothing new.
 
         Raises:
             EngineDeadError: the engine was shut down or has failed.
@@ -236,7 +236,7 @@ class LLMEngine(EngineControl):
         if self._recorder is not None:
             self._recorder.end_message(self.engine_core.stats())
         if self.has_unfinished_requests() and not self.engine_core.has_unfinished_requests():
-            # Better told than waited for, without end.
+            # An error is better than waiting for ever.
             lost = ", ".join(self.output_processor.unfinished_request_ids)
             raise EngineDeadError(
                 f"the engine core has nothing left to do, but these requests have not ended: {lost}"
@@ -274,7 +274,7 @@ class LLMEngine(EngineControl):
         self.output_processor.set_tokenizer(tokenizer)
 
     def check_health(self) -> None:
-        """Nothing happens when the engine can serve.
+        """Raise an error if the engine cannot serve.
 
         Raises:
             EngineDeadError: it was shut down.

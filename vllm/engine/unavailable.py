@@ -1,4 +1,4 @@
-"""Arguments of the public methods that ask for what this version does not have."""
+"""Refuses arguments of the public methods for features that this version does not have."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn

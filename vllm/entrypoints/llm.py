@@ -250,7 +250,7 @@ class LLM(PoolingMethods, ControlMethods):
         defaults.pop("eos_token_ids", None)
         return SamplingParams.from_optional(**defaults)
 
-    # ---- how ------------------------------------------------------------------------------
+    # ---- internals ------------------------------------------------------------------------
 
     def _chat_prompt(self, messages: Sequence[Message], options: ChatOptions) -> TokensPrompt:
         tokenizer = self.get_tokenizer()

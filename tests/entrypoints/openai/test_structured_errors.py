@@ -66,7 +66,9 @@ def test_the_form_keeps_the_name_of_its_field(make, fields, name):
     assert field_of(guided_decoding(body.model_copy())) == name
 
 
-def test_a_form_beside_a_tool_choice_is_refused_by_its_own_name():
-    with pytest.raises(RequestError, match=r"^text\.format: tool_choice already") as failure:
+def test_a_format_beside_a_tool_choice_is_refused_by_its_own_name():
+    with pytest.raises(
+        RequestError, match=r"^text\.format: cannot be combined with this tool_choice"
+    ) as failure:
         of_responses(text=TEXT_FORMAT, tools=[TOOL], tool_choice="required")
     assert failure.value.param == "text.format"

@@ -7,6 +7,9 @@ spreads the queries, so that both run on the matrix engine.
 
 Nothing reads a tensor on the host, and no shape depends on the content of one.
 
+A decode that verifies drafts has Q queries of a row. They are so many more heads: each entry
+attends with all queries of its row, and only the mask tells them apart.
+
 Letters: B rows, H query heads, G key/value heads, R = H / G, D head size, S block size, N entries
 of the block list.
 """
@@ -43,7 +46,7 @@ class DecodeBlocks:
     block_list: Tensor
     """[N - sliced] int32, of the metadata."""
     slots: Tensor
-    """[B] int64, the slot mapping of the metadata."""
+    """[B * Q] int64, the slot mapping of the metadata."""
     rows: Tensor
     """[N] int64: the row of each entry; 0 for padding, which adds nothing to it."""
     mapping: Tensor
@@ -53,11 +56,13 @@ class DecodeBlocks:
     summing: Tensor
     """[B, N] float32: the same once more, with padding in row 0."""
     is_hidden: Tensor
-    """[N, 1, S] slots that no query sees."""
+    """[N, 1, S] slots that no query sees; with several queries [N, 1, Q, 1, S] what each sees."""
     is_hidden_value: Tensor
     """[N, S, 1, 1] the same, against values."""
     age: Tensor
     """[N, 1, S] int32: how many tokens the one in the slot is older than the newest of the row."""
+    query_len: int = 1
+    """Q"""
 
 
 Normaliser = Callable[[Tensor, DecodeBlocks], Tensor]
@@ -70,6 +75,7 @@ def derive_decode_blocks(
     block_size: int,
     dtype: torch.dtype,
     sliding_window: int | None = None,
+    positions: Tensor | None = None,
 ) -> DecodeBlocks:
     """Masks and one-hot matrix of a launch.
 
@@ -78,16 +84,29 @@ def derive_decode_blocks(
         block_size: S.
         dtype: of the queries.
         sliding_window: None sees all keys; W the W most recent ones, the new one included.
+        positions: [B, Q] int32 of the new tokens of each row, ascending; padding repeats the last.
+            None: one token each.
     """
-    groups, batch = metadata.block_groups, metadata.slot_mapping.shape[0]
+    groups = metadata.block_groups
+    batch = (metadata.slot_mapping if positions is None else positions).shape[0]
     slot = torch.arange(block_size, dtype=torch.int32, device=groups.device)
     row_ids = torch.arange(batch, dtype=torch.int32, device=groups.device)
     is_padding = groups < 0
     age = metadata.block_age.view(-1, 1, 1) - slot
     is_hidden = is_padding.view(-1, 1, 1) | (slot >= metadata.block_usage.view(-1, 1, 1))
-    if sliding_window is not None:
-        is_hidden = is_hidden | (age >= sliding_window)
     rows = groups.masked_fill(is_padding, 0)
+    is_hidden_value = is_hidden
+    if positions is not None:
+        # How many tokens each query is older than the newest one: it sees nothing younger.
+        back = (positions[:, -1:] - positions).index_select(0, rows.long())
+        age_of_query = age - back.unsqueeze(-1)  # [N, Q, S]
+        is_hidden = is_hidden | (age_of_query < 0)
+        if sliding_window is not None:
+            is_hidden = is_hidden | (age_of_query >= sliding_window)
+            is_hidden_value = is_hidden_value | (age_of_query[:, :1] >= sliding_window)
+        is_hidden = is_hidden.unflatten(1, (1, -1, 1))
+    elif sliding_window is not None:
+        is_hidden = is_hidden_value = is_hidden | (age >= sliding_window)
     mapping = (groups.view(-1, 1) == row_ids).to(dtype)
     return DecodeBlocks(
         block_list=metadata.block_list,
@@ -97,8 +116,9 @@ def derive_decode_blocks(
         mapping_t=mapping.T,
         summing=(row_ids.view(-1, 1) == rows).float(),
         is_hidden=is_hidden,
-        is_hidden_value=is_hidden.view(-1, block_size, 1, 1),
+        is_hidden_value=is_hidden_value.view(-1, block_size, 1, 1),
         age=age,
+        query_len=1 if positions is None else positions.shape[1],
     )
 
 
@@ -113,12 +133,12 @@ def flat_paged_attention(
     is_pipelined: bool = True,
     normaliser: Normaliser | float | None = None,
 ) -> Tensor:
-    """Attention of one new token per row over its blocks.
+    """Attention of the new tokens of each row over its blocks.
 
     Products have the dtype of the query, the softmax is float32.
 
     Args:
-        query: [B, H, D], all finite: a sum over a one-hot matrix meets every row.
+        query: [B * Q, H, D], all finite: a sum over a one-hot matrix meets every row.
         key_cache: [num_blocks, S, G, D], the new tokens' keys included.
         value_cache: [num_blocks, S, G, D].
         blocks: the launch.
@@ -133,12 +153,18 @@ def flat_paged_attention(
             far below it becomes zero.
 
     Returns:
-        [B, H, D]. Padded rows are zero. What hidden slots hold (even NaN) has no effect.
+        [B * Q, H, D]. Padded rows are zero. What hidden slots hold (even NaN) has no effect.
 
     Raises:
         ValueError: the launch slices more blocks than the cache has.
     """
     num_kv_heads, head_size = key_cache.shape[2:]
+    shape = query.shape
+    if blocks.query_len > 1:
+        query = _queries_as_heads(query, num_kv_heads, blocks.query_len)
+        if alibi_slopes is not None:  # an older query's distances differ by a constant: no matter
+            slopes = alibi_slopes.view(num_kv_heads, 1, -1)
+            alibi_slopes = slopes.expand(-1, blocks.query_len, -1).flatten()
     queries = blocks.mapping @ query.flatten(1)  # [N, B] @ [B, H * D]
     queries = queries.view(-1, query.shape[1] // num_kv_heads, head_size)
     parts = _fetch(key_cache, value_cache, blocks)
@@ -157,7 +183,17 @@ def flat_paged_attention(
             out, total = _attend(parts, scores, offset, blocks, query.dtype)
             factor = (sum_of_rows(total, blocks) + _TINY).reciprocal()
     out = (out * factor).to(query.dtype)
-    return (blocks.mapping_t @ out.flatten(1)).view(query.shape)
+    out = (blocks.mapping_t @ out.flatten(1)).view(query.shape)
+    if blocks.query_len > 1:
+        out = out.unflatten(1, (num_kv_heads, blocks.query_len, -1)).transpose(1, 2)
+        return out.reshape(shape)
+    return out
+
+
+def _queries_as_heads(query: Tensor, num_kv_heads: int, query_len: int) -> Tensor:
+    """[B * Q, H, D] -> [B, G * Q * R, D]: those of one key/value head beside each other."""
+    by_row = query.unflatten(0, (-1, query_len)).unflatten(2, (num_kv_heads, -1))
+    return by_row.transpose(1, 2).flatten(1, 3)
 
 
 def max_of_rows(x: Tensor, blocks: DecodeBlocks) -> Tensor:
@@ -224,7 +260,11 @@ def _scores(
     scores = scores.view(num_blocks, -1, block_size)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[:, None] * part.of(blocks.age).float()
-    return scores.masked_fill(part.of(blocks.is_hidden), HIDDEN)
+    is_hidden = part.of(blocks.is_hidden)
+    if blocks.query_len > 1:
+        by_query = scores.unflatten(1, (num_kv_heads, blocks.query_len, -1))
+        return by_query.masked_fill(is_hidden, HIDDEN).flatten(1, 3)
+    return scores.masked_fill(is_hidden, HIDDEN)
 
 
 def _attend(

@@ -31,7 +31,8 @@ PADDING_GROUP = -1
 
 @dataclass(frozen=True)
 class HPUDecodeMetadata(Generic[Array]):
-    """One new token for each of B padded rows, over N entries of the flat block list.
+    """Q new tokens for each of B padded rows, over N entries of the flat block list. Q is 1, or
+    the drafts to verify and one more; fewer ones are padded on the right. T is B * Q.
 
     The first N - G entries are blocks 0, 1, 2, ... of the cache, in place: a slice of the cache
     and no gather. `block_list` has the other G. A plain launch gathers all, so that G is N; a
@@ -47,9 +48,9 @@ class HPUDecodeMetadata(Generic[Array]):
     block_age: Array = packed("N")
     """[N] how many tokens the first slot of the block is older than the newest token of the row;
     0 for padding. Slot t is hidden by a window W when age - t >= W."""
-    slot_mapping: Array = packed("B")
-    """[B] where the new key and value go, block id * S + offset. Slots of padded rows are in
-    the null block, and differ from each other as far as its size allows."""
+    slot_mapping: Array = packed("T")
+    """[T] where new keys and values go, block id * S + offset. Slots of padding are in the null
+    block, and differ from each other as far as its size allows."""
 
     def to(self, device: torch.device | str) -> "HPUDecodeMetadata[Tensor]":
         """A copy on the device of what is on the host."""
@@ -113,6 +114,8 @@ def build_decode_metadata(
     *,
     padded_shared: int | None = None,
     sliding_window: int | None = None,
+    query_lens: IntArray | None = None,
+    padded_query_len: int = 1,
 ) -> HPUDecodeMetadata[IntArray]:
     """Flatten the block tables of a decode.
 
@@ -132,6 +135,8 @@ def build_decode_metadata(
         padded_shared: None for a plain launch; for a contiguous one the gathered entries.
         sliding_window: lists only blocks with one of the W most recent tokens. For layers that
             all have this window: an unlisted block is seen by none.
+        query_lens: [n] new tokens of each row, the last ones; None: one each.
+        padded_query_len: Q.
 
     Raises:
         ValueError: the rows do not fit the padded sizes or their tables.
@@ -160,16 +165,12 @@ def build_decode_metadata(
         places = flat.block_list.astype(np.int64)
         places[is_repeat] = padded_blocks + np.arange(len(repeats))
         block_list = _padded(num_listed, NULL_BLOCK_ID, np.arange(len(repeats)), repeats)
-    slots = padding_slots(padded_batch, block_size)
-    real = np.flatnonzero(flat.seq_lens)
-    position = flat.seq_lens[real] - 1
-    slots[real] = flat.tables[real, position // block_size] * block_size + position % block_size
     return HPUDecodeMetadata(
         block_list=block_list,
         block_groups=_padded(num_entries, PADDING_GROUP, places, flat.groups),
         block_usage=_padded(num_entries, 1, places, np.minimum(flat.ages + 1, block_size)),
         block_age=_padded(num_entries, 0, places, flat.ages),
-        slot_mapping=slots,
+        slot_mapping=_new_slots(flat, query_lens, (padded_batch, padded_query_len), block_size),
     )
 
 
@@ -260,6 +261,21 @@ def _flatten(
         groups=groups,
         ages=lengths[groups] - 1 - index * np.int32(block_size),
     )
+
+
+def _new_slots(
+    flat: "_FlatBlocks", query_lens: IntArray | None, shape: tuple[int, int], block_size: int
+) -> IntArray:
+    """[T] slots of the new tokens of a decode, of B and Q."""
+    slots = padding_slots(shape[0] * shape[1], block_size)
+    rows = np.flatnonzero(flat.seq_lens)
+    position, targets = flat.seq_lens[rows] - 1, rows * shape[1]
+    if query_lens is not None:
+        rows, column = np.nonzero(np.arange(shape[1]) < query_lens[:, None])
+        position = (flat.seq_lens - query_lens)[rows] + column
+        targets = rows * shape[1] + column
+    slots[targets] = flat.tables[rows, position // block_size] * block_size + position % block_size
+    return slots
 
 
 def to_tensors(arrays: Any, device: torch.device | str) -> dict[str, Tensor]:

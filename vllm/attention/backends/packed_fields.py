@@ -7,7 +7,7 @@ order in it, packing on the host and the views on the device all come from it.
 The same class holds numpy arrays on the host and tensors on the device.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any, Generic, TypeVar
@@ -49,9 +49,12 @@ class _Field:
     name: str
     letters: tuple[str, ...]
     dtype: torch.dtype
+    host_dtype: "np.dtype[Any]"
     nested: "PackedFields[Any] | None"
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
+        if len(self.letters) == 1:  # most are, and every step on the host packs them
+            return (sizes[self.letters[0]],)
         return tuple(sizes[letter] for letter in self.letters)
 
 
@@ -64,15 +67,14 @@ class PackedFields(Generic[Fields]):
 
     def __init__(self, cls: type[Fields]) -> None:
         self._cls = cls
-        self._fields = [
-            _Field(
-                f.name,
-                f.metadata.get(_SHAPE, ()),
-                f.metadata.get(_DTYPE, torch.int32),
-                PackedFields(f.metadata[_NESTED]) if _NESTED in f.metadata else None,
+        self._fields: list[_Field] = []
+        for f in fields(cls):  # type: ignore[arg-type]
+            dtype = f.metadata.get(_DTYPE, torch.int32)
+            host_dtype = np.dtype(str(dtype).removeprefix("torch."))
+            nested = PackedFields(f.metadata[_NESTED]) if _NESTED in f.metadata else None
+            self._fields.append(
+                _Field(f.name, f.metadata.get(_SHAPE, ()), dtype, host_dtype, nested)
             )
-            for f in fields(cls)  # type: ignore[arg-type]
-        ]
 
     def part_sizes(self, sizes: Sizes) -> tuple[int, ...]:
         """Elements of each field, in the order of the buffer."""
@@ -88,21 +90,24 @@ class PackedFields(Generic[Fields]):
         Raises:
             ValueError: an array does not have the shape or the dtype of its field.
         """
-        return np.concatenate([part.ravel() for part in self._arrays(given, sizes)])
+        parts: list[IntArray] = []
+        self._collect(given, sizes, parts)
+        return np.concatenate(parts)
 
-    def _arrays(self, given: Fields, sizes: Sizes) -> Iterator[IntArray]:
+    def _collect(self, given: Fields, sizes: Sizes, parts: list[IntArray]) -> None:
         for f in self._fields:
             value = getattr(given, f.name)
             if f.nested is not None:
-                yield from f.nested._arrays(value, sizes)
+                f.nested._collect(value, sizes, parts)
                 continue
-            dtype = str(f.dtype).removeprefix("torch.")
-            if value.shape != f.shape(sizes) or value.dtype != dtype:
+            if value.shape != f.shape(sizes) or value.dtype != f.host_dtype:
                 raise ValueError(
-                    f"{f.name} is {value.dtype} {list(value.shape)}; this launch has {dtype} "
-                    f"{list(f.shape(sizes))} ({' '.join(f.letters)})"
+                    f"{f.name} is {value.dtype} {list(value.shape)}; this launch has "
+                    f"{f.host_dtype} {list(f.shape(sizes))} ({' '.join(f.letters)})"
                 )
-            yield value if f.dtype is torch.int32 else value.view(np.int32)
+            if f.dtype is not torch.int32:
+                value = value.view(np.int32)
+            parts.append(value if len(f.letters) == 1 else value.ravel())
 
     def unpack(self, buffer: Tensor, sizes: Sizes) -> Fields:
         """Views of the parts of a buffer, which a compiler can trace."""

@@ -21,7 +21,7 @@ from vllm.attention.backends.hpu_attn import (
 )
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata, HPUPrefillMetadata
 from vllm.attention.backends.merged_prefill import MergedPrefillMetadata, derive_merged_mask
-from vllm.attention.backends.sdpa import SDPAKernel
+from vllm.attention.backends.sdpa import SDPAKernel, naive_sdpa
 from vllm.attention.metadata import AttentionLayer
 from vllm.errors import ConfigError
 
@@ -55,9 +55,14 @@ def layer_kinds(layers: Iterable[AttentionLayer]) -> dict[LayerKind, AttentionLa
     return kinds
 
 
+def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel) -> SDPAKernel:
+    """Fused kernels take a mask in the dtype of the queries, which would round ALiBi far back."""
+    return kernel if layer.alibi_slopes is None else naive_sdpa
+
+
 @dataclass(frozen=True)
 class PaddedDecode:
-    """One new token for each of B padded rows."""
+    """One new token for each of B padded rows, or the drafts to verify and one more."""
 
     metadata: HPUDecodeMetadata[Tensor]
     blocks: Mapping[int | None, DecodeBlocks]
@@ -73,16 +78,20 @@ class PaddedDecode:
         block_size: int,
         dtype: torch.dtype,
         normaliser: Normaliser | float | None = None,
+        positions: Tensor | None = None,
     ) -> "PaddedDecode":
-        """A launch for layers of these kinds and queries of this dtype."""
+        """A launch for layers of these kinds and queries of this dtype; `positions` see
+        `derive_decode_blocks`."""
         blocks: dict[int | None, DecodeBlocks] = {}
         for window, _ in kinds:
             if window not in blocks:
-                blocks[window] = derive_decode_blocks(metadata, block_size, dtype, window)
+                blocks[window] = derive_decode_blocks(
+                    metadata, block_size, dtype, window, positions
+                )
         return cls(metadata, blocks, normaliser)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `AttentionMetadata`; T is B."""
+        """See `AttentionMetadata`; T is B * Q."""
         assert layer.key_cache is not None and layer.value_cache is not None
         return decode_attention(
             query,
@@ -115,12 +124,11 @@ class PaddedPrefill:
         metadata: HPUPrefillMetadata[Tensor],
         kinds: Mapping[LayerKind, AttentionLayer],
         block_size: int,
-        dtype: torch.dtype,
         kernel: SDPAKernel,
     ) -> "PaddedPrefill":
-        """A launch for layers of these kinds and queries of this dtype."""
+        """A launch for layers of these kinds."""
         masks = {
-            kind: prefill_mask(metadata, block_size, kind[0], layer.alibi_slopes, dtype)
+            kind: prefill_mask(metadata, block_size, kind[0], layer.alibi_slopes)
             for kind, layer in kinds.items()
         }
         batch, query_len = metadata.slot_mapping.shape
@@ -139,7 +147,7 @@ class PaddedPrefill:
             self.blocks,
             self.masks[_kind(layer)],
             layer.scale,
-            self.kernel,
+            _kernel_for(layer, self.kernel),
         )
         return attended.flatten(0, 1)
 
@@ -159,12 +167,11 @@ class MergedPrefill:
         metadata: MergedPrefillMetadata[Tensor],
         kinds: Mapping[LayerKind, AttentionLayer],
         block_size: int,
-        dtype: torch.dtype,
         kernel: SDPAKernel,
     ) -> "MergedPrefill":
-        """A launch for layers of these kinds and queries of this dtype."""
+        """A launch for layers of these kinds."""
         masks = {
-            kind: derive_merged_mask(metadata, block_size, kind[0], layer.alibi_slopes, dtype)
+            kind: derive_merged_mask(metadata, block_size, kind[0], layer.alibi_slopes)
             for kind, layer in kinds.items()
         }
         return cls(metadata, masks, kernel)
@@ -181,5 +188,5 @@ class MergedPrefill:
             self.metadata,
             self.masks[_kind(layer)],
             layer.scale,
-            self.kernel,
+            _kernel_for(layer, self.kernel),
         )

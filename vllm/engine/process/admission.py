@@ -1,4 +1,4 @@
-"""How much may wait: requests beyond it are refused at once, which is better than served late."""
+"""Admission control: requests beyond the limits are refused at once, instead of served late."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from vllm.errors import CapacityError
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionLimits:
-    """None is no limit."""
+    """Limits of waiting requests. None: no limit."""
 
     max_queued_requests: int | None = None
-    """Requests besides those that a full batch holds."""
+    """Waiting requests, beside those of a full batch."""
     max_queued_tokens: int | None = None
     """Prompt tokens of requests that have not begun."""
     request_timeout: float | None = None
@@ -19,7 +19,7 @@ class AdmissionLimits:
 
 
 class Admission:
-    """Counts what waits and what runs.
+    """Counts waiting and running requests.
 
     Args:
         limits: to keep.
@@ -40,7 +40,7 @@ class Admission:
         return len(self._waiting)
 
     def check(self, num_requests: int, num_prompt_tokens: int) -> None:
-        """Whether so many requests, of so many tokens in all, may come.
+        """Refuse this many new requests with this many prompt tokens if they exceed the limits.
 
         Raises:
             CapacityError: (status 503) too much waits.
@@ -84,7 +84,7 @@ class Admission:
             self._running.discard(core_id)
 
     def clear(self) -> None:
-        """Nothing is left."""
+        """Forget all requests."""
         self._waiting.clear()
         self._running.clear()
         self._waiting_tokens = 0

@@ -1,4 +1,4 @@
-"""The process of an engine core, as an event loop sees it."""
+"""Starts the process of an engine core, and exchanges messages with it in an event loop."""
 
 import asyncio
 import contextlib
@@ -61,7 +61,7 @@ class CoreClient:
         return self.process.pid
 
     def configure(self, config: VllmConfig, models: dict[str, str]) -> None:
-        """Let it load. Until then it imports what it will need.
+        """Send the config, with which the process loads the model. Until then it imports modules.
 
         Args:
             config: of the engine.
@@ -69,7 +69,7 @@ class CoreClient:
         """
         data = encode(StartCore(config=config, models=models))
         assert self.process.stdin is not None
-        # It has ended, and may have been closed after that: `on_death` tells.
+        # The process has ended, and may have been closed since: `on_death` reports it.
         with contextlib.suppress(BrokenPipeError, ValueError):
             self.process.stdin.write(START_LENGTH.pack(len(data)) + data)
             self.process.stdin.flush()
@@ -102,10 +102,10 @@ class CoreClient:
         data = encode(message)
         if self._is_closed:
             return
-        with contextlib.suppress(zmq.Again):  # the other end is gone: `on_death` will tell
+        with contextlib.suppress(zmq.Again):  # the other end is closed: `on_death` will report it
             self._socket.send(data, zmq.NOBLOCK)
         assert self._loop is not None
-        # A send may take the edge that tells of a message that has come.
+        # ZMQ signals events by edges: the send may have consumed that of an arrived message.
         self._loop.call_soon(self._read)
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class CoreClient:
 
     def _wait_for_end(self, loop: asyncio.AbstractEventLoop) -> None:
         self.process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody to tell
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this
             loop.call_soon_threadsafe(self._tell_end)
 
     def _tell_end(self) -> None:

@@ -1,9 +1,9 @@
 """The process of an engine core: `python -m vllm.engine.process.core_process ADDRESS`.
 
 Reads its first message, the configuration, from standard input, and all others from a ZMQ
-socket that its parent has bound. Between two steps it takes in what has come; a step never waits
-for a client. Standard input stays open as long as the parent lives: at its end this process ends,
-however the parent died.
+socket that its parent has bound. Between two steps it handles the messages that have arrived; a
+step never waits for a client. Standard input stays open as long as the parent lives: at its end
+this process ends, however the parent died.
 """
 
 import os
@@ -57,11 +57,11 @@ CALLS = frozenset({"reset_prefix_cache", "collective_rpc", "sleep", "wake_up", "
 _STDIN = 0
 
 _LINGER_MS = 2000
-"""For the last messages to be read."""
+"""Time for the parent to read the last messages."""
 
 
 class CoreLoop:
-    """Takes messages, runs steps, sends what they bring.
+    """Handles messages, runs steps and sends their outputs.
 
     Args:
         core: started.
@@ -82,7 +82,7 @@ class CoreLoop:
         self._has_unsent_stats = False
 
     def run(self) -> None:
-        """Until `StopCore`.
+        """Run until `StopCore`.
 
         Raises:
             EngineDeadError: a step failed.
@@ -91,14 +91,14 @@ class CoreLoop:
             self.turn()
 
     def turn(self) -> None:
-        """Take what has come, and run one step if there is something to compute."""
+        """Handle the messages that have arrived, and run one step if there are requests."""
         self._take_messages()
         if not self._is_stopped and self._core.has_unfinished_requests():
             self._send(CoreOutput(output=self._core.step(), stats=self._core.stats()))
             self._has_unsent_stats = False
 
     def _take_messages(self) -> None:
-        """All that have come; waits for one when there is nothing to compute."""
+        """Handle all messages that have arrived; wait for one when there are no requests."""
         core = self._core
         while not self._is_stopped:
             is_idle = not core.has_unfinished_requests()
@@ -116,13 +116,13 @@ class CoreLoop:
                 self._handle(message)
 
     def _refuse_unreadable(self, data: bytes, error: msgspec.ValidationError) -> None:
-        """Refuse requests of which one holds what it may not: that is no fault of the others."""
+        """Refuse the requests of a message that cannot be decoded; the engine goes on."""
         ids = ids_of_requests(data)
         if not ids:
             raise error
         text = f"the request cannot be read by the engine: {error}"
         for request_id in ids:
-            # One of the two is known, whether the request has one sample or several.
+            # The parent knows one of the two ids: of the request, or of its first sample.
             for known_id in (request_id, sample_id(request_id, 0)):
                 self._send(
                     Refused(request_id=known_id, message=text, status=400, is_capacity=False)
@@ -162,7 +162,7 @@ class CoreLoop:
             value = getattr(self._core, message.name)(*args, **kwargs)
             encoded = encode_value(f"the result of {message.name}", value)
             return CallResult(call_id=message.call_id, value=encoded)
-        except Exception as error:  # told to the caller; the loop goes on
+        except Exception as error:  # reported to the caller; the loop goes on
             if not isinstance(error, (RequestError, CapacityError)):
                 logger.exception("call %s failed", message.name)
             return CallResult(call_id=message.call_id, error=CallError.of(error))
@@ -256,14 +256,14 @@ def _read_exactly(size: int) -> bytes:
     while len(data) < size:
         part = os.read(_STDIN, size - len(data))
         if not part:
-            sys.exit(1)  # the parent has gone
+            sys.exit(1)  # the parent has died
         data += part
     return data
 
 
 def _end_with_parent(address: str) -> None:
     # Not through sys.stdin: the interpreter cannot end while a thread waits inside of that.
-    os.read(_STDIN, 1)  # returns when nobody holds the other end any more
+    os.read(_STDIN, 1)  # returns when the other end is closed everywhere
     socket_folder.remove(address)
     os._exit(1)
 

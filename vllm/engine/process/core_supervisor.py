@@ -1,4 +1,4 @@
-"""Starts the process of an engine core, notices its death, and starts it again if it may.
+"""Starts the process of an engine core, notices when it dies, and restarts it if allowed.
 
 Everything but the start of a process happens in one event loop.
 """
@@ -39,12 +39,12 @@ class CoreSupervisor:
 
     Args:
         num_restarts: times that a core which died is started again.
-        on_output: takes what each step brings.
-        on_refused: takes the refusal of a request.
-        on_lost: takes the error of a core that has died, with all of its requests.
+        on_output: called with the output of each step.
+        on_refused: called with each request that the core refuses.
+        on_lost: called with the error of a core that has died: all of its requests are lost.
 
     Attributes:
-        startup: how far the start has come.
+        startup: state of the start.
         num_restarts_done: times that a core was started again.
         death_callbacks: called once each when the core is dead for good.
     """
@@ -169,7 +169,7 @@ class CoreSupervisor:
         self._fail_calls(error)
         self._release()
 
-    # ---- how ------------------------------------------------------------------------------
+    # ---- internals ------------------------------------------------------------------------
 
     async def _start_process(self) -> "asyncio.Future[None]":
         """A process that waits for its config; the future is done when it is ready."""

@@ -1,7 +1,7 @@
-"""Resolve a config as far as that takes a second: its mistakes, and often all of it.
+"""Resolves as much of a config as is possible within a second, to report mistakes early.
 
-Asks no hub and imports neither torch nor transformers, so that a mistyped flag is reported before
-anything slow begins. The rest is left to `resolve_config`.
+It does not contact the hub and imports neither torch nor transformers, so that a mistyped flag is
+reported before anything slow begins. `resolve_config` does the rest.
 """
 
 from collections.abc import Mapping

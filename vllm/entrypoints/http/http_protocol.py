@@ -1,6 +1,6 @@
-"""HTTP on a connection, with bounds that the parser itself does not have.
+"""HTTP on a connection, with limits of size and time that the parser does not have.
 
-Whatever a client does, its connection ends: some timer runs whenever no response is being made.
+Every connection ends, whatever its client does: a timer runs whenever no response is being made.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Answers that end when their reader leaves: server-sent events, and awaited results.
+"""Responses that end when the client disconnects: server-sent events, and awaited results.
 
 Closing the source of a stream aborts its request, so a source is always closed here, at once and
 never by the garbage collector. Knows no engine and no API.
@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ClientDisconnected(Exception):
-    """The client has left before its answer was ready; nobody reads what is sent now."""
+    """The client has disconnected before its response was ready."""
 
 
 def event(data: Any, name: str | None = None) -> bytes:

@@ -17,7 +17,7 @@ _MAX_PATH_CHARS = 200
 
 
 class AccessLog:
-    """Logs who asked for what, the status and the time; never headers, queries or bodies."""
+    """Logs client, method, path, status and time; never headers, queries or bodies."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

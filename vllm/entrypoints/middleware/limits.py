@@ -1,7 +1,7 @@
-"""Bodies of requests: how large, how slow and of what type they may be, before anything reads one.
+"""Limits of request bodies: size, time to arrive, and content type.
 
-The whole body is read here, so that behind it no route can be kept waiting by a client, and what
-is too large is refused before it is held.
+The whole body is read here. So no route has to wait for a client, and a body that is too large is
+refused before it is in memory.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class BodyLimits:
         if body is not None:
             num_bytes = len(body)
             receive = replay({"type": "http.request", "body": body, "more_body": False}, receive)
-            del body  # so that it is freed as soon as the route has read it
+            del body  # so that the body is freed as soon as the route has read it
             try:
                 await self.app(scope, receive, send)
             finally:
@@ -106,4 +106,4 @@ _CLOSE = {"Connection": "close"}  # what is left of the body must not be taken f
 
 
 class _TooLarge(Exception):
-    """A body went over the limit."""
+    """The body is larger than the limit."""

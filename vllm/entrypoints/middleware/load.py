@@ -9,7 +9,7 @@ _NOT_COUNTED = PROBES | {"/load", "/metrics", "/version"}
 
 
 class CountRequests:
-    """Counts requests from their first byte behind it to the end of their response."""
+    """Counts a request from when it gets here until its response has ended."""
 
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self.app = app

@@ -205,7 +205,7 @@ class PoolingMethods:
             for each in found
         ]
 
-    # ---- how ------------------------------------------------------------------------------
+    # ---- internals ------------------------------------------------------------------------
 
     @property
     def _pooler(self) -> "PoolerConfig | None":

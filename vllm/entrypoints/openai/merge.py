@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _MAX_AHEAD = 64
-"""Items that all sources together may be ahead of the consumer."""
+"""Most items that wait for the consumer, of all sources together."""
 
 
 async def merge(

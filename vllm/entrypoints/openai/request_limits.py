@@ -1,8 +1,8 @@
-"""How many of everything one request may have: one table for all fields of all routes.
+"""Limits of the lists and texts in a request: one table for all fields of all routes.
 
 A field that holds a list, or texts that something searches for, has a row here, which names the
-flag that limits it. The table is looked at before a body is validated, so that what is refused
-has cost next to nothing. Besides, a body has a largest size in bytes and in JSON values.
+flag that limits it. The table is checked before a body is validated, so that a refusal costs
+almost nothing. Besides, a body has a largest size in bytes and in JSON values.
 """
 
 import functools

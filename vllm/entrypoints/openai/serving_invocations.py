@@ -1,4 +1,4 @@
-"""POST /invocations, the one route that SageMaker knows: which API is meant, the body tells.
+"""POST /invocations, the route that SageMaker calls; the body decides which API is meant.
 
 The request is handed to the route of that API as if it had been sent there, so that fields,
 answers and errors are the same.

@@ -2,5 +2,6 @@
 
 `library` loads the kernels; `operators` has the table of the platform, with `attention`. `linear`
 has packed weights, also from the int4 checkpoints that `int4_layouts` reads, and `moe` experts of
-them. `sampling` and `decode_step` are called by the sampler and the runner.
+them. `sampling` is called by the sampler. `recorder` writes down what modules compute as a
+`program`, which `decode_step` runs for the runner.
 """

@@ -12,7 +12,7 @@ def hash_sources(root: Path) -> str | None:
 
     None where they are not: the package is installed, and not from a checkout in place.
     """
-    setup, sources = root / "setup.py", sorted((root / "csrc" / "cpu").glob("*"))
+    setup, sources = root / "setup.py", sorted((root / "csrc" / "cpu").glob("*.[hc]*"))
     if not sources or not setup.is_file():
         return None
     digest = hashlib.sha256()

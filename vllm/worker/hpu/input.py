@@ -38,17 +38,18 @@ RESIDENT = -1
 
 @dataclass(frozen=True)
 class DecodeInput(Generic[Array]):
-    """A decode of B padded rows."""
+    """A decode of B padded rows with Q padded tokens each, T = B * Q."""
 
-    token_ids: Array = packed("B")
-    """[B]; RESIDENT where the device has it."""
+    token_ids: Array = packed("T")
+    """[T]; RESIDENT where the device has it."""
     rows: Array = packed("B")
-    """[B] row of each token; the padding row for padding."""
-    positions: Array = packed("B")
-    """[B]"""
+    """[B] row of each; the padding row for padding."""
+    positions: Array = packed("T")
+    """[T]; behind the tokens of a row, that of its last one."""
     metadata: HPUDecodeMetadata[Array] = packed_fields_of(HPUDecodeMetadata)
     sample_rows: Array = packed("L")
-    """[L] row of each of the logits; the padding row where none is sampled."""
+    """[L] row of each of the logits; the padding row where none is sampled, or where it takes the
+    host to know which of several samples is the row's newest token."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,8 @@ def padded_sizes(shape: LaunchShape) -> dict[str, int]:
     }
 
 
-def input_sizes(shape: LaunchShape) -> tuple[int, ...]:
-    """Elements of each part of the packed input; the last one is a row for each of the logits."""
-    return _fields_of(shape).part_sizes(padded_sizes(shape))
-
-
-def _fields_of(shape: LaunchShape) -> PackedFields[Any]:
+def fields_of(shape: LaunchShape) -> PackedFields[Any]:
+    """What the packed input of a launch holds."""
     if shape.bucket.phase is Phase.DECODE:
         return _DECODE
     return _MERGED if shape.merged_prompts else _PREFILL
@@ -150,15 +147,22 @@ class HPUInputBuilder:
         """The newest tokens of these rows are on the device."""
         self._is_resident[rows] = True
 
+    def mark_verified(self, rows: IntArray) -> None:
+        """It takes the host to know which of several sampled tokens is the newest of a row."""
+        self._is_resident[rows] = False
+
     def pack(self, launch: BucketLaunch) -> tuple[IntArray, IntArray]:
         """(packed input on the host, indices into `launch.rows` of the rows that sample)."""
         batch, start = self._batch, launch.num_computed_tokens
         seq_lens = start + launch.num_scheduled_tokens
         sampled = np.flatnonzero(seq_lens >= batch.num_tokens[launch.rows]).astype(np.int32)
         sample_rows = self._padded(launch.shape.num_rows, self.padding_row)
-        sample_rows[sampled] = launch.rows[sampled]
+        kept = sampled
+        if launch.num_drafts is not None:
+            kept = sampled[launch.num_drafts[sampled] == 0]
+        sample_rows[kept * launch.tokens_with_logits] = launch.rows[kept]
         given = self._input(launch, seq_lens, sample_rows)
-        return _fields_of(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
+        return fields_of(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
 
     def _input(
         self, launch: BucketLaunch, seq_lens: IntArray, sample_rows: IntArray
@@ -172,24 +176,30 @@ class HPUInputBuilder:
     def _decode(
         self, launch: BucketLaunch, seq_lens: IntArray, sample_rows: IntArray
     ) -> DecodeInput[IntArray]:
-        batch, rows, padded = self._batch, launch.rows, launch.bucket.batch
-        shape = launch.shape
-        positions = seq_lens - 1
-        token_ids = batch.token_ids[rows, positions]
-        newest = positions == batch.num_tokens[rows] - 1
-        token_ids[self._is_resident[rows] & newest] = RESIDENT
+        batch, rows, bucket = self._batch, launch.rows, launch.bucket
+        shape, start = launch.shape, launch.num_computed_tokens
+        positions, query_lens = start[:, None], None
+        if bucket.query_len > 1:
+            query_lens = launch.num_scheduled_tokens
+            column = np.arange(bucket.query_len, dtype=np.int32)
+            positions = positions + np.minimum(column, query_lens[:, None] - 1)
+        token_ids = batch.token_ids[rows[:, None], positions]
+        newest = start == batch.num_tokens[rows] - 1
+        token_ids[self._is_resident[rows] & newest, 0] = RESIDENT
         metadata = build_decode_metadata(
             batch.block_table[rows],
             seq_lens,
-            padded,
-            launch.bucket.blocks,
+            bucket.batch,
+            bucket.blocks,
             self._block_size,
             padded_shared=shape.num_shared if shape.is_contiguous else None,
+            query_lens=query_lens,
+            padded_query_len=bucket.query_len,
         )
         return DecodeInput(
-            token_ids=self._padded(padded, 0, token_ids),
-            rows=self._padded(padded, self.padding_row, rows),
-            positions=self._padded(padded, 0, positions),
+            token_ids=self._padded(bucket.num_tokens, 0, token_ids.ravel()),
+            rows=self._padded(bucket.batch, self.padding_row, rows),
+            positions=self._padded(bucket.num_tokens, 0, positions.ravel()),
             metadata=metadata,
             sample_rows=sample_rows,
         )

@@ -36,7 +36,8 @@ class HPUModel(nn.Module):
     Raises:
         ConfigError: a layer asks for what no launch has.
 
-    Shape: packed input of a launch -> (logits [B, V], hidden states [B * Q, hidden])
+    Shape: packed input of a launch -> (logits [B, V], of a decode [B * Q, V]; hidden states
+    [B * Q, hidden])
     """
 
     def __init__(
@@ -66,10 +67,19 @@ class HPUModel(nn.Module):
 
     def _decode(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
         given = unpack_decode(packed, shape)
+        query_len, positions = shape.bucket.query_len, None
         resident = self.last_token_ids.index_select(0, given.rows)
+        if query_len > 1:
+            positions = given.positions.unflatten(0, (-1, query_len))
+            resident = resident.unsqueeze(-1).expand(positions.shape).flatten()
         token_ids = torch.where(given.token_ids < 0, resident, given.token_ids)
         attention = PaddedDecode.derive(
-            given.metadata, self._kinds, self._block_size, self._dtype, self._normaliser
+            given.metadata,
+            self._kinds,
+            self._block_size,
+            self._dtype,
+            self._normaliser,
+            positions,
         )
         hidden_states = self._run(attention, token_ids, given.positions)
         return self.model.compute_logits(hidden_states), hidden_states
@@ -77,7 +87,7 @@ class HPUModel(nn.Module):
     def _prefill(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
         given = unpack_prefill(packed, shape)
         attention = PaddedPrefill.derive(
-            given.metadata, self._kinds, self._block_size, self._dtype, self._kernel
+            given.metadata, self._kinds, self._block_size, self._kernel
         )
         hidden_states = self._run(attention, given.token_ids, given.positions)
         last = hidden_states.index_select(0, given.last_tokens)
@@ -86,9 +96,7 @@ class HPUModel(nn.Module):
     def _merged_prefill(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
         given = unpack_merged(packed, shape)
         metadata = given.metadata
-        attention = MergedPrefill.derive(
-            metadata, self._kinds, self._block_size, self._dtype, self._kernel
-        )
+        attention = MergedPrefill.derive(metadata, self._kinds, self._block_size, self._kernel)
         hidden_states = self._run(attention, given.token_ids, metadata.positions)
         last = hidden_states.index_select(0, metadata.last_token_indices)
         return self.model.compute_logits(last), hidden_states

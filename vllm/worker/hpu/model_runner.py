@@ -20,6 +20,7 @@ from vllm.sample.state import SamplingState
 from vllm.sample.static_shapes import class_of, size_classes
 from vllm.sample.warmup import warmup_launches
 from vllm.structured_output.matchers import GrammarMatchers
+from vllm.utils.ragged import positions_within
 from vllm.utils.trace import get_trace
 from vllm.worker.hpu.execution import make_execution
 from vllm.worker.hpu.input import HPUInputBuilder, to_device
@@ -180,20 +181,54 @@ class HPUModelRunner(ModelRunner):
             prompt_logprobs = self.prompt_logprobs.compute(
                 self.batch, launch, hidden_states, starts
             )
-        rows = np.full(len(launch.rows), self.sampling.padding_row, np.int32)
-        rows[indices] = launch.rows[indices]
+        num_drafts = None if launch.num_drafts is None else launch.num_drafts[indices]
+        places, within = self._sampled_places(launch, indices, num_drafts)
+        num_logits = len(launch.rows) * launch.tokens_with_logits
+        rows = np.full(num_logits, self.sampling.padding_row, np.int32)
+        rows[places] = launch.rows[places // launch.tokens_with_logits]
         sampled = None
         if len(indices):
-            sampled = self._sample(logits, rows)
+            sampled = self._sample(logits, rows, places, within)
             self._keep_tokens(device_input, sampled)
             self._inputs.mark_sampled(launch.rows[indices])
-        return LaunchResult(rows, indices, sampled, prompt_logprobs)
+            if num_drafts is not None:
+                self._inputs.mark_verified(launch.rows[indices][num_drafts > 0])
+        return LaunchResult(rows, places, sampled, prompt_logprobs, num_drafts=num_drafts)
 
-    def _sample(self, logits: Tensor, rows: IntArray) -> SamplerOutput:
-        """Sample for each row of the logits; those of padding are greedy."""
-        known = rows != self.sampling.padding_row
+    def _sampled_places(
+        self, launch: BucketLaunch, indices: IntArray, num_drafts: IntArray | None
+    ) -> tuple[IntArray, IntArray]:
+        """Rows of the logits that are sampled, and which token of its row each of them follows,
+        of those that run.
+
+        Args:
+            launch: its rows are padded to so many tokens with logits.
+            indices: [m] its rows that sample.
+            num_drafts: [m] drafts of each; None: none has any.
+        """
+        places = indices * np.int32(launch.tokens_with_logits)
+        if num_drafts is None:
+            return places, np.zeros_like(places)
+        rows = launch.rows[indices]
+        assert not self.sampling.follows_output(rows[num_drafts > 0]), "it takes no drafts"
+        within = positions_within(num_drafts + 1).astype(np.int32)
+        return np.repeat(places, num_drafts + 1) + within, within
+
+    def _sample(
+        self, logits: Tensor, rows: IntArray, places: IntArray, within: IntArray
+    ) -> SamplerOutput:
+        """Sample for each row of the logits; padding is greedy.
+
+        Args:
+            logits: padded.
+            rows: [n] row of each of the logits.
+            places: of those that are no padding.
+            within: how many drafts each of these follows.
+        """
         num_output = np.zeros_like(rows)
-        num_output[known] = (self.batch.num_tokens - self.batch.num_prompt_tokens)[rows[known]]
+        real = rows[places]
+        num_output[places] = self.batch.num_tokens[real] - self.batch.num_prompt_tokens[real]
+        num_output[places] += within
         return self.sampler(logits, self.sampling.metadata(rows, num_output, len(logits)))
 
     def _keep_tokens(self, device_input: Tensor, sampled: SamplerOutput) -> None:
@@ -234,8 +269,8 @@ class HPUModelRunner(ModelRunner):
             for metadata in warmup_launches(self.sampling, shape.num_rows):
                 sampled = self.sampler(logits, metadata)
         else:
-            no_rows = np.full(shape.num_rows, self.sampling.padding_row, np.int32)
-            sampled = self._sample(logits, no_rows)
+            padding = np.full(shape.num_rows, self.sampling.padding_row, np.int32)
+            sampled = self._sample(logits, padding, _NO_ROWS, _NO_ROWS)
         assert sampled is not None
         self._keep_tokens(device_input, sampled)
         sampled.host_ids.cpu()

@@ -1,6 +1,7 @@
 """Splits a step into launches that have a bucket.
 
-    decodes    all rows with one token in as few launches as the largest bucket allows
+    decodes    all rows with one token, or with drafts to verify, in as few launches as the largest
+               bucket allows; with drafts, rows without any are padded to the same query length
     prefills   a prompt longer than the longest bucket in pieces; neighbours share a launch where
                padding them to one shape costs less than another launch
 
@@ -40,6 +41,11 @@ class BucketLaunch(Launch):
     """Prefill: rows are laid end to end in one, with room for so many; 0: each is its own."""
 
     @property
+    def tokens_with_logits(self) -> int:
+        """Tokens of each row that have logits: the last one of a prompt, all of a decode."""
+        return self.bucket.query_len if self.bucket.phase is Phase.DECODE else 1
+
+    @property
     def shape(self) -> "LaunchShape":
         """What decides the recipe of this launch."""
         return LaunchShape(self.bucket, self.is_contiguous, self.merged_prompts)
@@ -55,7 +61,9 @@ class LaunchShape:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the logits."""
+        """Rows of the logits: one for each token of a decode, the last token of each prompt."""
+        if self.bucket.phase is Phase.DECODE:
+            return self.bucket.num_tokens
         return self.merged_prompts or self.bucket.batch
 
     @property
@@ -96,6 +104,15 @@ class _Rows(NamedTuple):
     ids: IntArray
     computed: IntArray
     scheduled: IntArray
+    drafts: IntArray
+
+    @classmethod
+    def of(cls, step: SchedulerOutput) -> "_Rows":
+        """All rows of a step."""
+        drafts = step.num_draft_tokens
+        if drafts is None:
+            drafts = np.zeros_like(step.rows)
+        return cls(step.rows, step.num_computed_tokens, step.num_scheduled_tokens, drafts)
 
     def part(self, start: int, end: int | None = None) -> "_Rows":
         """Entries from `start` up to `end`."""
@@ -136,7 +153,7 @@ class HPULaunchPlanner:
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
         """The launches of a step: decodes, then prefills in the order of its rows."""
-        rows = _Rows(step.rows, step.num_computed_tokens, step.num_scheduled_tokens)
+        rows = _Rows.of(step)
         decodes, prompts = self._separate(rows)
         launches: list[Launch] = []
         for part in self._split_decodes(decodes):
@@ -148,17 +165,17 @@ class HPULaunchPlanner:
     def _separate(self, rows: _Rows) -> tuple[_Rows, _Rows]:
         """Decodes, and prompts. A single token of a prompt runs as a decode, which costs less,
         unless the log-probabilities of the token behind it are wanted."""
-        num_single = int(np.count_nonzero(rows.scheduled == 1))
+        num_decodes = int(np.count_nonzero(rows.scheduled - rows.drafts == 1))
         if not self._logprob_rows:
-            return rows.part(0, num_single), rows.part(num_single)
+            return rows.part(0, num_decodes), rows.part(num_decodes)
         is_prompt = rows.computed + 1 < self._batch.num_prompt_tokens[rows.ids]
         is_prompt &= np.isin(rows.ids, list(self._logprob_rows))
-        is_prompt[num_single:] = True
+        is_prompt[num_decodes:] = True
         return rows.select(~is_prompt), rows.select(is_prompt)
 
     def plan_prompts(self, step: SchedulerOutput) -> list[Launch]:
         """The launches of a step of whole prompts, none of which is split or decoded."""
-        rows = _Rows(step.rows, step.num_computed_tokens, step.num_scheduled_tokens)
+        rows = _Rows.of(step)
         return [_launch(part, bucket) for part, bucket in self._group_prefills(rows)]
 
     # ---- decodes --------------------------------------------------------------------------
@@ -169,7 +186,7 @@ class HPULaunchPlanner:
             return []
         limits = self._limits
         most = limits.max_block_refs
-        refs = _num_blocks(rows.computed + 1, self._size)
+        refs = _num_blocks(rows.computed + rows.scheduled, self._size)
         if len(refs) <= limits.max_decode_batch and (most is None or refs.sum() <= most):
             return [rows]
         parts, start, total = [], 0, 0
@@ -182,17 +199,18 @@ class HPULaunchPlanner:
         return [*parts, rows.part(start)]
 
     def _decode(self, rows: _Rows) -> BucketLaunch:
-        batch, seq_lens = len(rows.ids), rows.computed + 1
+        batch, seq_lens = len(rows.ids), rows.computed + rows.scheduled
+        query_len = int(rows.scheduled.max())
         if not self._limits.contiguous_pa:
             refs = int(_num_blocks(seq_lens, self._size).sum())
-            return _launch(rows, self._fit(Phase.DECODE, batch, 1, refs))
+            return _launch(rows, self._fit(Phase.DECODE, batch, query_len, refs))
         counts = count_decode_blocks(self._batch.block_table[rows.ids], seq_lens, self._size)
-        bucket = self._fit(Phase.DECODE, batch, 1, counts.span)
+        bucket = self._fit(Phase.DECODE, batch, query_len, counts.span)
         shape = LaunchShape(bucket, is_contiguous=True)
         if _is_slice(bucket, self._limits) and counts.shared <= shape.num_shared:
             return _launch(rows, bucket, is_contiguous=True)
         if self._limits.enable_prefix_caching:
-            bucket = self._fit(Phase.DECODE, batch, 1, counts.references)
+            bucket = self._fit(Phase.DECODE, batch, query_len, counts.references)
         # Without it only buckets beyond the cache are warmed up for plain launches, and this one,
         # which is beyond it, has room for all: no block is referenced twice.
         return _launch(rows, bucket)
@@ -213,6 +231,7 @@ class HPULaunchPlanner:
             rows.ids[index],
             rows.computed[index] + done,
             np.minimum(rows.scheduled[index] - done, longest).astype(np.int32),
+            rows.drafts[index],
         )
 
     def _group_prefills(self, rows: _Rows) -> list[tuple[_Rows, Bucket]]:
@@ -270,7 +289,7 @@ class HPULaunchPlanner:
 
     def _own_shape(self, phase: Phase, batch: int, query_len: int, blocks: int) -> Bucket:
         """What a launch without a bucket is padded to."""
-        padded = 1 if phase is Phase.DECODE else round_up(query_len, self._size)
+        padded = query_len if phase is Phase.DECODE else round_up(query_len, self._size)
         return Bucket(phase, batch, padded, blocks)
 
 
@@ -278,7 +297,13 @@ def _launch(
     rows: _Rows, bucket: Bucket, *, is_contiguous: bool = False, merged_prompts: int = 0
 ) -> BucketLaunch:
     return BucketLaunch(
-        rows.ids, rows.computed, rows.scheduled, bucket, is_contiguous, merged_prompts
+        rows.ids,
+        rows.computed,
+        rows.scheduled,
+        bucket,
+        is_contiguous,
+        merged_prompts,
+        num_drafts=rows.drafts if rows.drafts.any() else None,
     )
 
 

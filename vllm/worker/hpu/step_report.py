@@ -148,10 +148,10 @@ def not_warmed_line(phase: Phase, batch: int, query_len: int, blocks: int) -> st
     """`Configuration: (prompt, 1, 36864) was not warmed-up!`
 
     A prompt with context names its blocks too: (prompt, batch, length, blocks). A decode is
-    (decode, batch, blocks).
+    (decode, batch, blocks), with drafts (decode, batch, blocks, length).
     """
     if phase is Phase.DECODE:
-        shape = f"decode, {batch}, {blocks}"
+        shape = f"decode, {batch}, {blocks}" + (f", {query_len}" if query_len > 1 else "")
     else:
         shape = f"prompt, {batch}, {query_len}" + (f", {blocks}" if blocks else "")
     return f"Configuration: ({shape}) was not warmed-up!"

@@ -72,9 +72,7 @@ class WholePromptModel(HPUModel):
 
     def _attention(self, given: PrefillInput[Tensor], shape: LaunchShape) -> AttentionMetadata:
         if self._pooler.is_causal:
-            return PaddedPrefill.derive(
-                given.metadata, self._kinds, self._block_size, self._dtype, self._kernel
-            )
+            return PaddedPrefill.derive(given.metadata, self._kinds, self._block_size, self._kernel)
         size = (shape.bucket.batch, shape.bucket.query_len)
         return PaddedEncoder.derive(given.metadata.query_lens, size, self._kernel)
 

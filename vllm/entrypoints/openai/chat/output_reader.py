@@ -1,4 +1,4 @@
-"""Takes one output apart while it grows: reasoning, content, tool calls.
+"""Splits one output into reasoning, content and tool calls while it grows.
 
 The same object reads a stream and a whole output, so that both give the same.
 """

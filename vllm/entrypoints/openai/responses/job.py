@@ -1,4 +1,4 @@
-"""A response made in the background: it goes on when its client leaves, and can be followed.
+"""A response made in the background: it continues without a client, and can be streamed later.
 
 Single-threaded: belongs to one event loop.
 """

@@ -1,7 +1,7 @@
-"""Responses that clients may come back to: kept in memory, bounded in number, bytes and age.
+"""Stored responses, which clients can retrieve: in memory, limited in number, bytes and age.
 
-What was used longest ago goes first. A response that is still being made is never dropped; their
-number has a bound of its own. Single-threaded: belongs to one event loop.
+The least recently used response is dropped first. A response that is still being made is never
+dropped; their number has a limit of its own. Single-threaded: belongs to one event loop.
 """
 
 import time

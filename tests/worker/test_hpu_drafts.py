@@ -1,0 +1,78 @@
+"""Launches that verify drafts, on the simulated card: users get what they get without drafts, and
+nothing compiles after the warm-up.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.e2e.test_drafts import OracleSource, seen_by_user
+from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
+from vllm import SamplingParams
+from vllm.bucketing import Phase
+from vllm.core.scheduler import Scheduler
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.llm_engine import LLMEngine
+from vllm.worker.hpu.planner import BucketLaunch
+
+PROMPTS = [[20 + n] * n for n in (3, 16, 17, 40, 30, 5)]
+PARAMS = [
+    SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=1),
+    SamplingParams(max_tokens=30, temperature=1.2, seed=7),
+    SamplingParams(max_tokens=25, temperature=0.8, seed=3, top_p=0.8, min_tokens=9),
+    SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, stop=["self"]),
+    SamplingParams(max_tokens=12, temperature=0, repetition_penalty=1.3),
+    SamplingParams(max_tokens=31, temperature=0, prompt_logprobs=1, logit_bias={300: 2.0}),
+]
+
+
+def make_engine(max_draft_tokens: int, is_eager: bool, num_blocks: int) -> LLMEngine:
+    arguments = SMALL_ENGINE | {"num_gpu_blocks_override": num_blocks, "enforce_eager": is_eager}
+    config = EngineArgs(**arguments).create_engine_config()
+    scheduler = replace(config.scheduler, max_draft_tokens=max_draft_tokens)
+    return LLMEngine.from_vllm_config(replace(config, scheduler=scheduler))
+
+
+def run(engine: LLMEngine) -> list:
+    for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+    found = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                found[int(output.request_id)] = output
+    return [found[index] for index in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize(("mode", "is_contiguous"), [("HPU graphs", True), ("eager", False)])
+def test_users_get_the_same_with_drafts_as_without(mode, is_contiguous, monkeypatch):
+    is_lazy, is_eager = MODES[mode]
+    variables = FEW_BUCKETS | {"VLLM_CONTIGUOUS_PA": is_contiguous, "PT_HPU_LAZY_MODE": is_lazy}
+    with simulated_hpu(**variables) as bridge:
+        engine = make_engine(0, is_eager, 33)
+        runner = engine.engine_core.executor._worker.runner
+        assert all(b.query_len == 1 for b in runner.planner.catalog.decode)
+        outputs = run(engine)
+        known = {tuple(o.prompt_token_ids): [list(o.outputs[0].token_ids)] for o in outputs}
+
+        engine = make_engine(5, is_eager, 17)  # room for 16 blocks: somebody is preempted
+        core = engine.engine_core
+        runner = core.executor._worker.runner
+        assert {b.query_len for b in runner.planner.catalog.decode} == {1, 6}
+        source = OracleSource(random.Random(3), known)
+        core.scheduler = Scheduler(core.config.scheduler, core.scheduler.cache, source)
+        launches: list[BucketLaunch] = []
+        launch_once = runner._run_launch
+        monkeypatch.setattr(
+            runner, "_run_launch", lambda launch: launches.append(launch) or launch_once(launch)
+        )
+        before = bridge.counters().compilations
+        with_drafts = run(engine)
+        assert bridge.counters().compilations == before
+    assert [seen_by_user(o) for o in with_drafts] == [seen_by_user(o) for o in outputs]
+    assert source.num_right > 20
+    decodes = [launch for launch in launches if launch.bucket.phase is Phase.DECODE]
+    assert any(launch.num_drafts is not None for launch in decodes)
+    for launch in decodes:
+        assert launch.bucket.query_len == (1 if launch.num_drafts is None else 6)
