@@ -13,7 +13,6 @@ from vllm.errors import ConfigError
 from vllm.ops.cpu import library as library_module
 from vllm.ops.cpu.library import LIBRARY_PATH, CPUKernels, load_cpu_kernels
 from vllm.ops.cpu.linear import WeightFormat
-from vllm.ops.cpu.program import ProgramStatus
 from vllm.ops.cpu.source_hash import hash_sources
 from vllm.version import __version__
 
@@ -109,6 +108,3 @@ def test_the_numbers_of_python_are_those_of_csrc():
     formats = load_cpu_kernels().plain.WeightFormat
     names = {"kFloat": "FLOAT32", "kBf16": "BFLOAT16", "kInt8": "INT8", "kInt4": "INT4"}
     assert {names[f.name]: f.value for f in formats} == {f.name: f.value for f in WeightFormat}
-    for status in load_cpu_kernels().plain.ProgramStatus:
-        name = re.sub("(?<!^)([A-Z])", r"_\1", status.name.removeprefix("k")).upper()
-        assert ProgramStatus[name] == status
