@@ -15,7 +15,7 @@ import torch
 from common import make_llm, make_parser, report
 from kernels import best_in_turns_us
 
-from vllm.attention import RaggedMetadata
+from vllm.attention import LaunchContext, RaggedMetadata
 from vllm.worker.cpu.model_runner import CPUModelRunner
 from vllm.worker.model_input import ModelInput
 from vllm.worker.model_runner import ModelRunner
@@ -27,18 +27,19 @@ def decodes(num_rows: int, seq_len: int, block_size: int, vocab_size: int) -> Mo
     tables = (torch.arange(num_rows * max_blocks) + 1).view(num_rows, max_blocks).int()
     last = seq_len - 1
     seq_lens = torch.full((num_rows,), seq_len, dtype=torch.int32)
+    metadata = RaggedMetadata(
+        num_decodes=num_rows,
+        slot_mapping=tables[:, last // block_size].long() * block_size + last % block_size,
+        block_tables=tables,
+        seq_lens=seq_lens,
+        query_start_loc=np.arange(num_rows + 1, dtype=np.int32),
+        host_seq_lens=seq_lens.numpy(),
+    )
     return ModelInput(
         input_ids=torch.randint(vocab_size, (num_rows,)),
-        positions=torch.full((num_rows,), last),
-        metadata=RaggedMetadata(
-            num_decodes=num_rows,
-            slot_mapping=tables[:, last // block_size].long() * block_size + last % block_size,
-            block_tables=tables,
-            seq_lens=seq_lens,
-            query_start_loc=np.arange(num_rows + 1, dtype=np.int32),
-            host_seq_lens=seq_lens.numpy(),
-        ),
+        context=LaunchContext(metadata, torch.full((num_rows,), last)),
         sampled=np.arange(num_rows, dtype=np.int32),
+        num_drafts=None,
         logits_indices=None,
     )
 
