@@ -108,6 +108,7 @@ def plan_layout(
     max_model_len: int,
     *,
     has_one_table: bool = False,
+    keeps_all: bool = False,
 ) -> KVCacheLayout:
     """Group the layers of a model.
 
@@ -118,16 +119,17 @@ def plan_layout(
         specs: one per layer, none of them of kind NONE.
         block_size: tokens per block.
         max_model_len: a window that is as long never passes a token.
-        has_one_table: the device takes one block table per request for all layers.
+        has_one_table: all layers read the same block table of a request.
+        keeps_all: the device cannot do without any block of a request.
     """
     by_window: dict[int | None, list[int]] = {}
     for index, spec in enumerate(specs):
         window = spec.window
-        is_passed = window is not None and window < max_model_len
+        is_passed = window is not None and window < max_model_len and not keeps_all
         by_window.setdefault(window if is_passed else None, []).append(index)
     if len(by_window) > 1 and len({spec.tensors for spec in specs}) > 1:
         has_one_table = True
-    if has_one_table or not specs:
+    if (has_one_table and len(by_window) > 1) or not specs:
         by_window = {None: list(range(len(specs)))}
     if len(by_window) == 1:
         ((window, layers),) = by_window.items()

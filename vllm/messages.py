@@ -139,6 +139,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: list[int]
     """Tokens sampled before a preemption; empty at first admission."""
     block_ids: list[int]
+    """Its block tables, one per group of layers, after each other; all are equally long."""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,7 +168,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     block_rows: IntArray
     """[m] rows that get one more block each, in order of their tables; a row may repeat."""
     block_ids: IntArray
-    """[m] the blocks."""
+    """[m * groups] the blocks: one of each row for every group of layers in turn."""
+    passed_blocks: list[tuple[int, int, int]] = []
+    """(row, group, n): the first n blocks of the row's table for this group of layers are given
+    back; the null block takes their places."""
     num_draft_tokens: IntArray | None = None
     """[n] drafts among the scheduled tokens of each row, the last ones; None: no row has any."""
     draft_token_ids: IntArray | None = None

@@ -22,7 +22,8 @@ class Request:
         num_prompt_tokens: how many of them are the prompt.
         status: where the request is.
         row: index in the per-request arrays while running, else -1.
-        block_ids: its block table while running.
+        block_ids: its block table while running, for the first group of layers.
+        more_block_ids: its block tables for the other groups, equally long.
         block_hashes: content hash of each full block of known tokens, as far as computed.
         num_cached_blocks: leading blocks that the prefix cache knows.
         num_cached_tokens: prompt tokens found cached at first admission; -1 before it.
@@ -35,6 +36,7 @@ class Request:
     __slots__ = (
         "block_hashes",
         "block_ids",
+        "more_block_ids",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_preemptions",
@@ -57,6 +59,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.row = -1
         self.block_ids: list[int] = []
+        self.more_block_ids: list[list[int]] = []
         self.block_hashes: list[bytes] = []
         self.num_cached_blocks = 0
         self.num_cached_tokens = -1

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vllm.core.block_hash import is_of_first_group
 from vllm.core.cache_events import public_hash
 from vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 
@@ -36,4 +37,6 @@ class CacheFollower:
 
     def check(self, pool: Any) -> None:
         """It knows exactly what the pool can find."""
-        assert self.blocks.keys() == {public_hash(known) for known in pool._block_of}
+        assert self.blocks.keys() == {
+            public_hash(key) for key in pool._block_of if is_of_first_group(key)
+        }

@@ -23,6 +23,7 @@ from vllm.core.cache_events import CacheEventLog
 from vllm.core.drafts import DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
+from vllm.kv_cache_spec import KVCacheGroup
 from vllm.messages import (
     NULL_BLOCK_ID,
     CacheKey,
@@ -78,14 +79,17 @@ def make_scheduler(
     num_blocks: int = 64,
     block_size: int = 4,
     enable_caching: bool = True,
+    windows: Sequence[int | None] = (None,),
     draft_source: DraftSource | None = None,
     **limits: Any,
 ) -> Scheduler:
-    """A scheduler; `num_blocks` counts the usable ones, `limits` are of SchedulerConfig."""
+    """A scheduler; `num_blocks` counts the usable ones, `windows` are those of
+    the groups of layers, `limits` are of SchedulerConfig."""
     defaults = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 128}
     config = SchedulerConfig(**{**defaults, **limits})
     events = CacheEventLog(block_size)
-    cache = KVCacheManager(num_blocks + 1, block_size, enable_caching, events)
+    groups = [KVCacheGroup(window) for window in windows]
+    cache = KVCacheManager(num_blocks + 1, block_size, enable_caching, events, groups)
     return Scheduler(config, cache, draft_source)
 
 
@@ -193,10 +197,17 @@ class FakeRow:
     spec: EngineRequest
     token_ids: list[int]
     block_ids: list[int]
+    """Its table for the first group of layers."""
+    more_block_ids: list[list[int]] = field(default_factory=list)
+    """Its tables for the other groups."""
     num_computed: int | None = None
     """None until it runs for the first time."""
     contents: list[int] = field(default_factory=list)
     """Right content of each position whose token is known."""
+
+    @property
+    def tables(self) -> list[list[int]]:
+        return [self.block_ids, *self.more_block_ids]
 
     def content(self, position: int) -> int:
         while len(self.contents) <= position:
@@ -220,6 +231,7 @@ class FakeRunner:
         is_split: one launch for the decodes, then one per prefill, as on a device with static
             shapes; False: everything in one launch, which writes before it reads.
         fails_at: request id -> number of output tokens after which its sampling fails.
+        windows: of the groups of layers.
         stalls_every: of so many rows with drafts one gets no token; 0: none.
     """
 
@@ -228,15 +240,17 @@ class FakeRunner:
         block_size: int,
         is_split: bool = True,
         fails_at: dict[str, int] | None = None,
+        windows: Sequence[int | None] = (None,),
         stalls_every: int = 0,
     ) -> None:
         self.stalls_every = stalls_every
         self.num_verified = 0
         self.block_size = block_size
+        self.windows = windows
         self.is_split = is_split
         self.fails_at = fails_at or {}
         self.rows: dict[int, FakeRow] = {}
-        self.slots: dict[tuple[int, int], int] = {}
+        self.slots: dict[tuple[int, int], tuple[int, int]] = {}
         self.last_step_id = -1
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -245,15 +259,21 @@ class FakeRunner:
         self.last_step_id = step.step_id
         for row, num_blocks in step.shortened_tables:
             assert num_blocks < len(self.rows[row].block_ids)
-            del self.rows[row].block_ids[num_blocks:]
+            for table in self.rows[row].tables:
+                del table[num_blocks:]
         for row in step.freed_rows:
             del self.rows[row]
         for new in step.new_requests:
             assert new.row not in self.rows, f"row {new.row} is given twice"
             token_ids = new.request.prompt_token_ids + new.output_token_ids
-            self.rows[new.row] = FakeRow(new.request, token_ids, list(new.block_ids))
-        for row, block_id in zip(step.block_rows.tolist(), step.block_ids.tolist(), strict=True):
-            self.rows[row].block_ids.append(block_id)
+            first, *more = np.array(new.block_ids).reshape(len(self.windows), -1).tolist()
+            self.rows[new.row] = FakeRow(new.request, token_ids, first, more)
+        block_ids = step.block_ids.reshape(-1, len(self.windows)).tolist()
+        for row, of_row in zip(step.block_rows.tolist(), block_ids, strict=True):
+            for table, block_id in zip(self.rows[row].tables, of_row, strict=True):
+                table.append(block_id)
+        for row, index, count in step.passed_blocks:
+            self.rows[row].tables[index][:count] = [NULL_BLOCK_ID] * count
         self._check_tables()
         rows = step.rows.tolist()
         work = list(
@@ -297,29 +317,38 @@ class FakeRunner:
             assert start == known, f"{row.spec.request_id}: position {start}, not {known}"
             row.num_computed = start + count
             assert row.num_computed <= len(row.token_ids), "a token that nobody has sampled"
-            for position in range(start, start + count):
-                slot = self._slot(row, position)
-                assert slot not in written, f"slot {slot} is written twice in a launch"
-                written.add(slot)
-                self.slots[slot] = row.content(position)
+            for index, table in enumerate(row.tables):
+                for position in range(start, start + count):
+                    slot = self._slot(table, position)
+                    assert slot[0] != NULL_BLOCK_ID, "a token without a block"
+                    assert slot not in written, f"slot {slot} is written twice in a launch"
+                    written.add(slot)
+                    self.slots[slot] = index, row.content(position)
         for row_id, start, count in launch:
-            self._check_reads(self.rows[row_id], start + count)
+            self._check_reads(self.rows[row_id], start, start + count)
 
-    def _check_reads(self, row: FakeRow, end: int) -> None:
-        for position in range(end):
-            slot = self._slot(row, position)
-            assert self.slots.get(slot) == row.content(position), (
-                f"{row.spec.request_id}: wrong content at position {position}, slot {slot}"
-            )
+    def _check_reads(self, row: FakeRow, start: int, end: int) -> None:
+        for index, (table, window) in enumerate(zip(row.tables, self.windows, strict=True)):
+            first = 0 if window is None else max(0, start - window + 1)
+            for position in range(first, end):
+                slot = self._slot(table, position)
+                assert self.slots.get(slot) == (index, row.content(position)), (
+                    f"{row.spec.request_id}: wrong content at position {position}, slot {slot}"
+                )
 
     def _check_tables(self) -> None:
         for row in self.rows.values():
-            assert NULL_BLOCK_ID not in row.block_ids
-            assert len(set(row.block_ids)) == len(row.block_ids), "a block twice in one table"
+            assert len({len(table) for table in row.tables}) == 1
+            for table, window in zip(row.tables, self.windows, strict=True):
+                num_null = table.count(NULL_BLOCK_ID)
+                assert table[:num_null] == [NULL_BLOCK_ID] * num_null
+                assert num_null == 0 or window is not None
+            held = [b for table in row.tables for b in table if b != NULL_BLOCK_ID]
+            assert len(set(held)) == len(held), "a block twice in the tables of a row"
 
-    def _slot(self, row: FakeRow, position: int) -> tuple[int, int]:
+    def _slot(self, table: list[int], position: int) -> tuple[int, int]:
         index, offset = divmod(position, self.block_size)
-        return row.block_ids[index], offset
+        return table[index], offset
 
     def _sample(
         self,
@@ -431,7 +460,10 @@ class Loop:
     ) -> None:
         self.scheduler = scheduler
         self.depth = depth
-        self.runner = FakeRunner(scheduler.cache.block_size, is_split, fails_at, stalls_every)
+        windows = [group.window for group in scheduler.cache._groups]
+        self.runner = FakeRunner(
+            scheduler.cache.block_size, is_split, fails_at, windows, stalls_every
+        )
         self.results: dict[str, Result] = {}
         self.num_steps = 0
         self.follower = CacheFollower()
@@ -574,7 +606,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(set(running.order.tolist())) == len(requests)
     for request in waiting:
         assert request.status is RequestStatus.WAITING
-        assert request.row == -1 and not request.block_ids
+        assert request.row == -1 and not request.block_ids and not request.more_block_ids
     for request in requests:
         row = request.row
         assert request.status is RequestStatus.RUNNING
@@ -598,19 +630,21 @@ def _never_passes_over(scheduler: Scheduler) -> bool:
 def check_blocks(scheduler: Scheduler, requests: list[Request]) -> None:
     """Counts, free queue and hashes of the pool agree with the block tables."""
     pool, size = scheduler.cache.pool, scheduler.cache.block_size
-    holders: dict[int, list[tuple[Request, int]]] = {}
+    holders: dict[int, list[tuple[Request, int, int]]] = {}
     for request in requests:
-        for index, block_id in enumerate(request.block_ids):
-            holders.setdefault(block_id, []).append((request, index))
+        for group, table in enumerate((request.block_ids, *request.more_block_ids)):
+            for index, block_id in enumerate(table):
+                if block_id != NULL_BLOCK_ID or not scheduler.cache.has_windows:
+                    holders.setdefault(block_id, []).append((request, index, group))
     assert NULL_BLOCK_ID not in holders
     for block_id in range(pool.num_blocks):
         assert pool.num_refs(block_id) == len(holders.get(block_id, ())), "wrong count"
     for users in holders.values():
         contents = {
-            (i, root_content(r.spec), tuple(r.token_ids[: (i + 1) * size])) for r, i in users
+            (i, g, root_content(r.spec), tuple(r.token_ids[: (i + 1) * size])) for r, i, g in users
         }
         assert len(contents) == 1, "shared by different content"
-        assert len(users) == 1 or len(next(iter(contents))[2]) % size == 0, "shared but not full"
+        assert len(users) == 1 or len(next(iter(contents))[3]) % size == 0, "shared but not full"
     check_pool(pool)
 
 

@@ -25,6 +25,8 @@ from vllm.messages import EngineRequest, Finished, FinishReason
 # Tiny alphabets and few stems make equal prefixes, equal prompts and equal continuations common.
 STEMS = ([1, 2, 1, 1, 2, 2, 1, 2] * 4, [1, 2, 1, 1, 2, 2, 2, 1] * 4, [3] * 32)
 MAX_MODEL_LEN = 48
+WINDOWS = [*[(None,)] * 4, (5,), (None, 5), (None, None, 16), (None, 9, 9), (7, 12), (1,)]
+"""Windows of the groups of layers; None: full attention."""
 
 
 @dataclass
@@ -38,13 +40,16 @@ class Setup:
     depth: int
     is_split: bool
     fails_at: dict[str, int] = field(default_factory=dict)
+    windows: tuple[int | None, ...] = (None,)
+    """Of the groups of layers; `num_blocks` counts blocks of all of them together."""
     draft_source: GuessSource | None = None
     stalls_every: int = 0
 
     def loop(self) -> Loop:
         scheduler = make_scheduler(
             draft_source=self.draft_source,
-            num_blocks=self.num_blocks,
+            num_blocks=self.num_blocks * len(self.windows),
+            windows=self.windows,
             block_size=self.block_size,
             enable_caching=self.enable_caching,
             max_model_len=MAX_MODEL_LEN,
@@ -80,6 +85,7 @@ def setups(draw: st.DrawFn) -> Setup:
         fails_at={
             str(i): draw(st.integers(0, 3)) for i in draw(st.sets(st.integers(0, 20), max_size=2))
         },
+        windows=draw(st.sampled_from(WINDOWS)),
     )
 
 
@@ -208,6 +214,7 @@ def random_setup(rng: random.Random) -> Setup:
         depth=rng.choice([0, 1, 1, 2]),
         is_split=rng.random() < 0.5,
         fails_at={str(rng.randrange(40)): rng.randrange(4) for _ in range(3)},
+        windows=rng.choice(WINDOWS),
     )
 
 

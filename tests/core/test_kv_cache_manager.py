@@ -1,10 +1,13 @@
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from tests.core.helpers import make_request
-from vllm.core.block_hash import block_hashes, root_hash
+from vllm.core.block_hash import block_hashes, group_keys, root_hash
 from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.kv_cache_spec import KVCacheGroup
+from vllm.messages import NULL_BLOCK_ID
 from vllm.request import Request
 
 
@@ -195,3 +198,104 @@ def test_admission_takes_the_prefix_and_room_for_every_known_token():
     cache.free(second)
     cache.free(first)
     assert cache.pool.num_free == 16
+
+
+# ---- several groups of layers ---------------------------------------------------------------
+
+
+def make_grouped(windows: Sequence[int | None], num_blocks: int = 64) -> KVCacheManager:
+    groups = [KVCacheGroup(window) for window in windows]
+    return KVCacheManager(num_blocks + 1, 4, True, groups=groups)
+
+
+def tables_of(request: Request) -> list[list[int]]:
+    return [request.block_ids, *request.more_block_ids]
+
+
+def test_every_group_has_a_table_and_no_block_twice():
+    cache = make_grouped([None, 6])
+    request = computed(cache, range(14))
+    assert [len(table) for table in tables_of(request)] == [4, 4]
+    assert len(set(cache.held(request))) == 8
+    assert cache.num_blocks_for(14) == 8
+    assert cache.extend([request]) == [request.block_ids[4], request.more_block_ids[0][4]]
+    cache.free(request)
+    assert cache.pool.num_free == 64 and tables_of(request) == [[]]
+
+
+def test_a_window_that_has_passed_gives_its_blocks_back():
+    cache = make_grouped([None, 6])
+    request = computed(cache, range(20))
+    first, second = request.more_block_ids[0][:2]
+    # A query at 8 sees 3 to 8, one at 9 sees 4 to 9.
+    assert cache.give_back(request, 8) == []
+    assert cache.give_back(request, 9) == [(1, 1)]
+    assert cache.give_back(request, 9) == []
+    assert cache.give_back(request, 16) == [(1, 2)]
+    assert request.more_block_ids[0][:2] == [NULL_BLOCK_ID] * 2
+    assert request.more_block_ids[0][2] != NULL_BLOCK_ID
+    assert cache.pool.num_refs(first) == cache.pool.num_refs(second) == 0
+    assert NULL_BLOCK_ID not in request.block_ids
+    assert cache.num_passed(np.array([8, 9, 16])).tolist() == [0, 1, 2]
+    cache.free(request)
+    assert cache.pool.num_free == 64
+
+
+def test_a_hit_needs_only_the_blocks_in_the_window_at_its_end():
+    cache = make_grouped([None, 6])
+    first = computed(cache, range(24))
+    cache.give_back(first, 24)
+    gone, kept = first.more_block_ids[0][:4], first.more_block_ids[0][4:]
+    assert gone == [NULL_BLOCK_ID] * 4
+    # What was given back can still be found, until somebody takes the blocks.
+    cache.pool.allocate(cache.pool.num_free)
+    shared = cache.find_prefix(make_entry([*range(24), 99]))
+    assert shared == [*first.block_ids, *[NULL_BLOCK_ID] * 4, *kept]
+    assert cache.num_tokens_in(shared) == 24
+    # One that ends earlier lacks a block of its window, whatever the other group has.
+    assert cache.find_prefix(make_entry([*range(20), 99])) == []
+
+
+def test_a_hit_ends_where_the_window_of_every_group_is_there():
+    cache = make_grouped([None, 6, 10])
+    first = computed(cache, range(40))
+    tables = [list(table) for table in tables_of(first)]
+    hashes = first.block_hashes
+
+    def num_found(*missing: tuple[int, int]) -> int:
+        keys = {key for index, group in missing for key in group_keys([hashes[index]], group)}
+        blocks = {key: cache.pool._block_of.pop(key) for key in keys}
+        shared = cache.find_prefix(make_entry([*range(40), 99]))
+        cache.pool._block_of.update(blocks)
+        num = len(shared) // 3
+        for group, window in enumerate((None, 6, 10)):
+            start = 0 if window is None else max(0, 4 * num - window + 1) // 4
+            expected = [NULL_BLOCK_ID] * start + tables[group][start:num]
+            assert shared[group * num : (group + 1) * num] == expected
+        return num
+
+    assert num_found() == 10
+    assert num_found((9, 0)) == num_found((9, 1)) == num_found((9, 2)) == 9
+    assert num_found((8, 1)) == 8  # 35 to 39 are seen from 40
+    assert num_found((7, 1)) == 10
+    assert num_found((7, 2)) == 7
+    assert num_found((6, 2)) == 10
+    assert num_found((5, 0), (4, 2)) == 4
+    assert num_found((0, 0)) == num_found((1, 0), (0, 1)) == 0
+
+
+def test_a_failed_request_is_forgotten_in_every_group():
+    cache = make_grouped([None, 6])
+    request = computed(cache, range(16))
+    cache.give_back(request, 15)
+    cache.free(request)
+    cache.forget(request)
+    assert not cache.pool._block_of
+
+
+def test_a_block_of_one_group_is_never_found_for_another():
+    cache = make_grouped([6, 6])
+    request = computed(cache, range(8))
+    shared = cache.find_prefix(make_entry([*range(8), 99]))
+    assert shared == cache.tables(request)
+    assert len(set(shared)) == 4

@@ -11,7 +11,7 @@ from tests.core.helpers import (
 )
 from vllm.core.scheduler import logger
 from vllm.errors import CapacityError, RequestError
-from vllm.messages import Finished, FinishReason
+from vllm.messages import NULL_BLOCK_ID, Finished, FinishReason
 
 
 def make_loop(depth: int = 0, fails_at: dict[str, int] | None = None, **kwargs) -> Loop:
@@ -681,3 +681,29 @@ def test_an_idle_scheduler_schedules_nothing():
     step = loop.scheduler.schedule()
     assert step.num_tokens == 0 and not len(step.rows) and not step.new_requests
     check_scheduler(loop.scheduler)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_layer_with_a_window_holds_no_more_blocks_than_its_window_needs(depth):
+    loop = make_loop(depth, windows=(None, 6), num_blocks=64)
+    loop.add(make_request("a", 3, max_tokens=60))
+    most = [0, 0]
+    while loop.scheduler.num_unfinished_requests:
+        loop.step()
+        for request in loop.scheduler.running.requests:
+            tables = request.block_ids, *request.more_block_ids
+            held = [len(table) - table.count(NULL_BLOCK_ID) for table in tables]
+            most = [max(pair) for pair in zip(most, held, strict=True)]
+    # 6 tokens lie in up to 3 blocks of 4; a step in flight holds one more for a moment.
+    assert most == [16, 3] or (depth and most == [16, 4])
+    loop.run()
+
+
+def test_several_groups_take_their_blocks_together_or_not_at_all():
+    loop = make_loop(windows=(None, 6), num_blocks=10)
+    assert loop.scheduler.cache.num_blocks_for(20) == 10
+    loop.add(make_request("a", 8, max_tokens=12), make_request("b", 8, max_tokens=12))
+    loop.run()
+    assert loop.scheduler.num_preemptions
+    with pytest.raises(CapacityError, match=r"21 tokens \(12 blocks\).*10 blocks of 4 tokens"):
+        loop.add(make_request("c", 8, max_tokens=13))

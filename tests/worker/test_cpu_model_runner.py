@@ -48,7 +48,7 @@ def outputs(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_tokens_and_logprobs_are_those_of_the_modules(family, tmp_path, monkeypatch):
     make_tiny_model(family, tmp_path)
     for settings in ({}, FEW_BLOCKS, CHUNKS, CHUNKS | FEW_BLOCKS | {"enable_prefix_caching": True}):

@@ -1,5 +1,6 @@
 """The runner's arrays follow the scheduler's decisions."""
 
+import msgspec
 import numpy as np
 
 from vllm.messages import EngineRequest, NewRequest, SchedulerOutput
@@ -85,3 +86,15 @@ def test_a_token_that_comes_late_goes_to_its_place_or_nowhere():
         assert rows.tolist() == [2] and token_ids.tolist() == [values[0]]
     assert batch.token_ids[2, :3].tolist() == [2, 5, 8]
     assert batch.token_ids[0, : batch.num_tokens[0]].tolist() == [7]
+
+
+def test_every_group_of_layers_has_a_table_and_null_blocks_where_its_window_has_passed():
+    batch = InputBatch(max_num_seqs=2, max_model_len=32, max_blocks=4, num_groups=2)
+    batch.update(step([new_request(1, [5, 6, 7], blocks=[1, 2, 0, 6])]))
+    assert batch.block_tables[:, 1, :2].tolist() == [[1, 2], [0, 6]]
+    appended = step(block_rows=[0, 1, 1], block_ids=[7, 8, 3, 9, 4, 10])
+    batch.update(msgspec.structs.replace(appended, passed_blocks=[(1, 1, 2)]))
+    assert batch.block_tables[:, 1].tolist() == [[1, 2, 3, 4], [0, 0, 9, 10]]
+    assert batch.block_tables[:, 0, 0].tolist() == [7, 8]
+    assert batch.num_blocks.tolist() == [1, 4]
+    assert batch.block_table[1].tolist() == [1, 2, 3, 4]

@@ -15,6 +15,8 @@ class AttentionLayer(Protocol):
     key_cache: Tensor | None
     """[num_blocks, S, G, D]"""
     value_cache: Tensor | None
+    cache_group: int
+    """Index of the group of layers whose block tables this one reads."""
     scale: float
     """Multiplies query @ key."""
     sliding_window: int | None

@@ -8,7 +8,7 @@ would show one user another's text, and Python's hash can be made to collide.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
 from vllm.messages import CacheKey, EngineRequest
@@ -44,6 +44,19 @@ def block_hashes(
         parent = sha256(parent + data[end - width : end] + extra.get(len(hashes), b"")).digest()
         hashes.append(parent)
     return hashes
+
+
+def group_keys(hashes: Iterable[bytes], group: int) -> Iterable[bytes]:
+    """What blocks of a group of layers are found by; those of the first group by their hashes."""
+    if not group:
+        return hashes
+    suffix = group.to_bytes(2, "little")
+    return (block_hash + suffix for block_hash in hashes)
+
+
+def is_of_first_group(key: bytes) -> bool:
+    """Whether a key is the hash of a block itself."""
+    return len(key) == sha256().digest_size
 
 
 def _keys_of_blocks(keys: Sequence[CacheKey], block_size: int, start: int) -> dict[int, bytes]:

@@ -95,6 +95,10 @@ class BlockPool:
             found.append(block_id)
         return found
 
+    def find_one(self, block_hash: bytes) -> int | None:
+        """The block that holds this content; None: no block does."""
+        return self._block_of.get(block_hash)
+
     def share(self, block_ids: Sequence[int]) -> None:
         """Take one more reference to each block, out of the free queue where needed."""
         for block_id in block_ids:

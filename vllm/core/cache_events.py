@@ -2,10 +2,13 @@
 
 The cache appends events in the order in which they happen; the engine takes and publishes
 them. A router that knows which blocks an engine holds can send it the requests that share them.
+Where layers form several groups, the events are those of the first group. It has full attention
+if any layer has, so every hit needs its blocks.
 """
 
 from collections.abc import Sequence
 
+from vllm.core.block_hash import is_of_first_group
 from vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 
 _HASH_BYTES = 8
@@ -41,9 +44,10 @@ class CacheEventLog:
             first = position + 1
 
     def removed(self, hashes: Sequence[bytes]) -> None:
-        """Blocks cannot be found any more."""
-        if hashes:
-            self._events.append(BlockRemoved(block_hashes=list(map(public_hash, hashes))))
+        """Blocks cannot be found any more. Those of further groups of layers are passed over."""
+        removed = [public_hash(key) for key in hashes if is_of_first_group(key)]
+        if removed:
+            self._events.append(BlockRemoved(block_hashes=removed))
 
     def cleared(self) -> None:
         """No block can be found any more."""

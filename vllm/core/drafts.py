@@ -87,12 +87,12 @@ class DraftPlanner:
         cache, row = self._cache, request.row
         num_known = len(request.token_ids)
         assert num_known == self._running.num_tokens[row], "a token of the request is in flight"
-        num_spare = max(0, cache.pool.num_free - num_reserved)
+        num_spare = max(0, cache.pool.num_free - num_reserved) // cache.num_groups
         num_blocks = len(request.block_ids)
         count = min(count, (num_blocks + num_spare) * cache.block_size - num_known)
         if count <= 0:
             return 0
-        num_new = cache.num_blocks_for(num_known + count) - num_blocks
+        num_new = -(-(num_known + count) // cache.block_size) - num_blocks
         if num_new > 0:
             plan.block_ids = plan.block_ids + cache.extend([request] * num_new)
             plan.block_rows = np.append(plan.block_rows, np.full(num_new, row, np.int32))

@@ -1,21 +1,35 @@
 """Block tables of requests, and what they share through the prefix cache."""
 
 from collections.abc import Sequence
+from itertools import chain
 
-from vllm.core.block_hash import block_hashes, root_hash
+import numpy as np
+
+from vllm.core.block_hash import block_hashes, group_keys, root_hash
 from vllm.core.block_pool import BlockPool
 from vllm.core.cache_events import CacheEventLog
+from vllm.kv_cache_spec import FULL_GROUP, KVCacheGroup
+from vllm.messages import NULL_BLOCK_ID, IntArray
 from vllm.request import Request
 
 
 class KVCacheManager:
     """Gives blocks to requests and takes them back.
 
+    A request has a block table for each group of layers. All its tables are equally long; where
+    the window of a group has passed, the null block stands in place of blocks that were given
+    back.
+
     Args:
         num_blocks: blocks of the cache, the null block included.
         block_size: tokens per block.
         enable_caching: find and keep shared prefixes.
         events: log of the changes of the prefix cache; None: no log is kept.
+        groups: of layers; those with full attention first.
+
+    Attributes:
+        num_groups: how many groups there are.
+        has_windows: blocks are given back while a request runs.
     """
 
     def __init__(
@@ -24,11 +38,16 @@ class KVCacheManager:
         block_size: int,
         enable_caching: bool,
         events: CacheEventLog | None = None,
+        groups: Sequence[KVCacheGroup] = (FULL_GROUP,),
     ) -> None:
         self.pool = BlockPool(num_blocks, events)
         self._events = events
         self.block_size = block_size
         self.enable_caching = enable_caching
+        self.num_groups = len(groups)
+        self._groups = tuple(groups)
+        self._windowed = {i: g for i, g in enumerate(groups) if g.window is not None}
+        self.has_windows = bool(self._windowed)
         self._being_computed: set[int] = set()
 
     def begin_step(self) -> None:
@@ -36,11 +55,14 @@ class KVCacheManager:
         self._being_computed.clear()
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+        """Blocks that hold `num_tokens` tokens of all groups."""
+        return -(-num_tokens // self.block_size) * self.num_groups
 
     def find_prefix(self, request: Request) -> list[int]:
         """Cached blocks with the beginning of the request, longest match; takes none of them.
+
+        They are the beginnings of its tables, one after the other. A group with a window needs
+        only the blocks in the window of the first token that is not cached.
 
         At least one token is left to compute, since only computed tokens give logits. A request
         for prompt logprobs needs the logits of every prompt token and matches nothing.
@@ -48,12 +70,44 @@ class KVCacheManager:
         if not self.enable_caching or request.wants_prompt_logprobs:
             return []
         num_full = (len(request.token_ids) - 1) // self.block_size
-        return self.pool.find(self._hashes(request, num_full))
+        hashes = self._hashes(request, num_full)
+        if self.num_groups == 1 and not self.has_windows:
+            return self.pool.find(hashes)
+        return self._find_in_groups(hashes)
+
+    def _find_in_groups(self, hashes: list[bytes]) -> list[int]:
+        num_found = len(hashes)
+        for index in range(self.num_groups):
+            if index not in self._windowed:
+                num_found = len(self.pool.find(group_keys(hashes[:num_found], index)))
+        while (missing := self._last_missing(hashes, num_found)) is not None:
+            num_found = missing
+        tables = []
+        for index, group in enumerate(self._groups):
+            first = group.first_block(num_found * self.block_size, self.block_size)
+            found = self.pool.find(group_keys(hashes[first:num_found], index))
+            tables += [NULL_BLOCK_ID] * first + found
+        return tables
+
+    def _last_missing(self, hashes: list[bytes], num_found: int) -> int | None:
+        """Index of a block without which only blocks before it can be used; None: none lacks."""
+        size = self.block_size
+        for index, group in self._windowed.items():
+            first = group.first_block(num_found * size, size)
+            keys = group_keys(reversed(hashes[first:num_found]), index)
+            for distance, key in enumerate(keys, start=1):
+                if self.pool.find_one(key) is None:
+                    return num_found - distance
+        return None
+
+    def num_tokens_in(self, shared: Sequence[int]) -> int:
+        """Tokens that need not be computed with the blocks that `find_prefix` has found."""
+        return len(shared) // self.num_groups * self.block_size
 
     def num_lacking(self, request: Request, shared: Sequence[int]) -> int:
         """Free blocks that `admit` would need beyond those there are; 0 or less: it can go."""
         need = self.num_blocks_for(len(request.token_ids)) - len(shared)
-        return need - self.pool.num_free + self.pool.num_free_among(shared)
+        return need - self.pool.num_free + self.pool.num_free_among(self._real(shared))
 
     def admit(self, request: Request, shared: Sequence[int]) -> None:
         """Give a request the shared prefix and room for the rest of its known tokens.
@@ -61,16 +115,32 @@ class KVCacheManager:
         Room for all of them at once: a long prompt that gets its blocks chunk by chunk would
         start, run out half-way, and start again. The caller has checked `num_lacking`.
         """
-        self.pool.share(shared)
-        need = self.num_blocks_for(len(request.token_ids)) - len(shared)
-        request.block_ids = [*shared, *self.pool.allocate(need)]
-        request.num_cached_blocks = len(shared)
+        self.pool.share(self._real(shared))
+        num_groups, num_shared = self.num_groups, len(shared) // self.num_groups
+        new = self.pool.allocate(self.num_blocks_for(len(request.token_ids)) - len(shared))
+        num_new = len(new) // num_groups
+        request.block_ids, *request.more_block_ids = (
+            [
+                *shared[index * num_shared : (index + 1) * num_shared],
+                *new[index * num_new : (index + 1) * num_new],
+            ]
+            for index in range(num_groups)
+        )
+        request.num_cached_blocks = num_shared
 
     def extend(self, requests: Sequence[Request]) -> list[int]:
-        """Append a block to the table of each; the caller has checked that they are free."""
-        block_ids = self.pool.allocate(len(requests))
-        for request, block_id in zip(requests, block_ids, strict=True):
+        """Append a block to all tables of each; the caller has checked that they are free.
+
+        Returns:
+            The blocks, those of one request for all groups after those of another.
+        """
+        num_groups = self.num_groups
+        block_ids = self.pool.allocate(len(requests) * num_groups)
+        for request, block_id in zip(requests, block_ids[::num_groups], strict=True):
             request.block_ids.append(block_id)
+        for index in range(1, num_groups):
+            for request, block_id in zip(requests, block_ids[index::num_groups], strict=True):
+                request.more_block_ids[index - 1].append(block_id)
         return block_ids
 
     def shorten(self, request: Request, num_tokens: int) -> int | None:
@@ -78,14 +148,55 @@ class KVCacheManager:
         made of them: what is beyond the known tokens has none.
 
         Returns:
-            How many blocks are left; None: nothing has changed.
+            How many entries its tables have left; None: nothing has changed.
         """
-        num_kept = self.num_blocks_for(num_tokens)
+        num_kept = -(-num_tokens // self.block_size)
         if len(request.block_ids) <= num_kept:
             return None
-        self.pool.free(reversed(request.block_ids[num_kept:]))
-        del request.block_ids[num_kept:]
+        for table in (request.block_ids, *request.more_block_ids):
+            self.pool.free(reversed(table[num_kept:]))
+            del table[num_kept:]
         return num_kept
+
+    def num_passed(self, positions: IntArray) -> IntArray:
+        """Blocks that windows have passed when a query at each position is the next."""
+        passed = np.zeros_like(positions)
+        for group in self._windowed.values():
+            assert group.window is not None
+            passed += np.maximum(positions - group.window + 1, 0) // self.block_size
+        return passed
+
+    def give_back(self, request: Request, position: int) -> list[tuple[int, int]]:
+        """Give back the blocks that no query at `position` or behind it sees.
+
+        Returns:
+            (group, number of blocks at the beginning of its table that are null now) where there
+            are more of them.
+        """
+        passed = []
+        tables = [request.block_ids, *request.more_block_ids]
+        for index, group in self._windowed.items():
+            table, end = tables[index], group.first_block(position, self.block_size)
+            start = end
+            while start and table[start - 1] != NULL_BLOCK_ID:
+                start -= 1
+            if start < end:
+                self.pool.free(table[start:end])
+                table[start:end] = [NULL_BLOCK_ID] * (end - start)
+                passed.append((index, end))
+        return passed
+
+    def tables(self, request: Request) -> list[int]:
+        """All block tables of a request, one after the other."""
+        return [*request.block_ids, *chain.from_iterable(request.more_block_ids)]
+
+    def held(self, request: Request) -> list[int]:
+        """All blocks that a request holds."""
+        return list(self._real(self.tables(request)))
+
+    def _real(self, block_ids: Sequence[int]) -> Sequence[int]:
+        """Less the null blocks, which only windows leave."""
+        return [b for b in block_ids if b != NULL_BLOCK_ID] if self.has_windows else block_ids
 
     def remember(self, request: Request, num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens findable.
@@ -95,12 +206,17 @@ class KVCacheManager:
         first, end = request.num_cached_blocks, num_tokens // self.block_size
         if end <= first or not self.enable_caching:
             return
-        block_ids = request.block_ids[first:end]
         hashes = self._hashes(request, end)
-        stored = self.pool.remember(block_ids, hashes[first:])
-        if self._events is not None:
-            self._events.stored(hashes, [first + i for i in stored], request.token_ids)
-        self._being_computed.update(block_ids)
+        for index, table in enumerate((request.block_ids, *request.more_block_ids)):
+            block_ids, new = table[first:end], hashes[first:]
+            places: Sequence[int] = range(first, end)
+            if index in self._windowed:
+                places = [place for place in places if table[place] != NULL_BLOCK_ID]
+                block_ids, new = [table[i] for i in places], [hashes[i] for i in places]
+            stored = self.pool.remember(block_ids, group_keys(new, index))
+            if self._events is not None and index == 0:
+                self._events.stored(hashes, [places[i] for i in stored], request.token_ids)
+            self._being_computed.update(block_ids)
         request.num_cached_blocks = end
 
     def forget(self, request: Request) -> None:
@@ -109,7 +225,8 @@ class KVCacheManager:
         Its keys may be NaN, and every request that read them would fail, too. That counts for the
         blocks it has shared as well: they may be where the NaN came from.
         """
-        self.pool.forget(request.block_hashes)
+        for index in range(self.num_groups):
+            self.pool.forget(group_keys(request.block_hashes, index))
 
     def are_computed(self, block_ids: Sequence[int]) -> bool:
         """False when the step that is being scheduled is what computes some of the blocks."""
@@ -117,8 +234,10 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Take all blocks back; the end of the sequence is evicted before its beginning."""
-        self.pool.free(reversed(request.block_ids))
-        request.block_ids = []
+        tables = [request.block_ids, *request.more_block_ids]
+        block_ids = self._real(list(chain.from_iterable(zip(*tables, strict=True))))
+        self.pool.free(reversed(block_ids))
+        request.block_ids, request.more_block_ids = [], []
         request.num_cached_blocks = 0
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:

@@ -25,6 +25,8 @@ class Plan:
     has_idle: bool
     """Some of `take` may be 0."""
     new_requests: list[NewRequest] = field(default_factory=list)
+    passed_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    """See `SchedulerOutput`."""
     first_admitted: list[Request] = field(default_factory=list)
     """Those of the new ones that were never admitted before."""
     drafts: dict[int, list[int]] = field(default_factory=dict)

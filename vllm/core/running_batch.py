@@ -29,6 +29,7 @@ class RunningBatch:
         eos: per row, the token that ends the request, or NO_TOKEN.
         has_stop_tokens: per row, whether further tokens end it.
         num_prompt: per row, tokens of the prompt.
+        num_passed: per row, blocks of its tables that sliding windows have passed.
         takes_drafts: per row, whether guesses of its next tokens may be verified.
         awaits_result: per row, whether it runs again only when the step in flight has its result.
         num_prompt_logprobs: running requests that want log-probabilities of their prompt.
@@ -43,6 +44,7 @@ class RunningBatch:
         self.eos = np.full(max_num_seqs, NO_TOKEN, np.int32)
         self.has_stop_tokens = np.zeros(max_num_seqs, np.bool_)
         self.num_prompt = np.zeros(max_num_seqs, np.int32)
+        self.num_passed = np.zeros(max_num_seqs, np.int32)
         self.takes_drafts = np.zeros(max_num_seqs, np.bool_)
         self.awaits_result = np.zeros(max_num_seqs, np.bool_)
         self.num_prompt_logprobs = 0
@@ -125,6 +127,7 @@ class RunningBatch:
         self.eos[row] = NO_TOKEN if spec.eos_token_id is None else spec.eos_token_id
         self.has_stop_tokens[row] = bool(spec.stop_token_ids)
         self.num_prompt[row] = request.num_prompt_tokens
+        self.num_passed[row] = 0
         self.takes_drafts[row] = request.takes_drafts
         self.awaits_result[row] = False
         self.num_prompt_logprobs += request.wants_prompt_logprobs

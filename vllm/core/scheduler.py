@@ -24,6 +24,7 @@ from vllm.core.request_queue import RequestQueue
 from vllm.core.results import take_in
 from vllm.core.running_batch import RunningBatch
 from vllm.core.step import Step, select_tokens
+from vllm.core.windows import give_back_passed
 from vllm.errors import CapacityError, RequestError
 from vllm.logger import init_logger
 from vllm.messages import (
@@ -161,6 +162,9 @@ class Scheduler:
         plan = self._plan_running()
         self.cache.begin_step()
         self._remember_prefills(plan)
+        if self.cache.has_windows:
+            rows = plan.rows[plan.take > 0]
+            plan.passed_blocks = give_back_passed(self.running, self.cache, rows)
         if self._drafts is not None:
             self._drafts.add(plan, self._num_reserved)
         if self.waiting and self._has_row_for_next():
@@ -184,6 +188,7 @@ class Scheduler:
             num_scheduled_tokens=num_scheduled,
             block_rows=plan.block_rows,
             block_ids=np.array(plan.block_ids, np.int32) if plan.block_ids else _NO_ROWS,
+            passed_blocks=plan.passed_blocks,
             num_draft_tokens=plan.num_drafts_of(rows),
             draft_token_ids=plan.drafts_of(rows),
             shortened_tables=shortened,
@@ -260,7 +265,7 @@ class Scheduler:
             lack = computed + take - running.capacity[rows]
             short = (lack > 0).nonzero()[0]
             counts = -(-lack[short] // size)
-            if not len(short) or counts.sum() <= self.cache.pool.num_free:
+            if not len(short) or counts.sum() * self.cache.num_groups <= self.cache.pool.num_free:
                 break
             self._warn_of_preemption(running.last)
             self._preempt(running.last)
@@ -301,7 +306,7 @@ class Scheduler:
             if passed_over and self._outranks(passed_over[0], request):
                 break
             shared = self.cache.find_prefix(request)
-            start = len(shared) * self.cache.block_size
+            start = self.cache.num_tokens_in(shared)
             want = len(request.token_ids) - start
             take = min(want, plan.budget, self._chunk_limit)
             is_partial = take < want
@@ -332,7 +337,7 @@ class Scheduler:
 
     def _enter(self, request: Request, shared: list[int], take: int, plan: Plan) -> None:
         """Give an admitted request its row and its blocks."""
-        start = len(shared) * self.cache.block_size
+        start = self.cache.num_tokens_in(shared)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = start
             plan.first_admitted.append(request)
@@ -348,7 +353,7 @@ class Scheduler:
                 row=request.row,
                 request=request.spec,
                 output_token_ids=request.output_token_ids,
-                block_ids=request.block_ids.copy(),
+                block_ids=self.cache.tables(request),
             )
         )
 
@@ -370,7 +375,7 @@ class Scheduler:
     @property
     def _num_reserved(self) -> int:
         """Free blocks that running requests will want soon."""
-        return (len(self.running) + 1) // 2
+        return (len(self.running) + 1) // 2 * self.cache.num_groups
 
     def _count_partial(self, plan: Plan) -> tuple[int, int]:
         """Running prompts that this step leaves unfinished, and the long ones among them."""
@@ -405,10 +410,11 @@ class Scheduler:
             if not self._outranks(request, victim):
                 return []
             victims.append(victim)
-            taken.update(victim.block_ids)
+            held = self.cache.held(victim)
+            taken.update(held)
             lack -= sum(
                 taken[block_id] == self.cache.pool.num_refs(block_id) and block_id not in kept
-                for block_id in victim.block_ids
+                for block_id in held
             )
         return victims
 

@@ -19,6 +19,7 @@ from vllm.engine.kv_event_publisher import KVEventPublisher
 from vllm.engine.run_ahead import RunAhead
 from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, RequestError
 from vllm.executor import Executor, StepHandleLike, UniProcExecutor, WorkerMethod
+from vllm.kv_cache_spec import KVCacheGroup
 from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerStats
 from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
@@ -72,7 +73,11 @@ class EngineCore:
             self._close_publisher()
             raise
         cache = KVCacheManager(
-            num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, self._events
+            num_blocks,
+            config.cache.block_size,
+            config.cache.enable_prefix_caching,
+            self._events,
+            [KVCacheGroup(window) for window in self.executor.cache_windows],
         )
         self.scheduler = Scheduler(config.scheduler, cache, draft_source)
         self._run_ahead = run_ahead or RunAhead(

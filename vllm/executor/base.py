@@ -23,9 +23,12 @@ class Executor(ABC):
     Attributes:
         is_asynchronous: `execute_model` returns before the step is computed, so that another one
             can be scheduled meanwhile. Known once the workers are loaded.
+        cache_windows: of the groups of layers that have block tables of their own; None: full
+            attention. Known once caches are allocated.
     """
 
     is_asynchronous: bool = False
+    cache_windows: tuple[int | None, ...] = (None,)
 
     # ---- the start ------------------------------------------------------------------------
 
@@ -58,6 +61,8 @@ class Executor(ABC):
         have."""
         reports: list[MemoryReport] = self.call_workers("measure")
         num_blocks = min(report.num_blocks for report in reports)
+        self.cache_windows = reports[0].windows
+        assert {report.windows for report in reports} == {self.cache_windows}, "ranks differ"
         self.call_workers("allocate", num_blocks)
         return num_blocks
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm.messages import IntArray, NewRequest, SchedulerOutput
+from vllm.messages import NULL_BLOCK_ID, IntArray, NewRequest, SchedulerOutput
 from vllm.utils.ragged import positions_within
 
 
@@ -36,17 +36,22 @@ class InputBatch:
         num_tokens: [rows] how many of them are known.
         num_prompt_tokens: [rows] how many of them are the prompt.
         block_table: [rows, max_blocks] blocks in order of the tokens.
-        num_blocks: [rows] how many of them are given.
+        block_tables: [groups, rows, max_blocks] one table for each group of layers; the first of
+            them is `block_table`.
+        num_blocks: [rows] how many of them are given, in every group.
     """
 
     # Tokens that a step in flight samples are counted as known, though their values come later,
     # and drafts as if they were right. A row with drafts does not run before its result is there.
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, max_blocks: int, num_groups: int = 1
+    ) -> None:
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens: IntArray = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_tokens: IntArray = np.zeros(max_num_seqs, np.int32)
-        self.block_table: IntArray = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.block_tables: IntArray = np.zeros((num_groups, max_num_seqs, max_blocks), np.int32)
+        self.block_table: IntArray = self.block_tables[0]
         self.num_blocks: IntArray = np.zeros(max_num_seqs, np.int32)
         self._owner: IntArray = np.zeros(max_num_seqs, np.int32)
         """Counts the requests that a row has had."""
@@ -60,6 +65,8 @@ class InputBatch:
             self._place(new)
         if len(step.block_rows):
             self._append_blocks(step.block_rows, step.block_ids)
+        for row, group, num_passed in step.passed_blocks:
+            self.block_tables[group, row, :num_passed] = NULL_BLOCK_ID
         if step.num_draft_tokens is not None:
             assert step.draft_token_ids is not None
             counts = step.num_draft_tokens
@@ -116,13 +123,17 @@ class InputBatch:
         self.num_prompt_tokens[row] = num_prompt
         self.num_tokens[row] = num_tokens
         self._owner[row] += 1
-        self.block_table[row, : len(new.block_ids)] = new.block_ids
-        self.num_blocks[row] = len(new.block_ids)
+        num_groups = len(self.block_tables)
+        num_blocks = len(new.block_ids) // num_groups
+        tables = np.array(new.block_ids, np.int32).reshape(num_groups, num_blocks)
+        self.block_tables[:, row, :num_blocks] = tables
+        self.num_blocks[row] = num_blocks
 
     def _append_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
         """Entries of a row that occurs several times follow each other, in order."""
         first = np.concatenate(([True], rows[1:] != rows[:-1]))
         starts = np.flatnonzero(first)
         run = np.arange(len(rows)) - np.repeat(starts, np.diff(np.append(starts, len(rows))))
-        self.block_table[rows, self.num_blocks[rows] + run] = block_ids
+        of_groups = block_ids.reshape(len(rows), -1).T
+        self.block_tables[:, rows, self.num_blocks[rows] + run] = of_groups
         np.add.at(self.num_blocks, rows, 1)

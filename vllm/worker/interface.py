@@ -29,6 +29,8 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of it, what is reserved for what the warm-up keeps on the device, such as graphs."""
     block_bytes: int
     """Of one KV block in all layers of this rank; 0 for a model without a KV cache."""
+    windows: tuple[int | None, ...] = (None,)
+    """Of the groups of layers that have block tables of their own; None: full attention."""
     num_blocks: int
     """KV blocks that this rank could have, the null block included."""
 

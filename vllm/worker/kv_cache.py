@@ -46,6 +46,7 @@ def cache_layout(
     dtype: torch.dtype,
     *,
     has_one_table: bool = False,
+    keeps_all: bool = False,
 ) -> KVCacheLayout:
     """How the blocks of these layers are shared out; see `plan_layout`."""
     return plan_layout(
@@ -53,6 +54,7 @@ def cache_layout(
         config.cache.block_size,
         config.scheduler.max_model_len,
         has_one_table=has_one_table,
+        keeps_all=keeps_all,
     )
 
 

@@ -59,17 +59,21 @@ def build_ragged_input(
         np.cumsum(count, out=query_start_loc[1:])
         token_rows = np.repeat(rows, count)
         positions = np.repeat(start, count) + positions_within(count)
-    blocks = batch.block_table[token_rows, positions // block_size].astype(np.int64)
-    slots = blocks * block_size + positions % block_size
-
     max_blocks = -(-int(seq_lens.max()) // block_size)
+    groups = []
+    for table in batch.block_tables:
+        blocks = table[token_rows, positions // block_size].astype(np.int64)
+        slots = blocks * block_size + positions % block_size
+        of_rows = torch.from_numpy(table[rows, :max_blocks])
+        groups.append((torch.from_numpy(slots).to(device), of_rows.to(device)))
     metadata = RaggedMetadata(
         num_decodes=num_decodes,
-        slot_mapping=torch.from_numpy(slots).to(device),
-        block_tables=torch.from_numpy(batch.block_table[rows, :max_blocks]).to(device),
+        slot_mapping=groups[0][0],
+        block_tables=groups[0][1],
         seq_lens=torch.from_numpy(seq_lens).to(device),
         query_start_loc=query_start_loc,
         host_seq_lens=seq_lens,
+        more_groups=tuple(groups[1:]),
     )
     sampled = np.flatnonzero(seq_lens >= batch.num_tokens[rows]).astype(np.int32)
     all_tokens = only_decodes and len(sampled) == len(rows)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vllm.attention import CachedLayer, share_context
 from vllm.config import VllmConfig
+from vllm.kv_cache_spec import KVCacheLayout
 from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.sampler import Sampler, SamplerOutput
@@ -20,7 +21,7 @@ from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
 from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
-from vllm.worker.kv_cache import layers_with_cache
+from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
 from vllm.worker.launch import Launch, LaunchPlanner, RaggedPlanner
 from vllm.worker.model_input import ModelInput, build_ragged_input
 from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs, join_logprobs
@@ -103,10 +104,12 @@ class ModelRunner:
         self._launch_holder = share_context(model)
         self.device = device
         self.block_size = config.cache.block_size
+        self.cache_layout = self._plan_cache(config)
         self.batch = InputBatch(
             config.scheduler.max_num_seqs,
             config.scheduler.max_model_len,
             config.max_blocks_per_request,
+            len(self.cache_layout.groups),
         )
         self.sampling, self.sampler = self._make_sampler(config)
         self.grammars = grammars or GrammarMatchers(config)
@@ -123,6 +126,10 @@ class ModelRunner:
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         vocab_size = config.model.resolved_arch.vocab_size
         return SamplingState(config.scheduler.max_num_seqs, vocab_size, self.device), Sampler()
+
+    def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
+        """How the blocks of the KV cache are shared out."""
+        return cache_layout(config, self.attention_layers, cache_dtype(config))
 
     @property
     def attention_layers(self) -> list[CachedLayer]:

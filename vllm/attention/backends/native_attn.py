@@ -33,6 +33,8 @@ class RaggedMetadata:
     """[B + 1] on the host: the tokens of request b are query_start_loc[b] up to [b + 1]."""
     host_seq_lens: IntArray
     """[B] `seq_lens` on the host."""
+    more_groups: tuple[tuple[Tensor, Tensor], ...] = ()
+    """`slot_mapping` and `block_tables` of each further group of layers."""
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `AttentionMetadata`."""
@@ -42,7 +44,10 @@ class RaggedMetadata:
         scales = (layer.key_scale, layer.value_scale)
         # All writes come before all reads, so a request may read blocks that another request of
         # the same launch fills.
-        ops.reshape_and_cache(key, value, key_cache, value_cache, self.slot_mapping, *scales)
+        slot_mapping, block_tables = self.slot_mapping, self.block_tables
+        if layer.cache_group:
+            slot_mapping, block_tables = self.more_groups[layer.cache_group - 1]
+        ops.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, *scales)
         options = (layer.scale, layer.sliding_window, layer.alibi_slopes, layer.logits_soft_cap)
         outputs = []
         if num_decodes:
@@ -51,7 +56,7 @@ class RaggedMetadata:
                     query[:num_decodes],
                     key_cache,
                     value_cache,
-                    self.block_tables[:num_decodes],
+                    block_tables[:num_decodes],
                     self.seq_lens[:num_decodes],
                     *options,
                     *scales,
@@ -63,7 +68,7 @@ class RaggedMetadata:
                     query[num_decodes:],
                     key_cache,
                     value_cache,
-                    self.block_tables[num_decodes:],
+                    block_tables[num_decodes:],
                     self.query_start_loc[num_decodes:] - num_decodes,
                     self.host_seq_lens[num_decodes:],
                     *options,

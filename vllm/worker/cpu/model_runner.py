@@ -10,9 +10,12 @@ from torch import Tensor
 
 from vllm.attention import RaggedMetadata
 from vllm.config import VllmConfig
+from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import ModelRunnerOutput, SchedulerOutput
 from vllm.model_executor.fusion import fuse, fuse_head
+from vllm.model_executor.layers.cpu_linear_method import CPULinear
+from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
 from vllm.ops.cpu.program import Program
@@ -21,6 +24,7 @@ from vllm.sample.features import Feature
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState, invalid_rows
 from vllm.structured_output.matchers import GrammarMatchers
+from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.model_input import ModelInput
 from vllm.worker.model_runner import ModelRunner
 
@@ -54,6 +58,15 @@ class CPUModelRunner(ModelRunner):
         self._is_fused_known = False
         self._fused: Program | None = None
         self._decode_step: FusedDecodeStep | None = None
+
+    def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
+        """A decoder that runs in one call reads one block table for all of its layers."""
+        is_packed = any(
+            isinstance(module, ParallelLinear) and isinstance(module.method, CPULinear)
+            for module in self.model.modules()
+        )
+        layers, dtype = self.attention_layers, cache_dtype(config)
+        return cache_layout(config, layers, dtype, has_one_table=is_packed)
 
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         vocab_size = config.model.resolved_arch.vocab_size

@@ -5,7 +5,6 @@ import os
 import torch
 
 from vllm.config import VllmConfig
-from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
@@ -24,7 +23,6 @@ from vllm.worker.interface import MemoryReport
 from vllm.worker.kv_cache import (
     bind_kv_caches,
     cache_dtype,
-    cache_layout,
     count_blocks,
     log_cache,
 )
@@ -102,22 +100,19 @@ class CPUWorker(WorkerBase):
 
     def measure(self) -> MemoryReport:
         """Count the KV blocks for which there is memory; launches are not measured."""
-        layout, free_bytes = self._layout(), self.platform.free_memory_bytes()
+        layout, free_bytes = self.runner.cache_layout, self.platform.free_memory_bytes()
         return MemoryReport(
             free_bytes=free_bytes,
             block_bytes=layout.block_bytes,
+            windows=tuple(group.window for group in layout.groups),
             num_blocks=count_blocks(
                 self.config, layout.block_bytes, free_bytes, len(layout.groups)
             ),
         )
 
-    def _layout(self) -> KVCacheLayout:
-        layers, dtype = self.runner.attention_layers, cache_dtype(self.config)
-        return cache_layout(self.config, layers, dtype, has_one_table=True)
-
     def allocate(self, num_blocks: int) -> None:
         """Allocate a KV cache of so many blocks, the null block included."""
-        layers, layout = self.runner.attention_layers, self._layout()
+        layers, layout = self.runner.attention_layers, self.runner.cache_layout
         log_cache(self.config, num_blocks, layout)
         bind_kv_caches(layers, self.platform, num_blocks, layout, cache_dtype(self.config))
         can_sleep = self.config.model.enable_sleep_mode

@@ -12,6 +12,7 @@ from vllm.attention.backends.normalisers import parse_normaliser
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
 from vllm.config import HPUConfig, VllmConfig
+from vllm.kv_cache_spec import KVCacheLayout
 from vllm.messages import IntArray, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.platforms.habana.bridge import HabanaBridge
@@ -33,6 +34,7 @@ from vllm.worker.hpu.planner import (
 )
 from vllm.worker.hpu.step_report import StepReport
 from vllm.worker.hpu.trace import trace_launch
+from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.launch import Launch
 from vllm.worker.model_runner import LaunchResult, ModelRunner
 from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs
@@ -99,6 +101,11 @@ class HPUModelRunner(ModelRunner):
 
     phases: Sequence[Phase] = tuple(Phase)
     """Of its launches."""
+
+    def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
+        """One block table for all layers, and no null blocks in it: the block lists of a launch
+        serve all layers, and a contiguous launch has each block once."""
+        return cache_layout(config, self.attention_layers, cache_dtype(config), keeps_all=True)
 
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         state = SamplingState(

@@ -19,7 +19,6 @@ from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
-from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
@@ -39,7 +38,7 @@ from vllm.worker.hpu.sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu.step_report import StepShape
 from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.interface import MemoryReport, WarmUpStep
-from vllm.worker.kv_cache import bind_kv_caches, cache_layout
+from vllm.worker.kv_cache import bind_kv_caches
 from vllm.worker.model_runner import StepHandle
 from vllm.worker.pooling.hpu_runner import HPUPoolingRunner, WholePromptRunner
 from vllm.worker.sleep import KV_CACHE, TAGS, WEIGHTS
@@ -239,17 +238,11 @@ class HPUWorker(WorkerBase):
         return max(0, profile.device_bytes)
 
     def _block_bytes(self) -> int:
-        return self._layout.block_bytes
-
-    @property
-    def _layout(self) -> KVCacheLayout:
-        """One block table per request: the block lists of a launch serve all layers."""
-        layers = self.runner.attention_layers
-        return cache_layout(self.config, layers, self._dtype, has_one_table=True)
+        return self.runner.cache_layout.block_bytes
 
     def _bind_caches(self, num_blocks: int) -> None:
-        layers = self.runner.attention_layers
-        bind_kv_caches(layers, self.platform, num_blocks, self._layout, self._dtype)
+        layers, layout = self.runner.attention_layers, self.runner.cache_layout
+        bind_kv_caches(layers, self.platform, num_blocks, layout, self._dtype)
 
     def _release_caches(self) -> None:
         for layer in self.runner.attention_layers:

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.pooler import finish, pool_tokens, split_results
 from vllm.model_executor.models.interface import PoolingModel
 from vllm.pooling_params import PoolingParams
 from vllm.worker.input_batch import InputBatch
-from vllm.worker.kv_cache import layers_with_cache
+from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
 from vllm.worker.launch import Launch, RaggedPlanner
 from vllm.worker.model_input import build_ragged_input
 from vllm.worker.model_runner import StepHandle
@@ -127,8 +127,12 @@ class PoolingRunner:
         self.device = device
         self.block_size = config.cache.block_size
         limits = config.scheduler
+        self.cache_layout = cache_layout(config, self.attention_layers, cache_dtype(config))
         self.batch = InputBatch(
-            limits.max_num_seqs, limits.max_model_len, config.max_blocks_per_request
+            limits.max_num_seqs,
+            limits.max_model_len,
+            config.max_blocks_per_request,
+            len(self.cache_layout.groups),
         )
         self.requests = PoolingRequests(config, self.batch)
         self._planner = RaggedPlanner()

@@ -1,0 +1,33 @@
+"""Sliding windows give blocks back: what no query will see any more."""
+
+from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.running_batch import RunningBatch
+from vllm.messages import IntArray
+
+
+def give_back_passed(
+    running: RunningBatch, cache: KVCacheManager, rows: IntArray
+) -> list[tuple[int, int, int]]:
+    """Give back the blocks that the windows of layers have passed; see
+    `SchedulerOutput.passed_blocks`.
+
+    Args:
+        running: has the rows.
+        cache: has their blocks.
+        rows: that run in the step that is being scheduled.
+    """
+    computed = running.num_computed[rows]
+    due = (cache.num_passed(computed) > running.num_passed[rows]).nonzero()[0]
+    if not len(due):
+        return []
+    rows = rows[due]
+    requests = running.at(rows)
+    # Only what is known for certain: tokens of a step in flight may be taken back.
+    known = [len(request.token_ids) - 1 for request in requests]
+    positions = computed[due].clip(max=known)
+    running.num_passed[rows] = cache.num_passed(positions)
+    return [
+        (request.row, group, num_blocks)
+        for request, position in zip(requests, positions.tolist(), strict=True)
+        for group, num_blocks in cache.give_back(request, position)
+    ]
