@@ -11,7 +11,7 @@
     |- CapacityError          can never fit (400), cannot fit now (503), or requests run (409)
     |  `- EngineAsleepError   the engine sleeps; wake it up first (503)
     |- WorkerCallError        a call to the workers failed; the engine keeps serving (500)
-    `- EngineDeadError        the engine core is gone (500; health fails)
+    `- EngineDeadError        the engine core has died (500; health fails)
 
 A failed `assert` is a bug in this package. Bad input is never an `assert`.
 """

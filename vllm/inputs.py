@@ -1,4 +1,4 @@
-"""The forms a prompt may have."""
+"""The types of a prompt."""
 
 from typing import Any, TypedDict
 

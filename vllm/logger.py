@@ -52,11 +52,11 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def use_format(form: str) -> None:
+def use_format(log_format: str) -> None:
     """Write lines as "text" or "json" from now on, where this module has set up the logger."""
     for handler in logging.getLogger("vllm").handlers:
         if isinstance(handler, _CurrentStderr):
-            handler.setFormatter(_formatter(form))
+            handler.setFormatter(_formatter(log_format))
 
 
 def current_format() -> str:
@@ -72,8 +72,8 @@ def share_handlers(name: str) -> None:
     other.handlers, other.propagate = list(root.handlers), root.propagate
 
 
-def _formatter(form: str) -> logging.Formatter:
-    if form == "json":
+def _formatter(log_format: str) -> logging.Formatter:
+    if log_format == "json":
         return _JsonFormatter()
     prefix = envs.get().VLLM_LOGGING_PREFIX.replace("%", "%%")
     return logging.Formatter(prefix + _FORMAT, _DATE_FORMAT)

@@ -42,7 +42,7 @@ class FinishReason(IntEnum):
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """The form that an output must have, compiled for one vocabulary."""
+    """A grammar that an output must follow, compiled for one vocabulary."""
 
     backend: str
     """Whose `content` it is: "xgrammar" or "llguidance"."""

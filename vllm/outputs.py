@@ -148,7 +148,7 @@ class BeamSearchOutput:
 
 @dataclass
 class PoolingOutput:
-    """What a pooling model makes of one prompt, in whatever form it gives it.
+    """The result of a pooling model for one prompt.
 
     Attributes:
         data: [numbers] float32, or [tokens, numbers] with one result per token. A numpy array

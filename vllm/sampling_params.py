@@ -56,7 +56,7 @@ class SamplingType(IntEnum):
 
 
 class GuidedDecodingParams(msgspec.Struct, kw_only=True):
-    """The form of the output; at most one kind may be set.
+    """Structured output; at most one kind may be set.
 
     Args:
         json: a JSON schema, or its text.

@@ -488,7 +488,7 @@ class Loop:
         """Take in what the cache tells about itself; it is all that there is to know."""
         cache = self.scheduler.cache
         assert cache._events is not None
-        self.follower.follow(cache._events.take())
+        self.follower.follow(cache._events.drain())
         self.follower.check(cache.pool)
 
     def step(self) -> dict[str, int]:

@@ -20,7 +20,7 @@ def stored(*indices: int) -> list[tuple[list[int], int | None, list[int]]]:
             None if event.parent_block_hash is None else known[event.parent_block_hash],
             event.token_ids,
         )
-        for event in log.take()
+        for event in log.drain()
     ]
 
 
@@ -35,13 +35,13 @@ def test_blocks_that_follow_each_other_are_one_event():
 def test_events_are_told_once_and_in_order():
     log = CacheEventLog(block_size=2)
     log.removed([])
-    assert log.take() == []
+    assert log.drain() == []
     log.removed(hashes(2))
     log.stored(hashes(1), [0], [5, 6])
     log.cleared()
-    kinds = [type(event) for event in log.take()]
+    kinds = [type(event) for event in log.drain()]
     assert kinds == [BlockRemoved, BlockStored, AllBlocksCleared]
-    assert log.take() == []
+    assert log.drain() == []
 
 
 def test_a_request_tells_its_prompt_when_it_starts_and_its_output_when_it_leaves():

@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused():
     x, (ids, weights) = torch.randn(5, 64), choices_of(5, 4, 2)
     for message, call in [
         (r"INT8.*INT4|INT4.*INT8", lambda: PackedExperts(parts[0], parts[1], parts[0])),
-        ("1 gates, 0 ups and 1 downs", lambda: PackedExperts(parts[0], [], parts[0])),
+        ("got 1, 0 and 1 weights", lambda: PackedExperts(parts[0], [], parts[0])),
         (r"is \[64, 64\], not \[32, 64\]", lambda: PackedExperts.pack(short, down)),
         ("not one dense row", lambda: quantized.forward(x, ids[:4], weights)),
         ("not one dense row", lambda: quantized.forward(x, ids, weights.double())),

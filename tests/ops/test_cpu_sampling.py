@@ -34,7 +34,7 @@ def changes(**of):
     [
         ({"out": tokens(torch.int64)}, "out must be dense torch.int32 [3]"),
         ({"params": PARAMS[:, :2]}, "params must be dense torch.float32 [8, 3]"),
-        ({"params": PARAMS}, "random rows have no random numbers"),
+        ({"params": PARAMS}, "draw keys or exponentials are required"),
         ({"rows": np.array([0, 3])}, "row 3 of 3"),
         ({"rows": np.array([2, -1])}, "row -1 of 3"),
         ({"rows": np.array([0], np.int32)}, "rows must be a dense vector of int64"),

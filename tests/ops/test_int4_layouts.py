@@ -156,7 +156,7 @@ def test_what_is_not_a_checkpoint_is_refused():
         (r"strides \[1, 8\]", (torch.zeros(16, 8).int().T, z, s)),
         (r"scales are \[2, 8\] and zero points \[2, 16\] for 16", (q, z, s[:, :8])),
         (r"scales are \[2, 16\] and zero points \[1, 16\]", (q, z[:1], s)),
-        ("64 inputs are no 3 groups", (q, torch.zeros(3, 2).int(), torch.ones(3, 16))),
+        ("64 inputs cannot be divided into 3", (q, torch.zeros(3, 2).int(), torch.ones(3, 16))),
         ("groups of 16 inputs", (q, torch.zeros(4, 2).int(), torch.ones(4, 16))),
         (r"g_idx is \[63\] for 64 inputs", (q, z, s, torch.zeros(63))),
         ("g_idx goes from 0 to 2, there are 2 groups", (q, z, s, torch.arange(64) // 24)),

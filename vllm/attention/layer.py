@@ -20,8 +20,8 @@ class Attention(CachedLayer, ReadsContext):
         num_kv_heads: G.
         scale: multiplies query @ key. None: 1 / sqrt(D).
         sliding_window: most recent keys a query sees, itself included; None for all.
-        alibi_slopes: [H] float32, what a token of distance takes from the score of each head;
-            None without ALiBi.
+        alibi_slopes: [H] float32, ALiBi slopes: what is subtracted from the score of each head
+            per token of distance; None without ALiBi.
         logits_soft_cap: C > 0 replaces each score s by C * tanh(s / C); None does not.
 
     Shape: query [T, H, D], key and value [T, G, D] -> [T, H, D]

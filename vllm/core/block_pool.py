@@ -29,7 +29,9 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, events: CacheEventLog | None = None) -> None:
         if num_blocks < 2:
-            raise ValueError(f"a pool needs the null block and one more, got {num_blocks} blocks")
+            raise ValueError(
+                f"num_blocks must be at least 2 (the null block and one more), got {num_blocks}"
+            )
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
         self._next = [*range(1, num_blocks), NULL_BLOCK_ID]
@@ -49,7 +51,7 @@ class BlockPool:
         return self._num_refs[block_id]
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, least worth keeping first; their old content is forgotten.
+        """Allocate `count` free blocks: first those without cached content, then the oldest.
 
         The caller has checked `num_free`.
         """

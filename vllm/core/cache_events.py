@@ -53,7 +53,7 @@ class CacheEventLog:
         """No block can be found any more."""
         self._events.append(AllBlocksCleared())
 
-    def take(self) -> list[CacheEvent]:
+    def drain(self) -> list[CacheEvent]:
         """The events, which are then forgotten here."""
         events, self._events = self._events, []
         return events

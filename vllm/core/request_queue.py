@@ -11,7 +11,7 @@ from vllm.request import Request, RequestStatus
 
 
 class RequestQueue:
-    """A heap in which cancelled requests are passed over when they reach the head."""
+    """A heap. A cancelled request stays in it and is dropped when it reaches the head."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, ...], Request]] = []

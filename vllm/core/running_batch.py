@@ -65,7 +65,7 @@ class RunningBatch:
 
     @property
     def last(self) -> Request:
-        """The request that has to make room first."""
+        """The request that is preempted first."""
         return self._sorted[-1]
 
     @property

@@ -98,7 +98,7 @@ class Scheduler:
         """Refuse a request that could never run.
 
         Raises:
-            RequestError: its id is taken, or its length is none that could run.
+            RequestError: its id is taken, or its length is not possible.
             CapacityError: its last token would not fit even an otherwise empty cache.
         """
         num_prompt, limit = len(spec.prompt_token_ids), spec.max_total_tokens
@@ -108,15 +108,16 @@ class Scheduler:
             limit -= 1  # the last token is never sampled, and needs no place
         if not 0 < num_prompt < spec.max_total_tokens or limit > self.config.max_model_len:
             raise RequestError(
-                f"{num_prompt} prompt tokens that may grow to {limit} tokens: the prompt must "
-                f"not be empty, one more token must be allowed, and at most max_model_len "
-                f"({self.config.max_model_len})"
+                f"the request has {num_prompt} prompt tokens and a limit of {limit} tokens for "
+                f"prompt and output: the prompt needs at least 1 token, and the limit must be "
+                f"above {num_prompt} and at most max_model_len ({self.config.max_model_len})"
             )
         need = self.cache.num_blocks_for(limit)
         if need > self.cache.pool.num_usable_blocks:
             raise CapacityError(
-                f"the request may grow to {limit} tokens ({need} blocks); the KV cache has "
-                f"{self.cache.pool.num_usable_blocks} blocks of {self.cache.block_size} tokens"
+                f"the request may need {limit} tokens ({need} blocks), but the KV cache has only "
+                f"{self.cache.pool.num_usable_blocks} blocks of {self.cache.block_size} tokens. "
+                f"Shorten the prompt or lower max_tokens"
             )
 
     def add_request(self, spec: EngineRequest) -> None:
@@ -130,7 +131,7 @@ class Scheduler:
         self.waiting.push(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Forget requests, waiting or running; ids that are not there are passed over."""
+        """Abort waiting or running requests; unknown ids are ignored."""
         running = []
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
@@ -206,9 +207,9 @@ class Scheduler:
         token_ids, counts = output.token_ids, output.num_tokens
         if counts is None and step.num_drafts is not None:
             counts = np.ones(len(step.rows), np.int32)
-        if step.gone or output.errors:
+        if step.removed_rows or output.errors:
             finished = self._finish_failed(step, output.errors)
-            step, kept = step.without(step.gone.union(output.errors))
+            step, kept = step.without(step.removed_rows.union(output.errors))
             token_ids, counts = select_tokens(token_ids, counts, kept)
         if self._drafts is not None:
             self.running.awaits_result[step.rows] = False
@@ -243,7 +244,7 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
         )
 
-    # ---- planning: those who run ----------------------------------------------------------
+    # ---- planning: running requests ----------------------------------------------------------
 
     def _plan_running(self) -> Plan:
         """Tokens for the running requests; preempts until their blocks fit."""
@@ -363,7 +364,7 @@ class Scheduler:
         return not running.is_full or self._outranks(self.waiting.peek(), running.last)
 
     def _num_lacking(self, request: Request, shared: list[int]) -> int:
-        """Blocks too few for a waiting request; 0 or less: there is room.
+        """How many blocks are lacking for a waiting request; 0 or less: it fits.
 
         Half as many blocks as requests run are left alone: they will want them soon, and
         admitting into the last free block means preempting right afterwards. In simulated loads
@@ -462,7 +463,7 @@ class Scheduler:
         """End the requests of a pooling model whose prompts are computed."""
         num_cached_tokens = step.num_cached_tokens()
         finished = self._finish_failed(step, output.errors)
-        step, _ = step.without(step.gone.union(output.errors))
+        step, _ = step.without(step.removed_rows.union(output.errors))
         names = zip(step.rows.tolist(), step.request_ids, strict=True)
         pooled = {name: output.pooled[row] for row, name in names}
         self.abort_requests(pooled)
@@ -476,7 +477,7 @@ class Scheduler:
 
     def _finish_failed(self, step: Step, errors: dict[int, str]) -> dict[str, Finished]:
         """End the requests whose own sampling failed, if they are still there."""
-        rows = [row for row in errors if row not in step.gone]
+        rows = [row for row in errors if row not in step.removed_rows]
         requests = self.running.at(np.array(rows, np.int32))
         finished = {
             request.request_id: Finished(FinishReason.ERROR, error=errors[request.row])
@@ -507,7 +508,7 @@ class Scheduler:
             self.cache.remember(request, min(num_computed, len(request.token_ids)))
         self._freed_rows += rows
         for step in self._in_flight:
-            step.gone.update(rows)
+            step.removed_rows.update(rows)
         self.running.remove(requests)
         for request in requests:
             request.status = status

@@ -1,4 +1,4 @@
-"""What is remembered of a step between its scheduling and its result."""
+"""State of a step between its scheduling and its result."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -27,11 +27,11 @@ class Step:
     """When it was scheduled, in seconds of `time.time()`; 0 without `admitted`."""
     prompt_chunks: dict[int, tuple[Request, int]]
     """row -> request and first position, where a prompt's log-probabilities are wanted."""
-    gone: set[int] = field(default_factory=set)
+    removed_rows: set[int] = field(default_factory=set)
     """Rows whose request has left since; a row may belong to another request by now."""
 
     def without(self, rows: Iterable[int]) -> tuple["Step", list[int]]:
-        """The step less some rows, and the places among its entries of those that stay."""
+        """The step without some rows, and the indices of the entries that stay."""
         drop = set(rows)
         keep = [i for i, row in enumerate(self.rows.tolist()) if row not in drop]
         return self.select(keep), keep
@@ -61,7 +61,7 @@ class Step:
         for row, chunk in output.prompt_logprobs.items():
             request, start = self.prompt_chunks[row]
             sent, end = request.num_prompt_logprobs, start + len(chunk.ranks)
-            if row in self.gone or end <= sent:
+            if row in self.removed_rows or end <= sent:
                 continue
             new = slice(sent - start, None)
             request.num_prompt_logprobs = end

@@ -319,7 +319,7 @@ class EngineCore:
         """Publish the changes of the prefix cache since the last call."""
         if self._publisher is None or self._events is None:
             return
-        if events := self._events.take():
+        if events := self._events.drain():
             self._publisher.publish(events)
 
     def _close_publisher(self) -> None:

@@ -45,13 +45,17 @@ class NativeOps(Ops):
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         if x.shape[-1] % 2:
-            raise ValueError(f"the last dimension of x is {x.shape[-1]}, not gate and up")
+            raise ValueError(
+                f"the last dimension of x must be even (gate and up), got {x.shape[-1]}"
+            )
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
         if x.shape[-1] % 2:
-            raise ValueError(f"the last dimension of x is {x.shape[-1]}, not gate and up")
+            raise ValueError(
+                f"the last dimension of x must be even (gate and up), got {x.shape[-1]}"
+            )
         gate, up = x.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh" if is_tanh else "none") * up
 

@@ -124,7 +124,7 @@ class SamplingState:
             request: token ids of its prompt, logit_bias and allowed_token_ids are inside the
                 vocabulary.
             output_token_ids: generated before a preemption; only read.
-            matcher: of a request whose output has a form; knows of allowed_token_ids too.
+            matcher: of a request with structured output; it also applies allowed_token_ids.
         """
         assert row not in self._taken, f"row {row} is taken"
         self._taken.add(row)
@@ -228,7 +228,7 @@ class SamplingState:
         return bool(self._recorded) and not self._recorded.isdisjoint(rows.tolist())
 
     def start_masks(self, rows: IntArray) -> None:
-        """Begin with the masks of outputs that have a form, in other threads.
+        """Start to fill the masks of structured outputs, in other threads.
 
         To be called before the forward pass; `metadata` waits for them.
 

@@ -1,6 +1,6 @@
 """The running requests as the runner sees them: arrays over rows, changed a little each step.
 
-Rows are the scheduler's. A row that belongs to nobody holds what was there last.
+Rows are the scheduler's. An unused row keeps its old content.
 """
 
 from dataclasses import dataclass

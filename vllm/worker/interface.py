@@ -116,5 +116,5 @@ class Worker(Protocol):
         ...
 
     def stats(self) -> RunnerStats:
-        """What it has done since it started; costs next to nothing, so may follow every step."""
+        """Counters since the start; cheap enough to call after every step."""
         ...

@@ -113,7 +113,7 @@ def check_capacity(
     source: str = "--gpu-memory-utilization",
     num_groups: int = 1,
 ) -> None:
-    """Refuse a cache that would not hold one request of max_model_len tokens.
+    """Refuse a cache that cannot hold one request of max_model_len tokens.
 
     Args:
         config: limits.
@@ -124,18 +124,18 @@ def check_capacity(
         num_groups: of layers with block tables of their own.
 
     Raises:
-        ConfigError: it would not.
+        ConfigError: the cache is too small.
     """
     scheduler, free_gib = config.scheduler, free_bytes / _GIB
     capacity = _num_tokens(num_blocks, config.cache.block_size, num_groups)
     if capacity >= scheduler.max_model_len:
         return
     raise ConfigError(
-        f"the KV cache holds {capacity} tokens ({source}; {free_gib:.2f} GiB free) "
-        f"and max_model_len is {scheduler.max_model_len}: a longest request would not fit. "
-        f"Give the cache more memory, or lower --max-model-len to {capacity}"
+        f"the KV cache holds {capacity} tokens ({source}; {free_gib:.2f} GiB free) and max_model_len "
+        f"is {scheduler.max_model_len}: a request of max_model_len tokens would not fit. Give the "
+        f"cache more memory, or lower --max-model-len to {capacity}"
         if capacity
-        else f"no memory for a KV cache: one block takes {block_bytes} bytes ({source}; "
+        else f"not enough memory for the KV cache: one block takes {block_bytes} bytes ({source}; "
         f"{free_gib:.2f} GiB free)"
     )
 

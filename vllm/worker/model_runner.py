@@ -57,7 +57,7 @@ class StepHandle:
 
 @dataclass(frozen=True, slots=True)
 class LaunchResult:
-    """What one launch leaves on the device."""
+    """The result of one launch, on the device."""
 
     rows: IntArray
     """[n] row of each row of the logits; one for each position of a row with drafts."""
@@ -173,8 +173,9 @@ class ModelRunner:
                 self.embeddings.remove(row)
         self.batch.update(step)
         for new in step.new_requests:
-            has_form = new.request.sampling_params.guided_decoding is not None
-            matcher = self.grammars.matcher(new.request, new.output_token_ids) if has_form else None
+            matcher = None
+            if new.request.sampling_params.guided_decoding is not None:
+                matcher = self.grammars.matcher(new.request, new.output_token_ids)
             self.sampling.add(new.row, new.request, new.output_token_ids, matcher)
             self.prompt_logprobs.add(new.row, new.request)
             if self.embeddings is not None:

@@ -38,7 +38,7 @@ class SleepPart(Protocol):
         ...
 
     def restore(self) -> None:
-        """Take the memory again. When this raises, the memory is still given back."""
+        """Allocate the memory again. When this raises, the memory is still given back."""
         ...
 
 

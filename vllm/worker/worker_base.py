@@ -31,7 +31,7 @@ class WorkerBase(ABC):
     Attributes:
         model, runner, profile: there once the model is loaded; the runner runs the steps, the
             profile makes traces of them.
-        grammars: of requests whose output has a form; they begin to load before the model.
+        grammars: of requests with structured output; they begin to load before the model.
         rank, local_rank: of this worker among those that share the model, and on this machine.
         tp: the ranks that share each layer.
     """
@@ -125,7 +125,7 @@ class WorkerBase(ABC):
     # ---- sleep mode -----------------------------------------------------------------------
 
     def _set_memory(self, weights: SleepingWeights, cache: SleepPart) -> None:
-        """Say what can be read again and, with sleep mode, be given back."""
+        """Register the parts that can be reloaded and, with sleep mode, released."""
         self._weights = weights
         if self.config.model.enable_sleep_mode:
             self._sleep = Sleep({WEIGHTS: weights, KV_CACHE: cache})

@@ -95,7 +95,7 @@ def build_merged_prefill_metadata(
             f"a launch of {padded_prompts}, {padded_tokens} and {padded_context_blocks}"
         )
     if queries.min(initial=1) < 1:
-        raise ValueError("a prompt without a new token has no last one")
+        raise ValueError("each prompt of a merged prefill needs at least one new token")
     check_tables(tables, contexts + queries, block_size)
 
     sequence, token = _enumerate(queries)

@@ -1,4 +1,4 @@
-"""Log-probabilities in the form users see, from the arrays the core sends."""
+"""Log-probabilities as users see them, from the arrays the core sends."""
 
 from collections.abc import Callable
 

@@ -43,7 +43,7 @@ class WeightMethod(ABC, Generic[Layer]):
         place.fill(name, source, tp)
 
     def finish(self, layer: Layer) -> None:
-        """Put the weights of a layer into the form that runs, once all its parameters are filled.
+        """Bring the weights of a layer into the layout that runs, once all parameters are filled.
 
         Parameters may be replaced or removed. Called once per layer, as soon as it is complete and
         before other layers get memory, so that a model is never in memory twice.

@@ -119,12 +119,15 @@ def _groups(
             f"{num_out} outputs"
         )
     if num_groups == 0 or num_in % num_groups or num_in % 8:
-        raise ValueError(f"{num_in} inputs are no {num_groups} groups of equal size")
+        raise ValueError(
+            f"{num_in} inputs cannot be divided into {num_groups} groups of equal size"
+        )
     group_inputs = num_in // num_groups
     fitting = [b for b in _BLOCKS if num_groups == 1 or group_inputs % b == 0]
     if not fitting:
         raise ValueError(
-            f"groups of {group_inputs} inputs: a multiple of 32 or one group is needed"
+            f"a group must have a multiple of 32 inputs, or all inputs must be one group; got "
+            f"groups of {group_inputs}"
         )
     return Int4Groups(
         shape=shape,

@@ -121,7 +121,7 @@ def _load() -> CPUKernels | None:
         kernels = CPUKernels(LIBRARY_PATH)
     except OSError as error:
         reason = str(error) if LIBRARY_PATH.exists() else f"{LIBRARY_PATH} was not built"
-        logger.warning("C++ CPU kernels are off, torch operators run instead: %s", reason)
+        logger.warning("the C++ CPU kernels are not used, torch operators run instead: %s", reason)
         return None
     logger.debug("C++ CPU kernels loaded, instruction set %s", kernels.isa)
     return kernels

@@ -44,7 +44,8 @@ class PackedExperts:
         """
         if not len(gate) == len(up) == len(down) > 0:
             raise ValueError(
-                f"{len(gate)} gates, {len(up)} ups and {len(down)} downs are no experts"
+                f"gate, up and down must be lists of the same length, at least 1, got {len(gate)}, "
+                f"{len(up)} and {len(down)} weights"
             )
         self.intermediate_size, self.hidden_size = gate[0].out_features, gate[0].in_features
         self.num_experts = len(gate)

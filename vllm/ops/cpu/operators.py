@@ -334,7 +334,7 @@ def _gated_output(x: Tensor) -> tuple[Tensor, int, int]:
     """Memory for what a gated activation makes of x; rows of x and how far apart they are."""
     width = x.shape[-1]
     if width % 2:
-        raise ValueError(f"the last dimension of x is {width}, not gate and up")
+        raise ValueError(f"the last dimension of x must be even (gate and up), got {width}")
     if x.is_contiguous():
         rows, stride = x.numel() // width, width
     elif x.dim() == 2 and x.stride(1) == 1:

@@ -122,7 +122,9 @@ class SamplingKernels:
             _fill_changes(args, changes)
         status = kernels.sample(byref(args), _num_threads())
         if status == _NO_NUMBERS:
-            raise ValueError("random rows have no random numbers")
+            raise ValueError(
+                "draw keys or exponentials are required for rows that sample at random"
+            )
         if status:
             raise MemoryError(f"no scratch memory to sample from {vocab_size} tokens")
 
@@ -240,7 +242,9 @@ def _fill_changes(args: Any, changes: RowChanges) -> None:
         args.num_words = words.shape[-1]
         _check("words of masks", words, torch.int32, (len(words), args.num_words))
         if len(mask_of) != args.n or mask_of.max(initial=-1) >= len(words):
-            raise ValueError(f"mask_of is about {len(mask_of)} rows and {len(words)} masks")
+            raise ValueError(
+                f"mask_of has {len(mask_of)} entries for {args.n} rows and {len(words)} masks"
+            )
         if 32 * args.num_words < args.vocab_size:
             raise ValueError(f"{args.num_words} words mask {args.vocab_size} tokens")
         args.mask_of, args.mask_words = _address("mask_of", mask_of, np.int32), words.data_ptr()

@@ -53,7 +53,7 @@ class Execution:
         """Launches of so many shapes will run, and be compiled where there is a compiler."""
 
     def forbid_recompilation(self) -> None:
-        """Everything has run once; a compiler may from now on take its guards for granted."""
+        """Everything has run once; a compiler may skip its guards from now on."""
 
 
 class LazyExecution(Execution):
@@ -158,7 +158,7 @@ class CompiledExecution(Execution):
         return outputs
 
     def allow_shapes(self, num_shapes: int) -> None:
-        """Let torch compile a function that often; its own limit is for dynamic programs.
+        """Raise torch's limit on recompilations of a function, which is meant for dynamic programs.
 
         Layers share the code that is compiled, and a layer may have variants, for example with a
         sliding window, so the limit counts every layer.

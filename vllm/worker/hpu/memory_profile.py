@@ -81,12 +81,12 @@ class MemoryProfile:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What became of a launch that may have needed more memory than there was."""
+    """The outcome of a launch that may have run out of memory."""
 
     profile: MemoryProfile
     """Of its peak."""
     refused_bytes: int | None
-    """The allocation it came to grief on; None if it ran to its end."""
+    """The allocation that failed; None: the launch completed."""
 
     @property
     def needed_bytes(self) -> int:

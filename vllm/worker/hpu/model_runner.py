@@ -140,7 +140,8 @@ class HPUModelRunner(ModelRunner):
 
     def _needs_tokens(self, step: SchedulerOutput) -> bool:
         """Sampled tokens are on the card, where the next step reads them. The host needs those
-        of requests whose logits depend on their output: penalties, forms, code of users."""
+        of requests whose logits depend on their output: penalties, structured output, logits
+        processors."""
         return self.sampling.follows_output(step.rows)
 
     @torch.inference_mode()
@@ -250,7 +251,7 @@ class HPUModelRunner(ModelRunner):
 
     def _warmed(self, is_known: bool) -> AbstractContextManager[None]:
         """What must not compile or wait. After a full warm-up that is everything, expected or
-        not; code of a user is nobody's promise."""
+        not; a user's logits processor is not checked: nobody knows what it runs."""
         is_promised = self._is_warm and (is_known or self._full_warmup)
         is_promised = is_promised and not self.sampling.has_processors
         return self._bridge.warmed_section() if is_promised else nullcontext()

@@ -201,7 +201,7 @@ class WarmUp:
         return ledger.booked(MemoryClass.WORKSPACE) + ledger.unassigned_bytes + graphs
 
     def _give_up(self, bucket: Bucket) -> None:
-        """Do without a bucket; if steps need it, in smaller launches."""
+        """Drop a bucket; steps that need it use smaller launches."""
         self._given_up.append(bucket)
         was_sliced = self._limits.contiguous_pa
         found = shrink_launches(self._catalog.without([bucket]), self._limits, self._given_up)
