@@ -9,15 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.core.helpers import (
-    GuessSource,
-    Loop,
-    expected_result,
-    make_request,
-    make_scheduler,
-    next_tokens,
-    num_scheduled,
-)
+from tests.core.helpers import Loop, make_request, make_scheduler, num_scheduled
+from tests.core.reference import GuessSource, expected_result, next_tokens
 from tests.core.test_any_load import programs, random_event, random_setup, run_program, setups
 from vllm.messages import Finished, FinishReason
 from vllm.request import Request

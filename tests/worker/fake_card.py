@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tests.core.helpers import next_content
+from tests.core.reference import next_content
 from tests.worker.hpu_helpers import input_sizes
 from vllm.attention.backends.hpu_metadata import PADDING_GROUP
 from vllm.bucketing import Phase

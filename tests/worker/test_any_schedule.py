@@ -12,13 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.core.helpers import (
-    FakeRow,
-    expected_result,
-    make_request,
-    next_token,
-    root_content,
-)
+from tests.core.fake_runner import FakeRow
+from tests.core.helpers import make_request
+from tests.core.reference import expected_result, next_token, root_content
 from tests.worker.fake_card import FakeCard, RowRun
 from tests.worker.hpu_helpers import (
     ScheduleLoop,
