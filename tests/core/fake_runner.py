@@ -75,6 +75,7 @@ class FakeRunner:
     ) -> None:
         self.stalls_every = stalls_every
         self.num_verified = 0
+        self.num_shortened_behind_windows = 0
         self.block_size = block_size
         self.windows = windows
         self.is_split = is_split
@@ -90,6 +91,7 @@ class FakeRunner:
         for row, num_blocks in step.shortened_tables:
             assert num_blocks < len(self.rows[row].block_ids)
             for table in self.rows[row].tables:
+                self.num_shortened_behind_windows += table[0] == NULL_BLOCK_ID
                 del table[num_blocks:]
         for row in step.freed_rows:
             del self.rows[row]
