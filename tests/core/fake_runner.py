@@ -7,6 +7,7 @@ asserts on every read that the right hash is found.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
@@ -47,10 +48,30 @@ class FakeRow:
             self.contents.append(next_content(before, self.token_ids[last], keys))
         return self.contents[position]
 
+    def accept(self, drafts: list[int], token_ids: list[int]) -> None:
+        """Put those of its sampled tokens that are its output in the place of its drafts: up to
+        the first that is not the draft in its place."""
+        count = next((i for i, d in enumerate(drafts) if token_ids[i] != d), len(drafts)) + 1
+        num_known = len(self.token_ids) - len(drafts)
+        self.token_ids[num_known:] = token_ids[:count]
+        self.take_back(num_known - 1 + count)
+
     def take_back(self, num_tokens: int) -> None:
         """Only the first `num_tokens` tokens count as computed."""
         del self.contents[num_tokens:]
         self.num_computed = num_tokens
+
+
+def drafts_of(step: SchedulerOutput) -> dict[int, list[int]]:
+    """Row -> its drafts, of the rows that have any."""
+    if step.num_draft_tokens is None:
+        assert step.draft_token_ids is None
+        return {}
+    assert step.draft_token_ids is not None
+    parts = np.split(step.draft_token_ids, np.cumsum(step.num_draft_tokens))
+    assert not len(parts[-1])
+    pairs = zip(step.rows.tolist(), parts[:-1], strict=True)
+    return {row: part.tolist() for row, part in pairs if len(part)}
 
 
 class FakeRunner:
@@ -100,6 +121,8 @@ class FakeRunner:
             token_ids = new.request.prompt_token_ids + new.output_token_ids
             first, *more = np.array(new.block_ids).reshape(len(self.windows), -1).tolist()
             self.rows[new.row] = FakeRow(new.request, token_ids, first, more)
+        num_runs = len([row for row, _ in groupby(step.block_rows.tolist())])
+        assert num_runs == len(set(step.block_rows.tolist())), "the blocks of a row are apart"
         block_ids = step.block_ids.reshape(-1, len(self.windows)).tolist()
         for row, of_row in zip(step.block_rows.tolist(), block_ids, strict=True):
             for table, block_id in zip(self.rows[row].tables, of_row, strict=True):
@@ -116,24 +139,12 @@ class FakeRunner:
                 strict=True,
             )
         )
-        drafts = self._drafts(step)
+        drafts = drafts_of(step)
         for row, guess in drafts.items():
             self.rows[row].token_ids += guess
         for launch in self._launches(work):
             self._run(launch)
         return self._sample(step, work, drafts)
-
-    @staticmethod
-    def _drafts(step: SchedulerOutput) -> dict[int, list[int]]:
-        """Row -> its drafts."""
-        if step.num_draft_tokens is None:
-            assert step.draft_token_ids is None
-            return {}
-        assert step.draft_token_ids is not None
-        parts = np.split(step.draft_token_ids, np.cumsum(step.num_draft_tokens))
-        assert not len(parts[-1])
-        pairs = zip(step.rows.tolist(), parts[:-1], strict=True)
-        return {row: part.tolist() for row, part in pairs if len(part)}
 
     def _launches(self, work: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
         if not self.is_split:
