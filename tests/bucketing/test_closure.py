@@ -27,6 +27,7 @@ small_limits = st.builds(
     contiguous_pa=st.booleans(),
     max_chunk_tokens=st.none() | st.integers(1, 6),
     max_prefill_batch=st.integers(1, 3),
+    max_draft_tokens=st.sampled_from([0, 0, 2]),
 )
 
 
@@ -49,18 +50,20 @@ def tables(limits: StepLimits, count: int) -> set[tuple[int, int]]:
 
 
 def decodes_of(limits: StepLimits) -> set[Bucket]:
-    """Every decode launch."""
+    """Every decode launch: of rows without drafts, and of some with drafts, as many as may be."""
     found = set()
+    lens = {1, 1 + limits.max_draft_tokens}
     for count in range(1, min(limits.max_num_seqs, limits.max_num_batched_tokens) + 1):
         for refs, distinct in tables(limits, count):
             if distinct > limits.usable_blocks:
                 continue
             if not limits.contiguous_pa:
-                found.add(decode(count, refs))
+                found |= {decode(count, refs, query_len) for query_len in lens}
                 continue
             # Ids are 1 .. U; the highest one in use decides.
             for highest in range(distinct, limits.usable_blocks + 1):
-                found.add(decode(count, max(highest + 1, refs)))
+                blocks = max(highest + 1, refs)
+                found |= {decode(count, blocks, query_len) for query_len in lens}
     return found
 
 
@@ -100,7 +103,10 @@ catalogs = st.builds(
     st.sets(
         st.builds(prefill, st.integers(1, 3), st.integers(1, 9), st.integers(0, 9)), max_size=6
     ),
-    st.sets(st.builds(decode, st.integers(1, 4), st.integers(1, 12)), max_size=6),
+    st.sets(
+        st.builds(decode, st.integers(1, 4), st.integers(1, 12), st.sampled_from([1, 1, 3])),
+        max_size=6,
+    ),
 )
 
 
