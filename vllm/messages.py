@@ -166,7 +166,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_scheduled_tokens: IntArray
     """[n] tokens to run, at least 1, drafts included."""
     block_rows: IntArray
-    """[m] rows that get one more block each, in order of their tables; a row may repeat."""
+    """[m] rows that get one more block each, in order of their tables. A row that gets several is
+    there as often, and all of its entries are together."""
     block_ids: IntArray
     """[m * groups] the blocks: one of each row for every group of layers in turn."""
     passed_blocks: list[tuple[int, int, int]] = []

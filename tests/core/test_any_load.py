@@ -11,14 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.core.helpers import (
-    VOCAB_SIZE,
-    GuessSource,
-    Loop,
-    expected_result,
-    make_request,
-    make_scheduler,
-)
+from tests.core.helpers import Loop, make_request, make_scheduler
+from tests.core.reference import VOCAB_SIZE, GuessSource, expected_result
 from vllm.errors import CapacityError
 from vllm.messages import EngineRequest, Finished, FinishReason
 

@@ -1,14 +1,8 @@
 import pytest
 
-from tests.core.helpers import (
-    FAILED,
-    FakeRunner,
-    Loop,
-    check_scheduler,
-    expected_result,
-    make_request,
-    make_scheduler,
-)
+from tests.core.fake_runner import FakeRunner
+from tests.core.helpers import Loop, check_scheduler, make_request, make_scheduler
+from tests.core.reference import FAILED, expected_result
 from vllm.core.scheduler import logger
 from vllm.errors import CapacityError, RequestError
 from vllm.messages import NULL_BLOCK_ID, Finished, FinishReason

@@ -18,7 +18,6 @@ from vllm.engine.process.wire import (
     CoreReady,
     Refused,
     StartCore,
-    StopCore,
     decode_arguments,
     decode_from_core,
     decode_to_core,
@@ -65,7 +64,6 @@ def request(**params) -> EngineRequest:
         AbortRequests(request_ids=["a", "b"]),
         CallCore(call_id=3, name="reset_prefix_cache"),
         CallCore(call_id=4, name="f", arguments=encode_arguments([1, "x"], {"k": [None]})),
-        StopCore(),
     ],
 )
 def test_messages_to_the_core_arrive_as_they_were_sent(message):
@@ -158,7 +156,12 @@ def test_code_is_not_sent():
 
 
 def test_what_is_no_message_is_refused():
-    for data in (b"", b"\xc1", msgspec.msgpack.encode(["Nonsense"]), encode(StopCore())):
+    for data in (
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode(["Nonsense"]),
+        encode(AbortRequests(request_ids=[])),
+    ):
         with pytest.raises(msgspec.DecodeError):
             decode_from_core(data)
 

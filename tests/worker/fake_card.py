@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tests.core.helpers import next_content
+from tests.core.reference import next_content
 from tests.worker.hpu_helpers import input_sizes
 from vllm.attention.backends.hpu_metadata import PADDING_GROUP
 from vllm.bucketing import Phase
@@ -92,7 +92,8 @@ class FakeCard:
         metadata = given.metadata
         token_ids = given.token_ids.numpy().copy()
         is_resident = token_ids == RESIDENT
-        token_ids[is_resident] = self.last_token_ids[given.rows.numpy()[is_resident]]
+        of_rows = np.repeat(given.rows.numpy(), shape.bucket.query_len)
+        token_ids[is_resident] = self.last_token_ids[of_rows[is_resident]]
         groups, usage, age = (
             part.numpy()
             for part in (metadata.block_groups, metadata.block_usage, metadata.block_age)
@@ -100,16 +101,17 @@ class FakeCard:
         num_sliced = len(groups) - len(metadata.block_list)
         assert num_sliced * self._size <= len(self.cache), "a slice beyond the cache"
         blocks = np.concatenate([np.arange(num_sliced), metadata.block_list.numpy()])
-        columns = (given.positions, metadata.slot_mapping)
-        positions, slots = (column.tolist() for column in columns)
-        for index, position in enumerate(positions):
+        shape_of_rows = (shape.bucket.batch, shape.bucket.query_len)
+        columns = (token_ids, given.positions.numpy(), metadata.slot_mapping.numpy())
+        rows = zip(*(column.reshape(shape_of_rows).tolist() for column in columns), strict=True)
+        for index, (of_row, positions, slots) in enumerate(rows):
             visible: dict[int, int] = {}
             for entry in np.flatnonzero(groups == index).tolist():
-                first = position - int(age[entry])
+                first = positions[-1] - int(age[entry])
                 for offset in range(int(usage[entry])):
                     assert first + offset not in visible, "a position is seen twice"
                     visible[first + offset] = int(blocks[entry]) * self._size + offset
-            yield RowRun([int(token_ids[index])], [position], [slots[index]], visible)
+            yield RowRun(of_row, positions, slots, visible)
 
     def _prefills(self, packed: IntArray, shape: LaunchShape) -> Iterator[RowRun]:
         given = unpack_prefill(torch.from_numpy(packed), shape)

@@ -10,27 +10,32 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.core.fake_runner import drafts_of
 from vllm.bucketing import BucketPlan, StepLimits, plan_buckets
 from vllm.bucketing.bucket import Bucket
 from vllm.bucketing.shrink import shrink_launches
 from vllm.config import CacheConfig, HPUConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.core.drafts import DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
 from vllm.errors import ConfigError
 from vllm.messages import EngineRequest, Finished, IntArray, ModelRunnerOutput, SchedulerOutput
 from vllm.platforms.habana.sim_device import active_card
 from vllm.sampling_params import SamplingParams
+from vllm.utils.ragged import positions_within
 from vllm.worker.hpu.input import HPUInputBuilder, fields_of, padded_sizes
 from vllm.worker.hpu.planner import BucketLaunch, HPULaunchPlanner, LaunchShape, launch_shapes
 from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.hpu.worker import HPUWorker
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
+from vllm.worker.verification import count_accepted
 
 EOS = 3
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
@@ -40,8 +45,8 @@ Rows = list[tuple[int, int, int]]
 """Row, first position, tokens."""
 
 Run = Callable[[SchedulerOutput, list[BucketLaunch]], list[int]]
-"""Packs and runs the launches of a step: the next token of each row that samples, in their order
-in the step."""
+"""Packs and runs the launches of a step: the tokens that are sampled for each row that samples, in
+their order in the step: the next one, and one behind each of its drafts."""
 
 _SCHEDULER_FIELDS = {
     "max_model_len",
@@ -141,6 +146,7 @@ def random_config(rng: random.Random, folder: Path) -> VllmConfig:
         scheduling_policy=rng.choice(["fcfs", "priority"]),
         contiguous_pa=rng.random() < 0.4,
         merged_prefill=rng.random() < 0.15,
+        max_draft_tokens=rng.choice([0, 0, 0, rng.randint(1, 6)]),
         **hpu,
     )
 
@@ -204,6 +210,7 @@ class ScheduleLoop:
         num_blocks: KV blocks, the null block included.
         plan: buckets.
         depth: results outstanding while the next step is scheduled.
+        draft_source: guesses next tokens, as many as the configuration allows.
 
     Attributes:
         token_ids: what each request has got.
@@ -211,11 +218,16 @@ class ScheduleLoop:
     """
 
     def __init__(
-        self, config: VllmConfig, num_blocks: int, plan: BucketPlan, depth: int = 0
+        self,
+        config: VllmConfig,
+        num_blocks: int,
+        plan: BucketPlan,
+        depth: int = 0,
+        draft_source: DraftSource | None = None,
     ) -> None:
         cache = config.cache
         blocks = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
-        self.scheduler = Scheduler(config.scheduler, blocks)
+        self.scheduler = Scheduler(config.scheduler, blocks, draft_source)
         self.plan = plan
         self.batch = make_batch(config)
         self.merged_prompts = min(config.scheduler.max_num_seqs, 2) * config.hpu.merged_prefill
@@ -243,19 +255,30 @@ class ScheduleLoop:
         self.inputs.place([new.row for new in step.new_requests])
         launches: Any = self.planner.plan(step)
         rows = sampled_rows(step, self.batch)
-        token_ids = np.array(run(step, launches), np.int32)
-        output = ModelRunnerOutput(step_id=step.step_id, rows=rows, token_ids=token_ids)
-        self._outputs.append((output, self.batch.expect(rows)))
+        token_ids, counts = np.array(run(step, launches), np.int32), None
+        expected = self.batch.expect(rows, num_drafts_of(step, rows))
+        if expected.num_drafts is not None:
+            assert expected.draft_ids is not None
+            sizes = expected.num_drafts + 1
+            counts = count_accepted(token_ids, expected.draft_ids, expected.num_drafts)
+            token_ids = token_ids[positions_within(sizes) < np.repeat(counts, sizes)]
+            self.inputs.mark_verified(rows[expected.num_drafts > 0])
+        output = ModelRunnerOutput(
+            step_id=step.step_id, rows=rows, token_ids=token_ids, num_tokens=counts
+        )
+        self._outputs.append((output, expected))
         self._take_in(self._depth)
         return True
 
     def _take_in(self, most_left: int) -> None:
         while len(self._outputs) > most_left:
             sampled, expected = self._outputs.popleft()
-            self.batch.record(expected, sampled.token_ids)
+            self.batch.record(expected, sampled.token_ids, sampled.num_tokens)
             output = self.scheduler.update(sampled)
-            for name, token_id in zip(output.request_ids, output.token_ids, strict=True):
-                self.token_ids[name].append(token_id)
+            tokens = iter(output.token_ids)
+            counts = output.num_tokens or [1] * len(output.request_ids)
+            for name, count in zip(output.request_ids, counts, strict=True):
+                self.token_ids[name] += islice(tokens, count)
             self.finished.update(output.finished)
 
 
@@ -263,6 +286,14 @@ def sampled_rows(step: SchedulerOutput, batch: InputBatch) -> IntArray:
     """The rows of a step that reach the last of their tokens."""
     after = step.num_computed_tokens + step.num_scheduled_tokens
     return step.rows[after >= batch.num_tokens[step.rows]]
+
+
+def num_drafts_of(step: SchedulerOutput, rows: IntArray) -> IntArray | None:
+    """Drafts of some rows of a step; None: no row of the step has any."""
+    if step.num_draft_tokens is None:
+        return None
+    drafts = drafts_of(step)
+    return np.array([len(drafts.get(row, ())) for row in rows.tolist()], np.int32)
 
 
 def run_load(

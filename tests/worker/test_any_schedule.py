@@ -1,24 +1,22 @@
 """Whatever the scheduler emits, in whatever configuration, becomes launches that are right.
 
 Scheduler, rows, planner and packing run without a model, in configurations so small that prompts
-and decodes exceed their buckets, blocks run out and prefixes are hit. 50,000 steps are checked
-for a bucket of the catalog under each launch, a few thousand more for what each launch reads.
+and decodes exceed their buckets, blocks run out and prefixes are hit; some engines verify drafts,
+which are right, wrong or in between. 44,000 steps are checked for a bucket of the catalog under
+each launch, a few thousand more for what each launch reads.
 """
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.core.helpers import (
-    FakeRow,
-    expected_result,
-    make_request,
-    next_token,
-    root_content,
-)
+from tests.core.fake_runner import FakeRow, drafts_of
+from tests.core.helpers import make_request
+from tests.core.reference import GuessSource, expected_result, next_token, root_content
 from tests.worker.fake_card import FakeCard, RowRun
 from tests.worker.hpu_helpers import (
     ScheduleLoop,
@@ -35,12 +33,14 @@ from vllm.bucketing import Phase
 from vllm.bucketing.bucket import Bucket
 from vllm.core import scheduler
 from vllm.messages import NULL_BLOCK_ID, IntArray, SchedulerOutput
+from vllm.request import Request
 from vllm.worker.hpu.planner import BucketLaunch
 
 NUM_SEEDS = 4
 NUM_ENGINES = 125
 STEPS_PER_ENGINE = 100
-"""50,000 steps in all."""
+DRAFT_STEPS_PER_ENGINE = 50
+"""Of an engine that verifies drafts, as about a quarter of them do: 44,000 steps in all."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,24 @@ def silent_preemptions(monkeypatch):
 
 
 # ---- every launch has a bucket --------------------------------------------------------------
+
+
+class AnyTokens:
+    """Guesses without knowing anything; some of them are more than may run.
+
+    Args:
+        rng: what they depend on.
+        max_drafts: most of a request.
+    """
+
+    def __init__(self, rng: random.Random, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
+        self._rng = rng
+
+    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        """None for some of them."""
+        most = self.max_drafts + 1
+        return [self._rng.choices(range(4), k=self._rng.randint(0, most)) for _ in requests]
 
 
 class BucketChecker:
@@ -65,11 +83,16 @@ class BucketChecker:
         self.rng = rng
         self.seen = seen
         self.size = config.cache.block_size
-        self.loop = ScheduleLoop(config, self.num_blocks, self.plan, depth=rng.choice([0, 1]))
+        max_drafts = config.scheduler.max_draft_tokens
+        self.takes_drafts = max_drafts > 0
+        source = AnyTokens(rng, max_drafts) if self.takes_drafts else None
+        depth = rng.choice([0, 1])
+        self.loop = ScheduleLoop(config, self.num_blocks, self.plan, depth, source)
 
     def run(self) -> None:
         """One load."""
-        run_load(self.rng, self.loop, STEPS_PER_ENGINE, self.run_step)
+        num_steps = DRAFT_STEPS_PER_ENGINE if self.takes_drafts else STEPS_PER_ENGINE
+        run_load(self.rng, self.loop, num_steps, self.run_step)
         self.seen["preemption"] += self.loop.scheduler.num_preemptions
 
     def run_step(self, step: SchedulerOutput, launches: list[BucketLaunch]) -> list[int]:
@@ -89,7 +112,17 @@ class BucketChecker:
         rows = sampled_rows(step, self.loop.batch)
         assert sampled == rows.tolist(), "a row samples once, where its tokens end"
         self.loop.inputs.mark_sampled(rows)
-        return self.rng.choices(range(4), k=len(rows))
+        drafts = drafts_of(step)
+        if not drafts:
+            return self.rng.choices(range(4), k=len(rows))
+        self.seen["drafts"] += 1
+        token_ids = []
+        for row in rows.tolist():
+            right = drafts.get(row, [])
+            right = right[: self.rng.randint(0, len(right))]
+            num_others = len(drafts.get(row, ())) + 1 - len(right)
+            token_ids += right + self.rng.choices(range(4), k=num_others)
+        return token_ids
 
     def check_launch(self, launch: BucketLaunch) -> IntArray:
         """The bucket is the catalog's and holds the launch, and packing agrees."""
@@ -117,9 +150,11 @@ class BucketChecker:
         )
 
     def _decode_needs(self, launch: BucketLaunch) -> Bucket:
-        assert (launch.num_scheduled_tokens == 1).all()
+        num_drafts = launch.num_drafts if launch.num_drafts is not None else 0
+        assert (launch.num_scheduled_tokens - num_drafts == 1).all()
+        seq_lens = launch.num_computed_tokens + launch.num_scheduled_tokens
         tables = self.loop.batch.block_table[launch.rows]
-        counts = count_decode_blocks(tables, launch.num_computed_tokens + 1, self.size)
+        counts = count_decode_blocks(tables, seq_lens, self.size)
         self.seen["shared blocks"] += counts.shared > 0
         blocks = counts.references
         if self.plan.limits.contiguous_pa:
@@ -129,7 +164,8 @@ class BucketChecker:
             assert launch.bucket.blocks <= self.num_blocks, "a slice beyond the cache"
             assert counts.shared <= launch.shape.num_shared
             blocks = counts.span
-        return Bucket(Phase.DECODE, len(launch.rows), 1, blocks)
+        query_len = int(launch.num_scheduled_tokens.max())
+        return Bucket(Phase.DECODE, len(launch.rows), query_len, blocks)
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
@@ -146,6 +182,7 @@ def test_every_launch_of_any_schedule_has_a_bucket(seed, tmp_path):
         "shared blocks",
         "slice",
         "no slice",
+        "drafts",
     ):
         assert seen[event] >= 5, f"{event} hardly ever happened: {seen}"
 
@@ -165,7 +202,9 @@ class CardChecker:
         config, num_blocks, plan = random_plan(rng, folder)
         self.rng = rng
         self.size = config.cache.block_size
-        self.loop = ScheduleLoop(config, num_blocks, plan, depth=rng.choice([0, 1]))
+        max_drafts = config.scheduler.max_draft_tokens
+        source = GuessSource(rng, max_drafts) if max_drafts else None
+        self.loop = ScheduleLoop(config, num_blocks, plan, rng.choice([0, 1]), source)
         root = root_content(make_request())
         self.card = FakeCard(num_blocks, self.size, config.scheduler.max_num_seqs, root)
         self.rows: dict[int, FakeRow] = {}
@@ -181,21 +220,27 @@ class CardChecker:
 
     def run_step(self, step: SchedulerOutput, launches: list[BucketLaunch]) -> list[int]:
         """Run the launches; the tokens that follow from what they read."""
+        for row_id, num_blocks in step.shortened_tables:
+            del self.rows[row_id].block_ids[num_blocks:]
         for new in step.new_requests:
             token_ids = new.request.prompt_token_ids + new.output_token_ids
             self.rows[new.row] = FakeRow(new.request, token_ids, list(new.block_ids))
             self.card.forget(new.row)
         for row, block_id in zip(step.block_rows.tolist(), step.block_ids.tolist(), strict=True):
             self.rows[row].block_ids.append(block_id)
-        sampled: dict[int, int] = {}
+        drafts = drafts_of(step)
+        for row_id, guess in drafts.items():
+            self.rows[row_id].token_ids += guess
+        sampled: dict[int, list[int]] = {}
         for launch in launches:
             sampled.update(self.run_launch(launch))
-        for row, token_id in sampled.items():
-            self.rows[row].token_ids.append(token_id)
-        return [sampled[row] for row in sampled_rows(step, self.loop.batch).tolist()]
+        for row_id, token_ids in sampled.items():
+            self.rows[row_id].accept(drafts.get(row_id, []), token_ids)
+        rows = sampled_rows(step, self.loop.batch).tolist()
+        return [token_id for row_id in rows for token_id in sampled[row_id]]
 
-    def run_launch(self, launch: BucketLaunch) -> dict[int, int]:
-        """The sampled token of each row that has one."""
+    def run_launch(self, launch: BucketLaunch) -> dict[int, list[int]]:
+        """The sampled tokens of each row that has any: one, and one behind each draft."""
         packed, indices = self.loop.inputs.pack(launch)
         runs = self.card.run(packed, launch.shape)
         written: list[int] = []
@@ -208,10 +253,13 @@ class CardChecker:
         sampled = {}
         for index in indices.tolist():
             row, run = self.rows[int(launch.rows[index])], runs[index]
-            num_output = len(row.token_ids) - len(row.spec.prompt_token_ids)
-            token_id = next_token(row.spec, run.contents[max(run.contents)], num_output)
-            sampled[int(launch.rows[index])] = token_id
-        self.card.keep(packed, launch.shape, sampled)
+            num_drafts = 0 if launch.num_drafts is None else int(launch.num_drafts[index])
+            end, num_prompt = len(row.token_ids), len(row.spec.prompt_token_ids)
+            sampled[int(launch.rows[index])] = [
+                next_token(row.spec, run.contents[position - 1], position - num_prompt)
+                for position in range(end - num_drafts, end + 1)
+            ]
+        self.card.keep(packed, launch.shape, {row: ids[0] for row, ids in sampled.items()})
         self.loop.inputs.mark_sampled(launch.rows[indices])
         return sampled
 

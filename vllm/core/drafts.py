@@ -94,7 +94,6 @@ class DraftPlanner:
             return 0
         num_new = -(-(num_known + count) // cache.block_size) - num_blocks
         if num_new > 0:
-            plan.block_ids = plan.block_ids + cache.extend([request] * num_new)
-            plan.block_rows = np.append(plan.block_rows, np.full(num_new, row, np.int32))
+            plan.add_blocks(row, num_new, cache.extend([request] * num_new))
             self._running.capacity[row] += num_new * cache.block_size
         return count

@@ -18,7 +18,7 @@ class Plan:
     budget: int
     """Tokens left."""
     block_rows: IntArray
-    """Running rows that get one more block each, and the blocks."""
+    """Running rows that get one more block each, those of a row together, and the blocks."""
     block_ids: list[int]
     only_decodes: bool
     """Each row runs its one token that is not computed; those of new requests may be more."""
@@ -31,6 +31,15 @@ class Plan:
     """Those of the new ones that were never admitted before."""
     drafts: dict[int, list[int]] = field(default_factory=dict)
     """row -> guesses of its next tokens, which `take` includes."""
+
+    def add_blocks(self, row: int, count: int, block_ids: list[int]) -> None:
+        """Give a running row so many more blocks, of all groups, behind those it gets already."""
+        size = len(block_ids) // count
+        own = np.flatnonzero(self.block_rows == row)
+        end = int(own[-1]) + 1 if len(own) else len(self.block_rows)
+        new_rows = np.full(count, row, np.int32)
+        self.block_rows = np.concatenate([self.block_rows[:end], new_rows, self.block_rows[end:]])
+        self.block_ids = self.block_ids[: end * size] + block_ids + self.block_ids[end * size :]
 
     def add_drafts(self, drafts: dict[int, list[int]]) -> None:
         """Let rows, which run one token each, run drafts behind it."""

@@ -11,7 +11,7 @@ so does one that gets drafts as soon as its tokens are known.
 
 import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -20,6 +20,7 @@ from vllm.config import SchedulerConfig
 from vllm.core.drafts import DraftPlanner, DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.plan import Plan, share_budget
+from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue
 from vllm.core.results import take_in
 from vllm.core.running_batch import RunningBatch
@@ -74,7 +75,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
-        self._by_priority = config.scheduling_policy == "priority"
         self._chunk_limit = (
             config.prefill_chunk_limit
             if config.enable_chunked_prefill
@@ -90,7 +90,11 @@ class Scheduler:
             self._drafts = DraftPlanner(draft_source, self.running, cache)
         self._shortened: dict[int, int] = {}
         """Rows whose block tables have become shorter since the last step, and how long."""
+        self._preemption = PreemptionPolicy(
+            config.scheduling_policy == "priority", self.running, cache
+        )
         self._lacks_room: Request | None = None
+        """Lacked only a row or blocks when it was its turn, and may drive others out."""
 
     # ---- requests come and go -------------------------------------------------------------
 
@@ -123,8 +127,8 @@ class Scheduler:
     def add_request(self, spec: EngineRequest) -> None:
         """Queue a request. Raises as `check_request`."""
         self.check_request(spec)
-        arrival = next(self._arrivals)
-        key = (spec.priority, spec.arrival_time, arrival) if self._by_priority else (arrival,)
+        arrival, by_priority = next(self._arrivals), self._preemption.by_priority
+        key = (spec.priority, spec.arrival_time, arrival) if by_priority else (arrival,)
         request = Request(spec, key)
         request.takes_drafts = self._drafts is not None and self._drafts.can_verify(spec)
         self._requests[spec.request_id] = request
@@ -158,7 +162,8 @@ class Scheduler:
         a step in flight. Such a step holds nothing, and is neither executed nor updated.
         """
         if self._lacks_room is not None:
-            self._make_room(self._lacks_room)
+            for victim in self._preemption.victims(self._lacks_room):
+                self._preempt(victim)
             self._lacks_room = None
         plan = self._plan_running()
         self.cache.begin_step()
@@ -167,8 +172,8 @@ class Scheduler:
             rows = plan.rows[plan.take > 0]
             plan.passed_blocks = give_back_passed(self.running, self.cache, rows)
         if self._drafts is not None:
-            self._drafts.add(plan, self._num_reserved)
-        if self.waiting and self._has_row_for_next():
+            self._drafts.add(plan, self._preemption.num_reserved)
+        if self.waiting and self._preemption.has_row_for(self.waiting.peek()):
             self._admit(plan)
         rows, num_scheduled = plan.decodes_first()
         num_computed = self.running.num_computed[rows]
@@ -298,13 +303,15 @@ class Scheduler:
 
     def _admit(self, plan: Plan) -> None:
         """Move waiting requests into the batch while rows, blocks and tokens last."""
-        config = self.config
+        config, preemption = self.config, self._preemption
         num_partial, num_long = self._count_partial(plan)
         takes: list[int] = []
         passed_over: list[Request] = []
-        while self.waiting and plan.budget and self._has_row_for_next():
+        while self.waiting and plan.budget:
             request = self.waiting.peek()
-            if passed_over and self._outranks(passed_over[0], request):
+            if not preemption.has_row_for(request):
+                break
+            if passed_over and preemption.outranks(passed_over[0], request):
                 break
             shared = self.cache.find_prefix(request)
             start = self.cache.num_tokens_in(shared)
@@ -323,8 +330,8 @@ class Scheduler:
                 continue
             if take == 1 and not self.cache.are_computed(shared):
                 break  # a single token runs with the decodes, before what it shares is there
-            if self.running.is_full or self._num_lacking(request, shared) > 0:
-                self._lacks_room = request if self._by_priority else None
+            if self.running.is_full or preemption.num_lacking(request, shared) > 0:
+                self._lacks_room = request if preemption.by_priority else None
                 break  # first come, first served: never pass the head of the queue
             num_partial += is_partial
             num_long += is_long
@@ -358,66 +365,12 @@ class Scheduler:
             )
         )
 
-    def _has_row_for_next(self) -> bool:
-        """A row is free, or held by someone whom the next in the queue may drive out."""
-        running = self.running
-        return not running.is_full or self._outranks(self.waiting.peek(), running.last)
-
-    def _num_lacking(self, request: Request, shared: list[int]) -> int:
-        """How many blocks are lacking for a waiting request; 0 or less: it fits.
-
-        Half as many blocks as requests run are left alone: they will want them soon, and
-        admitting into the last free block means preempting right afterwards. In simulated loads
-        this has a quarter of the preemptions of a reserve of 1 % of all blocks, at the same
-        throughput; as many blocks as requests cost 1 to 2 %.
-        """
-        return self.cache.num_lacking(request, shared) + self._num_reserved
-
-    @property
-    def _num_reserved(self) -> int:
-        """Free blocks that running requests will want soon."""
-        return (len(self.running) + 1) // 2 * self.cache.num_groups
-
     def _count_partial(self, plan: Plan) -> tuple[int, int]:
         """Running prompts that this step leaves unfinished, and the long ones among them."""
         num_tokens = self.running.num_tokens[plan.rows]
         rest = num_tokens - self.running.num_computed[plan.rows]
         is_partial = (rest > 1) & (rest > plan.take)
         return int(is_partial.sum()), int((is_partial & (num_tokens > self._chunk_limit)).sum())
-
-    def _outranks(self, request: Request, other: Request) -> bool:
-        """Whether a request may take the place of another."""
-        return self._by_priority and request.spec.priority < other.spec.priority
-
-    def _make_room(self, request: Request) -> None:
-        """Preempt for a request that lacked only a row or blocks when it was its turn."""
-        if request.status is RequestStatus.WAITING:
-            for victim in self._victims(request):
-                self._preempt(victim)
-
-    def _victims(self, request: Request) -> list[Request]:
-        """The least important running requests that have to go for a waiting one.
-
-        None when it fits as it is, and none when even all that it outranks would not do.
-        """
-        shared = self.cache.find_prefix(request)
-        lack = self._num_lacking(request, shared)
-        kept = set(shared)
-        taken: Counter[int] = Counter()
-        victims: list[Request] = []
-        for victim in reversed(self.running.requests):
-            if lack <= 0 and (victims or not self.running.is_full):
-                break
-            if not self._outranks(request, victim):
-                return []
-            victims.append(victim)
-            held = self.cache.held(victim)
-            taken.update(held)
-            lack -= sum(
-                taken[block_id] == self.cache.pool.num_refs(block_id) and block_id not in kept
-                for block_id in held
-            )
-        return victims
 
     # ---- booking --------------------------------------------------------------------------
 

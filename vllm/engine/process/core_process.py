@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -35,7 +36,6 @@ from vllm.engine.process.wire import (
     FromCore,
     Refused,
     StartCore,
-    StopCore,
     ToCore,
     decode_arguments,
     decode_to_core,
@@ -78,29 +78,28 @@ class CoreLoop:
         self._core = core
         self._receive = receive
         self._send = send
-        self._is_stopped = False
         self._has_unsent_stats = False
 
-    def run(self) -> None:
-        """Run until `StopCore`.
+    def run(self) -> NoReturn:
+        """Run until the parent kills the process, which is how it ends a core.
 
         Raises:
             EngineDeadError: a step failed.
         """
-        while not self._is_stopped:
+        while True:
             self.turn()
 
     def turn(self) -> None:
         """Handle the messages that have arrived, and run one step if there are requests."""
         self._take_messages()
-        if not self._is_stopped and self._core.has_unfinished_requests():
+        if self._core.has_unfinished_requests():
             self._send(CoreOutput(output=self._core.step(), stats=self._core.stats()))
             self._has_unsent_stats = False
 
     def _take_messages(self) -> None:
         """Handle all messages that have arrived; wait for one when there are no requests."""
         core = self._core
-        while not self._is_stopped:
+        while True:
             is_idle = not core.has_unfinished_requests()
             if is_idle and self._has_unsent_stats:
                 self._send(CoreOutput(output=EngineOutput(), stats=core.stats()))
@@ -138,8 +137,6 @@ class CoreLoop:
             self._has_unsent_stats = True
         elif isinstance(message, CallCore):
             self._send(self._call(message))
-        elif isinstance(message, StopCore):
-            self._is_stopped = True
 
     def _add(self, request: EngineRequest) -> None:
         try:
@@ -169,7 +166,7 @@ class CoreLoop:
 
 
 def main(address: str) -> int:
-    """Run a core until it is told to stop; the exit code."""
+    """Run a core until it fails, if it is not killed before; the exit code."""
     # The parent decides when to end, also when the terminal or a service manager signals all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -224,7 +221,6 @@ def _run(
     finally:
         if core is not None:
             core.shutdown()
-    return 0
 
 
 def _start_core(start: StartCore) -> EngineCore:

@@ -1,6 +1,6 @@
 """Messages between the API process and the engine core, as msgpack. No pickle, no code.
 
-API process -> core     StartCore, AddRequests, AbortRequests, CallCore, StopCore
+API process -> core     StartCore, AddRequests, AbortRequests, CallCore
 core -> API process     CoreProgress, CoreReady, CoreFailed, CoreOutput, Refused, CallResult
 """
 
@@ -51,10 +51,6 @@ class CallCore(_Message, frozen=True, kw_only=True):
     name: str
     arguments: bytes = b""
     """`encode_arguments` of them; empty: none."""
-
-
-class StopCore(_Message, frozen=True, kw_only=True):
-    """End the process."""
 
 
 class CoreProgress(_Message, frozen=True, kw_only=True):
@@ -180,7 +176,7 @@ decode_value = msgspec.msgpack.decode
 """What `encode_value` has made."""
 
 
-ToCore = StartCore | AddRequests | AbortRequests | CallCore | StopCore
+ToCore = StartCore | AddRequests | AbortRequests | CallCore
 FromCore = CoreProgress | CoreReady | CoreFailed | CoreOutput | Refused | CallResult
 
 

@@ -1,0 +1,270 @@
+"""A model of the runner, which checks what it reads.
+
+`FakeRunner` knows no scheduler: it follows `SchedulerOutput`s as a worker does. Its KV cache holds
+for each slot a hash of everything that decides the content there (`tests.core.reference`), and it
+asserts on every read that the right hash is found.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+
+from tests.core.reference import FAILED, keys_at, next_content, next_token, root_content
+from vllm.messages import (
+    NULL_BLOCK_ID,
+    EngineRequest,
+    LogprobRows,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+
+
+@dataclass
+class FakeRow:
+    """One request as the runner knows it."""
+
+    spec: EngineRequest
+    token_ids: list[int]
+    block_ids: list[int]
+    """Its table for the first group of layers."""
+    more_block_ids: list[list[int]] = field(default_factory=list)
+    """Its tables for the other groups."""
+    num_computed: int | None = None
+    """None until it runs for the first time."""
+    contents: list[int] = field(default_factory=list)
+    """Right content of each position whose token is known."""
+
+    @property
+    def tables(self) -> list[list[int]]:
+        return [self.block_ids, *self.more_block_ids]
+
+    def content(self, position: int) -> int:
+        while len(self.contents) <= position:
+            before = self.contents[-1] if self.contents else root_content(self.spec)
+            last = len(self.contents)
+            keys = keys_at(self.spec, last)
+            self.contents.append(next_content(before, self.token_ids[last], keys))
+        return self.contents[position]
+
+    def accept(self, drafts: list[int], token_ids: list[int]) -> None:
+        """Put those of its sampled tokens that are its output in the place of its drafts: up to
+        the first that is not the draft in its place."""
+        count = next((i for i, d in enumerate(drafts) if token_ids[i] != d), len(drafts)) + 1
+        num_known = len(self.token_ids) - len(drafts)
+        self.token_ids[num_known:] = token_ids[:count]
+        self.take_back(num_known - 1 + count)
+
+    def take_back(self, num_tokens: int) -> None:
+        """Only the first `num_tokens` tokens count as computed."""
+        del self.contents[num_tokens:]
+        self.num_computed = num_tokens
+
+
+def drafts_of(step: SchedulerOutput) -> dict[int, list[int]]:
+    """Row -> its drafts, of the rows that have any."""
+    if step.num_draft_tokens is None:
+        assert step.draft_token_ids is None
+        return {}
+    assert step.draft_token_ids is not None
+    parts = np.split(step.draft_token_ids, np.cumsum(step.num_draft_tokens))
+    assert not len(parts[-1])
+    pairs = zip(step.rows.tolist(), parts[:-1], strict=True)
+    return {row: part.tolist() for row, part in pairs if len(part)}
+
+
+class FakeRunner:
+    """Executes steps against a model of the KV cache.
+
+    Args:
+        block_size: tokens per block.
+        is_split: one launch for the decodes, then one per prefill, as on a device with static
+            shapes; False: everything in one launch, which writes before it reads.
+        fails_at: request id -> number of output tokens after which its sampling fails.
+        windows: of the groups of layers.
+        stalls_every: of so many rows with drafts one gets no token; 0: none.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        is_split: bool = True,
+        fails_at: dict[str, int] | None = None,
+        windows: Sequence[int | None] = (None,),
+        stalls_every: int = 0,
+    ) -> None:
+        self.stalls_every = stalls_every
+        self.num_verified = 0
+        self.num_shortened_behind_windows = 0
+        self.block_size = block_size
+        self.windows = windows
+        self.is_split = is_split
+        self.fails_at = fails_at or {}
+        self.rows: dict[int, FakeRow] = {}
+        self.slots: dict[tuple[int, int], tuple[int, int]] = {}
+        self.last_step_id = -1
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run a step in the documented order: shorten, free, place, add blocks, run."""
+        assert step.step_id > self.last_step_id
+        self.last_step_id = step.step_id
+        for row, num_blocks in step.shortened_tables:
+            assert num_blocks < len(self.rows[row].block_ids)
+            for table in self.rows[row].tables:
+                self.num_shortened_behind_windows += table[0] == NULL_BLOCK_ID
+                del table[num_blocks:]
+        for row in step.freed_rows:
+            del self.rows[row]
+        for new in step.new_requests:
+            assert new.row not in self.rows, f"row {new.row} is given twice"
+            token_ids = new.request.prompt_token_ids + new.output_token_ids
+            first, *more = np.array(new.block_ids).reshape(len(self.windows), -1).tolist()
+            self.rows[new.row] = FakeRow(new.request, token_ids, first, more)
+        num_runs = len([row for row, _ in groupby(step.block_rows.tolist())])
+        assert num_runs == len(set(step.block_rows.tolist())), "the blocks of a row are apart"
+        block_ids = step.block_ids.reshape(-1, len(self.windows)).tolist()
+        for row, of_row in zip(step.block_rows.tolist(), block_ids, strict=True):
+            for table, block_id in zip(self.rows[row].tables, of_row, strict=True):
+                table.append(block_id)
+        for row, index, count in step.passed_blocks:
+            self.rows[row].tables[index][:count] = [NULL_BLOCK_ID] * count
+        self._check_tables()
+        rows = step.rows.tolist()
+        work = list(
+            zip(
+                rows,
+                step.num_computed_tokens.tolist(),
+                step.num_scheduled_tokens.tolist(),
+                strict=True,
+            )
+        )
+        drafts = drafts_of(step)
+        for row, guess in drafts.items():
+            self.rows[row].token_ids += guess
+        for launch in self._launches(work):
+            self._run(launch)
+        return self._sample(step, work, drafts)
+
+    def _launches(self, work: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+        if not self.is_split:
+            return [work]
+        decodes = [entry for entry in work if entry[2] == 1]
+        return [decodes, *([entry] for entry in work if entry[2] > 1)]
+
+    def _run(self, launch: list[tuple[int, int, int]]) -> None:
+        written = set()
+        for row_id, start, count in launch:
+            row = self.rows[row_id]
+            known = start if row.num_computed is None else row.num_computed
+            assert start == known, f"{row.spec.request_id}: position {start}, not {known}"
+            row.num_computed = start + count
+            assert row.num_computed <= len(row.token_ids), "a token that nobody has sampled"
+            for index, table in enumerate(row.tables):
+                for position in range(start, start + count):
+                    slot = self._slot(table, position)
+                    assert slot[0] != NULL_BLOCK_ID, "a token without a block"
+                    assert slot not in written, f"slot {slot} is written twice in a launch"
+                    written.add(slot)
+                    self.slots[slot] = index, row.content(position)
+        for row_id, start, count in launch:
+            self._check_reads(self.rows[row_id], start, start + count)
+
+    def _check_reads(self, row: FakeRow, start: int, end: int) -> None:
+        for index, (table, window) in enumerate(zip(row.tables, self.windows, strict=True)):
+            first = 0 if window is None else max(0, start - window + 1)
+            for position in range(first, end):
+                slot = self._slot(table, position)
+                assert self.slots.get(slot) == (index, row.content(position)), (
+                    f"{row.spec.request_id}: wrong content at position {position}, slot {slot}"
+                )
+
+    def _check_tables(self) -> None:
+        for row in self.rows.values():
+            assert len({len(table) for table in row.tables}) == 1
+            for table, window in zip(row.tables, self.windows, strict=True):
+                num_null = table.count(NULL_BLOCK_ID)
+                assert table[:num_null] == [NULL_BLOCK_ID] * num_null
+                assert num_null == 0 or window is not None
+            held = [b for table in row.tables for b in table if b != NULL_BLOCK_ID]
+            assert len(set(held)) == len(held), "a block twice in the tables of a row"
+
+    def _slot(self, table: list[int], position: int) -> tuple[int, int]:
+        index, offset = divmod(position, self.block_size)
+        return table[index], offset
+
+    def _sample(
+        self,
+        step: SchedulerOutput,
+        work: list[tuple[int, int, int]],
+        drafts: dict[int, list[int]],
+    ) -> ModelRunnerOutput:
+        token_ids: dict[int, list[int]] = {}
+        logprobs: dict[int, LogprobRows] = {}
+        prompt_logprobs: dict[int, LogprobRows] = {}
+        errors: dict[int, str] = {}
+        for row_id, start, count in work:
+            row = self.rows[row_id]
+            params, num_prompt = row.spec.sampling_params, len(row.spec.prompt_token_ids)
+            if params.prompt_logprobs is not None:
+                positions = range(start, min(start + count, num_prompt - 1))
+                if positions:
+                    targets = [row.token_ids[position + 1] for position in positions]
+                    prompt_logprobs[row_id] = _logprob_rows(targets, list(positions))
+            if start + count < len(row.token_ids):
+                continue
+            guess = drafts.get(row_id, [])
+            num_known = len(row.token_ids) - len(guess)
+            num_output = num_known - num_prompt
+            tokens = self._verify(row, num_known, guess)
+            if not tokens:
+                errors[row_id] = FAILED
+                tokens = [0]
+            elif self._stalls(guess):
+                tokens = []
+            if params.logprobs is not None and tokens and row_id not in errors:
+                positions = range(num_output, num_output + len(tokens))
+                logprobs[row_id] = _logprob_rows(tokens, list(positions))
+            row.take_back(num_known - 1 + len(tokens))
+            row.token_ids[num_known:] = tokens
+            token_ids[row_id] = tokens
+        counts = [len(tokens) for tokens in token_ids.values()]
+        return ModelRunnerOutput(
+            step_id=step.step_id,
+            rows=np.array(list(token_ids), np.int32),
+            token_ids=np.array([t for tokens in token_ids.values() for t in tokens], np.int32),
+            num_tokens=None if set(counts) <= {1} else np.array(counts, np.int32),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            errors=errors,
+        )
+
+    def _verify(self, row: FakeRow, num_known: int, guess: list[int]) -> list[int]:
+        """The tokens of a row, up to the first that is not its draft; none when the first fails."""
+        num_prompt = len(row.spec.prompt_token_ids)
+        tokens: list[int] = []
+        for draft in [*guess, None]:
+            num_output = num_known + len(tokens) - num_prompt
+            if self.fails_at.get(row.spec.request_id) == num_output:
+                break
+            content = row.content(num_known + len(tokens) - 1)
+            tokens.append(next_token(row.spec, content, num_output))
+            if tokens[-1] != draft:
+                break
+        return tokens
+
+    def _stalls(self, guess: list[int]) -> bool:
+        """Whether a row gets no token in this step, although nothing is wrong with it."""
+        if not guess:
+            return False
+        self.num_verified += 1
+        return bool(self.stalls_every) and self.num_verified % self.stalls_every == 0
+
+
+def _logprob_rows(token_ids: list[int], positions: list[int]) -> LogprobRows:
+    """Rows that carry their positions as values, so that a test can see which they are."""
+    return LogprobRows(
+        token_ids=np.array(token_ids, np.int32)[:, None],
+        logprobs=-np.array(positions, np.float32)[:, None],
+        ranks=np.array(positions, np.int32) + 1,
+    )
