@@ -131,8 +131,8 @@ def check_capacity(
     if capacity >= scheduler.max_model_len:
         return
     raise ConfigError(
-        f"the KV cache holds {capacity} tokens ({source}; {free_gib:.2f} GiB free) and max_model_len "
-        f"is {scheduler.max_model_len}: a request of max_model_len tokens would not fit. Give the "
+        f"the KV cache holds {capacity} tokens ({source}; {free_gib:.2f} GiB free) and "
+        f"max_model_len is {scheduler.max_model_len}: a request that long would not fit. Give the "
         f"cache more memory, or lower --max-model-len to {capacity}"
         if capacity
         else f"not enough memory for the KV cache: one block takes {block_bytes} bytes ({source}; "
