@@ -25,8 +25,6 @@ from vllm.worker.launch import Launch
 _MAX_MERGED_PROMPTS = 64
 """Rows of the logits of a merged prefill, however few its prompts are."""
 
-_NO_ROWS = np.empty(0, np.int32)
-
 
 class PaddedLaunches:
     """Plans, packs and counts the launches of one model, in the shapes of a catalog.
@@ -43,10 +41,8 @@ class PaddedLaunches:
     Attributes:
         inputs, execution, report: pack a launch, run it, and report what it compiled.
         phases: of its launches.
-        planner: there once `use_catalog` was called.
+        planner: there from the first `use_catalog`.
     """
-
-    planner: HPULaunchPlanner
 
     def __init__(
         self,
@@ -146,13 +142,9 @@ class PaddedLaunches:
 
     def padding_input(self, shape: LaunchShape) -> Tensor:
         """Input on the device of a launch without rows: it writes nothing but the null block."""
+        none = np.empty(0, np.int32)
         launch = BucketLaunch(
-            _NO_ROWS,
-            _NO_ROWS,
-            _NO_ROWS,
-            shape.bucket,
-            shape.is_contiguous,
-            shape.merged_prompts,
+            none, none, none, shape.bucket, shape.is_contiguous, shape.merged_prompts
         )
         packed, _ = self.inputs.pack(launch)
         return to_device(packed, self._bridge.device)

@@ -69,10 +69,8 @@ class HPUModel(LaunchModel):
     """A decoder over prefills and decodes, of which last tokens count.
 
     Args:
-        model: see `LaunchModel`.
+        model, block_size, kernel: see `LaunchModel`.
         head: hidden states of last tokens -> logits, or numbers of a pooling head.
-        block_size: see `LaunchModel`.
-        kernel: see `LaunchModel`.
         normaliser: of the softmax of decodes, see `flat_paged_attention`.
         last_token_ids: [rows + 1] int32 on the device: the newest token of each row, if it was
             sampled there. The last entry is for padding. None: nothing is sampled.

@@ -61,22 +61,13 @@ class HPUModelRunner(ModelRunner):
         self._last_token_ids = torch.zeros(
             config.scheduler.max_num_seqs + 1, dtype=torch.int32, device=self.device
         )
+        size, normaliser = self.block_size, softmax_normaliser(config.hpu)
         hpu_model = HPUModel(
-            model,
-            model.compute_logits,
-            self.block_size,
-            kernel,
-            softmax_normaliser(config.hpu),
-            self._last_token_ids,
+            model, model.compute_logits, size, kernel, normaliser, self._last_token_ids
         )
-        inputs = HPUInputBuilder(self.batch, self.block_size)
+        inputs, logprob_rows = HPUInputBuilder(self.batch, size), self.prompt_logprobs.rows
         self.planner = self.launches = PaddedLaunches(
-            config,
-            bridge,
-            hpu_model,
-            inputs,
-            self.batch,
-            logprob_rows=self.prompt_logprobs.rows,
+            config, bridge, hpu_model, inputs, self.batch, logprob_rows=logprob_rows
         )
 
     def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:

@@ -37,8 +37,7 @@ class TypedInputBuilder(HPUInputBuilder):
     """Packs prefills with the types of their tokens.
 
     Args:
-        batch: see `HPUInputBuilder`.
-        block_size: see `HPUInputBuilder`.
+        batch, block_size: see `HPUInputBuilder`.
         types: of the tokens in the batch.
     """
 
@@ -62,10 +61,9 @@ class WholePromptModel(LaunchModel):
     """Pools whole prompts, each of which is a row of a prefill.
 
     Args:
-        model: see `LaunchModel`. With several types of tokens, a `TypedInputBuilder` packs.
+        model, block_size, kernel: see `LaunchModel`. With several types of tokens, a
+            `TypedInputBuilder` packs.
         pooler: how it pools.
-        block_size: see `LaunchModel`.
-        kernel: see `LaunchModel`.
 
     Shape: packed input of a launch -> (numbers [B, size], or [B * Q, size] with one result per
     token, hidden states [B * Q, hidden])

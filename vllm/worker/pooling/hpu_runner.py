@@ -34,10 +34,12 @@ class HPUPoolingRunner(PoolingRunner):
         kernel: attention of prompts.
     """
 
+    _keeps_all_blocks = True
+
     def __init__(
         self, config: VllmConfig, model: PoolingModel, bridge: HabanaBridge, kernel: SDPAKernel
     ) -> None:
-        super().__init__(config, model, bridge.device, keeps_all=True)
+        super().__init__(config, model, bridge.device)
         self._bridge = bridge
         pooler, size = self.requests.pooler, self.block_size
         launch_model: LaunchModel
@@ -48,13 +50,9 @@ class HPUPoolingRunner(PoolingRunner):
         inputs = HPUInputBuilder(self.batch, size)
         if self._types is not None:
             inputs = TypedInputBuilder(self.batch, size, self._types)
+        whole = pooler.needs_whole_prompts
         self._planner = self.launches = PaddedLaunches(
-            config,
-            bridge,
-            launch_model,
-            inputs,
-            self.batch,
-            whole_prompts=pooler.needs_whole_prompts,
+            config, bridge, launch_model, inputs, self.batch, whole_prompts=whole
         )
 
     def stats(self) -> RunnerStats:

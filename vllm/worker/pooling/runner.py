@@ -125,25 +125,19 @@ class PoolingRunner:
         config: of the engine; `model.pooler` is set.
         model: loaded, on the device.
         device: where it is.
-        keeps_all: see `cache_layout`.
     """
 
-    def __init__(
-        self,
-        config: VllmConfig,
-        model: PoolingModel,
-        device: torch.device,
-        *,
-        keeps_all: bool = False,
-    ) -> None:
+    _keeps_all_blocks = False
+    """Also those that a sliding window has passed, so that one block table serves all layers."""
+
+    def __init__(self, config: VllmConfig, model: PoolingModel, device: torch.device) -> None:
         self.model = model
         self._launch_holder = share_context(model)
         self.device = device
         self.block_size = config.cache.block_size
         limits = config.scheduler
-        self.cache_layout = cache_layout(
-            config, self.attention_layers, cache_dtype(config), keeps_all=keeps_all
-        )
+        dtype, keeps_all = cache_dtype(config), self._keeps_all_blocks
+        self.cache_layout = cache_layout(config, self.attention_layers, dtype, keeps_all=keeps_all)
         self.batch = InputBatch(
             limits.max_num_seqs,
             limits.max_model_len,
