@@ -107,7 +107,6 @@ def plan_layout(
     block_size: int,
     max_model_len: int,
     *,
-    has_one_table: bool = False,
     keeps_all: bool = False,
 ) -> KVCacheLayout:
     """Group the layers of a model.
@@ -119,7 +118,6 @@ def plan_layout(
         specs: one per layer, none of them of kind NONE.
         block_size: tokens per block.
         max_model_len: a window that is as long never passes a token.
-        has_one_table: all layers read the same block table of a request.
         keeps_all: the device cannot do without any block of a request.
     """
     by_window: dict[int | None, list[int]] = {}
@@ -127,9 +125,8 @@ def plan_layout(
         window = spec.window
         is_passed = window is not None and window < max_model_len and not keeps_all
         by_window.setdefault(window if is_passed else None, []).append(index)
-    if len(by_window) > 1 and len({spec.tensors for spec in specs}) > 1:
-        has_one_table = True
-    if (has_one_table and len(by_window) > 1) or not specs:
+    is_alike = len({spec.tensors for spec in specs}) == 1
+    if not is_alike and len(by_window) != 1:
         by_window = {None: list(range(len(specs)))}
     if len(by_window) == 1:
         ((window, layers),) = by_window.items()

@@ -32,9 +32,9 @@ struct DecodeStepBuffers {
   char* program;       // of program_scratch_bytes, for one program after the other
   int64_t* input_ids;  // [n]
   int64_t* positions;  // [n]
-  int64_t* slots;      // [n]
+  int64_t* slots;      // [groups, n]
   int32_t* seq_lens;   // [n]
-  int32_t* tables;     // [n, blocks of the longest request]
+  int32_t* tables;     // [groups, n, blocks of the longest request]
   T* hidden;           // [n, hidden]
   T* logits;           // [n, outputs of the head]
   float* params;       // [8, n]
@@ -55,9 +55,9 @@ struct DecodeStepBuffers {
     take(program, decoder_bytes > head_bytes ? decoder_bytes : head_bytes);
     take(input_ids, n);
     take(positions, n);
-    take(slots, n);
+    take(slots, decoder.num_groups * n);
     take(seq_lens, n);
-    take(tables, n * rows.max_blocks);
+    take(tables, decoder.num_groups * n * rows.max_blocks);
     take(hidden, n * width_of_result(decoder));
     take(logits, n * width_of_result(head));
     take(params, kNumParams * n);
@@ -122,12 +122,16 @@ class DecodeStep {
     const int64_t max_blocks = longest / size + 1;
     for (int64_t i = 0; i < n; ++i) {
       const int64_t row = launch_.rows[i], position = launch_.num_computed[i];
-      const int32_t* const blocks = rows_.block_table + row * rows_.max_blocks;
       buffers_.input_ids[i] = rows_.token_ids[row * rows_.max_tokens + position];
       buffers_.positions[i] = position;
       buffers_.seq_lens[i] = static_cast<int32_t>(position + 1);
-      buffers_.slots[i] = blocks[position / size] * size + position % size;
-      __builtin_memcpy(buffers_.tables + i * max_blocks, blocks, max_blocks * sizeof(int32_t));
+      for (int64_t g = 0; g < decoder_.num_groups; ++g) {
+        const int32_t* const blocks =
+            rows_.block_tables + (g * rows_.num_rows + row) * rows_.max_blocks;
+        buffers_.slots[g * n + i] = blocks[position / size] * size + position % size;
+        __builtin_memcpy(buffers_.tables + (g * n + i) * max_blocks, blocks,
+                         max_blocks * sizeof(int32_t));
+      }
       if (!is_random_) continue;
       for (int64_t p = 0; p < kNumParams; ++p) {
         buffers_.params[p * n + i] = rows_.params[p * rows_.num_params + row];
@@ -144,6 +148,7 @@ class DecodeStep {
     forward_.scratch = buffers_.program;
     forward_.num_tokens = forward_.num_requests = forward_.num_decodes = n;
     forward_.max_blocks = forward_.table_stride = max_blocks;
+    forward_.group_stride = n * max_blocks;
   }
 
   int64_t compute() {

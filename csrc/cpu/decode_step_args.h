@@ -12,7 +12,7 @@ VLLM_STRUCT(DecodeStepRows,
   int32_t* token_ids;         // [num_rows, max_tokens]
   int32_t* num_tokens;        // [num_rows] how many of them are known
   const int32_t* num_prompt_tokens;  // [num_rows] how many of them are the prompt
-  const int32_t* block_table;  // [num_rows, max_blocks]
+  const int32_t* block_tables;  // [groups of the decoder, num_rows, max_blocks]
   const int32_t* features;     // [num_rows] bits: what a row wants of the sampler
   const float* params;         // [8, num_params] in the order of Param; num_params >= num_rows
   const uint64_t* keys;        // [num_rows] of the random numbers

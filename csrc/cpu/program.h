@@ -86,7 +86,10 @@ class ProgramPass {
       fail(ProgramStatus::kBadStart, num_decodes);  // rows between would be of no request
     }
     for (int64_t t = launch_.num_tokens - 1; t >= 0; --t) {
-      if (num_slots > 0 && launch_.slot_mapping[t] >= num_slots) fail(ProgramStatus::kBadSlot, t);
+      for (int64_t g = 0; g < program_.num_groups; ++g) {
+        const int64_t slot = launch_.slot_mapping[g * launch_.num_tokens + t];
+        if (slot >= num_slots) fail(ProgramStatus::kBadSlot, t);
+      }
       if (program_.max_positions > 0 && !is_below(launch_.positions[t], program_.max_positions)) {
         fail(ProgramStatus::kBadPosition, t);
       }
@@ -155,7 +158,8 @@ class ProgramPass {
     args.query = query.first;
     args.key_cache = op.key_cache;
     args.value_cache = op.value_cache;
-    args.block_tables = launch_.block_tables + first * launch_.table_stride;
+    args.block_tables = launch_.block_tables + op.group * launch_.group_stride +
+                        first * launch_.table_stride;
     args.seq_lens = launch_.seq_lens + first;
     args.alibi_slopes = op.table;
     args.out = rows_.view(op.out, 0, {0, 0, 0}).first;

@@ -2,7 +2,7 @@
 // program.h.
 //
 // A buffer holds a row per token. T tokens of B requests, decodes (one token each) first, as in
-// attention.
+// attention. G groups of layers.
 #pragma once
 
 #include <cstdint>
@@ -48,6 +48,7 @@ VLLM_STRUCT(Operation,
   int64_t num_heads, head_size, num_kv_heads;
   int64_t option;          // lookup_position: what is added to a position; rotate: rot_dim;
                            // gelu_and_mul: 1 for tanh
+  int64_t group;           // of write_cache and attend: whose slots and block tables are used
   int64_t sliding_window;  // 0: none
   float scalar;            // eps of a norm; the factor of scale; of query @ key in attend
   float soft_cap;          // of the scores in attend; 0: none
@@ -65,7 +66,7 @@ VLLM_STRUCT(Program,
   int64_t given, out;  // buffers that the caller of a launch provides; given: -1 if there is none
   // Exclusive limits of what a launch holds; 0: not read.
   int64_t vocab_size, max_positions, num_blocks;
-  int64_t block_size;
+  int64_t block_size, num_groups;  // groups of layers that share block tables
   int64_t largest_run_bytes;  // weights of the linear layers between two attentions
   int64_t weight_bytes;       // of all linear layers
   int64_t attended_elements;  // num_heads * head_size of all attentions
@@ -76,8 +77,9 @@ constexpr int64_t kMaxBuffers = 64;
 VLLM_STRUCT(ProgramLaunch,
   const int64_t* input_ids;        // [T]
   const int64_t* positions;        // [T]
-  const int64_t* slot_mapping;     // [T]; negative: nothing is written
-  const int32_t* block_tables;     // [B, max_blocks], requests table_stride apart
+  const int64_t* slot_mapping;     // [G, T]; negative: nothing is written
+  const int32_t* block_tables;     // [G, B, max_blocks], groups group_stride and requests
+                                   // table_stride apart
   const int32_t* seq_lens;         // [B]
   const int32_t* query_start_loc;  // [B + 1]; unused when all requests are decodes
   const int64_t* replaced;         // [T]: row of `embeddings` that takes the place of a token's own,
@@ -86,7 +88,7 @@ VLLM_STRUCT(ProgramLaunch,
   const void* given;  // [T, width of the buffer]; null where the program has no such buffer
   void* out;          // [T, width of the buffer]
   char* scratch;      // of program_scratch_bytes, aligned to 64
-  int64_t num_tokens, num_requests, num_decodes, max_blocks, table_stride;
+  int64_t num_tokens, num_requests, num_decodes, max_blocks, table_stride, group_stride;
   int64_t bad_index;  // set with the status: the token or request that it is about
 );
 

@@ -209,8 +209,9 @@ class RowOperations {
   void write_cache(const Operation& op, const Rows& rows) const {
     const View key = view(op.x, op.x_offset, rows), value = view(op.y, op.y_offset, rows);
     const int64_t size = op.num_heads * op.head_size;
+    const int64_t* const slots = launch_.slot_mapping + op.group * launch_.num_tokens + rows.begin;
     for (int64_t i = 0; i < rows.count; ++i) {
-      const int64_t slot = launch_.slot_mapping[rows.begin + i];
+      const int64_t slot = slots[i];
       if (slot < 0) continue;
       __builtin_memcpy(static_cast<T*>(op.key_cache) + slot * size, key[i], size * sizeof(T));
       __builtin_memcpy(static_cast<T*>(op.value_cache) + slot * size, value[i], size * sizeof(T));

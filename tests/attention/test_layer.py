@@ -16,7 +16,7 @@ from vllm.errors import ConfigError
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.native import NativeOps
-from vllm.worker.hpu.model import HPUModel
+from vllm.worker.hpu.model import LaunchModel
 
 LENGTH, BLOCK_SIZE = 43, 16
 OPTIONS = {
@@ -161,4 +161,4 @@ class OneLayer(nn.Module):
 def test_a_gaudi_refuses_what_it_would_compute_wrongly():
     model = OneLayer(Attention(6, 16, 2, **OPTIONS["soft cap"]))
     with pytest.raises(ConfigError, match=r"this model has a soft cap of attention.*run it on cpu"):
-        HPUModel(model, torch.zeros(2, dtype=torch.int32), 128, torch_sdpa)
+        LaunchModel(model, 128, torch_sdpa)

@@ -92,7 +92,8 @@ def test_greedy_tokens_equal_transformers_however_they_are_batched(family, model
         for output, reference in zip(outputs, want, strict=True):
             assert_same_tokens(output.outputs[0].token_ids, reference)
         scheduler = llm.llm_engine.engine_core.scheduler
-        assert (scheduler.num_preemptions > 0) == ("preemption" in name), name
+        if not scheduler.cache.has_windows:  # with windows: see test_windows.py
+            assert (scheduler.num_preemptions > 0) == ("preemption" in name), name
         pool = scheduler.cache.pool
         assert pool.num_free == pool.num_usable_blocks, name
 

@@ -16,6 +16,7 @@ LENGTHS = (1, 2, 16, 17, 33, 48, 65, 100)
 """33 and 65 leave one token for the last chunk of 32."""
 CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
 TINY_CACHE = {"num_gpu_blocks_override": 14, "enable_prefix_caching": False, **CHUNKS}
+"""For one group of layers; a model with two needs twice the blocks."""
 GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False}
 
 
@@ -59,7 +60,9 @@ def test_tokens_and_logprobs_equal_transformers(family, models):
     prompts = [*embeds, *tokens]
     want = generate(models(family), prompts, MAX_TOKENS)
     params = SamplingParams(**GREEDY, logprobs=3)
-    for settings in ({}, CHUNKS, TINY_CACHE):
+    num_groups = 2 if family == "qwen2" else 1
+    tiny_cache = TINY_CACHE | {"num_gpu_blocks_override": 14 * num_groups}
+    for settings in ({}, CHUNKS, tiny_cache):
         llm = make_llm(models(family), **settings)
         found = llm.generate([as_prompt(p) for p in prompts], params, use_tqdm=False)
         for output, reference in zip(found, want, strict=True):
@@ -73,7 +76,8 @@ def test_tokens_and_logprobs_equal_transformers(family, models):
                 got = torch.tensor([entry.logprob for entry in entries.values()])
                 torch.testing.assert_close(got, row[list(entries)], atol=1e-4, rtol=0)
         scheduler = llm.llm_engine.engine_core.scheduler
-        assert (scheduler.num_preemptions > 0) == (settings is TINY_CACHE)
+        if not scheduler.cache.has_windows:  # with windows: see test_windows.py
+            assert (scheduler.num_preemptions > 0) == (settings is tiny_cache)
 
 
 def test_the_embeddings_of_tokens_give_what_the_tokens_give(models):

@@ -21,13 +21,13 @@ CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 24}
 
 
 def make_llm(folder, **settings) -> LLM:
+    defaults = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_gpu_blocks_override": 300}
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
-        dtype="float32",
         max_model_len=160,
         max_num_seqs=8,
-        **{"block_size": BLOCK_SIZE, "num_gpu_blocks_override": 300} | settings,
+        **defaults | settings,
     )
 
 
@@ -68,3 +68,20 @@ def test_tokens_equal_transformers_and_windows_that_have_passed_hold_no_blocks(
             assert fewest < 0.5
         assert core.scheduler.num_prefix_hits
         assert (core.scheduler.num_preemptions > 0) == (settings is few_blocks)
+
+
+def test_groups_of_layers_run_in_one_call_with_the_tokens_of_the_modules(tmp_path, monkeypatch):
+    make_tiny_model("qwen2", tmp_path, **ALTERNATING)
+
+    def generate_all(is_fused: bool) -> list[list[int]]:
+        llm = make_llm(tmp_path, dtype="bfloat16", **CHUNKS)
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        outputs = llm.generate(prompts, greedy(), use_tqdm=False)
+        core = llm.llm_engine.engine_core
+        assert core.executor.cache_windows == (None, WINDOW)
+        assert (core.executor._worker.runner._decode_step is not None) == is_fused
+        return [output.outputs[0].token_ids for output in outputs]
+
+    fused = generate_all(is_fused=True)
+    monkeypatch.setattr("vllm.worker.cpu.model_runner.fuse", lambda model: None)
+    assert fused == generate_all(is_fused=False)

@@ -72,7 +72,7 @@ class Setting:
         """What the decoder, the head and the sampler give one after the other."""
         arrays = self.arrays
         chosen, positions, _ = self.launch(rows)
-        tables = torch.from_numpy(arrays.block_table[chosen])
+        tables = torch.from_numpy(arrays.block_tables[0][chosen])
         at = torch.from_numpy(positions).long()
         slots = tables.gather(1, at[:, None] // BLOCK_SIZE)[:, 0] * BLOCK_SIZE + at % BLOCK_SIZE
         hidden = program_of(self.model).forward(
@@ -114,7 +114,7 @@ def make_setting(num_random: int = 3) -> Setting:
             token_ids=rng.integers(0, VOCAB_SIZE, (NUM_ROWS, 32), np.int32),
             num_tokens=num_prompt + rng.integers(1, 12, NUM_ROWS, np.int32),
             num_prompt_tokens=num_prompt,
-            block_table=blocks.reshape(NUM_ROWS, MAX_BLOCKS).astype(np.int32),
+            block_tables=blocks.reshape(1, NUM_ROWS, MAX_BLOCKS).astype(np.int32),
             features=features,
             params=np.ascontiguousarray(params.T),
             keys=rng.integers(0, 2**63, NUM_ROWS + 1, np.uint64),
@@ -221,12 +221,12 @@ def test_a_row_whose_logits_hold_nan_has_no_token_and_harms_no_other():
     ("name", "value", "message"),
     [
         ("token_ids", VOCAB_SIZE, "BadToken: row 5 has the token 50"),
-        ("block_table", NUM_BLOCKS, r"row 5 .* and the blocks \[90, 90, 90, 90\]"),
+        ("block_tables", NUM_BLOCKS, r"row 5 .* and the blocks \[90, 90, 90, 90\]"),
     ],
 )
 def test_numbers_out_of_range_are_refused_and_no_token_is_noted(name, value, message):
     setting = make_setting()
-    getattr(setting.arrays, name)[5] = value
+    getattr(setting.arrays, name)[..., 5, :] = value
     before = setting.snapshot()
     with pytest.raises(IndexError, match=message):
         setting.step().run(*setting.launch([3, 5]))
@@ -236,12 +236,13 @@ def test_numbers_out_of_range_are_refused_and_no_token_is_noted(name, value, mes
 def test_what_does_not_fit_is_refused():
     setting = make_setting()
     for name, array in vars(setting.arrays).items():
-        bad = (
-            [array.astype(np.int64), array[..., :3], np.asfortranarray(array[:, ::2])]
-            if (array.ndim == 2)
-            else [array.astype(np.int64), array[:3], array[::2]]
-        )
-        for wrong in bad:
+        if array.ndim == 1:
+            part = [array[:3], array[::2]]
+        elif array.ndim == 2:
+            part = [array[..., :3], np.asfortranarray(array[:, ::2])]
+        else:
+            part = [array[:, :3], array[..., ::2], array[0]]
+        for wrong in (array.astype(np.int64), *part):
             arrays = dataclasses.replace(setting.arrays, **{name: wrong})
             with pytest.raises(ValueError, match=f"^{name} "):
                 dataclasses.replace(setting, arrays=arrays).step()

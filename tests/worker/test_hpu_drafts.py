@@ -52,14 +52,14 @@ def test_users_get_the_same_with_drafts_as_without(mode, is_contiguous, monkeypa
     with simulated_hpu(**variables) as bridge:
         engine = make_engine(0, is_eager, 33)
         runner = engine.engine_core.executor._worker.runner
-        assert all(b.query_len == 1 for b in runner.planner.catalog.decode)
+        assert all(b.query_len == 1 for b in runner.launches.planner.catalog.decode)
         outputs = run(engine)
         known = {tuple(o.prompt_token_ids): [list(o.outputs[0].token_ids)] for o in outputs}
 
         engine = make_engine(5, is_eager, 17)  # room for 16 blocks: somebody is preempted
         core = engine.engine_core
         runner = core.executor._worker.runner
-        assert {b.query_len for b in runner.planner.catalog.decode} == {1, 6}
+        assert {b.query_len for b in runner.launches.planner.catalog.decode} == {1, 6}
         source = OracleSource(random.Random(3), known)
         core.scheduler = Scheduler(core.config.scheduler, core.scheduler.cache, source)
         launches: list[BucketLaunch] = []

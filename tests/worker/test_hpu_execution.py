@@ -50,7 +50,7 @@ class ExpertModel(nn.Module):
 
 
 class Launches(nn.Module):
-    """In the place of an `HPUModel`."""
+    """In the place of a `LaunchModel`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

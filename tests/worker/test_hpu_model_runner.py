@@ -48,7 +48,7 @@ def test_after_a_warm_up_no_shape_is_named():
         llm = LLM(**SMALL_ENGINE)
         for lengths in ((20,), (25,), (40,), (20, 25, 40)):
             generate(llm, *lengths)
-        assert runner_of(llm).report.compilations_after_warmup() == 0
+        assert runner_of(llm).launches.report.compilations_after_warmup() == 0
     assert not any("was not warmed-up" in line for line in log)
 
 
@@ -62,7 +62,7 @@ def test_a_graph_ends_after_so_many_layers(layers, mode, monkeypatch):
         runner, shape = runner_of(llm), LaunchShape(decode(3, 20))
         launches: list[int] = []
         with torch.inference_mode():
-            given = runner.padding_input(shape)
+            given = runner.launches.padding_input(shape)
             if mode == "HPU graphs":
                 replay = bridge.card.replay
                 monkeypatch.setattr(
@@ -70,12 +70,12 @@ def test_a_graph_ends_after_so_many_layers(layers, mode, monkeypatch):
                     "replay",
                     lambda capture: launches.append(capture.num_subgraphs) or replay(capture),
                 )
-                runner.execution.capture(given, shape)
-                runner.execution.run(given, shape)
+                runner.launches.execution.capture(given, shape)
+                runner.launches.execution.run(given, shape)
             else:
                 bridge.mark_step()
                 before = bridge.counters().compilations
-                runner.execution.run(given, shape)
+                runner.launches.execution.run(given, shape)
                 launches.append(bridge.counters().compilations - before)
     num_parts = NUM_LAYERS // layers
     # In lazy mode those between the first and the last are one recipe.

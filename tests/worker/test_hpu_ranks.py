@@ -113,12 +113,12 @@ def test_the_smaller_card_decides_for_both_and_all_is_still_served():
     # A launch that only the small card has no memory for, and graphs.
     lost = [line for line in log if line.startswith("prefill (2, 512, 0) is not used")]
     assert len(lost) == 2 and lost[0] == lost[1] and lost[0].endswith("for launches (rank 1)")
-    catalogs = [worker.runner.planner.catalog for worker in workers]
+    catalogs = [worker.runner.launches.planner.catalog for worker in workers]
     assert catalogs[0].prefill == catalogs[1].prefill
     assert catalogs[0].decode == catalogs[1].decode
     omitted = [line for line in log if line.startswith("no graph for")]
     assert len(omitted) % 2 == 0 and omitted == omitted[: len(omitted) // 2] * 2
-    shapes = [worker.runner.execution.shapes for worker in workers]
+    shapes = [worker.runner.launches.execution.shapes for worker in workers]
     assert shapes[0] == shapes[1] and {s.bucket.phase for s in shapes[0]} == set(Phase)
     assert omitted and small.ledger.left(MemoryClass.PREFILL_GRAPHS) < 10 * MIB
     assert large.ledger.left(MemoryClass.PREFILL_GRAPHS) > 10 * MIB  # it had room for more

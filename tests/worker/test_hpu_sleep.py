@@ -42,7 +42,9 @@ def test_a_card_gives_its_memory_back_and_wakes_up_without_compiling():
             assert generate(llm) == expected
         after = bridge.counters()
         assert after.compilations == before.compilations
-        (num_graphs,) = llm.collective_rpc(lambda worker: len(worker.runner.execution.shapes))
+        (num_graphs,) = llm.collective_rpc(
+            lambda worker: len(worker.runner.launches.execution.shapes)
+        )
         assert num_graphs > 0
         assert after.graph_captures - before.graph_captures == 2 * num_graphs
 

@@ -58,7 +58,7 @@ def load():
 
 def check_memory(worker: HPUWorker) -> None:
     """What is booked is within its budget, what is in use is booked, all shapes are warm."""
-    ledger, catalog = worker.ledger, worker.runner.planner.catalog
+    ledger, catalog = worker.ledger, worker.runner.launches.planner.catalog
     assert all(0 <= ledger.booked(cls) <= ledger.budget(cls) for cls in MemoryClass)
     assert ledger.unassigned_bytes >= 0
     held = sum(ledger.booked(cls) for cls in HELD + GRAPHS)
@@ -113,7 +113,7 @@ def make_warm_up(bridge, *, workspace: int, **settings) -> WarmUp:
     ledger.assign(MemoryClass.KV_CACHE, ledger.left(MemoryClass.KV_CACHE) + ledger.unassigned_bytes)
     worker._bind_caches(num_blocks)
     plan = plan_buckets(worker.config, num_blocks)
-    worker.runner.use_catalog(plan.catalog, plan.limits)
+    worker.runner.launches.use_catalog(plan.catalog, plan.limits)
     return WarmUp(worker.config, bridge, worker.runner, plan.catalog, plan.limits, ledger)
 
 
@@ -123,7 +123,7 @@ def test_a_slice_of_the_cache_that_needs_too_much_is_given_up_with_its_cost():
     with simulated_hpu(**variables) as bridge, captured_log() as log:
         warm_up = make_warm_up(bridge, workspace=12 * MIB, num_gpu_blocks_override=2000)
         run_warm_up(warm_up)
-        planner = warm_up._runner.planner
+        planner = warm_up._launches.planner
     lost = [line for line in log if "is not used" in line]
     assert re.fullmatch(
         r"decode \(4, 1, 2000\) is not used: a launch takes [\d.]+ MiB, there are 12 MiB for "
@@ -171,8 +171,8 @@ def test_graphs_beyond_their_memory_are_left_out_and_all_is_still_served():
         llm.generate([{"prompt_token_ids": [20] * n} for n in (20, 90)], params, use_tqdm=False)
         after = bridge.counters()
     left_out = [line for line in log if line.startswith("no graph for")]
-    assert len(left_out) == 6 - len(worker.runner.execution._graphs) > 0
-    assert captures >= len(worker.runner.execution._graphs) > 0
+    assert len(left_out) == 6 - len(worker.runner.launches.execution._graphs) > 0
+    assert captures >= len(worker.runner.launches.execution._graphs) > 0
     assert after.graph_replays > before.graph_replays
     assert after.compilations == before.compilations
     assert any(re.match(r"Graph/Prompt captured:[1-4] \(\d\d.0%\)", line) for line in log)

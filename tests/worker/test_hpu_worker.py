@@ -116,7 +116,8 @@ def check_sleep(worker: HPUWorker) -> None:
         assert memory.in_use_bytes < awake / 1000
         worker.wake_up()
         assert memory.in_use_bytes == awake
-    for shape in worker.runner.launch_shapes(worker.runner.planner.catalog.decode[0]):
+    launches = worker.runner.launches
+    for shape in launches.launch_shapes(launches.planner.catalog.decode[0]):
         worker.runner.warm_up(shape, with_sampler=False)
     assert bridge.counters().compilations == compilations
 

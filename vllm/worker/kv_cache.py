@@ -45,7 +45,6 @@ def cache_layout(
     layers: Sequence[CachedLayer],
     dtype: torch.dtype,
     *,
-    has_one_table: bool = False,
     keeps_all: bool = False,
 ) -> KVCacheLayout:
     """How the blocks of these layers are shared out; see `plan_layout`."""
@@ -53,7 +52,6 @@ def cache_layout(
         [layer.cache_spec(dtype) for layer in layers],
         config.cache.block_size,
         config.scheduler.max_model_len,
-        has_one_table=has_one_table,
         keeps_all=keeps_all,
     )
 

@@ -34,8 +34,8 @@ class RowArrays:
     """[R] how many of them are known."""
     num_prompt_tokens: IntArray
     """[R] how many of them are the prompt."""
-    block_table: IntArray
-    """[R, max_blocks]"""
+    block_tables: IntArray
+    """[G, R, max_blocks], for G groups of layers."""
     features: IntArray
     """[R or more] bits that say what a row wants of the sampler."""
     params: npt.NDArray[np.float32]
@@ -78,7 +78,7 @@ class FusedDecodeStep:
                 f"a head of {head.dtype} for hidden size {head.given_width} does not fit a decoder "
                 f"of {decoder.dtype} with hidden size {decoder.width}"
             )
-        _check(arrays)
+        _check(arrays, decoder.num_groups)
         self._decoder, self._head, self._arrays = decoder, head, arrays
         kernels = library.of[decoder.dtype]
         self._step = kernels.decode_step
@@ -89,7 +89,7 @@ class FusedDecodeStep:
             **{name: getattr(arrays, name).ctypes.data for name in _ARRAY_DTYPES},
             num_rows=num_rows,
             max_tokens=max_tokens,
-            max_blocks=arrays.block_table.shape[1],
+            max_blocks=arrays.block_tables.shape[2],
             num_params=arrays.params.shape[1],
             known_features=known_features,
             random_feature=random_feature,
@@ -154,9 +154,10 @@ class FusedDecodeStep:
             raise MemoryError("no scratch memory for a step of decodes")
         arrays = self._arrays
         position = arrays.num_tokens[row] - 1
+        tables = ", ".join(str(table) for table in arrays.block_tables[:, row].tolist())
         raise IndexError(
             f"{status.name[1:]}: row {row} has the token {arrays.token_ids[row, position]} at "
-            f"position {position} and the blocks {arrays.block_table[row].tolist()}"
+            f"position {position} and the blocks {tables}"
         )
 
     def _grow(self, n: int, num_threads: int) -> None:
@@ -178,7 +179,7 @@ _ARRAY_DTYPES: dict[str, type[np.generic]] = {
     "token_ids": np.int32,
     "num_tokens": np.int32,
     "num_prompt_tokens": np.int32,
-    "block_table": np.int32,
+    "block_tables": np.int32,
     "features": np.int32,
     "params": np.float32,
     "keys": np.uint64,
@@ -186,13 +187,17 @@ _ARRAY_DTYPES: dict[str, type[np.generic]] = {
 """The fields of the struct that are arrays."""
 
 
-def _check(arrays: RowArrays) -> None:
+def _check(arrays: RowArrays, num_groups: int) -> None:
     num_rows = len(arrays.token_ids)
+    if len(arrays.block_tables) < num_groups:
+        raise ValueError(
+            f"there are {len(arrays.block_tables)} block tables of {num_groups} groups"
+        )
     for name, dtype in _ARRAY_DTYPES.items():
         array = getattr(arrays, name)
-        dims = 2 if name in ("token_ids", "block_table", "params") else 1
-        found = array.shape[-1] if name == "params" else len(array)
+        dims = {"token_ids": 2, "params": 2, "block_tables": 3}.get(name, 1)
+        axis = {"params": 1, "block_tables": 1}.get(name, 0)
         if array.dtype != dtype or array.ndim != dims or not array.flags.c_contiguous:
             raise ValueError(f"{name} must be dense {dtype.__name__} in {dims} dimensions")
-        if found < num_rows or (name == "params" and len(array) != _NUM_PARAMS):
+        if array.shape[axis] < num_rows or (name == "params" and len(array) != _NUM_PARAMS):
             raise ValueError(f"{name} is {list(array.shape)}, for {num_rows} rows")

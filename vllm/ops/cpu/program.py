@@ -72,6 +72,7 @@ class Program:
             max_positions=recorder.max_positions,
             num_blocks=num_blocks,
             block_size=block_size,
+            num_groups=recorder.num_groups,
             largest_run_bytes=max(runs),
             weight_bytes=sum(runs),
             attended_elements=sum(o.out.width for o in operations if o.kind == "attend"),
@@ -80,6 +81,11 @@ class Program:
         self._addresses = ctypes.addressof(self._struct), ctypes.addressof(self._launch)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scratch_for = (0, 0)  # tokens, threads
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers with block tables of their own."""
+        return self._recorder.num_groups
 
     @property
     def address(self) -> int:
@@ -99,11 +105,13 @@ class Program:
     ) -> Tensor:
         """One ragged launch of T tokens of B requests, decodes of one token first.
 
+        G groups of layers have block tables of their own; the dimension may lack where G is 1.
+
         Args:
             input_ids: [T] int64.
             positions: [T] int64.
-            slot_mapping: [T] int64: where keys and values go; negative: nowhere.
-            block_tables: [B, max_blocks] int32, rows dense.
+            slot_mapping: [G, T] int64: where keys and values go; negative: nowhere.
+            block_tables: [G, B, max_blocks] int32, rows dense.
             seq_lens: [B] int32: tokens of a request, this launch's included.
             query_start_loc: [B + 1] int32: where the tokens of each request begin.
             num_decodes: requests that are decodes; their tokens are the first.
@@ -120,10 +128,13 @@ class Program:
         num_tokens, num_requests = len(input_ids), len(seq_lens)
         _check_vector("input_ids", input_ids, torch.int64, num_tokens)
         _check_vector("positions", positions, torch.int64, num_tokens)
-        _check_vector("slot_mapping", slot_mapping, torch.int64, num_tokens)
+        if slot_mapping.dim() == 1:
+            slot_mapping, block_tables = slot_mapping[None], block_tables[None]
+        num_groups = max(self.num_groups, 1)
+        _check_vector("slot_mapping", slot_mapping.flatten(), torch.int64, num_groups * num_tokens)
         _check_vector("seq_lens", seq_lens, torch.int32, num_requests)
         _check_vector("query_start_loc", query_start_loc, torch.int32, num_requests + 1)
-        _check_tables(block_tables, num_requests)
+        _check_tables(block_tables, num_groups, num_requests)
         if not 0 <= num_decodes <= min(num_requests, num_tokens) or (
             num_decodes == num_requests != num_tokens
         ):
@@ -142,7 +153,8 @@ class Program:
         launch.out = out.data_ptr()
         launch.num_tokens, launch.num_requests = num_tokens, num_requests
         launch.num_decodes = num_decodes
-        launch.max_blocks, launch.table_stride = block_tables.shape[1], block_tables.stride(0)
+        launch.group_stride, launch.table_stride = block_tables.stride()[:2]
+        launch.max_blocks = block_tables.shape[2]
         if num_tokens > self._scratch_for[0] or num_threads != self._scratch_for[1]:
             self._grow(num_tokens, num_threads)
         launch.replaced = launch.embeddings = None
@@ -202,10 +214,12 @@ class Program:
             )
         if status == known.kBadSlot:
             num_slots = program.num_blocks * program.block_size
-            raise IndexError(f"slot_mapping[{bad}] is {slot_mapping[bad]} of {num_slots} slots")
+            slots = ", ".join(str(slot) for slot in slot_mapping[:, bad].tolist())
+            raise IndexError(f"slot_mapping[{bad}] is {slots} of {num_slots} slots")
+        tables = ", ".join(str(table) for table in block_tables[:, bad].tolist())
         raise IndexError(
             f"request {bad} has {seq_lens[bad]} tokens and the blocks "
-            f"{block_tables[bad].tolist()} of {program.block_size} tokens; the cache has "
+            f"{tables} of {program.block_size} tokens; the cache has "
             f"{program.num_blocks} blocks"
         )
 
@@ -321,13 +335,14 @@ def _check_vector(name: str, x: Tensor, dtype: torch.dtype, size: int) -> None:
         )
 
 
-def _check_tables(block_tables: Tensor, num_requests: int) -> None:
+def _check_tables(block_tables: Tensor, num_groups: int, num_requests: int) -> None:
     shape, dtype = block_tables.shape, block_tables.dtype
-    is_dense = len(shape) == 2 and (shape[1] <= 1 or block_tables.stride(1) == 1)
-    is_fitting = is_dense and shape[0] == num_requests and block_tables.is_cpu
+    is_dense = len(shape) == 3 and (shape[2] <= 1 or block_tables.stride(2) == 1)
+    is_fitting = is_dense and shape[:2] == (num_groups, num_requests) and block_tables.is_cpu
     if dtype != torch.int32 or not is_fitting:
         raise ValueError(
             f"block_tables is {dtype} {list(shape)} with strides {list(block_tables.stride())} "
-            f"on {block_tables.device}, it must be torch.int32 [{num_requests}, max_blocks] "
+            f"on {block_tables.device}, it must be torch.int32 [{num_groups}, {num_requests}, "
+            f"max_blocks] "
             f"with dense rows on cpu"
         )

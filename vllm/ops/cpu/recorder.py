@@ -71,6 +71,8 @@ class Recorder(CPUOps):
         """Elements of the embeddings that a launch may bring."""
         self.cache_shape = (0, 0)
         """(blocks, tokens of a block)"""
+        self.num_groups = 0
+        """Groups of layers with block tables of their own."""
 
     @property
     def torch_functions(self) -> dict[Any, Callable[..., Any]]:
@@ -183,14 +185,14 @@ class Recorder(CPUOps):
         """Store keys and values, and attend to the cache of a layer, as launches do."""
         if not isinstance(query, Rows):
             raise NotFusibleError("tensors attend while symbols are recorded")
-        if layer.cache_group:
-            raise NotFusibleError("a program reads one block table for all of its layers")
         caches = layer.key_cache, layer.value_cache
         shape = _check_heads(query, key, value, caches[0])
         self._bind(shape[0], shape[1])
         names = "key_cache", "value_cache"
         operands = {n: self._dense(c, *shape) for n, c in zip(names, caches, strict=True)}
-        self._in_place("write_cache", key, value, operands=operands)
+        group = layer.cache_group
+        self.num_groups = max(self.num_groups, group + 1)
+        self._in_place("write_cache", key, value, operands=operands, group=group)
         slopes = layer.alibi_slopes
         if slopes is not None:
             slopes = self._dense(slopes, query.sizes[0], dtype=torch.float32)
@@ -199,6 +201,7 @@ class Recorder(CPUOps):
             query.sizes,
             query,
             operands=operands | {"table": slopes},
+            group=group,
             num_kv_heads=shape[2],
             scalar=layer.scale,
             soft_cap=layer.logits_soft_cap or 0.0,

@@ -10,12 +10,9 @@ from torch import Tensor
 
 from vllm.attention import RaggedMetadata
 from vllm.config import VllmConfig
-from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import ModelRunnerOutput, SchedulerOutput
 from vllm.model_executor.fusion import fuse, fuse_head
-from vllm.model_executor.layers.cpu_linear_method import CPULinear
-from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
 from vllm.ops.cpu.program import Program
@@ -24,7 +21,6 @@ from vllm.sample.features import Feature
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState, invalid_rows
 from vllm.structured_output.matchers import GrammarMatchers
-from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.model_input import ModelInput
 from vllm.worker.model_runner import ModelRunner
 
@@ -59,15 +55,6 @@ class CPUModelRunner(ModelRunner):
         self._fused: Program | None = None
         self._decode_step: FusedDecodeStep | None = None
 
-    def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
-        """A decoder that runs in one call reads one block table for all of its layers."""
-        is_packed = any(
-            isinstance(module, ParallelLinear) and isinstance(module.method, CPULinear)
-            for module in self.model.modules()
-        )
-        layers, dtype = self.attention_layers, cache_dtype(config)
-        return cache_layout(config, layers, dtype, has_one_table=is_packed)
-
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         vocab_size = config.model.resolved_arch.vocab_size
         return make_sampler(config.scheduler.max_num_seqs, vocab_size, self.device)
@@ -98,11 +85,16 @@ class CPUModelRunner(ModelRunner):
             return super()._forward(model_input)  # a program knows no adapters
         replaced = context.replaced
         embeddings = None if replaced is None else (replaced.indices, replaced.embeddings)
+        slot_mapping, block_tables = metadata.slot_mapping, metadata.block_tables
+        if metadata.more_groups:
+            more_slots, more_tables = zip(*metadata.more_groups, strict=True)
+            slot_mapping = torch.stack([slot_mapping, *more_slots])
+            block_tables = torch.stack([block_tables, *more_tables])
         return self._fused.forward(
             model_input.input_ids,
             context.positions,
-            metadata.slot_mapping,
-            metadata.block_tables,
+            slot_mapping,
+            block_tables,
             metadata.seq_lens,
             torch.from_numpy(metadata.query_start_loc),
             metadata.num_decodes,
@@ -129,7 +121,7 @@ class CPUModelRunner(ModelRunner):
                 token_ids=batch.token_ids,
                 num_tokens=batch.num_tokens,
                 num_prompt_tokens=batch.num_prompt_tokens,
-                block_table=batch.block_table,
+                block_tables=batch.block_tables,
                 features=features,
                 params=params,
                 keys=keys,

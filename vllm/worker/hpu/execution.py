@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from vllm.config import VllmConfig
 from vllm.platforms.habana.bridge import COMPILE_BACKEND, HabanaBridge
-from vllm.worker.hpu.model import HPUModel
+from vllm.worker.hpu.model import LaunchModel
 from vllm.worker.hpu.planner import LaunchShape
 
 Outputs = tuple[Tensor, Tensor]
-"""Logits [B, V] and hidden states [B * Q, hidden]."""
+"""Logits [B, V], or numbers of a pooling head, and hidden states [B * Q, hidden]."""
 
 
 class Execution:
@@ -31,7 +31,7 @@ class Execution:
 
     name = "eager"
 
-    def __init__(self, bridge: HabanaBridge, model: HPUModel) -> None:
+    def __init__(self, bridge: HabanaBridge, model: LaunchModel) -> None:
         self._bridge = bridge
         self.model = model
 
@@ -65,7 +65,7 @@ class LazyExecution(Execution):
 
     name = "lazy"
 
-    def __init__(self, bridge: HabanaBridge, model: HPUModel, layers_per_mark: int) -> None:
+    def __init__(self, bridge: HabanaBridge, model: LaunchModel, layers_per_mark: int) -> None:
         super().__init__(bridge, model)
         for number, layer in enumerate(model.model.layers, start=1):
             if number % layers_per_mark == 0:
@@ -80,7 +80,7 @@ class GraphExecution(LazyExecution):
 
     name = "HPU graphs"
 
-    def __init__(self, bridge: HabanaBridge, model: HPUModel, layers_per_mark: int) -> None:
+    def __init__(self, bridge: HabanaBridge, model: LaunchModel, layers_per_mark: int) -> None:
         super().__init__(bridge, model, layers_per_mark)
         self._graphs: dict[LaunchShape, nn.Module] = {}
 
@@ -120,7 +120,7 @@ class _ShapedModel(nn.Module):
     One module per shape, because a bridge can throw away only all graphs of a module.
     """
 
-    def __init__(self, model: HPUModel, shape: LaunchShape) -> None:
+    def __init__(self, model: LaunchModel, shape: LaunchShape) -> None:
         super().__init__()
         self._model = model
         self._shape = shape
@@ -139,7 +139,7 @@ class CompiledExecution(Execution):
 
     name = "torch.compile"
 
-    def __init__(self, bridge: HabanaBridge, model: HPUModel, config: VllmConfig) -> None:
+    def __init__(self, bridge: HabanaBridge, model: LaunchModel, config: VllmConfig) -> None:
         super().__init__(bridge, model)
         options: dict[str, Any] = {
             "backend": COMPILE_BACKEND,
@@ -173,7 +173,7 @@ class CompiledExecution(Execution):
         torch.compiler.set_stance(skip_guard_eval_unsafe=True)
 
 
-def make_execution(bridge: HabanaBridge, model: HPUModel, config: VllmConfig) -> Execution:
+def make_execution(bridge: HabanaBridge, model: LaunchModel, config: VllmConfig) -> Execution:
     """The way that the mode of the bridge and `enforce_eager` choose."""
     is_eager, layers = config.model.enforce_eager, config.hpu.hidden_layers_per_graph
     if bridge.is_lazy:

@@ -162,7 +162,10 @@ class HPUInputBuilder:
             kept = sampled[launch.num_drafts[sampled] == 0]
         sample_rows[kept * launch.tokens_with_logits] = launch.rows[kept]
         given = self._input(launch, seq_lens, sample_rows)
-        return fields_of(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
+        return self._fields(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
+
+    def _fields(self, shape: LaunchShape) -> PackedFields[Any]:
+        return fields_of(shape)
 
     def _input(
         self, launch: BucketLaunch, seq_lens: IntArray, sample_rows: IntArray

@@ -1,14 +1,17 @@
-"""A model as the device runs it: packed input of one bucket in, logits out.
+"""A model as the device runs it: packed input of one bucket in, logits or pooled numbers out.
 
-Everything between the one copy to the device and the logits happens in here, on the device, with
+Everything between the one copy to the device and these happens in here, on the device, with
 shapes that depend on the bucket alone. So this is what a graph captures and what is compiled.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from vllm.attention import Attention, AttentionMetadata, LaunchContext, share_context
 from vllm.attention.backends.flat_pa import Normaliser
+from vllm.attention.backends.normalisers import parse_normaliser
 from vllm.attention.backends.padded import (
     MergedPrefill,
     PaddedDecode,
@@ -17,24 +20,60 @@ from vllm.attention.backends.padded import (
 )
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
-from vllm.model_executor.models.interface import CausalLM
+from vllm.config import HPUConfig
+from vllm.model_executor.models.interface import LayeredModel
 from vllm.worker.hpu.input import unpack_decode, unpack_merged, unpack_prefill
 from vllm.worker.hpu.planner import LaunchShape
 
 
-class HPUModel(nn.Module):
-    """A causal language model over padded launches.
+def softmax_normaliser(config: HPUConfig) -> Normaliser | float | None:
+    """Of the decodes of an engine."""
+    if config.softmax_const_norm is not None:
+        return config.softmax_const_norm
+    return parse_normaliser(config.pa_softmax_impl) if config.pa_softmax_impl else None
+
+
+class LaunchModel(nn.Module):
+    """A model over padded launches. Subclasses say what a launch does.
 
     Args:
         model: on the device; its attention layers have their caches when a launch runs.
-        last_token_ids: [rows + 1] int32 on the device: the newest token of each row, if it was
-            sampled there. The last entry is for padding.
         block_size: tokens per KV block.
         kernel: attention of prompts.
-        normaliser: of the softmax of decodes, see `flat_paged_attention`.
 
     Raises:
         ConfigError: a layer asks for what no launch has.
+
+    Shape: packed input of a launch -> (result, hidden states [B * Q, hidden])
+    """
+
+    def __init__(self, model: LayeredModel, block_size: int, kernel: SDPAKernel) -> None:
+        super().__init__()
+        self.model = model
+        self.launch_holder = share_context(model)
+        self._block_size = block_size
+        self._kernel = kernel
+        self._kinds = layer_kinds(m for m in model.modules() if isinstance(m, Attention))
+
+    def _run(
+        self, attention: AttentionMetadata, token_ids: Tensor, positions: Tensor, *more: Tensor
+    ) -> Tensor:
+        # No `with`: not every compiler traces one. Should this raise, `Execution.run` clears it.
+        self.launch_holder.context = LaunchContext(attention, positions)
+        hidden_states: Tensor = self.model(token_ids, positions, *more)
+        self.launch_holder.context = None
+        return hidden_states
+
+
+class HPUModel(LaunchModel):
+    """A decoder over prefills and decodes, of which last tokens count.
+
+    Args:
+        model, block_size, kernel: see `LaunchModel`.
+        head: hidden states of last tokens -> logits, or numbers of a pooling head.
+        normaliser: of the softmax of decodes, see `flat_paged_attention`.
+        last_token_ids: [rows + 1] int32 on the device: the newest token of each row, if it was
+            sampled there. The last entry is for padding. None: nothing is sampled.
 
     Shape: packed input of a launch -> (logits [B, V], of a decode [B * Q, V]; hidden states
     [B * Q, hidden])
@@ -42,20 +81,17 @@ class HPUModel(nn.Module):
 
     def __init__(
         self,
-        model: CausalLM,
-        last_token_ids: Tensor,
+        model: LayeredModel,
+        head: Callable[[Tensor], Tensor],
         block_size: int,
         kernel: SDPAKernel,
         normaliser: Normaliser | float | None = None,
+        last_token_ids: Tensor | None = None,
     ) -> None:
-        super().__init__()
-        self.model = model
-        self.launch_holder = share_context(model)
+        super().__init__(model, block_size, kernel)
+        self._head = head
         self.last_token_ids = last_token_ids
-        self._block_size = block_size
-        self._kernel = kernel
         self._normaliser = normaliser
-        self._kinds = layer_kinds(m for m in model.modules() if isinstance(m, Attention))
         self._dtype = next(model.parameters()).dtype
 
     def forward(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
@@ -67,12 +103,14 @@ class HPUModel(nn.Module):
 
     def _decode(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
         given = unpack_decode(packed, shape)
-        query_len, positions = shape.bucket.query_len, None
-        resident = self.last_token_ids.index_select(0, given.rows)
+        query_len, positions, token_ids = shape.bucket.query_len, None, given.token_ids
         if query_len > 1:
             positions = given.positions.unflatten(0, (-1, query_len))
-            resident = resident.unsqueeze(-1).expand(positions.shape).flatten()
-        token_ids = torch.where(given.token_ids < 0, resident, given.token_ids)
+        if self.last_token_ids is not None:
+            resident = self.last_token_ids.index_select(0, given.rows)
+            if positions is not None:
+                resident = resident.unsqueeze(-1).expand(positions.shape).flatten()
+            token_ids = torch.where(token_ids < 0, resident, token_ids)
         attention = PaddedDecode.derive(
             given.metadata,
             self._kinds,
@@ -82,7 +120,7 @@ class HPUModel(nn.Module):
             positions,
         )
         hidden_states = self._run(attention, token_ids, given.positions)
-        return self.model.compute_logits(hidden_states), hidden_states
+        return self._head(hidden_states), hidden_states
 
     def _prefill(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
         given = unpack_prefill(packed, shape)
@@ -91,7 +129,7 @@ class HPUModel(nn.Module):
         )
         hidden_states = self._run(attention, given.token_ids, given.positions)
         last = hidden_states.index_select(0, given.last_tokens)
-        return self.model.compute_logits(last), hidden_states
+        return self._head(last), hidden_states
 
     def _merged_prefill(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
         given = unpack_merged(packed, shape)
@@ -99,11 +137,4 @@ class HPUModel(nn.Module):
         attention = MergedPrefill.derive(metadata, self._kinds, self._block_size, self._kernel)
         hidden_states = self._run(attention, given.token_ids, metadata.positions)
         last = hidden_states.index_select(0, metadata.last_token_indices)
-        return self.model.compute_logits(last), hidden_states
-
-    def _run(self, attention: AttentionMetadata, token_ids: Tensor, positions: Tensor) -> Tensor:
-        # No `with`: not every compiler traces one. Should this raise, `Execution.run` clears it.
-        self.launch_holder.context = LaunchContext(attention, positions)
-        hidden_states: Tensor = self.model(token_ids, positions)
-        self.launch_holder.context = None
-        return hidden_states
+        return self._head(last), hidden_states

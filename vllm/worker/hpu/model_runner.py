@@ -1,17 +1,12 @@
 """Runs scheduler steps on Gaudi: padded launches, nothing read back before the tokens."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention.backends.flat_pa import Normaliser
-from vllm.attention.backends.normalisers import parse_normaliser
 from vllm.attention.backends.sdpa import SDPAKernel
-from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
-from vllm.config import HPUConfig, VllmConfig
+from vllm.bucketing import Phase
+from vllm.config import VllmConfig
 from vllm.kv_cache_spec import KVCacheLayout
 from vllm.messages import IntArray, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
@@ -22,33 +17,16 @@ from vllm.sample.static_shapes import class_of, size_classes
 from vllm.sample.warmup import warmup_launches
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
-from vllm.utils.trace import get_trace
-from vllm.worker.hpu.execution import make_execution
 from vllm.worker.hpu.input import HPUInputBuilder, to_device
-from vllm.worker.hpu.model import HPUModel
-from vllm.worker.hpu.planner import (
-    BucketLaunch,
-    HPULaunchPlanner,
-    LaunchShape,
-    launch_shapes,
-)
-from vllm.worker.hpu.step_report import StepReport
-from vllm.worker.hpu.trace import trace_launch
+from vllm.worker.hpu.launches import PaddedLaunches
+from vllm.worker.hpu.model import HPUModel, softmax_normaliser
+from vllm.worker.hpu.planner import BucketLaunch, LaunchShape
 from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.launch import Launch
 from vllm.worker.model_runner import LaunchResult, ModelRunner
 from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs
 
-_MAX_MERGED_PROMPTS = 64
-"""Rows of the logits of a merged prefill, however few its prompts are."""
-
 _NO_ROWS = np.empty(0, np.int32)
-
-
-def _normaliser(config: HPUConfig) -> Normaliser | float | None:
-    if config.softmax_const_norm is not None:
-        return config.softmax_const_norm
-    return parse_normaliser(config.pa_softmax_impl) if config.pa_softmax_impl else None
 
 
 class HPUModelRunner(ModelRunner):
@@ -80,27 +58,17 @@ class HPUModelRunner(ModelRunner):
             lambda width: class_of(width, self._likeliest),
             bridge.mark_step,
         )
-        last_token_ids = torch.zeros(
+        self._last_token_ids = torch.zeros(
             config.scheduler.max_num_seqs + 1, dtype=torch.int32, device=self.device
         )
-        self._last_token_ids = last_token_ids
-        self._inputs = HPUInputBuilder(self.batch, self.block_size)
-        hpu_model = self._make_model(
-            model, last_token_ids, self.block_size, kernel, _normaliser(config.hpu)
+        size, normaliser = self.block_size, softmax_normaliser(config.hpu)
+        hpu_model = HPUModel(
+            model, model.compute_logits, size, kernel, normaliser, self._last_token_ids
         )
-        self.execution = make_execution(bridge, hpu_model, config)
-        self.report = StepReport(bridge, config.hpu.log_compilations, config.hpu.log_cpu_fallbacks)
-        self._merged_prompts = 0
-        if config.hpu.merged_prefill:
-            self._merged_prompts = min(config.scheduler.max_num_seqs, _MAX_MERGED_PROMPTS)
-        self._full_warmup = config.hpu.full_warmup
-        self._is_warm = False
-        self._num_run_tokens = 0
-
-    _make_model = HPUModel
-
-    phases: Sequence[Phase] = tuple(Phase)
-    """Of its launches."""
+        inputs, logprob_rows = HPUInputBuilder(self.batch, size), self.prompt_logprobs.rows
+        self.planner = self.launches = PaddedLaunches(
+            config, bridge, hpu_model, inputs, self.batch, logprob_rows=logprob_rows
+        )
 
     def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
         """One block table for all layers, and no null blocks in it: the block lists of a launch
@@ -118,17 +86,6 @@ class HPUModelRunner(ModelRunner):
         )
         return state, Sampler(pass_elements=None, end_stage=self._end_stage)
 
-    def use_catalog(self, catalog: Catalog, limits: StepLimits) -> None:
-        """Launch in these buckets from now on."""
-        self._limits = limits
-        self.planner = HPULaunchPlanner(
-            catalog, limits, self.batch, self._merged_prompts, self.prompt_logprobs.rows
-        )
-
-    def launch_shapes(self, bucket: Bucket) -> list[LaunchShape]:
-        """Every shape in which launches of a bucket can run."""
-        return launch_shapes(bucket, self._limits, self._merged_prompts)
-
     def _end_stage(self) -> None:
         self._bridge.mark_step()
 
@@ -136,7 +93,7 @@ class HPUModelRunner(ModelRunner):
 
     def _update_state(self, step: SchedulerOutput) -> None:
         super()._update_state(step)
-        self._inputs.place([new.row for new in step.new_requests])
+        self.launches.inputs.place([new.row for new in step.new_requests])
 
     def _needs_tokens(self, step: SchedulerOutput) -> bool:
         """Sampled tokens are on the card, where the next step reads them. The host needs those
@@ -147,40 +104,19 @@ class HPUModelRunner(ModelRunner):
     @torch.inference_mode()
     def _run(self, launch: Launch) -> LaunchResult:
         assert isinstance(launch, BucketLaunch)
-        is_known, trace = self._check_warmed(launch.shape), get_trace()
-        bucket, how = launch.bucket, self.execution.how(launch.shape)
-        self._num_run_tokens += bucket.batch * bucket.query_len
-        span = trace.span(
-            str(bucket.phase),
-            how=how,
-            batch=bucket.batch,
-            query_len=bucket.query_len,
-            blocks=bucket.blocks,
-        )
-        with self._warmed(is_known), span:
-            result = self._run_launch(launch)
-        if trace.is_on:
-            trace_launch(trace, launch, self.block_size)
-        return result
+        # Nobody knows what a logits processor of a user runs.
+        with self.launches.running(launch, may_compile=self.sampling.has_processors):
+            return self._run_launch(launch)
 
     def stats(self) -> RunnerStats:
-        """What it has done. Tokens of padding are counted as the model sees them: the rows of a
-        bucket times its length, less those of requests."""
-        report = self.report
-        return RunnerStats(
-            num_steps=self._num_steps,
-            num_useful_tokens=self._num_useful_tokens,
-            num_padded_tokens=self._num_run_tokens - self._num_useful_tokens,
-            num_bucket_hits=report.num_hits,
-            num_bucket_misses=report.num_misses,
-            num_late_compilations=report.recent_compilations(),
-        )
+        """What it has done."""
+        return self.launches.stats(self._num_steps, self._num_useful_tokens)
 
     def _run_launch(self, launch: BucketLaunch) -> LaunchResult:
-        packed, indices = self._inputs.pack(launch)
+        packed, indices = self.launches.inputs.pack(launch)
         self.sampling.start_masks(launch.rows[indices])
         device_input = to_device(packed, self.device)
-        logits, hidden_states = self.execution.run(device_input, launch.shape)
+        logits, hidden_states = self.launches.execution.run(device_input, launch.shape)
         prompt_logprobs: list[tuple[int, PendingLogprobs]] = []
         if launch.bucket.phase is Phase.PREFILL:
             starts = np.arange(len(launch.rows), dtype=np.int32) * launch.bucket.query_len
@@ -198,9 +134,9 @@ class HPUModelRunner(ModelRunner):
         if len(indices):
             sampled = self._sample(logits, rows, places, within)
             self._keep_tokens(device_input, sampled)
-            self._inputs.mark_sampled(launch.rows[indices])
+            self.launches.inputs.mark_sampled(launch.rows[indices])
             if num_drafts is not None:
-                self._inputs.mark_verified(launch.rows[indices][num_drafts > 0])
+                self.launches.inputs.mark_verified(launch.rows[indices][num_drafts > 0])
         return LaunchResult(rows, places, sampled, prompt_logprobs, num_drafts=num_drafts)
 
     def _sampled_places(
@@ -245,29 +181,13 @@ class HPUModelRunner(ModelRunner):
         self._last_token_ids.index_copy_(0, rows.long(), sampled.token_ids)
         self._bridge.mark_step()
 
-    def _check_warmed(self, shape: LaunchShape) -> bool:
-        bucket = shape.bucket
-        return self.report.check_warmed(bucket.phase, bucket.batch, bucket.query_len, bucket.blocks)
-
-    def _warmed(self, is_known: bool) -> AbstractContextManager[None]:
-        """What must not compile or wait. After a full warm-up that is everything, expected or
-        not; a user's logits processor is not checked: nobody knows what it runs."""
-        is_promised = self._is_warm and (is_known or self._full_warmup)
-        is_promised = is_promised and not self.sampling.has_processors
-        return self._bridge.warmed_section() if is_promised else nullcontext()
-
     # ---- warm-up --------------------------------------------------------------------------
 
     @torch.inference_mode()
     def warm_up(self, shape: LaunchShape, *, with_sampler: bool) -> None:
-        """Run a launch of padding alone: writes nothing but the null block.
-
-        Args:
-            shape: of the launch.
-            with_sampler: also everything that can follow a launch of this batch size.
-        """
-        device_input = self.padding_input(shape)
-        logits, hidden_states = self.execution.run(device_input, shape)
+        """See `PaddedRunner.warm_up`."""
+        device_input = self.launches.padding_input(shape)
+        logits, hidden_states = self.launches.execution.run(device_input, shape)
         sampled = None
         if shape.bucket.phase is Phase.PREFILL:
             widths = size_classes(self._likeliest) if with_sampler else (1,)
@@ -282,21 +202,3 @@ class HPUModelRunner(ModelRunner):
         assert sampled is not None
         self._keep_tokens(device_input, sampled)
         sampled.host_ids.cpu()
-
-    def finish_warmup(self) -> None:
-        """From now on nothing new should compile."""
-        self._is_warm = True
-        self.report.finish_warmup()
-
-    def padding_input(self, shape: LaunchShape) -> Tensor:
-        """Input on the device of a launch without rows."""
-        launch = BucketLaunch(
-            _NO_ROWS,
-            _NO_ROWS,
-            _NO_ROWS,
-            shape.bucket,
-            shape.is_contiguous,
-            shape.merged_prompts,
-        )
-        packed, _ = self._inputs.pack(launch)
-        return to_device(packed, self.device)

@@ -14,8 +14,8 @@ from vllm.bucketing.catalog import padded_cost
 from vllm.bucketing.shrink import shrink_launches
 from vllm.config import VllmConfig
 from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.worker.hpu.launches import PaddedRunner
 from vllm.worker.hpu.memory_profile import Attempt, MemoryProfile, attempt
-from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.planner import LaunchShape
 from vllm.worker.prompt_logprobs import PART_SIZE
 
@@ -33,7 +33,7 @@ def held_bytes(config: VllmConfig) -> int:
 
 
 def profile_launches(
-    config: VllmConfig, bridge: HabanaBridge, runner: HPUModelRunner, most_bytes: int
+    config: VllmConfig, bridge: HabanaBridge, runner: PaddedRunner, most_bytes: int
 ) -> MemoryProfile | None:
     """Run the largest launches that need `most_bytes` at most; of those the one that needs most.
 
@@ -49,13 +49,13 @@ def profile_launches(
         The peak of that launch. None: the card cannot run any launch of some phase.
     """
     plan = plan_buckets(config)
-    runner.execution.allow_shapes(2 * len(plan.catalog))
+    runner.launches.execution.allow_shapes(2 * len(plan.catalog))
 
     def run(bucket: Bucket) -> Attempt:
         return attempt(bridge, partial(_run_beside_others, config, bridge, runner, bucket))
 
     profiles = []
-    for phase in runner.phases:
+    for phase in runner.launches.phases:
         profile = _largest_within(run, phase, plan.catalog, plan.limits, most_bytes)
         if profile is None:
             return None
@@ -126,7 +126,7 @@ def _num_scores(bucket: Bucket, block_size: int) -> int:
 
 
 def _run_beside_others(
-    config: VllmConfig, bridge: HabanaBridge, runner: HPUModelRunner, bucket: Bucket
+    config: VllmConfig, bridge: HabanaBridge, runner: PaddedRunner, bucket: Bucket
 ) -> None:
     """A launch while all that it may find in memory is there."""
     held = bridge.zeros((held_bytes(config),), torch.uint8)

@@ -13,8 +13,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_memory import copy_cache_scales, replace_tensors
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.execution import GraphExecution
+from vllm.worker.hpu.launches import PaddedRunner
 from vllm.worker.hpu.memory_profile import MemoryProfile
-from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.planner import LaunchShape
 from vllm.worker.sleep import BuildModel
 
@@ -131,13 +131,13 @@ class SleepingGraphs:
         runner: warmed up.
     """
 
-    def __init__(self, runner: HPUModelRunner) -> None:
+    def __init__(self, runner: PaddedRunner) -> None:
         self._runner = runner
         self._shapes: list[LaunchShape] = []
 
     def release(self) -> None:
         """Throw away all graphs, as they hold addresses of weights and cache."""
-        execution = self._runner.execution
+        execution = self._runner.launches.execution
         if isinstance(execution, GraphExecution):
             self._shapes += execution.shapes
             for shape in execution.shapes:
@@ -146,11 +146,11 @@ class SleepingGraphs:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture again what was thrown away. Their recipes are compiled already."""
-        execution = self._runner.execution
+        execution = self._runner.launches.execution
         while self._shapes:
             assert isinstance(execution, GraphExecution)
             shape = self._shapes.pop(0)
-            execution.capture(self._runner.padding_input(shape), shape)
+            execution.capture(self._runner.launches.padding_input(shape), shape)
             self._runner.warm_up(shape, with_sampler=False)
 
 

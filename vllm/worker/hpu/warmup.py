@@ -36,8 +36,8 @@ from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.execution import GraphExecution
+from vllm.worker.hpu.launches import PaddedRunner
 from vllm.worker.hpu.memory_profile import attempt
-from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.planner import LaunchShape
 from vllm.worker.hpu.profile import held_bytes
 from vllm.worker.interface import WarmUpStep
@@ -66,7 +66,7 @@ class WarmUp:
         self,
         config: VllmConfig,
         bridge: HabanaBridge,
-        runner: HPUModelRunner,
+        runner: PaddedRunner,
         catalog: Catalog,
         limits: StepLimits,
         ledger: MemoryLedger,
@@ -74,6 +74,7 @@ class WarmUp:
         self._config = config
         self._bridge = bridge
         self._runner = runner
+        self._launches = runner.launches
         self._catalog = catalog
         self._limits = limits
         self._ledger = ledger
@@ -109,15 +110,15 @@ class WarmUp:
 
     def _all_steps(self) -> _Steps:
         started, free_before = time.perf_counter(), self._bridge.memory_info().free_bytes
-        self._runner.execution.allow_shapes(2 * len(self._catalog))
+        self._launches.execution.allow_shapes(2 * len(self._catalog))
         for phase in Phase:
             yield from self._compile(phase)
-        if isinstance(self._runner.execution, GraphExecution):
-            yield from self._capture(self._runner.execution)
+        if isinstance(self._launches.execution, GraphExecution):
+            yield from self._capture(self._launches.execution)
         seconds = time.perf_counter() - started
         allocated = free_before - self._bridge.memory_info().free_bytes
         logger.info(warmup_finished_line(seconds, allocated))
-        self._runner.finish_warmup()
+        self._launches.finish_warmup()
 
     # ---- phase 1 --------------------------------------------------------------------------
 
@@ -130,7 +131,7 @@ class WarmUp:
                 given_up = yield from self._compile_bucket(bucket, done + 1, total)
                 if given_up is None:
                     self._catalog.mark_warmed([bucket])
-                    self._runner.report.mark_warmed(
+                    self._launches.report.mark_warmed(
                         bucket.phase, bucket.batch, bucket.query_len, bucket.blocks
                     )
                 else:
@@ -217,8 +218,8 @@ class WarmUp:
             # None of them has run the other way yet.
             decodes = self._catalog.decode
             self._catalog = self._catalog.without(decodes).with_buckets(decodes)
-        self._runner.execution.allow_shapes(2 * (len(self._catalog) + len(self._given_up)))
-        self._runner.use_catalog(self._catalog, self._limits)
+        self._launches.execution.allow_shapes(2 * (len(self._catalog) + len(self._given_up)))
+        self._launches.use_catalog(self._catalog, self._limits)
 
     # ---- phase 2 --------------------------------------------------------------------------
 
@@ -293,11 +294,11 @@ class WarmUp:
         return step.refusal_of(self._used_bytes)
 
     def _capture_shape(self, execution: GraphExecution, shape: LaunchShape) -> None:
-        execution.capture(self._runner.padding_input(shape), shape)
+        execution.capture(self._launches.padding_input(shape), shape)
         self._runner.warm_up(shape, with_sampler=False)
 
     def _shapes(self, bucket: Bucket) -> list[LaunchShape]:
-        return self._runner.launch_shapes(bucket)
+        return self._launches.launch_shapes(bucket)
 
     def _free_bytes(self) -> int:
         """Free memory while the launch that needs the most of it runs."""

@@ -40,7 +40,7 @@ from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.kv_cache import bind_kv_caches
 from vllm.worker.model_runner import StepHandle
-from vllm.worker.pooling.hpu_runner import HPUPoolingRunner, WholePromptRunner
+from vllm.worker.pooling.hpu_runner import HPUPoolingRunner
 from vllm.worker.sleep import KV_CACHE, TAGS, WEIGHTS
 from vllm.worker.worker_base import WorkerBase
 
@@ -66,7 +66,7 @@ class HPUWorker(WorkerBase):
     """
 
     model: CausalLM | PoolingModel
-    runner: HPUModelRunner
+    runner: HPUModelRunner | HPUPoolingRunner
 
     def __init__(self, config: VllmConfig) -> None:
         platform = resolve_platform("hpu")
@@ -104,12 +104,11 @@ class HPUWorker(WorkerBase):
         stream_layers(self.bridge, model, layers, asked_bytes)
         return model
 
-    def _make_runner(self, model: CausalLM | PoolingModel, kernel: SDPAKernel) -> HPUModelRunner:
+    def _make_runner(
+        self, model: CausalLM | PoolingModel, kernel: SDPAKernel
+    ) -> HPUModelRunner | HPUPoolingRunner:
         if isinstance(model, PoolingModel):
-            pooler = self.config.model.pooler
-            assert pooler is not None
-            kind = WholePromptRunner if pooler.needs_whole_prompts else HPUPoolingRunner
-            return kind(self.config, model, self.bridge, kernel)
+            return HPUPoolingRunner(self.config, model, self.bridge, kernel)
         return HPUModelRunner(self.config, model, self.bridge, kernel, self.grammars)
 
     def measure(self) -> MemoryReport:
@@ -163,7 +162,7 @@ class HPUWorker(WorkerBase):
 
     def _finish_start(self) -> None:
         if self._warm_up is not None and self.config.hpu.full_warmup:
-            self.runner.execution.forbid_recompilation()
+            self.runner.launches.execution.forbid_recompilation()
         self._warm_up = None
         self._preparation.end()
         logger.info("init_cache_engine took %s", self._preparation)
@@ -198,7 +197,7 @@ class HPUWorker(WorkerBase):
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
         """Start a step; at most one other is in flight. With a step report on, it has ended
         then."""
-        report = self.runner.report
+        report = self.runner.launches.report
         if not report.is_on:
             with self.profile.step(step):
                 return self.runner.execute(step)
@@ -284,12 +283,13 @@ class HPUWorker(WorkerBase):
         for line in plan.info:
             logger.info(line)
         catalog = plan.catalog
-        if Phase.DECODE not in self.runner.phases:
+        if Phase.DECODE not in self.runner.launches.phases:
             catalog = Catalog(catalog.prefill, ())
-        self.runner.use_catalog(catalog, plan.limits)
+        self.runner.launches.use_catalog(catalog, plan.limits)
         if self.config.hpu.skip_warmup:
             logger.info("Skipping warmup...")
-            self.runner.report.finish_warmup()  # what compiles from here on, requests wait for
+            # What compiles from here on, requests wait for.
+            self.runner.launches.report.finish_warmup()
             return None
         return WarmUp(self.config, self.bridge, self.runner, catalog, plan.limits, self.ledger)
 

@@ -1,74 +1,93 @@
-"""Pooling models as the device runs them: packed input of one bucket in, numbers out."""
+"""Pooling of whole prompts as the device runs it: packed input of one bucket in, numbers out."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm.attention import AttentionMetadata
+from vllm.attention.backends.packed_fields import Array, PackedFields, packed
 from vllm.attention.backends.padded import PaddedPrefill
 from vllm.attention.backends.padded_encoder import PaddedEncoder
+from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.config import PoolerConfig
 from vllm.messages import IntArray
-from vllm.model_executor.models.interface import CausalLM, PoolingModel
-from vllm.worker.hpu.input import HPUInputBuilder, PrefillInput, unpack_prefill
-from vllm.worker.hpu.model import HPUModel
+from vllm.model_executor.models.interface import PoolingModel
+from vllm.worker.hpu.input import HPUInputBuilder, PrefillInput, padded_sizes, unpack_prefill
+from vllm.worker.hpu.model import LaunchModel
 from vllm.worker.hpu.planner import BucketLaunch, LaunchShape
+from vllm.worker.input_batch import InputBatch
+from vllm.worker.pooling.runner import TokenTypes
 
-_TYPE_SHIFT = 24
-"""A token's type travels above its position, which is less than 2**24."""
+
+@dataclass(frozen=True)
+class TypedPrefillInput(PrefillInput[Array]):
+    """A prefill whose tokens have types."""
+
+    token_types: Array = packed("T")
+    """[T]"""
 
 
-class HeadAsLogits(CausalLM):
-    """A pooling model where a generative one is expected: its numbers are the logits.
+_TYPED: PackedFields[TypedPrefillInput[Any]] = PackedFields(TypedPrefillInput)
+
+
+class TypedInputBuilder(HPUInputBuilder):
+    """Packs prefills with the types of their tokens.
 
     Args:
-        model: to be wrapped.
-        pooler: how it pools.
+        batch, block_size: see `HPUInputBuilder`.
+        types: of the tokens in the batch.
     """
 
-    def __init__(self, model: PoolingModel, pooler: PoolerConfig) -> None:
-        super().__init__(model.arch, model.tp)
-        self.pooling_model = model
-        self.pooler = pooler
+    def __init__(self, batch: InputBatch, block_size: int, types: TokenTypes) -> None:
+        super().__init__(batch, block_size)
+        self._types = types.values
 
-    @property
-    def layers(self) -> Sequence[nn.Module]:
-        return self.pooling_model.layers
+    def _fields(self, shape: LaunchShape) -> PackedFields[Any]:
+        return _TYPED
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return self.pooling_model.embed(input_ids)
-
-    def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
-        types = None
-        if self.pooling_model.num_token_types > 1:
-            types = positions >> _TYPE_SHIFT
-            positions = positions & ((1 << _TYPE_SHIFT) - 1)
-        return self.pooling_model.run_layers(hidden_states, positions, first, end, types)
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Pooled hidden states [N, hidden] -> numbers of the head, [N, size]."""
-        return self.pooling_model.head(hidden_states)
+    def _prefill(self, launch: BucketLaunch, sample_rows: IntArray) -> PrefillInput[IntArray]:
+        given = super()._prefill(launch, sample_rows)
+        types = np.zeros((launch.bucket.batch, launch.bucket.query_len), np.int32)
+        column = np.arange(launch.bucket.query_len)
+        index, column = np.nonzero(column < launch.num_scheduled_tokens[:, None])
+        types[index, column] = self._types[launch.rows[index], column]
+        return TypedPrefillInput(**vars(given), token_types=types.ravel())
 
 
-class WholePromptModel(HPUModel):
+class WholePromptModel(LaunchModel):
     """Pools whole prompts, each of which is a row of a prefill.
+
+    Args:
+        model, block_size, kernel: see `LaunchModel`. With several types of tokens, a
+            `TypedInputBuilder` packs.
+        pooler: how it pools.
 
     Shape: packed input of a launch -> (numbers [B, size], or [B * Q, size] with one result per
     token, hidden states [B * Q, hidden])
     """
 
-    def forward(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
-        given = unpack_prefill(packed, shape)
-        attention = self._attention(given, shape)
-        hidden_states = self._run(attention, given.token_ids, given.positions)
-        return self.model.compute_logits(self._pool(hidden_states, given, shape)), hidden_states
+    def __init__(
+        self, model: PoolingModel, pooler: PoolerConfig, block_size: int, kernel: SDPAKernel
+    ) -> None:
+        super().__init__(model, block_size, kernel)
+        self._head = model.head
+        self._has_types = model.num_token_types > 1
+        self._pooler = pooler
 
-    @property
-    def _pooler(self) -> PoolerConfig:
-        assert isinstance(self.model, HeadAsLogits)
-        return self.model.pooler
+    def forward(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
+        given: PrefillInput[Tensor]
+        types: tuple[Tensor, ...] = ()
+        if self._has_types:
+            given = typed = _TYPED.unpack(packed, padded_sizes(shape))
+            types = (typed.token_types,)
+        else:
+            given = unpack_prefill(packed, shape)
+        attention = self._attention(given, shape)
+        hidden_states = self._run(attention, given.token_ids, given.positions, *types)
+        return self._head(self._pool(hidden_states, given, shape)), hidden_states
 
     def _attention(self, given: PrefillInput[Tensor], shape: LaunchShape) -> AttentionMetadata:
         if self._pooler.is_causal:
@@ -93,21 +112,3 @@ class WholePromptModel(HPUModel):
         is_padding = (token >= lens)[:, :, None]
         sums = rows.float().masked_fill(is_padding, 0.0).sum(1)
         return (sums / lens.clamp(min=1)).to(hidden_states.dtype)
-
-
-class TypedInputBuilder(HPUInputBuilder):
-    """Packs the type of each token together with its position.
-
-    Attributes:
-        token_types: [rows, max_model_len] as in the batch.
-    """
-
-    token_types: IntArray
-
-    def _prefill(self, launch: BucketLaunch, sample_rows: IntArray) -> PrefillInput[IntArray]:
-        given = super()._prefill(launch, sample_rows)
-        count, query_len = launch.num_scheduled_tokens, launch.bucket.query_len
-        index, column = np.nonzero(np.arange(query_len) < count[:, None])
-        types = self.token_types[launch.rows[index], column]
-        given.positions[index * query_len + column] += types << _TYPE_SHIFT
-        return given

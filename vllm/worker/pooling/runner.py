@@ -16,7 +16,7 @@ from vllm.model_executor.models.interface import PoolingModel
 from vllm.pooling_params import PoolingParams
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
-from vllm.worker.launch import Launch, RaggedPlanner
+from vllm.worker.launch import Launch, LaunchPlanner, RaggedPlanner
 from vllm.worker.model_input import build_ragged_input
 from vllm.worker.model_runner import StepHandle
 
@@ -36,6 +36,8 @@ class PooledRows:
     """[n] tokens of each."""
     numbers: Tensor
     """[n, size], or [sum(counts), size] with one result per token."""
+    places: IntArray | None = None
+    """These rows of the numbers are meant; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,11 @@ class PoolingRequests:
         pooled: dict[int, FloatArray] = {}
         errors: dict[int, str] = {}
         for launch in launches:
+            if not len(launch.rows):
+                continue
             numbers = launch.numbers.cpu().float().numpy()
+            if launch.places is not None:
+                numbers = numbers[launch.places]
             parts = split_results(numbers, self.pooler, launch.counts)
             for row, part in zip(launch.rows.tolist(), parts, strict=True):
                 if np.isfinite(part).all():
@@ -121,13 +127,17 @@ class PoolingRunner:
         device: where it is.
     """
 
+    _keeps_all_blocks = False
+    """Also those that a sliding window has passed, so that one block table serves all layers."""
+
     def __init__(self, config: VllmConfig, model: PoolingModel, device: torch.device) -> None:
         self.model = model
         self._launch_holder = share_context(model)
         self.device = device
         self.block_size = config.cache.block_size
         limits = config.scheduler
-        self.cache_layout = cache_layout(config, self.attention_layers, cache_dtype(config))
+        dtype, keeps_all = cache_dtype(config), self._keeps_all_blocks
+        self.cache_layout = cache_layout(config, self.attention_layers, dtype, keeps_all=keeps_all)
         self.batch = InputBatch(
             limits.max_num_seqs,
             limits.max_model_len,
@@ -135,8 +145,9 @@ class PoolingRunner:
             len(self.cache_layout.groups),
         )
         self.requests = PoolingRequests(config, self.batch)
-        self._planner = RaggedPlanner()
+        self._planner: LaunchPlanner = RaggedPlanner()
         self._types = TokenTypes(self.batch) if model.num_token_types > 1 else None
+        self._in_flight: StepHandle | None = None
         self._num_steps = 0
         self._num_useful_tokens = 0
 
@@ -150,7 +161,9 @@ class PoolingRunner:
         return RunnerStats(num_steps=self._num_steps, num_useful_tokens=self._num_useful_tokens)
 
     def execute(self, step: SchedulerOutput) -> StepHandle:
-        """Start a step."""
+        """Start a step. Rows may be given away in it, so the one before is waited for."""
+        if self._in_flight is not None:
+            self._in_flight.result()
         self._num_steps += 1
         self._num_useful_tokens += step.num_tokens
         self.requests.update(step)
@@ -158,10 +171,8 @@ class PoolingRunner:
         if self._types is not None:
             self._types.update(step)
         launches = [self._run(launch) for launch in self._planner.plan(step)]
-        handle = StepHandle(lambda: self.requests.output(step.step_id, launches))
-        # Rows may be given away in the next step, so their results are made now.
-        handle.result()
-        return handle
+        self._in_flight = StepHandle(lambda: self.requests.output(step.step_id, launches))
+        return self._in_flight
 
     @torch.inference_mode()
     def _run(self, launch: Launch) -> PooledRows:

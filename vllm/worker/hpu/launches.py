@@ -1,0 +1,170 @@
+"""Padded launches on a card: what runners that generate and runners that pool have in common."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from vllm.bucketing import Bucket, Catalog, Phase, StepLimits
+from vllm.config import VllmConfig
+from vllm.errors import ConfigError
+from vllm.messages import RunnerStats, SchedulerOutput
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.utils.trace import get_trace
+from vllm.worker.hpu.execution import make_execution
+from vllm.worker.hpu.input import HPUInputBuilder, to_device
+from vllm.worker.hpu.model import LaunchModel
+from vllm.worker.hpu.planner import BucketLaunch, HPULaunchPlanner, LaunchShape, launch_shapes
+from vllm.worker.hpu.step_report import StepReport
+from vllm.worker.hpu.trace import trace_launch
+from vllm.worker.input_batch import InputBatch
+from vllm.worker.launch import Launch
+
+_MAX_MERGED_PROMPTS = 64
+"""Rows of the logits of a merged prefill, however few its prompts are."""
+
+
+class PaddedLaunches:
+    """Plans, packs and counts the launches of one model, in the shapes of a catalog.
+
+    Args:
+        config: of the engine.
+        bridge: the card.
+        model: runs a packed launch.
+        inputs: packs them.
+        batch: the rows.
+        logprob_rows: see `HPULaunchPlanner`.
+        whole_prompts: every prompt runs in one launch, and there are no decodes.
+
+    Attributes:
+        inputs, execution, report: pack a launch, run it, and report what it compiled.
+        phases: of its launches.
+        planner: there from the first `use_catalog`.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        bridge: HabanaBridge,
+        model: LaunchModel,
+        inputs: HPUInputBuilder,
+        batch: InputBatch,
+        *,
+        logprob_rows: Collection[int] = (),
+        whole_prompts: bool = False,
+    ) -> None:
+        self._config = config
+        self._bridge = bridge
+        self.inputs = inputs
+        self.execution = make_execution(bridge, model, config)
+        self.report = StepReport(bridge, config.hpu.log_compilations, config.hpu.log_cpu_fallbacks)
+        self.phases = (Phase.PREFILL,) if whole_prompts else tuple(Phase)
+        self._batch = batch
+        self._logprob_rows = logprob_rows
+        self._whole_prompts = whole_prompts
+        self._merged_prompts = 0
+        if config.hpu.merged_prefill and not whole_prompts:
+            self._merged_prompts = min(config.scheduler.max_num_seqs, _MAX_MERGED_PROMPTS)
+        self._is_warm = False
+        self._num_run_tokens = 0
+
+    def use_catalog(self, catalog: Catalog, limits: StepLimits) -> None:
+        """Launch in these buckets from now on.
+
+        Raises:
+            ConfigError: prompts have to be whole, and one of max_model_len tokens has no bucket.
+        """
+        longest = max((bucket.query_len for bucket in catalog.prefill), default=0)
+        max_model_len = self._config.scheduler.max_model_len
+        if self._whole_prompts and longest < max_model_len:
+            raise ConfigError(
+                f"the longest prompt bucket has {longest} tokens, max_model_len is "
+                f"{max_model_len}, and this model cannot run a prompt in parts: set "
+                f"VLLM_PROMPT_SEQ_BUCKET_MAX={max_model_len}, or lower --max-model-len"
+            )
+        self._limits = limits
+        self.planner = HPULaunchPlanner(
+            catalog, limits, self._batch, self._merged_prompts, self._logprob_rows
+        )
+
+    def launch_shapes(self, bucket: Bucket) -> list[LaunchShape]:
+        """Every shape in which launches of a bucket can run."""
+        return launch_shapes(bucket, self._limits, self._merged_prompts)
+
+    def plan(self, step: SchedulerOutput) -> list[Launch]:
+        """The launches of a step."""
+        if self._whole_prompts:
+            return self.planner.plan_prompts(step)
+        return self.planner.plan(step)
+
+    @contextmanager
+    def running(self, launch: BucketLaunch, *, may_compile: bool = False) -> Iterator[None]:
+        """Around all that a launch does: counts and traces it, and after the warm-up lets nothing
+        compile or wait. After a full warm-up that is everything, expected or not.
+
+        Args:
+            launch: to be run.
+            may_compile: it runs what no warm-up can know.
+        """
+        bucket, trace = launch.bucket, get_trace()
+        is_known = self.report.check_warmed(
+            bucket.phase, bucket.batch, bucket.query_len, bucket.blocks
+        )
+        is_promised = self._is_warm and (is_known or self._config.hpu.full_warmup)
+        self._num_run_tokens += bucket.num_tokens
+        span = trace.span(
+            str(bucket.phase),
+            how=self.execution.how(launch.shape),
+            batch=bucket.batch,
+            query_len=bucket.query_len,
+            blocks=bucket.blocks,
+        )
+        section = self._bridge.warmed_section() if is_promised and not may_compile else None
+        with section or nullcontext(), span:
+            yield
+        if trace.is_on:
+            trace_launch(trace, launch, self._config.cache.block_size)
+
+    def stats(self, num_steps: int, num_useful_tokens: int) -> RunnerStats:
+        """What a runner has done. Tokens of padding are counted as the model sees them: the rows
+        of a bucket times its length, less those of requests."""
+        report = self.report
+        return RunnerStats(
+            num_steps=num_steps,
+            num_useful_tokens=num_useful_tokens,
+            num_padded_tokens=self._num_run_tokens - num_useful_tokens,
+            num_bucket_hits=report.num_hits,
+            num_bucket_misses=report.num_misses,
+            num_late_compilations=report.recent_compilations(),
+        )
+
+    def padding_input(self, shape: LaunchShape) -> Tensor:
+        """Input on the device of a launch without rows: it writes nothing but the null block."""
+        none = np.empty(0, np.int32)
+        launch = BucketLaunch(
+            none, none, none, shape.bucket, shape.is_contiguous, shape.merged_prompts
+        )
+        packed, _ = self.inputs.pack(launch)
+        return to_device(packed, self._bridge.device)
+
+    def finish_warmup(self) -> None:
+        """From now on nothing new should compile."""
+        self._is_warm = True
+        self.report.finish_warmup()
+
+
+class PaddedRunner(Protocol):
+    """What profiling, warm-up and sleep mode need of a runner."""
+
+    launches: PaddedLaunches
+
+    def warm_up(self, shape: LaunchShape, *, with_sampler: bool) -> None:
+        """Run a launch of padding alone.
+
+        Args:
+            shape: of the launch.
+            with_sampler: also everything that can follow a launch of this batch size.
+        """
+        ...
