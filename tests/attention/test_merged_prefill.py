@@ -142,7 +142,7 @@ def test_launch_that_is_too_small_is_refused(sizes, message):
 def test_prompts_that_make_no_launch_are_refused():
     with pytest.raises(ValueError, match="block tables are"):
         build_merged_prefill_metadata([[7, 3]], [4], [5], 1, 5, 1, 4)
-    with pytest.raises(ValueError, match="without a new token"):
+    with pytest.raises(ValueError, match="needs at least one new token"):
         build_merged_prefill_metadata([[7, 3]], [4], [0], 1, 5, 1, 4)
 
 
