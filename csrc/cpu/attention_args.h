@@ -44,9 +44,4 @@ VLLM_STRUCT(AttentionArgs,
   int64_t num_tokens;              // for prefill only
 );
 
-template <typename T>
-using DecodeArgs = AttentionArgs<T>;
-template <typename T>
-using PrefillArgs = AttentionArgs<T>;
-
 }  // namespace vllm_cpu
