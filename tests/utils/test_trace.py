@@ -14,7 +14,7 @@ import pytest
 from vllm.utils import trace
 from vllm.utils.trace import (
     NULL_TRACE,
-    LaunchSize,
+    PaddingCounts,
     TraceWriter,
     cache_counters,
     get_trace,
@@ -303,11 +303,11 @@ def test_a_folder_that_cannot_be_written_means_no_trace_and_a_warning(tmp_path, 
     assert f"{tmp_path / 'file' / 'server_events_a.json'} cannot be opened" in record.getMessage()
 
 
-PROMPT = LaunchSize(
+PROMPT = PaddingCounts(
     phase="prompt", rows=3, padded_rows=4, query_len=100, tokens=250, padded_tokens=512,
     block_refs=0, padded_blocks=0,
 )  # fmt: skip
-DECODE = LaunchSize(
+DECODE = PaddingCounts(
     phase="decode", rows=6, padded_rows=8, query_len=1, tokens=6, padded_tokens=8,
     block_refs=96, padded_blocks=128,
 )  # fmt: skip

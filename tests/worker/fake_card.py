@@ -22,7 +22,7 @@ from vllm.worker.hpu.input import (
     unpack_merged,
     unpack_prefill,
 )
-from vllm.worker.hpu.planner import LaunchShape
+from vllm.worker.hpu.planner import PaddedShape
 
 NEVER = -99
 """In place of a token or a content: none was written."""
@@ -63,7 +63,7 @@ class FakeCard:
         """A row has a new request: its newest token must not be asked for."""
         self.last_token_ids[row] = NEVER
 
-    def run(self, packed: IntArray, shape: LaunchShape) -> list[RowRun]:
+    def run(self, packed: IntArray, shape: PaddedShape) -> list[RowRun]:
         """One launch: all of it is written before any of it is read."""
         if shape.bucket.phase is Phase.DECODE:
             runs = list(self._decodes(packed, shape))
@@ -82,12 +82,12 @@ class FakeCard:
             run.contents = {position: self.cache[slot] for position, slot in run.visible.items()}
         return runs
 
-    def keep(self, packed: IntArray, shape: LaunchShape, token_ids: dict[int, int]) -> None:
+    def keep(self, packed: IntArray, shape: PaddedShape, token_ids: dict[int, int]) -> None:
         """Keep sampled tokens, by row, where the launch says; those of padding are nonsense."""
         rows = packed[-input_sizes(shape)[-1] :]
         self.last_token_ids[rows] = [token_ids.get(row, NEVER) for row in rows.tolist()]
 
-    def _decodes(self, packed: IntArray, shape: LaunchShape) -> Iterator[RowRun]:
+    def _decodes(self, packed: IntArray, shape: PaddedShape) -> Iterator[RowRun]:
         given = unpack_decode(torch.from_numpy(packed), shape)
         metadata = given.metadata
         token_ids = given.token_ids.numpy().copy()
@@ -113,7 +113,7 @@ class FakeCard:
                     visible[first + offset] = int(blocks[entry]) * self._size + offset
             yield RowRun(of_row, positions, slots, visible)
 
-    def _prefills(self, packed: IntArray, shape: LaunchShape) -> Iterator[RowRun]:
+    def _prefills(self, packed: IntArray, shape: PaddedShape) -> Iterator[RowRun]:
         given = unpack_prefill(torch.from_numpy(packed), shape)
         metadata, (batch, query_len) = given.metadata, given.metadata.slot_mapping.shape
         token_ids = given.token_ids.view(batch, query_len).tolist()
@@ -130,7 +130,7 @@ class FakeCard:
                 assert given.last_tokens[index] == index * query_len + count - 1
             yield RowRun(token_ids[index], positions[index], slots[index], visible)
 
-    def _merged(self, packed: IntArray, shape: LaunchShape) -> Iterator[RowRun]:
+    def _merged(self, packed: IntArray, shape: PaddedShape) -> Iterator[RowRun]:
         """The prompts, and one more row for the padding of all."""
         given = unpack_merged(torch.from_numpy(packed), shape)
         parts = {name: part.numpy() for name, part in vars(given.metadata).items()}

@@ -31,7 +31,7 @@ from vllm.platforms.habana.sim_device import active_card
 from vllm.sampling_params import SamplingParams
 from vllm.utils.ragged import positions_within
 from vllm.worker.hpu.input import HPUInputBuilder, fields_of, padded_sizes
-from vllm.worker.hpu.planner import BucketLaunch, HPULaunchPlanner, LaunchShape, launch_shapes
+from vllm.worker.hpu.planner import HPULaunchPlanner, PaddedLaunch, PaddedShape, launch_shapes
 from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.hpu.worker import HPUWorker
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
@@ -44,7 +44,7 @@ PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 Rows = list[tuple[int, int, int]]
 """Row, first position, tokens."""
 
-Run = Callable[[SchedulerOutput, list[BucketLaunch]], list[int]]
+Run = Callable[[SchedulerOutput, list[PaddedLaunch]], list[int]]
 """Packs and runs the launches of a step: the tokens that are sampled for each row that samples, in
 their order in the step: the next one, and one behind each of its drafts."""
 
@@ -332,7 +332,7 @@ def run_load(
 # ---- what a step must be --------------------------------------------------------------------
 
 
-def entries(launches: list[BucketLaunch]) -> Rows:
+def entries(launches: list[PaddedLaunch]) -> Rows:
     """What the launches run, in their order."""
     return [
         entry
@@ -358,12 +358,12 @@ def joined(rows: Rows) -> Rows:
 
 
 @cache
-def warmed_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int) -> list[LaunchShape]:
+def warmed_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int) -> list[PaddedShape]:
     """`launch_shapes`, made once."""
     return launch_shapes(bucket, limits, merged_prompts)
 
 
-def input_sizes(shape: LaunchShape) -> tuple[int, ...]:
+def input_sizes(shape: PaddedShape) -> tuple[int, ...]:
     """Elements of each part of the packed input; the last one is a row for each of the logits."""
     return fields_of(shape).part_sizes(padded_sizes(shape))
 

@@ -34,7 +34,7 @@ from vllm.bucketing.bucket import Bucket
 from vllm.core import scheduler
 from vllm.messages import NULL_BLOCK_ID, IntArray, SchedulerOutput
 from vllm.request import Request
-from vllm.worker.hpu.planner import BucketLaunch
+from vllm.worker.hpu.planner import PaddedLaunch
 
 NUM_SEEDS = 4
 NUM_ENGINES = 125
@@ -95,7 +95,7 @@ class BucketChecker:
         run_load(self.rng, self.loop, num_steps, self.run_step)
         self.seen["preemption"] += self.loop.scheduler.num_preemptions
 
-    def run_step(self, step: SchedulerOutput, launches: list[BucketLaunch]) -> list[int]:
+    def run_step(self, step: SchedulerOutput, launches: list[PaddedLaunch]) -> list[int]:
         """Everything that has to be true of the launches of a step; random tokens for it."""
         work = entries(launches)
         arrays = (step.rows, step.num_computed_tokens, step.num_scheduled_tokens)
@@ -124,7 +124,7 @@ class BucketChecker:
             token_ids += right + self.rng.choices(range(4), k=num_others)
         return token_ids
 
-    def check_launch(self, launch: BucketLaunch) -> IntArray:
+    def check_launch(self, launch: PaddedLaunch) -> IntArray:
         """The bucket is the catalog's and holds the launch, and packing agrees."""
         bucket, limits = launch.bucket, self.plan.limits
         assert bucket in self.plan.catalog, f"{bucket} is nobody's"
@@ -138,7 +138,7 @@ class BucketChecker:
         assert packed.shape == (sum(input_sizes(launch.shape)),)
         return sampled
 
-    def _prefill_needs(self, launch: BucketLaunch) -> Bucket:
+    def _prefill_needs(self, launch: PaddedLaunch) -> Bucket:
         count, contexts = len(launch.rows), -(-launch.num_computed_tokens // self.size)
         self.seen["prompts merged" if launch.merged_prompts else "prompts together"] += count > 1
         if launch.merged_prompts:
@@ -149,7 +149,7 @@ class BucketChecker:
             Phase.PREFILL, count, int(launch.num_scheduled_tokens.max()), int(contexts.max())
         )
 
-    def _decode_needs(self, launch: BucketLaunch) -> Bucket:
+    def _decode_needs(self, launch: PaddedLaunch) -> Bucket:
         num_drafts = launch.num_drafts if launch.num_drafts is not None else 0
         assert (launch.num_scheduled_tokens - num_drafts == 1).all()
         seq_lens = launch.num_computed_tokens + launch.num_scheduled_tokens
@@ -218,7 +218,7 @@ class CardChecker:
             result = self.loop.token_ids[name], self.loop.finished[name]
             assert result == expected_result(request)
 
-    def run_step(self, step: SchedulerOutput, launches: list[BucketLaunch]) -> list[int]:
+    def run_step(self, step: SchedulerOutput, launches: list[PaddedLaunch]) -> list[int]:
         """Run the launches; the tokens that follow from what they read."""
         for row_id, num_blocks in step.shortened_tables:
             del self.rows[row_id].block_ids[num_blocks:]
@@ -239,7 +239,7 @@ class CardChecker:
         rows = sampled_rows(step, self.loop.batch).tolist()
         return [token_id for row_id in rows for token_id in sampled[row_id]]
 
-    def run_launch(self, launch: BucketLaunch) -> dict[int, list[int]]:
+    def run_launch(self, launch: PaddedLaunch) -> dict[int, list[int]]:
         """The sampled tokens of each row that has any: one, and one behind each draft."""
         packed, indices = self.loop.inputs.pack(launch)
         runs = self.card.run(packed, launch.shape)

@@ -14,7 +14,7 @@ from vllm.bucketing import Phase
 from vllm.core.scheduler import Scheduler
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
-from vllm.worker.hpu.planner import BucketLaunch
+from vllm.worker.hpu.planner import PaddedLaunch
 
 PROMPTS = [[20 + n] * n for n in (3, 16, 17, 40, 30, 5)]
 PARAMS = [
@@ -62,7 +62,7 @@ def test_users_get_the_same_with_drafts_as_without(mode, is_contiguous, monkeypa
         assert {b.query_len for b in runner.launches.planner.catalog.decode} == {1, 6}
         source = OracleSource(random.Random(3), known)
         core.scheduler = Scheduler(core.config.scheduler, core.scheduler.cache, source)
-        launches: list[BucketLaunch] = []
+        launches: list[PaddedLaunch] = []
         launch_once = runner._run_launch
         monkeypatch.setattr(
             runner, "_run_launch", lambda launch: launches.append(launch) or launch_once(launch)

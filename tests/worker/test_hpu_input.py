@@ -17,7 +17,7 @@ from vllm.worker.hpu.input import (
     unpack_merged,
     unpack_prefill,
 )
-from vllm.worker.hpu.planner import BucketLaunch, LaunchShape
+from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
 from vllm.worker.input_batch import InputBatch
 
 SIZE = 4
@@ -39,16 +39,16 @@ def filled_batch() -> InputBatch:
     return batch
 
 
-def launch_of(bucket: Bucket, *rows: tuple[int, int, int], **kind: Any) -> BucketLaunch:
+def launch_of(bucket: Bucket, *rows: tuple[int, int, int], **kind: Any) -> PaddedLaunch:
     """Rows are (row, computed, scheduled)."""
     columns = [np.array(column, np.int32) for column in zip(*rows, strict=True)] or [
         int_array()
     ] * 3
-    return BucketLaunch(*columns, bucket, **kind)
+    return PaddedLaunch(*columns, bucket, **kind)
 
 
 def packed_parts(
-    launch: BucketLaunch, builder: HPUInputBuilder | None = None
+    launch: PaddedLaunch, builder: HPUInputBuilder | None = None
 ) -> tuple[list[list[int]], list[int]]:
     """The parts of the packed input, and the rows that sample."""
     builder = builder or HPUInputBuilder(filled_batch(), SIZE)
@@ -137,11 +137,11 @@ def test_pieces_of_a_prompt_in_one_launch_sample_once():
 @pytest.mark.parametrize(
     ("shape", "sizes"),
     [
-        (LaunchShape(decode(3, 8)), (3, 3, 3, 8, 8, 8, 8, 3, 3)),
-        (LaunchShape(decode(3, 8), is_contiguous=True), (3, 3, 3, 3, 11, 11, 11, 3, 3)),
-        (LaunchShape(prefill(2, 8)), (16, 16, 2, 2, 2, 0, 16, 2)),
-        (LaunchShape(prefill(2, 8, 5)), (16, 16, 2, 2, 2, 10, 16, 2)),
-        (LaunchShape(prefill(1, 8, 5), merged_prompts=3), (8, 8, 8, 8, 3, 5, 5, 5, 5, 3)),
+        (PaddedShape(decode(3, 8)), (3, 3, 3, 8, 8, 8, 8, 3, 3)),
+        (PaddedShape(decode(3, 8), is_contiguous=True), (3, 3, 3, 3, 11, 11, 11, 3, 3)),
+        (PaddedShape(prefill(2, 8)), (16, 16, 2, 2, 2, 0, 16, 2)),
+        (PaddedShape(prefill(2, 8, 5)), (16, 16, 2, 2, 2, 10, 16, 2)),
+        (PaddedShape(prefill(1, 8, 5), merged_prompts=3), (8, 8, 8, 8, 3, 5, 5, 5, 5, 3)),
     ],
 )
 def test_sizes_depend_on_the_shape_and_padding_alone_is_a_launch(shape, sizes):
@@ -189,7 +189,7 @@ def test_a_new_request_in_a_row_has_nothing_on_the_device():
 # ---- the way back ---------------------------------------------------------------------------
 
 
-def on_device(launch: BucketLaunch) -> torch.Tensor:
+def on_device(launch: PaddedLaunch) -> torch.Tensor:
     packed, _ = HPUInputBuilder(filled_batch(), SIZE).pack(launch)
     return to_device(packed, torch.device("cpu"))
 

@@ -6,7 +6,7 @@ import torch
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, captured_log, simulated_hpu
 from vllm import LLM, SamplingParams
 from vllm.bucketing.bucket import decode
-from vllm.worker.hpu.planner import LaunchShape
+from vllm.worker.hpu.planner import PaddedShape
 
 NUM_LAYERS = 6  # of the bundled model
 GREEDY = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
@@ -59,7 +59,7 @@ def test_a_graph_ends_after_so_many_layers(layers, mode, monkeypatch):
     variables = FEW_BUCKETS | {"VLLM_CONFIG_HIDDEN_LAYERS": layers, "VLLM_SKIP_WARMUP": 1}
     with simulated_hpu(PT_HPU_LAZY_MODE=1, **variables) as bridge, captured_log():
         llm = LLM(**SMALL_ENGINE, enforce_eager=mode == "lazy")
-        runner, shape = runner_of(llm), LaunchShape(decode(3, 20))
+        runner, shape = runner_of(llm), PaddedShape(decode(3, 20))
         launches: list[int] = []
         with torch.inference_mode():
             given = runner.launches.padding_input(shape)
@@ -90,7 +90,7 @@ def test_a_full_warm_up_makes_a_later_compilation_an_error():
         generate(llm, 20, 70)
         assert bridge.counters().compilations == before
         with pytest.raises(RuntimeError, match="skip_guard_eval_unsafe"):
-            runner_of(llm).warm_up(LaunchShape(decode(3, 7)), with_sampler=False)
+            runner_of(llm).warm_up(PaddedShape(decode(3, 7)), with_sampler=False)
 
 
 def test_a_chunk_of_one_token_has_the_log_probabilities_of_its_prompt():

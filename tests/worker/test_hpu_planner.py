@@ -12,9 +12,9 @@ from vllm.bucketing import Catalog, Phase
 from vllm.bucketing.bucket import Bucket, decode, prefill
 from vllm.messages import IntArray, SchedulerOutput
 from vllm.worker.hpu.planner import (
-    BucketLaunch,
     HPULaunchPlanner,
-    LaunchShape,
+    PaddedLaunch,
+    PaddedShape,
     launch_shapes,
 )
 from vllm.worker.input_batch import InputBatch
@@ -28,7 +28,7 @@ def plan(
     tables: dict[int, list[int]] | None = None,
     merged_prompts: int = 0,
     **limits: Any,
-) -> list[BucketLaunch]:
+) -> list[PaddedLaunch]:
     """The launches of a step.
 
     Args:
@@ -69,7 +69,7 @@ def make_step(rows: IntArray, computed: IntArray, scheduled: IntArray) -> Schedu
     )
 
 
-def shown(launches: list[BucketLaunch]) -> list[tuple[Rows, Bucket]]:
+def shown(launches: list[PaddedLaunch]) -> list[tuple[Rows, Bucket]]:
     return [(entries([launch]), launch.bucket) for launch in launches]
 
 
@@ -149,7 +149,7 @@ def test_without_sharing_a_slice_beyond_the_cache_becomes_a_plain_launch_of_its_
     tables = {0: [3, 17], 1: [2]}
     rows = [(0, 31, 1), (1, 15, 1)]
     (launch,) = plan(rows, [decode(2, 8), decode(2, 24)], tables, **limits)
-    assert launch.shape == LaunchShape(decode(2, 24))
+    assert launch.shape == PaddedShape(decode(2, 24))
     assert launch.shape in launch_shapes(launch.bucket, make_limits(**limits))
 
 
@@ -175,14 +175,14 @@ def test_without_sharing_a_slice_beyond_the_cache_becomes_a_plain_launch_of_its_
 )
 def test_a_bucket_is_warmed_up_in_every_shape_it_is_launched_in(bucket, limits, kinds):
     shapes = launch_shapes(bucket, make_limits(**limits))
-    assert shapes == [LaunchShape(bucket, is_contiguous=kind) for kind in kinds]
+    assert shapes == [PaddedShape(bucket, is_contiguous=kind) for kind in kinds]
 
 
 @pytest.mark.parametrize(
     ("is_contiguous", "num_shared", "num_entries"), [(False, 0, 8), (True, 4, 12)]
 )
 def test_a_slice_has_one_more_entry_for_each_row(is_contiguous, num_shared, num_entries):
-    shape = LaunchShape(decode(4, 8), is_contiguous)
+    shape = PaddedShape(decode(4, 8), is_contiguous)
     assert (shape.num_shared, shape.num_entries) == (num_shared, num_entries)
 
 

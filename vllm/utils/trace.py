@@ -266,7 +266,7 @@ def open_trace(folder: str | os.PathLike[str], instance_id: str | None = None) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchSize:
+class PaddingCounts:
     """What a launch computes, beside what its bucket has room for."""
 
     phase: str
@@ -282,7 +282,7 @@ class LaunchSize:
     padded_blocks: int
 
 
-def launch_counters(size: LaunchSize, seconds: float | None = None) -> dict[str, float]:
+def launch_counters(size: PaddingCounts, seconds: float | None = None) -> dict[str, float]:
     """The curves of one launch, under the names known from Gaudi traces.
 
     Utilizations are real / padded, from 0 to 1; where nothing is padded there is no waste, so 1.

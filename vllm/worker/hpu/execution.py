@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.platforms.habana.bridge import COMPILE_BACKEND, HabanaBridge
 from vllm.worker.hpu.model import LaunchModel
-from vllm.worker.hpu.planner import LaunchShape
+from vllm.worker.hpu.planner import PaddedShape
 
 Outputs = tuple[Tensor, Tensor]
 """Logits [B, V], or numbers of a pooling head, and hidden states [B * Q, hidden]."""
@@ -35,17 +35,17 @@ class Execution:
         self._bridge = bridge
         self.model = model
 
-    def run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
+    def run(self, packed: Tensor, shape: PaddedShape) -> Outputs:
         """One launch; the outputs are overwritten by the next launch of the same shape."""
         with self.model.launch_holder.running(None):  # also a launch that raises leaves no context
             return self._run(packed, shape)
 
-    def _run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
+    def _run(self, packed: Tensor, shape: PaddedShape) -> Outputs:
         outputs: Outputs = self.model(packed, shape)
         self._bridge.mark_step()
         return outputs
 
-    def how(self, shape: LaunchShape) -> str:
+    def how(self, shape: PaddedShape) -> str:
         """How a launch of this shape runs, for a trace."""
         return self.name
 
@@ -82,20 +82,20 @@ class GraphExecution(LazyExecution):
 
     def __init__(self, bridge: HabanaBridge, model: LaunchModel, layers_per_mark: int) -> None:
         super().__init__(bridge, model, layers_per_mark)
-        self._graphs: dict[LaunchShape, nn.Module] = {}
+        self._graphs: dict[PaddedShape, nn.Module] = {}
 
-    def _run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
+    def _run(self, packed: Tensor, shape: PaddedShape) -> Outputs:
         graph = self._graphs.get(shape)
         if graph is None:
             return super()._run(packed, shape)
         outputs: Outputs = graph(packed)
         return outputs
 
-    def how(self, shape: LaunchShape) -> str:
+    def how(self, shape: PaddedShape) -> str:
         """Replayed or not."""
         return "replay" if shape in self._graphs else LazyExecution.name
 
-    def capture(self, packed: Tensor, shape: LaunchShape) -> None:
+    def capture(self, packed: Tensor, shape: PaddedShape) -> None:
         """Record the graph of a shape."""
         graph = self._bridge.wrap_in_hpu_graph(_ShapedModel(self.model, shape))
         with self.model.launch_holder.running(None):
@@ -103,11 +103,11 @@ class GraphExecution(LazyExecution):
         self._graphs[shape] = graph
 
     @property
-    def shapes(self) -> list[LaunchShape]:
+    def shapes(self) -> list[PaddedShape]:
         """Those that have a graph, in the order of their capture."""
         return list(self._graphs)
 
-    def release(self, shape: LaunchShape) -> None:
+    def release(self, shape: PaddedShape) -> None:
         """Throw the graph of a shape away, if it has one, and the memory it holds."""
         graph: Any = self._graphs.pop(shape, None)
         if graph is not None:
@@ -120,7 +120,7 @@ class _ShapedModel(nn.Module):
     One module per shape, because a bridge can throw away only all graphs of a module.
     """
 
-    def __init__(self, model: LaunchModel, shape: LaunchShape) -> None:
+    def __init__(self, model: LaunchModel, shape: PaddedShape) -> None:
         super().__init__()
         self._model = model
         self._shape = shape
@@ -153,7 +153,7 @@ class CompiledExecution(Execution):
         else:
             self._compiled = torch.compile(model, **options)
 
-    def _run(self, packed: Tensor, shape: LaunchShape) -> Outputs:
+    def _run(self, packed: Tensor, shape: PaddedShape) -> Outputs:
         outputs: Outputs = self._compiled(packed, shape)
         return outputs
 

@@ -29,7 +29,7 @@ from vllm.attention.backends.packed_fields import (
 )
 from vllm.bucketing import Phase
 from vllm.messages import IntArray
-from vllm.worker.hpu.planner import BucketLaunch, LaunchShape
+from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
 from vllm.worker.input_batch import InputBatch
 
 RESIDENT = -1
@@ -83,7 +83,7 @@ _PREFILL: PackedFields[PrefillInput[Any]] = PackedFields(PrefillInput)
 _MERGED: PackedFields[MergedInput[Any]] = PackedFields(MergedInput)
 
 
-def padded_sizes(shape: LaunchShape) -> dict[str, int]:
+def padded_sizes(shape: PaddedShape) -> dict[str, int]:
     """The sizes that fields are made of, by the letters in their shapes."""
     bucket = shape.bucket
     return {
@@ -98,24 +98,24 @@ def padded_sizes(shape: LaunchShape) -> dict[str, int]:
     }
 
 
-def fields_of(shape: LaunchShape) -> PackedFields[Any]:
+def fields_of(shape: PaddedShape) -> PackedFields[Any]:
     """What the packed input of a launch holds."""
     if shape.bucket.phase is Phase.DECODE:
         return _DECODE
     return _MERGED if shape.merged_prompts else _PREFILL
 
 
-def unpack_decode(buffer: Tensor, shape: LaunchShape) -> DecodeInput[Tensor]:
+def unpack_decode(buffer: Tensor, shape: PaddedShape) -> DecodeInput[Tensor]:
     """Views of the parts of a packed decode."""
     return _DECODE.unpack(buffer, padded_sizes(shape))
 
 
-def unpack_prefill(buffer: Tensor, shape: LaunchShape) -> PrefillInput[Tensor]:
+def unpack_prefill(buffer: Tensor, shape: PaddedShape) -> PrefillInput[Tensor]:
     """Views of the parts of a packed prefill."""
     return _PREFILL.unpack(buffer, padded_sizes(shape))
 
 
-def unpack_merged(buffer: Tensor, shape: LaunchShape) -> MergedInput[Tensor]:
+def unpack_merged(buffer: Tensor, shape: PaddedShape) -> MergedInput[Tensor]:
     """Views of the parts of a packed merged prefill."""
     return _MERGED.unpack(buffer, padded_sizes(shape))
 
@@ -151,7 +151,7 @@ class HPUInputBuilder:
         """It takes the host to know which of several sampled tokens is the newest of a row."""
         self._is_resident[rows] = False
 
-    def pack(self, launch: BucketLaunch) -> tuple[IntArray, IntArray]:
+    def pack(self, launch: PaddedLaunch) -> tuple[IntArray, IntArray]:
         """(packed input on the host, indices into `launch.rows` of the rows that sample)."""
         batch, start = self._batch, launch.num_computed_tokens
         seq_lens = start + launch.num_scheduled_tokens
@@ -164,11 +164,11 @@ class HPUInputBuilder:
         given = self._input(launch, seq_lens, sample_rows)
         return self._fields(launch.shape).pack(given, padded_sizes(launch.shape)), sampled
 
-    def _fields(self, shape: LaunchShape) -> PackedFields[Any]:
+    def _fields(self, shape: PaddedShape) -> PackedFields[Any]:
         return fields_of(shape)
 
     def _input(
-        self, launch: BucketLaunch, seq_lens: IntArray, sample_rows: IntArray
+        self, launch: PaddedLaunch, seq_lens: IntArray, sample_rows: IntArray
     ) -> DecodeInput[IntArray] | PrefillInput[IntArray] | MergedInput[IntArray]:
         if launch.bucket.phase is Phase.DECODE:
             return self._decode(launch, seq_lens, sample_rows)
@@ -177,7 +177,7 @@ class HPUInputBuilder:
         return self._prefill(launch, sample_rows)
 
     def _decode(
-        self, launch: BucketLaunch, seq_lens: IntArray, sample_rows: IntArray
+        self, launch: PaddedLaunch, seq_lens: IntArray, sample_rows: IntArray
     ) -> DecodeInput[IntArray]:
         batch, rows, bucket = self._batch, launch.rows, launch.bucket
         shape, start = launch.shape, launch.num_computed_tokens
@@ -207,7 +207,7 @@ class HPUInputBuilder:
             sample_rows=sample_rows,
         )
 
-    def _prefill(self, launch: BucketLaunch, sample_rows: IntArray) -> PrefillInput[IntArray]:
+    def _prefill(self, launch: PaddedLaunch, sample_rows: IntArray) -> PrefillInput[IntArray]:
         batch, rows, bucket = self._batch, launch.rows, launch.bucket
         start, count = launch.num_computed_tokens, launch.num_scheduled_tokens
         metadata = build_prefill_metadata(
@@ -233,7 +233,7 @@ class HPUInputBuilder:
             sample_rows=sample_rows,
         )
 
-    def _merged_prefill(self, launch: BucketLaunch, sample_rows: IntArray) -> MergedInput[IntArray]:
+    def _merged_prefill(self, launch: PaddedLaunch, sample_rows: IntArray) -> MergedInput[IntArray]:
         batch, rows, bucket = self._batch, launch.rows, launch.bucket
         metadata = build_merged_prefill_metadata(
             batch.block_table[rows],

@@ -16,7 +16,7 @@ from vllm.utils.trace import get_trace
 from vllm.worker.hpu.execution import make_execution
 from vllm.worker.hpu.input import HPUInputBuilder, to_device
 from vllm.worker.hpu.model import LaunchModel
-from vllm.worker.hpu.planner import BucketLaunch, HPULaunchPlanner, LaunchShape, launch_shapes
+from vllm.worker.hpu.planner import HPULaunchPlanner, PaddedLaunch, PaddedShape, launch_shapes
 from vllm.worker.hpu.step_report import StepReport
 from vllm.worker.hpu.trace import trace_launch
 from vllm.worker.input_batch import InputBatch
@@ -89,7 +89,7 @@ class PaddedLaunches:
             catalog, limits, self._batch, self._merged_prompts, self._logprob_rows
         )
 
-    def launch_shapes(self, bucket: Bucket) -> list[LaunchShape]:
+    def launch_shapes(self, bucket: Bucket) -> list[PaddedShape]:
         """Every shape in which launches of a bucket can run."""
         return launch_shapes(bucket, self._limits, self._merged_prompts)
 
@@ -100,7 +100,7 @@ class PaddedLaunches:
         return self.planner.plan(step)
 
     @contextmanager
-    def running(self, launch: BucketLaunch, *, may_compile: bool = False) -> Iterator[None]:
+    def running(self, launch: PaddedLaunch, *, may_compile: bool = False) -> Iterator[None]:
         """Around all that a launch does: counts and traces it, and after the warm-up lets nothing
         compile or wait. After a full warm-up that is everything, expected or not.
 
@@ -140,10 +140,10 @@ class PaddedLaunches:
             num_late_compilations=report.recent_compilations(),
         )
 
-    def padding_input(self, shape: LaunchShape) -> Tensor:
+    def padding_input(self, shape: PaddedShape) -> Tensor:
         """Input on the device of a launch without rows: it writes nothing but the null block."""
         none = np.empty(0, np.int32)
-        launch = BucketLaunch(
+        launch = PaddedLaunch(
             none, none, none, shape.bucket, shape.is_contiguous, shape.merged_prompts
         )
         packed, _ = self.inputs.pack(launch)
@@ -160,7 +160,7 @@ class PaddedRunner(Protocol):
 
     launches: PaddedLaunches
 
-    def warm_up(self, shape: LaunchShape, *, with_sampler: bool) -> None:
+    def warm_up(self, shape: PaddedShape, *, with_sampler: bool) -> None:
         """Run a launch of padding alone.
 
         Args:

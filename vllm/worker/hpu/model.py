@@ -23,7 +23,7 @@ from vllm.bucketing import Phase
 from vllm.config import HPUConfig
 from vllm.model_executor.models.interface import LayeredModel
 from vllm.worker.hpu.input import unpack_decode, unpack_merged, unpack_prefill
-from vllm.worker.hpu.planner import LaunchShape
+from vllm.worker.hpu.planner import PaddedShape
 
 
 def softmax_normaliser(config: HPUConfig) -> Normaliser | float | None:
@@ -94,14 +94,14 @@ class HPUModel(LaunchModel):
         self._normaliser = normaliser
         self._dtype = next(model.parameters()).dtype
 
-    def forward(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
+    def forward(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
         if shape.bucket.phase is Phase.DECODE:
             return self._decode(packed, shape)
         if shape.merged_prompts:
             return self._merged_prefill(packed, shape)
         return self._prefill(packed, shape)
 
-    def _decode(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
+    def _decode(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
         given = unpack_decode(packed, shape)
         query_len, positions, token_ids = shape.bucket.query_len, None, given.token_ids
         if query_len > 1:
@@ -122,7 +122,7 @@ class HPUModel(LaunchModel):
         hidden_states = self._run(attention, token_ids, given.positions)
         return self._head(hidden_states), hidden_states
 
-    def _prefill(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
+    def _prefill(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
         given = unpack_prefill(packed, shape)
         attention = PaddedPrefill.derive(
             given.metadata, self._kinds, self._block_size, self._kernel
@@ -131,7 +131,7 @@ class HPUModel(LaunchModel):
         last = hidden_states.index_select(0, given.last_tokens)
         return self._head(last), hidden_states
 
-    def _merged_prefill(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
+    def _merged_prefill(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
         given = unpack_merged(packed, shape)
         metadata = given.metadata
         attention = MergedPrefill.derive(metadata, self._kinds, self._block_size, self._kernel)

@@ -20,7 +20,7 @@ from vllm.utils.ragged import positions_within
 from vllm.worker.hpu.input import HPUInputBuilder, to_device
 from vllm.worker.hpu.launches import PaddedLaunches
 from vllm.worker.hpu.model import HPUModel, softmax_normaliser
-from vllm.worker.hpu.planner import BucketLaunch, LaunchShape
+from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
 from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.launch import Launch
 from vllm.worker.model_runner import LaunchResult, ModelRunner
@@ -103,7 +103,7 @@ class HPUModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def _run(self, launch: Launch) -> LaunchResult:
-        assert isinstance(launch, BucketLaunch)
+        assert isinstance(launch, PaddedLaunch)
         # Nobody knows what a logits processor of a user runs.
         with self.launches.running(launch, may_compile=self.sampling.has_processors):
             return self._run_launch(launch)
@@ -112,7 +112,7 @@ class HPUModelRunner(ModelRunner):
         """What it has done."""
         return self.launches.stats(self._num_steps, self._num_useful_tokens)
 
-    def _run_launch(self, launch: BucketLaunch) -> LaunchResult:
+    def _run_launch(self, launch: PaddedLaunch) -> LaunchResult:
         packed, indices = self.launches.inputs.pack(launch)
         self.sampling.start_masks(launch.rows[indices])
         device_input = to_device(packed, self.device)
@@ -140,7 +140,7 @@ class HPUModelRunner(ModelRunner):
         return LaunchResult(rows, places, sampled, prompt_logprobs, num_drafts=num_drafts)
 
     def _sampled_places(
-        self, launch: BucketLaunch, indices: IntArray, num_drafts: IntArray | None
+        self, launch: PaddedLaunch, indices: IntArray, num_drafts: IntArray | None
     ) -> tuple[IntArray, IntArray]:
         """Rows of the logits that are sampled, and which token of its row each of them follows,
         of those that run.
@@ -184,7 +184,7 @@ class HPUModelRunner(ModelRunner):
     # ---- warm-up --------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def warm_up(self, shape: LaunchShape, *, with_sampler: bool) -> None:
+    def warm_up(self, shape: PaddedShape, *, with_sampler: bool) -> None:
         """See `PaddedRunner.warm_up`."""
         device_input = self.launches.padding_input(shape)
         logits, hidden_states = self.launches.execution.run(device_input, shape)

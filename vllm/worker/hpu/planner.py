@@ -31,7 +31,7 @@ read."""
 
 
 @dataclass(frozen=True, slots=True)
-class BucketLaunch(Launch):
+class PaddedLaunch(Launch):
     """A launch that is padded to a bucket."""
 
     bucket: Bucket
@@ -46,13 +46,13 @@ class BucketLaunch(Launch):
         return self.bucket.query_len if self.bucket.phase is Phase.DECODE else 1
 
     @property
-    def shape(self) -> "LaunchShape":
+    def shape(self) -> "PaddedShape":
         """What decides the recipe of this launch."""
-        return LaunchShape(self.bucket, self.is_contiguous, self.merged_prompts)
+        return PaddedShape(self.bucket, self.is_contiguous, self.merged_prompts)
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchShape:
+class PaddedShape:
     """Padded sizes of a launch: the key of what is compiled, captured and warmed up."""
 
     bucket: Bucket
@@ -78,17 +78,17 @@ class LaunchShape:
         return self.bucket.blocks + self.num_shared
 
 
-def launch_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int = 0) -> list[LaunchShape]:
+def launch_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int = 0) -> list[PaddedShape]:
     """Every shape in which launches of a bucket can run.
 
     A contiguous decode of rows that share more blocks than it has room for runs as a plain one.
     """
-    plain = LaunchShape(bucket)
+    plain = PaddedShape(bucket)
     if bucket.phase is Phase.PREFILL:
-        return [LaunchShape(bucket, merged_prompts=merged_prompts)]
+        return [PaddedShape(bucket, merged_prompts=merged_prompts)]
     if not limits.contiguous_pa:
         return [plain]
-    shapes = [LaunchShape(bucket, is_contiguous=True)] if _is_slice(bucket, limits) else []
+    shapes = [PaddedShape(bucket, is_contiguous=True)] if _is_slice(bucket, limits) else []
     if limits.enable_prefix_caching or not shapes:
         shapes.append(plain)
     return shapes
@@ -198,7 +198,7 @@ class HPULaunchPlanner:
             total += count
         return [*parts, rows.part(start)]
 
-    def _decode(self, rows: _Rows) -> BucketLaunch:
+    def _decode(self, rows: _Rows) -> PaddedLaunch:
         batch, seq_lens = len(rows.ids), rows.computed + rows.scheduled
         query_len = int(rows.scheduled.max())
         if not self._limits.contiguous_pa:
@@ -206,7 +206,7 @@ class HPULaunchPlanner:
             return _launch(rows, self._fit(Phase.DECODE, batch, query_len, refs))
         counts = count_decode_blocks(self._batch.block_table[rows.ids], seq_lens, self._size)
         bucket = self._fit(Phase.DECODE, batch, query_len, counts.span)
-        shape = LaunchShape(bucket, is_contiguous=True)
+        shape = PaddedShape(bucket, is_contiguous=True)
         if _is_slice(bucket, self._limits) and counts.shared <= shape.num_shared:
             return _launch(rows, bucket, is_contiguous=True)
         if self._limits.enable_prefix_caching:
@@ -295,8 +295,8 @@ class HPULaunchPlanner:
 
 def _launch(
     rows: _Rows, bucket: Bucket, *, is_contiguous: bool = False, merged_prompts: int = 0
-) -> BucketLaunch:
-    return BucketLaunch(
+) -> PaddedLaunch:
+    return PaddedLaunch(
         rows.ids,
         rows.computed,
         rows.scheduled,

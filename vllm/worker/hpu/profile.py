@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.launches import PaddedRunner
 from vllm.worker.hpu.memory_profile import Attempt, MemoryProfile, attempt
-from vllm.worker.hpu.planner import LaunchShape
+from vllm.worker.hpu.planner import PaddedShape
 from vllm.worker.prompt_logprobs import PART_SIZE
 
 
@@ -130,5 +130,5 @@ def _run_beside_others(
 ) -> None:
     """A launch while all that it may find in memory is there."""
     held = bridge.zeros((held_bytes(config),), torch.uint8)
-    runner.warm_up(LaunchShape(bucket), with_sampler=True)
+    runner.warm_up(PaddedShape(bucket), with_sampler=True)
     del held

@@ -15,7 +15,7 @@ from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.execution import GraphExecution
 from vllm.worker.hpu.launches import PaddedRunner
 from vllm.worker.hpu.memory_profile import MemoryProfile
-from vllm.worker.hpu.planner import LaunchShape
+from vllm.worker.hpu.planner import PaddedShape
 from vllm.worker.sleep import BuildModel
 
 logger = init_logger(__name__)
@@ -133,7 +133,7 @@ class SleepingGraphs:
 
     def __init__(self, runner: PaddedRunner) -> None:
         self._runner = runner
-        self._shapes: list[LaunchShape] = []
+        self._shapes: list[PaddedShape] = []
 
     def release(self) -> None:
         """Throw away all graphs, as they hold addresses of weights and cache."""

@@ -1,18 +1,18 @@
 """What a trace shows of a padded launch."""
 
 from vllm.bucketing import Phase
-from vllm.utils.trace import LAUNCH_COUNTERS, LaunchSize, Trace, launch_counters
-from vllm.worker.hpu.planner import BucketLaunch
+from vllm.utils.trace import LAUNCH_COUNTERS, PaddingCounts, Trace, launch_counters
+from vllm.worker.hpu.planner import PaddedLaunch
 
 
-def trace_launch(trace: Trace, launch: BucketLaunch, block_size: int) -> None:
+def trace_launch(trace: Trace, launch: PaddedLaunch, block_size: int) -> None:
     """Counters of a launch: what was asked for, and the bucket it was padded to."""
     bucket = launch.bucket
     is_prompt = bucket.phase is Phase.PREFILL
     seq_lens = launch.num_computed_tokens + launch.num_scheduled_tokens
     held = launch.num_computed_tokens if is_prompt else seq_lens
     blocks = -(-held // block_size)
-    size = LaunchSize(
+    size = PaddingCounts(
         phase="prompt" if is_prompt else "decode",
         rows=len(launch.rows),
         padded_rows=bucket.batch,

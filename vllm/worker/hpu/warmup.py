@@ -38,7 +38,7 @@ from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.execution import GraphExecution
 from vllm.worker.hpu.launches import PaddedRunner
 from vllm.worker.hpu.memory_profile import attempt
-from vllm.worker.hpu.planner import LaunchShape
+from vllm.worker.hpu.planner import PaddedShape
 from vllm.worker.hpu.profile import held_bytes
 from vllm.worker.interface import WarmUpStep
 
@@ -162,7 +162,7 @@ class WarmUp:
             line = None
         return None
 
-    def _compile_shape(self, shape: LaunchShape, line: str | None) -> str | None:
+    def _compile_shape(self, shape: PaddedShape, line: str | None) -> str | None:
         """Run a launch. Why it is given up: it needs more memory than there will be."""
         if line is not None:
             logger.info(line)
@@ -293,11 +293,11 @@ class WarmUp:
         self._used_bytes = max(0, free_bytes - self._free_bytes())
         return step.refusal_of(self._used_bytes)
 
-    def _capture_shape(self, execution: GraphExecution, shape: LaunchShape) -> None:
+    def _capture_shape(self, execution: GraphExecution, shape: PaddedShape) -> None:
         execution.capture(self._launches.padding_input(shape), shape)
         self._runner.warm_up(shape, with_sampler=False)
 
-    def _shapes(self, bucket: Bucket) -> list[LaunchShape]:
+    def _shapes(self, bucket: Bucket) -> list[PaddedShape]:
         return self._launches.launch_shapes(bucket)
 
     def _free_bytes(self) -> int:

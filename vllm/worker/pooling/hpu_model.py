@@ -17,7 +17,7 @@ from vllm.messages import IntArray
 from vllm.model_executor.models.interface import PoolingModel
 from vllm.worker.hpu.input import HPUInputBuilder, PrefillInput, padded_sizes, unpack_prefill
 from vllm.worker.hpu.model import LaunchModel
-from vllm.worker.hpu.planner import BucketLaunch, LaunchShape
+from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.pooling.runner import TokenTypes
 
@@ -45,10 +45,10 @@ class TypedInputBuilder(HPUInputBuilder):
         super().__init__(batch, block_size)
         self._types = types.values
 
-    def _fields(self, shape: LaunchShape) -> PackedFields[Any]:
+    def _fields(self, shape: PaddedShape) -> PackedFields[Any]:
         return _TYPED
 
-    def _prefill(self, launch: BucketLaunch, sample_rows: IntArray) -> PrefillInput[IntArray]:
+    def _prefill(self, launch: PaddedLaunch, sample_rows: IntArray) -> PrefillInput[IntArray]:
         given = super()._prefill(launch, sample_rows)
         types = np.zeros((launch.bucket.batch, launch.bucket.query_len), np.int32)
         column = np.arange(launch.bucket.query_len)
@@ -77,7 +77,7 @@ class WholePromptModel(LaunchModel):
         self._has_types = model.num_token_types > 1
         self._pooler = pooler
 
-    def forward(self, packed: Tensor, shape: LaunchShape) -> tuple[Tensor, Tensor]:
+    def forward(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
         given: PrefillInput[Tensor]
         types: tuple[Tensor, ...] = ()
         if self._has_types:
@@ -89,14 +89,14 @@ class WholePromptModel(LaunchModel):
         hidden_states = self._run(attention, given.token_ids, given.positions, *types)
         return self._head(self._pool(hidden_states, given, shape)), hidden_states
 
-    def _attention(self, given: PrefillInput[Tensor], shape: LaunchShape) -> AttentionMetadata:
+    def _attention(self, given: PrefillInput[Tensor], shape: PaddedShape) -> AttentionMetadata:
         if self._pooler.is_causal:
             return PaddedPrefill.derive(given.metadata, self._kinds, self._block_size, self._kernel)
         size = (shape.bucket.batch, shape.bucket.query_len)
         return PaddedEncoder.derive(given.metadata.query_lens, size, self._kernel)
 
     def _pool(
-        self, hidden_states: Tensor, given: PrefillInput[Tensor], shape: LaunchShape
+        self, hidden_states: Tensor, given: PrefillInput[Tensor], shape: PaddedShape
     ) -> Tensor:
         """[B, hidden], or [B * Q, hidden]."""
         kind, query_len = self._pooler.pooling_type, shape.bucket.query_len

@@ -18,7 +18,7 @@ from vllm.utils.ragged import positions_within
 from vllm.worker.hpu.input import HPUInputBuilder, to_device
 from vllm.worker.hpu.launches import PaddedLaunches
 from vllm.worker.hpu.model import HPUModel, LaunchModel, softmax_normaliser
-from vllm.worker.hpu.planner import BucketLaunch, LaunchShape
+from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
 from vllm.worker.launch import Launch
 from vllm.worker.pooling.hpu_model import TypedInputBuilder, WholePromptModel
 from vllm.worker.pooling.runner import PooledRows, PoolingRunner
@@ -61,7 +61,7 @@ class HPUPoolingRunner(PoolingRunner):
 
     @torch.inference_mode()
     def _run(self, launch: Launch) -> PooledRows:
-        assert isinstance(launch, BucketLaunch)
+        assert isinstance(launch, PaddedLaunch)
         with self.launches.running(launch):
             packed, indices = self.launches.inputs.pack(launch)
             numbers = self._run_packed(to_device(packed, self.device), launch.shape)
@@ -72,7 +72,7 @@ class HPUPoolingRunner(PoolingRunner):
             places = first + positions_within(counts)
         return PooledRows(rows, counts, numbers, places)
 
-    def _run_packed(self, packed: Tensor, shape: LaunchShape) -> Tensor:
+    def _run_packed(self, packed: Tensor, shape: PaddedShape) -> Tensor:
         """A copy of the numbers: the next launch of this shape writes over what a graph gives."""
         numbers, _ = self.launches.execution.run(packed, shape)
         kept = numbers.clone()
@@ -80,6 +80,6 @@ class HPUPoolingRunner(PoolingRunner):
         return kept
 
     @torch.inference_mode()
-    def warm_up(self, shape: LaunchShape, *, with_sampler: bool) -> None:
+    def warm_up(self, shape: PaddedShape, *, with_sampler: bool) -> None:
         """See `PaddedRunner.warm_up`; there is no sampler."""
         self._run_packed(self.launches.padding_input(shape), shape).cpu()
