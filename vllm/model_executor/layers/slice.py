@@ -27,6 +27,20 @@ class Source:
     copy_to: Callable[[Tensor, Index], None] | None = None
     """Read that part into a tensor of its shape, without a copy on the way where that can be."""
 
+    def rows(self, start: int, count: int) -> "Source":
+        """Rows [start, start + count) as a tensor of their own."""
+
+        def read(index: Index) -> Tensor:
+            first, end, _ = (index[0] if index else slice(None)).indices(count)
+            return self.read((slice(start + first, start + end), *index[1:]))
+
+        return Source(torch.Size((count, *self.shape[1:])), read)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Source":
+        """What `function` makes of the tensor, whose whole is read for every part."""
+        shape = function(torch.empty(self.shape, device="meta")).shape
+        return Source(shape, lambda index: function(self.read(()))[index])
+
     def fill(self, target: Tensor, index: Index = ()) -> None:
         """Copy that part into `target`, of its shape, converting to its dtype."""
         if self.copy_to is None:

@@ -5,7 +5,7 @@ class. Knows no files.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -59,10 +59,7 @@ def load_weights(
     todo = dict(targets.by_name)
     unexpected = []
     num_empty = Counter(target.module for target in todo.values())
-    for checkpoint_name, source in tensors:
-        if checkpoint_name.endswith(model.ignored_tensors):
-            continue
-        name = _rename(checkpoint_name, model)
+    for checkpoint_name, name, source in _converted(tensors, model):
         if name in targets.aliases:
             continue
         if load_kv_scale(model, name, source):
@@ -93,10 +90,23 @@ def load_weights(
         )
 
 
+def _converted(
+    tensors: Iterable[tuple[str, Source]], model: LoadableModel
+) -> Iterator[tuple[str, str, Source]]:
+    """Name in the checkpoint, name in the model, tensor; without what is ignored."""
+    for checkpoint_name, whole in tensors:
+        if not checkpoint_name.endswith(model.ignored_tensors):
+            for name, source in model.convert(_rename(checkpoint_name, model), whole):
+                yield checkpoint_name, name, source
+
+
 def _rename(name: str, model: LoadableModel) -> str:
     for prefix, replacement in model.checkpoint_prefixes.items():
         if name.startswith(prefix):
-            return replacement + name.removeprefix(prefix)
+            name = replacement + name.removeprefix(prefix)
+            break
+    for part, replacement in model.checkpoint_names.items():
+        name = name.replace(part, replacement)
     return name
 
 

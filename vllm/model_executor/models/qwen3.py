@@ -2,7 +2,7 @@
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, rms_norm
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
@@ -11,6 +11,6 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         has_attention_bias = bool(arch.hf_config.get("attention_bias", False))
         options = DecoderOptions(
-            qkv_bias=has_attention_bias, output_bias=has_attention_bias, has_head_norm=True
+            qkv_bias=has_attention_bias, output_bias=has_attention_bias, head_norm=rms_norm
         )
         super().__init__(arch, tp, options)

@@ -29,15 +29,36 @@ _POOLING_DECODERS = {
     )
 }
 
-_BUILT_IN = {
-    **_ENCODERS,
-    **_POOLING_DECODERS,
-    "LlamaForCausalLM": f"{_PACKAGE}.llama:LlamaForCausalLM",
-    "MistralForCausalLM": f"{_PACKAGE}.mistral:MistralForCausalLM",
-    "OPTForCausalLM": f"{_PACKAGE}.opt:OPTForCausalLM",
-    "Qwen2ForCausalLM": f"{_PACKAGE}.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": f"{_PACKAGE}.qwen3:Qwen3ForCausalLM",
+_DECODERS = {
+    name: f"{_PACKAGE}.{module}:{class_name or name}"
+    for module, names in {
+        "bloom": {"BloomForCausalLM": "", "MPTForCausalLM": "MptForCausalLM", "MptForCausalLM": ""},
+        "cohere": {"CohereForCausalLM": "", "Cohere2ForCausalLM": "CohereForCausalLM"},
+        "falcon": {"FalconForCausalLM": ""},
+        "gemma": {"GemmaForCausalLM": "", "Gemma2ForCausalLM": "", "Gemma3ForCausalLM": ""},
+        "glm": {"GlmForCausalLM": "", "Glm4ForCausalLM": ""},
+        "gpt2": {"GPT2LMHeadModel": "", "GPTBigCodeForCausalLM": ""},
+        "gpt_neox": {"GPTNeoXForCausalLM": "", "GPTJForCausalLM": ""},
+        "granite": {"GraniteForCausalLM": ""},
+        "llama": {"LlamaForCausalLM": ""},
+        "mistral": {"MistralForCausalLM": ""},
+        "olmo": {
+            "OlmoForCausalLM": "",
+            "Olmo2ForCausalLM": "",
+            "Olmo3ForCausalLM": "Olmo2ForCausalLM",
+        },
+        "opt": {"OPTForCausalLM": ""},
+        "phi": {"PhiForCausalLM": "", "Phi3ForCausalLM": ""},
+        "qwen2": {"Qwen2ForCausalLM": ""},
+        "qwen3": {"Qwen3ForCausalLM": ""},
+        "stablelm": {"StableLmForCausalLM": ""},
+        "starcoder2": {"Starcoder2ForCausalLM": ""},
+    }.items()
+    for name, class_name in names.items()
 }
+"""Architecture -> class; "" where both have one name."""
+
+_BUILT_IN = {**_ENCODERS, **_POOLING_DECODERS, **_DECODERS}
 
 
 class _ModelRegistry:

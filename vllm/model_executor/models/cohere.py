@@ -1,0 +1,33 @@
+"""Command R and its successors."""
+
+from dataclasses import replace
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    ParallelLayer,
+    layer_norm_without_bias,
+)
+from vllm.model_executor.models.llama import llama_options
+
+
+class CohereForCausalLM(DecoderForCausalLM):
+    """Attention and MLP beside each other, rotations of neighbouring elements, scaled logits.
+
+    Of Cohere 2 (Command R7B, Command A) most layers have a window, and those without have no
+    rotations either.
+    """
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        config = arch.hf_config
+        if config.get("use_qk_norm"):
+            raise ConfigError("use_qk_norm is not supported for CohereForCausalLM")
+        options = replace(
+            llama_options(arch),
+            norm=layer_norm_without_bias,
+            is_neox=False,
+            logit_scale=float(config.get("logit_scale") or 1.0),
+        )
+        super().__init__(arch, tp, options, ParallelLayer)
