@@ -180,6 +180,26 @@ _MORE: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         },
     ),
 }
+_MOE = _DECODER | {"num_experts_per_tok": 2}
+_MORE |= {
+    "mixtral": (transformers.MixtralConfig, _MOE | {"num_local_experts": 4}),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        _MOE
+        | {"num_experts": 6, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80},
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        _MOE
+        | {"num_experts": 6, "mlp_only_layers": [1], "num_hidden_layers": 3, "head_dim": 32}
+        | {"norm_topk_prob": True, "moe_intermediate_size": 48},
+    ),
+    "granite_moe": (
+        transformers.GraniteMoeConfig,
+        _MOE | {"num_local_experts": 4, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    ),
+    "olmoe": (transformers.OlmoeConfig, _MOE | {"num_experts": 4, "clip_qkv": 1.0}),
+}
 _FAMILIES |= _MORE
 
 ALL_FAMILIES = tuple(_FAMILIES)

@@ -62,6 +62,8 @@ class Slice:
     """Indices in the checkpoint tensor; below size * ranks when the last ranks hold padding."""
     num_replicas: int = 1
     """Ranks that hold the same shard; above 1 when there are fewer KV heads than ranks."""
+    tensor: str | None = None
+    """Last part of the name in the checkpoint; None: that of the parameter."""
 
     def checkpoint_shape(self, param: Tensor) -> torch.Size:
         """Shape the checkpoint tensor must have."""
@@ -79,6 +81,19 @@ class Slice:
             source.fill(shard.narrow(self.dim, 0, num_real), part)
         if num_real < self.size:
             shard.narrow(self.dim, num_real, self.size - num_real).zero_()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSlice(Slice):
+    """Rows or columns of one expert's matrix in a parameter [experts, ...]."""
+
+    expert: int
+
+    def checkpoint_shape(self, param: Tensor) -> torch.Size:
+        return super().checkpoint_shape(param[self.expert])
+
+    def copy(self, param: Tensor, source: Source, tp: TPGroup) -> None:
+        super().copy(param[self.expert], source, tp)
 
 
 WeightSlices = dict[str, dict[str, Slice]]

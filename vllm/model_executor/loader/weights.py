@@ -119,7 +119,8 @@ def _find_targets(model: LoadableModel) -> _Targets:
             is_alias = id(param) in seen
             seen.add(id(param))
             for part_name, slice_ in slices.get(param_name, {"": None}).items():
-                name = _checkpoint_name(path, part_name, param_name)
+                tensor = (slice_ and slice_.tensor) or param_name
+                name = _checkpoint_name(path, part_name, tensor)
                 if is_alias:
                     targets.aliases.add(name)
                 else:
@@ -127,9 +128,9 @@ def _find_targets(model: LoadableModel) -> _Targets:
     return targets
 
 
-def _checkpoint_name(path: str, part_name: str, param_name: str) -> str:
+def _checkpoint_name(path: str, part_name: str, tensor: str) -> str:
     """Packed parts are siblings: qkv_proj of a.b packs a.b.q_proj, a.b.k_proj, a.b.v_proj."""
     if part_name:
         parent = path.rpartition(".")[0]
         path = f"{parent}.{part_name}" if parent else part_name
-    return f"{path}.{param_name}" if path else param_name
+    return f"{path}.{tensor}" if path else tensor

@@ -9,6 +9,7 @@ from vllm.distributed import TPGroup
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
+    DecoderOptions,
     add_norm,
 )
 from vllm.model_executor.models.llama import llama_options
@@ -31,11 +32,15 @@ class GraniteForCausalLM(DecoderForCausalLM):
     """IBM 2024, "Granite 3.0 Language Models"; multipliers as in muP (arXiv 2203.03466)."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        config = arch.hf_config
-        options = replace(
-            llama_options(arch),
-            attention_scale=float(config.get("attention_multiplier", 1.0)),
-            embedding_scale=float(config.get("embedding_multiplier", 1.0)),
-            logit_scale=1.0 / float(config.get("logits_scaling", 1.0)),
-        )
-        super().__init__(arch, tp, options, GraniteLayer)
+        super().__init__(arch, tp, granite_options(arch), GraniteLayer)
+
+
+def granite_options(arch: ModelArch) -> DecoderOptions:
+    """Those of Llama, and what is multiplied with what."""
+    config = arch.hf_config
+    return replace(
+        llama_options(arch),
+        attention_scale=float(config.get("attention_multiplier", 1.0)),
+        embedding_scale=float(config.get("embedding_multiplier", 1.0)),
+        logit_scale=1.0 / float(config.get("logits_scaling", 1.0)),
+    )

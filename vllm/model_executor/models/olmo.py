@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
@@ -12,10 +12,12 @@ from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.model_executor.models.decoder import (
     DecoderAttention,
     DecoderForCausalLM,
+    DecoderLayer,
     DecoderOptions,
     Layer,
 )
 from vllm.model_executor.models.llama import llama_options
+from vllm.model_executor.models.mixture import Mixture, mixture_options
 
 
 class OlmoForCausalLM(DecoderForCausalLM):
@@ -96,3 +98,22 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, llama_options(arch), Olmo2Layer)
+
+
+class OlmoeLayer(DecoderLayer):
+    """A `DecoderLayer` of experts, whose query and key are normed as in OLMo 2."""
+
+    make_attention = Olmo2Layer.make_attention
+
+    def make_mlp(
+        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
+    ) -> nn.Module:
+        return Mixture(arch, mixture_options(arch), tp)
+
+
+class OlmoeForCausalLM(DecoderForCausalLM):
+    """Muennighoff et al. 2024 (arXiv 2409.02060)."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        options = replace(llama_options(arch), qkv_limit=arch.hf_config.get("clip_qkv"))
+        super().__init__(arch, tp, options, OlmoeLayer)

@@ -41,9 +41,16 @@ _DECODERS = {
         "gpt_neox": {"GPTNeoXForCausalLM": "", "GPTJForCausalLM": ""},
         "granite": {"GraniteForCausalLM": ""},
         "llama": {"LlamaForCausalLM": ""},
+        "mixture": {
+            "MixtralForCausalLM": "",
+            "Qwen2MoeForCausalLM": "",
+            "Qwen3MoeForCausalLM": "",
+            "GraniteMoeForCausalLM": "",
+        },
         "mistral": {"MistralForCausalLM": ""},
         "olmo": {
             "OlmoForCausalLM": "",
+            "OlmoeForCausalLM": "",
             "Olmo2ForCausalLM": "",
             "Olmo3ForCausalLM": "Olmo2ForCausalLM",
         },
@@ -114,7 +121,7 @@ class _ModelRegistry:
 
     def _unsupported(self, arch_name: str) -> str:
         names = self.supported()
-        near = sorted(difflib.get_close_matches(arch_name, names, n=3))
+        near = difflib.get_close_matches(arch_name, names, n=3)
         hint = f" (the nearest: {', '.join(near)})" if near else ""
         return (
             f"model architecture {arch_name!r} is not supported{hint}; "
