@@ -101,6 +101,7 @@ _LONGROPE = {
     "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [1.5 + 0.5 * i for i in range(8)],
 }
+_PHI3_LONG = _DECODER | {"rope_parameters": _LONGROPE}
 _MORE: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     "granite": (
         transformers.GraniteConfig,
@@ -123,9 +124,10 @@ _MORE: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         _GPT | {"intermediate_size": 176, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
     ),
     "phi3": (transformers.Phi3Config, _DECODER),
-    "phi3_long": (
+    "phi3_long": (transformers.Phi3Config, _PHI3_LONG | {"original_max_position_embeddings": 64}),
+    "phi3_short": (
         transformers.Phi3Config,
-        _DECODER | {"original_max_position_embeddings": 64, "rope_parameters": _LONGROPE},
+        _PHI3_LONG | {"original_max_position_embeddings": 256},
     ),
     "olmo": (transformers.OlmoConfig, _DECODER | {"clip_qkv": 0.5}),
     "olmo2": (transformers.Olmo2Config, _DECODER),
@@ -204,6 +206,10 @@ _FAMILIES |= _MORE
 
 ALL_FAMILIES = tuple(_FAMILIES)
 """Every family `make_tiny_model` knows."""
+
+MORE_FAMILIES = tuple(name for name in _MORE if name != "phi3_long")
+"""Those that differ from `FAMILIES` in their layers only. phi3_long is not among them: transformers
+changes its rotations when a request grows beyond a length, which an engine with a cache cannot."""
 
 
 def make_tiny_model(

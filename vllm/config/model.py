@@ -6,7 +6,7 @@ transformers 5, `rope_theta`, `rope_scaling` and `torch_dtype` of transformers 4
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from vllm.config.fields import check_at_least, check_one_of
@@ -31,6 +31,13 @@ class RopeConfig:
     """default, linear, dynamic, llama3, yarn or longrope."""
     scaling: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of the type, by their Hugging Face names (`factor`, ...)."""
+
+    def for_length(self, max_model_len: int) -> "RopeConfig":
+        """See `ModelArch.for_length`."""
+        if self.rope_type != "longrope":
+            return self
+        is_long = max_model_len > self.scaling["original_max_position_embeddings"]
+        return replace(self, scaling={**self.scaling, "uses_long_factor": is_long})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +123,12 @@ class ModelArch:
     def embedding_size(self) -> int:
         """Size of a token's embedding; OPT may project them to `hidden_size`."""
         return int(self.hf_config.get("word_embed_proj_dim") or self.hidden_size)
+
+    def for_length(self, max_model_len: int) -> "ModelArch":
+        """The model as it is when no request is longer than this: of rotations with factors for
+        short and for long contexts (longrope) those that it is served with."""
+        ropes = tuple(rope and rope.for_length(max_model_len) for rope in self.layer_ropes)
+        return replace(self, layer_ropes=ropes)
 
     @property
     def derived_max_model_len(self) -> int:

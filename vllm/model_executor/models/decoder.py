@@ -61,7 +61,7 @@ class DecoderOptions:
     is_gated: bool = True
     """act(gate(x)) * up(x) in the MLP; False: act(up(x))."""
     qkv_limit: float | None = None
-    """Elements of query, key and value are limited to this, and to its negative."""
+    """Elements of query, key and value are limited to this and its negative, after head norms."""
     head_norm: NormFactory | None = None
     """Of every query and key head before the rotation."""
     attention_scale: float | None = None
@@ -131,17 +131,16 @@ class DecoderAttention(nn.Module):
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         q, k, v = self.project(hidden_states)
         q, k = self.normed(q, k)
+        if self.qkv_limit is not None:
+            q, k, v = (part.clamp(-self.qkv_limit, self.qkv_limit) for part in (q, k, v))
         if self.rotary_emb is not None:
             q, k = self.rotary_emb(positions, q, k)
         return self.o_proj(self.attn(q, k, v).flatten(1))
 
     def project(self, hidden_states: Tensor) -> list[Tensor]:
         """Query, key and value, [T, heads, head_size] each."""
-        packed = self.qkv_proj(hidden_states)
-        if self.qkv_limit is not None:
-            packed = packed.clamp(-self.qkv_limit, self.qkv_limit)
-        parts = packed.split(self.qkv_proj.split_sizes, dim=-1)
-        return [part.unflatten(-1, (-1, self.head_size)) for part in parts]
+        packed = self.qkv_proj(hidden_states).split(self.qkv_proj.split_sizes, dim=-1)
+        return [part.unflatten(-1, (-1, self.head_size)) for part in packed]
 
     def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Query and key as they are rotated."""
