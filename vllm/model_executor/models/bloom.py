@@ -23,7 +23,7 @@ from vllm.model_executor.models.fused_weights import (
 
 
 class BloomForCausalLM(DecoderForCausalLM):
-    """BigScience 2022 (arXiv 2211.05100)."""
+    """BLOOM and BLOOMZ (BigScience 2022, arXiv 2211.05100)."""
 
     checkpoint_prefixes: ClassVar[dict[str, str]] = {
         f"{level}{name}": ours
@@ -65,8 +65,8 @@ class BloomForCausalLM(DecoderForCausalLM):
         return split_groups(name, source, "qkv_proj", qkv_heads(self.arch), self.arch.head_size)
 
 
-class MptForCausalLM(DecoderForCausalLM):
-    """MosaicML 2023, "Introducing MPT-7B"."""
+class MPTForCausalLM(DecoderForCausalLM):
+    """MPT 7B and 30B (MosaicML 2023, "Introducing MPT-7B")."""
 
     checkpoint_names: ClassVar[dict[str, str]] = {
         "transformer.wte.": "model.embed_tokens.",
@@ -103,3 +103,7 @@ class MptForCausalLM(DecoderForCausalLM):
         if ".qkv_proj." not in name:
             return ((name, source),)
         return split_rows(name, source, "qkv_proj", qkv_sizes(self.arch))
+
+
+class MptForCausalLM(MPTForCausalLM):
+    """MPT, by the name that transformers gives it."""

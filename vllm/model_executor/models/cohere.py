@@ -14,11 +14,8 @@ from vllm.model_executor.models.llama import llama_options
 
 
 class CohereForCausalLM(DecoderForCausalLM):
-    """Attention and MLP beside each other, rotations of neighbouring elements, scaled logits.
-
-    Of Cohere 2 (Command R7B, Command A) most layers have a window, and those without have no
-    rotations either.
-    """
+    """Command R: attention and MLP beside each other, rotations of neighbouring elements, scaled
+    logits."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         config = arch.hf_config
@@ -31,3 +28,7 @@ class CohereForCausalLM(DecoderForCausalLM):
             logit_scale=float(config.get("logit_scale") or 1.0),
         )
         super().__init__(arch, tp, options, ParallelLayer)
+
+
+class Cohere2ForCausalLM(CohereForCausalLM):
+    """Command R7B and Command A: most layers have a window, those without have no rotations."""

@@ -20,7 +20,7 @@ from vllm.model_executor.models.fused_weights import qkv_heads, split_groups
 
 
 class FalconForCausalLM(DecoderForCausalLM):
-    """Almazrouei et al. 2023 (arXiv 2311.16867): 7B, 40B, 180B, 11B, and RW with ALiBi."""
+    """Falcon 7B, 11B, 40B, 180B, and RW with ALiBi (Almazrouei et al. 2023, arXiv 2311.16867)."""
 
     checkpoint_names: ClassVar[dict[str, str]] = {
         "transformer.word_embeddings.": "model.embed_tokens.",

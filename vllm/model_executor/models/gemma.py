@@ -33,7 +33,7 @@ class _Gemma(DecoderForCausalLM):
 
 
 class GemmaForCausalLM(_Gemma):
-    """Gemma team 2024 (arXiv 2403.08295)."""
+    """Gemma (arXiv 2403.08295)."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         options = replace(llama_options(arch), embedding_scale=arch.hidden_size**0.5)
@@ -41,7 +41,7 @@ class GemmaForCausalLM(_Gemma):
 
 
 class Gemma2ForCausalLM(_Gemma):
-    """Gemma team 2024 (arXiv 2408.00118): every second layer has a window, and scores and logits a
+    """Gemma 2 (arXiv 2408.00118): every second layer has a window, and scores and logits a
     soft cap."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
@@ -49,8 +49,8 @@ class Gemma2ForCausalLM(_Gemma):
 
 
 class Gemma3ForCausalLM(_Gemma):
-    """Gemma team 2025 (arXiv 2503.19786): five layers with windows to one without, each kind with
-    rotations of its own, and normed heads."""
+    """Gemma 3, text only (arXiv 2503.19786): five layers with windows to one without, each kind
+    with rotations of its own, and normed heads."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, SandwichLayer, _options(arch, has_head_norm=True))

@@ -24,7 +24,7 @@ _LEVELS = {
 
 
 class GPT2LMHeadModel(DecoderForCausalLM):
-    """Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"."""
+    """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")."""
 
     # The first checkpoints were saved without the level `transformer`.
     checkpoint_prefixes: ClassVar[dict[str, str]] = {
@@ -67,7 +67,8 @@ class GPT2LMHeadModel(DecoderForCausalLM):
 
 
 class GPTBigCodeForCausalLM(GPT2LMHeadModel):
-    """Li et al. 2023 (arXiv 2305.06161): GPT-2 with one key/value head for all queries."""
+    """StarCoder, Granite 20B and 34B Code (Li et al. 2023, arXiv 2305.06161): GPT-2 with one
+    key/value head for all queries."""
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Query, key and value are stored as one; head by head where each query has its own."""

@@ -19,7 +19,7 @@ from vllm.model_executor.models.fused_weights import qkv_heads, split_groups
 
 
 class GPTNeoXForCausalLM(DecoderForCausalLM):
-    """Black et al. 2022 (arXiv 2204.06745)."""
+    """GPT-NeoX 20B, Pythia, Dolly 2 (Black et al. 2022, arXiv 2204.06745)."""
 
     checkpoint_names: ClassVar[dict[str, str]] = {
         "gpt_neox.embed_in.": "model.embed_tokens.",
@@ -54,7 +54,7 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
 
 
 class GPTJForCausalLM(DecoderForCausalLM):
-    """Wang and Komatsuzaki 2021, "GPT-J-6B"."""
+    """GPT-J 6B (Wang and Komatsuzaki 2021)."""
 
     checkpoint_names: ClassVar[dict[str, str]] = {
         "transformer.wte.": "model.embed_tokens.",

@@ -29,7 +29,8 @@ class GraniteLayer(DecoderLayer):
 
 
 class GraniteForCausalLM(DecoderForCausalLM):
-    """IBM 2024, "Granite 3.0 Language Models"; multipliers as in muP (arXiv 2203.03466)."""
+    """Granite 3 and 4, dense (IBM 2024, "Granite 3.0 Language Models"); its multipliers are those
+    of muP (arXiv 2203.03466)."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, granite_options(arch), GraniteLayer)

@@ -6,7 +6,8 @@ from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOption
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
-    """Touvron et al. 2023 (arXiv 2302.13971); Grattafiori et al. 2024 (arXiv 2407.21783)."""
+    """Llama 1 to 3.3, CodeLlama, Granite 3B and 8B Code, SmolLM and many more (Touvron et al. 2023,
+    arXiv 2302.13971; Grattafiori et al. 2024, arXiv 2407.21783)."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, llama_options(arch))

@@ -88,7 +88,7 @@ class MixtureLayer(DecoderLayer):
 
 
 class MixtralForCausalLM(DecoderForCausalLM):
-    """Jiang et al. 2024 (arXiv 2401.04088)."""
+    """Mixtral 8x7B and 8x22B (Jiang et al. 2024, arXiv 2401.04088)."""
 
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".block_sparse_moe.": ".mlp.",
@@ -102,7 +102,7 @@ class MixtralForCausalLM(DecoderForCausalLM):
 
 
 class Qwen2MoeForCausalLM(DecoderForCausalLM):
-    """Qwen team 2024 (arXiv 2407.10671): with an expert that all tokens use."""
+    """Qwen 1.5 and 2 MoE (arXiv 2407.10671), with an expert that all tokens use."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         options = DecoderOptions(qkv_bias=bool(arch.hf_config.get("qkv_bias", True)))
@@ -110,7 +110,7 @@ class Qwen2MoeForCausalLM(DecoderForCausalLM):
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):
-    """Yang et al. 2025 (arXiv 2505.09388)."""
+    """Qwen 3 MoE (Yang et al. 2025, arXiv 2505.09388)."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         options = replace(llama_options(arch), head_norm=rms_norm)
@@ -127,7 +127,7 @@ class GraniteMoeLayer(GraniteLayer):
 
 
 class GraniteMoeForCausalLM(DecoderForCausalLM):
-    """IBM 2024, "Granite 3.0 Language Models": 1B-A400M and 3B-A800M."""
+    """Granite 3 1B-A400M and 3B-A800M (IBM 2024, "Granite 3.0 Language Models")."""
 
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".block_sparse_moe.": ".mlp.",

@@ -21,7 +21,8 @@ from vllm.model_executor.models.mixture import Mixture, mixture_options
 
 
 class OlmoForCausalLM(DecoderForCausalLM):
-    """Groeneveld et al. 2024 (arXiv 2402.00838): a Llama whose layer norms have no weights."""
+    """OLMo 1 (Groeneveld et al. 2024, arXiv 2402.00838): a Llama whose layer norms have no
+    weights."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         options = replace(
@@ -94,10 +95,14 @@ class Olmo2Layer(Layer):
 
 
 class Olmo2ForCausalLM(DecoderForCausalLM):
-    """OLMo team 2025 (arXiv 2501.00656); OLMo 3 besides has windows."""
+    """OLMo 2 (arXiv 2501.00656)."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, llama_options(arch), Olmo2Layer)
+
+
+class Olmo3ForCausalLM(Olmo2ForCausalLM):
+    """OLMo 3: most layers have a window."""
 
 
 class OlmoeLayer(DecoderLayer):
@@ -112,7 +117,7 @@ class OlmoeLayer(DecoderLayer):
 
 
 class OlmoeForCausalLM(DecoderForCausalLM):
-    """Muennighoff et al. 2024 (arXiv 2409.02060)."""
+    """OLMoE 1B-7B (Muennighoff et al. 2024, arXiv 2409.02060)."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         options = replace(llama_options(arch), qkv_limit=arch.hf_config.get("clip_qkv"))

@@ -6,7 +6,7 @@ from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOption
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
-    """Yang et al. 2025 (arXiv 2505.09388)."""
+    """Qwen 3, dense (Yang et al. 2025, arXiv 2505.09388)."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         has_attention_bias = bool(arch.hf_config.get("attention_bias", False))

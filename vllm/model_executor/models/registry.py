@@ -30,40 +30,32 @@ _POOLING_DECODERS = {
 }
 
 _DECODERS = {
-    name: f"{_PACKAGE}.{module}:{class_name or name}"
+    name: f"{_PACKAGE}.{module}:{name}"
     for module, names in {
-        "bloom": {"BloomForCausalLM": "", "MPTForCausalLM": "MptForCausalLM", "MptForCausalLM": ""},
-        "cohere": {"CohereForCausalLM": "", "Cohere2ForCausalLM": "CohereForCausalLM"},
-        "falcon": {"FalconForCausalLM": ""},
-        "gemma": {"GemmaForCausalLM": "", "Gemma2ForCausalLM": "", "Gemma3ForCausalLM": ""},
-        "glm": {"GlmForCausalLM": "", "Glm4ForCausalLM": ""},
-        "gpt2": {"GPT2LMHeadModel": "", "GPTBigCodeForCausalLM": ""},
-        "gpt_neox": {"GPTNeoXForCausalLM": "", "GPTJForCausalLM": ""},
-        "granite": {"GraniteForCausalLM": ""},
-        "llama": {"LlamaForCausalLM": ""},
-        "mixture": {
-            "MixtralForCausalLM": "",
-            "Qwen2MoeForCausalLM": "",
-            "Qwen3MoeForCausalLM": "",
-            "GraniteMoeForCausalLM": "",
-        },
-        "mistral": {"MistralForCausalLM": ""},
-        "olmo": {
-            "OlmoForCausalLM": "",
-            "OlmoeForCausalLM": "",
-            "Olmo2ForCausalLM": "",
-            "Olmo3ForCausalLM": "Olmo2ForCausalLM",
-        },
-        "opt": {"OPTForCausalLM": ""},
-        "phi": {"PhiForCausalLM": "", "Phi3ForCausalLM": ""},
-        "qwen2": {"Qwen2ForCausalLM": ""},
-        "qwen3": {"Qwen3ForCausalLM": ""},
-        "stablelm": {"StableLmForCausalLM": ""},
-        "starcoder2": {"Starcoder2ForCausalLM": ""},
+        "bloom": ("BloomForCausalLM", "MPTForCausalLM", "MptForCausalLM"),
+        "cohere": ("CohereForCausalLM", "Cohere2ForCausalLM"),
+        "falcon": ("FalconForCausalLM",),
+        "gemma": ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+        "glm": ("GlmForCausalLM", "Glm4ForCausalLM"),
+        "gpt2": ("GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
+        "gpt_neox": ("GPTNeoXForCausalLM", "GPTJForCausalLM"),
+        "granite": ("GraniteForCausalLM",),
+        "llama": ("LlamaForCausalLM",),
+        "mistral": ("MistralForCausalLM",),
+        "mixture": (
+            *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+            "GraniteMoeForCausalLM",
+        ),
+        "olmo": ("OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM"),
+        "opt": ("OPTForCausalLM",),
+        "phi": ("PhiForCausalLM", "Phi3ForCausalLM"),
+        "qwen2": ("Qwen2ForCausalLM",),
+        "qwen3": ("Qwen3ForCausalLM",),
+        "stablelm": ("StableLmForCausalLM",),
+        "starcoder2": ("Starcoder2ForCausalLM",),
     }.items()
-    for name, class_name in names.items()
+    for name in names
 }
-"""Architecture -> class; "" where both have one name."""
 
 _BUILT_IN = {**_ENCODERS, **_POOLING_DECODERS, **_DECODERS}
 

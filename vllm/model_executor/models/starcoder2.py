@@ -8,7 +8,7 @@ from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOption
 
 
 class Starcoder2ForCausalLM(DecoderForCausalLM):
-    """Lozhkov et al. 2024 (arXiv 2402.19173)."""
+    """StarCoder2 3B, 7B and 15B (Lozhkov et al. 2024, arXiv 2402.19173)."""
 
     checkpoint_names: ClassVar[dict[str, str]] = {
         ".mlp.c_fc.": ".mlp.up_proj.",
