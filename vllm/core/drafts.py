@@ -66,7 +66,7 @@ class DraftPlanner:
         num_computed = running.num_computed[rows]
         is_decode = (num_tokens - num_computed == 1) & (num_computed >= running.num_prompt[rows])
         places = np.flatnonzero(
-            running.takes_drafts[rows] & is_decode & (plan.take == 1) & (room > 0)
+            running.takes_drafts[rows] & is_decode & (plan.num_tokens == 1) & (room > 0)
         )
         if not len(places) or plan.budget <= 0:
             return

@@ -166,7 +166,7 @@ class KVCacheManager:
             passed += np.maximum(positions - group.window + 1, 0) // self.block_size
         return passed
 
-    def give_back(self, request: Request, position: int) -> list[tuple[int, int]]:
+    def free_passed(self, request: Request, position: int) -> list[tuple[int, int]]:
         """Give back the blocks that no query at `position` or behind it sees.
 
         Returns:

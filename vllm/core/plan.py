@@ -13,7 +13,7 @@ class Plan:
     """Rows and their tokens, growing while requests are admitted."""
 
     rows: IntArray
-    take: IntArray
+    num_tokens: IntArray
     """Tokens of each row to run; 0 where the budget did not reach."""
     budget: int
     """Tokens left."""
@@ -23,14 +23,14 @@ class Plan:
     only_decodes: bool
     """Each row runs its one token that is not computed; those of new requests may be more."""
     has_idle: bool
-    """Some of `take` may be 0."""
+    """Some of `num_tokens` may be 0."""
     new_requests: list[NewRequest] = field(default_factory=list)
     passed_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     """See `SchedulerOutput`."""
     first_admitted: list[Request] = field(default_factory=list)
     """Those of the new ones that were never admitted before."""
     drafts: dict[int, list[int]] = field(default_factory=dict)
-    """row -> guesses of its next tokens, which `take` includes."""
+    """row -> guesses of its next tokens, which `num_tokens` includes."""
 
     def add_blocks(self, row: int, count: int, block_ids: list[int]) -> None:
         """Give a running row so many more blocks, of all groups, behind those it gets already."""
@@ -46,7 +46,7 @@ class Plan:
         if not drafts:
             return
         counts = np.array([len(drafts.get(row, ())) for row in self.rows.tolist()], np.int32)
-        self.take = self.take + counts
+        self.num_tokens = self.num_tokens + counts
         self.budget -= int(counts.sum())
         self.drafts = drafts
         self.only_decodes = False
@@ -64,28 +64,28 @@ class Plan:
         drafts = [token for row in rows.tolist() for token in self.drafts.get(row, ())]
         return np.array(drafts, np.int32)
 
-    def add_rows(self, rows: list[int], take: list[int]) -> None:
+    def add_rows(self, rows: list[int], num_tokens: list[int]) -> None:
         """Append rows; their tokens are off the budget already."""
         self.rows = np.concatenate([self.rows, np.array(rows, np.int32)])
-        self.take = np.concatenate([self.take, np.array(take, np.int32)])
+        self.num_tokens = np.concatenate([self.num_tokens, np.array(num_tokens, np.int32)])
         self.only_decodes = False
 
     def decodes_first(self) -> tuple[IntArray, IntArray]:
         """Rows with something to run and their tokens: single tokens, then those with drafts, then
         the others."""
-        rows, take = self.rows, self.take
-        if self.has_idle and not (runs := take > 0).all():
-            rows, take = rows[runs], take[runs]
+        rows, num_tokens = self.rows, self.num_tokens
+        if self.has_idle and not (runs := num_tokens > 0).all():
+            rows, num_tokens = rows[runs], num_tokens[runs]
         if self.only_decodes:
-            return rows, take
-        several = take > 1
+            return rows, num_tokens
+        several = num_tokens > 1
         if several.any():
             group = several.astype(np.int8)
             if self.drafts:
                 group[several & ~np.isin(rows, list(self.drafts))] = 2
             order = np.argsort(group, kind="stable")
-            rows, take = rows[order], take[order]
-        return rows, take
+            rows, num_tokens = rows[order], num_tokens[order]
+        return rows, num_tokens
 
 
 def share_budget(want: IntArray, budget: int) -> IntArray:
@@ -99,6 +99,6 @@ def share_budget(want: IntArray, budget: int) -> IntArray:
     order = np.argsort(want > 1, kind="stable")
     ordered = want[order]
     before = np.cumsum(ordered) - ordered
-    take = np.empty_like(want)
-    take[order] = np.clip(budget - before, 0, ordered)
-    return take
+    num_tokens = np.empty_like(want)
+    num_tokens[order] = np.clip(budget - before, 0, ordered)
+    return num_tokens

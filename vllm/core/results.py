@@ -38,7 +38,7 @@ class StepResult:
         }
 
 
-def take_in(
+def apply_tokens(
     step: Step,
     token_ids: IntArray,
     counts: IntArray | None,
@@ -58,7 +58,7 @@ def take_in(
         tokens = token_ids.tolist()
         finished = _append(step, tokens, token_ids, running)
         return StepResult(step.request_ids.copy(), tokens, None, finished)
-    shortened = _take_back(step, counts, running, cache)
+    shortened = _undo_drafts(step, counts, running, cache)
     # A column after the other: the first token of each row, the second of those that have two ...
     starts = np.cumsum(counts) - counts
     num_before = step.num_tokens - 1
@@ -107,7 +107,7 @@ def _append(
     return finished
 
 
-def _take_back(
+def _undo_drafts(
     step: Step, counts: IntArray, running: RunningBatch, cache: KVCacheManager
 ) -> dict[int, int]:
     """Undo what was booked for drafts that were wrong, computed tokens and blocks; row -> blocks

@@ -22,10 +22,10 @@ from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.plan import Plan, share_budget
 from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue
-from vllm.core.results import take_in
+from vllm.core.results import apply_tokens
 from vllm.core.running_batch import RunningBatch
 from vllm.core.step import Step, select_tokens
-from vllm.core.windows import give_back_passed
+from vllm.core.windows import free_passed_blocks
 from vllm.errors import CapacityError, RequestError
 from vllm.logger import init_logger
 from vllm.messages import (
@@ -169,8 +169,8 @@ class Scheduler:
         self.cache.begin_step()
         self._remember_prefills(plan)
         if self.cache.has_windows:
-            rows = plan.rows[plan.take > 0]
-            plan.passed_blocks = give_back_passed(self.running, self.cache, rows)
+            rows = plan.rows[plan.num_tokens > 0]
+            plan.passed_blocks = free_passed_blocks(self.running, self.cache, rows)
         if self._drafts is not None:
             self._drafts.add(plan, self._preemption.num_reserved)
         if self.waiting and self._preemption.has_row_for(self.waiting.peek()):
@@ -218,7 +218,7 @@ class Scheduler:
             token_ids, counts = select_tokens(token_ids, counts, kept)
         if self._drafts is not None:
             self.running.awaits_result[step.rows] = False
-        result = take_in(step, token_ids, counts, self.running, self.cache)
+        result = apply_tokens(step, token_ids, counts, self.running, self.cache)
         if result.finished:
             self.abort_requests(result.finished)
             finished.update(result.finished)
@@ -265,10 +265,10 @@ class Scheduler:
                 if self._drafts is not None:
                     want[running.awaits_result[rows]] = 0
             only_decodes = len(rows) <= budget and int(want.max(initial=0)) <= 1
-            take = want
+            num_tokens = want
             if not only_decodes:
-                take = share_budget(np.minimum(want, self._chunk_limit), budget)
-            lack = computed + take - running.capacity[rows]
+                num_tokens = share_budget(np.minimum(want, self._chunk_limit), budget)
+            lack = computed + num_tokens - running.capacity[rows]
             short = (lack > 0).nonzero()[0]
             counts = -(-lack[short] // size)
             if not len(short) or counts.sum() * self.cache.num_groups <= self.cache.pool.num_free:
@@ -282,8 +282,8 @@ class Scheduler:
             block_ids = self.cache.extend(running.at(block_rows))
         return Plan(
             rows=rows,
-            take=take,
-            budget=budget - int(take.sum()),
+            num_tokens=num_tokens,
+            budget=budget - int(num_tokens.sum()),
             block_rows=block_rows,
             block_ids=block_ids,
             only_decodes=only_decodes,
@@ -292,10 +292,10 @@ class Scheduler:
 
     def _remember_prefills(self, plan: Plan) -> None:
         """Make the blocks that running prompts fill in this step findable."""
-        if plan.only_decodes or not (several := plan.take > 1).any():
+        if plan.only_decodes or not (several := plan.num_tokens > 1).any():
             return
         rows = plan.rows[several]
-        after = self.running.num_computed[rows] + plan.take[several]
+        after = self.running.num_computed[rows] + plan.num_tokens[several]
         for request, num_tokens in zip(self.running.at(rows), after.tolist(), strict=True):
             self.cache.remember(request, num_tokens)
 
@@ -305,7 +305,7 @@ class Scheduler:
         """Move waiting requests into the batch while rows, blocks and tokens last."""
         config, preemption = self.config, self._preemption
         num_partial, num_long = self._count_partial(plan)
-        takes: list[int] = []
+        counts: list[int] = []
         passed_over: list[Request] = []
         while self.waiting and plan.budget:
             request = self.waiting.peek()
@@ -316,8 +316,8 @@ class Scheduler:
             shared = self.cache.find_prefix(request)
             start = self.cache.num_tokens_in(shared)
             want = len(request.token_ids) - start
-            take = min(want, plan.budget, self._chunk_limit)
-            is_partial = take < want
+            num_tokens = min(want, plan.budget, self._chunk_limit)
+            is_partial = num_tokens < want
             is_long = is_partial and len(request.token_ids) > self._chunk_limit
             if is_partial and not (
                 config.enable_chunked_prefill and num_partial < config.max_num_partial_prefills
@@ -328,22 +328,22 @@ class Scheduler:
                     break
                 passed_over.append(self.waiting.pop())  # shorter prompts may go ahead of it
                 continue
-            if take == 1 and not self.cache.are_computed(shared):
+            if num_tokens == 1 and not self.cache.are_computed(shared):
                 break  # a single token runs with the decodes, before what it shares is there
             if self.running.is_full or preemption.num_lacking(request, shared) > 0:
                 self._lacks_room = request if preemption.by_priority else None
                 break  # first come, first served: never pass the head of the queue
             num_partial += is_partial
             num_long += is_long
-            plan.budget -= take
-            takes.append(take)
-            self._enter(self.waiting.pop(), shared, take, plan)
+            plan.budget -= num_tokens
+            counts.append(num_tokens)
+            self._enter(self.waiting.pop(), shared, num_tokens, plan)
         for request in passed_over:
             self.waiting.push(request)
-        if takes:
-            plan.add_rows([new.row for new in plan.new_requests], takes)
+        if counts:
+            plan.add_rows([new.row for new in plan.new_requests], counts)
 
-    def _enter(self, request: Request, shared: list[int], take: int, plan: Plan) -> None:
+    def _enter(self, request: Request, shared: list[int], num_tokens: int, plan: Plan) -> None:
         """Give an admitted request its row and its blocks."""
         start = self.cache.num_tokens_in(shared)
         if request.num_cached_tokens < 0:
@@ -355,7 +355,7 @@ class Scheduler:
         self.running.add(request, start, len(request.block_ids) * self.cache.block_size)
         # Findable at once: the launch that computes these tokens writes all keys and values
         # before it reads any, so the next request in the queue can share them already.
-        self.cache.remember(request, start + take)
+        self.cache.remember(request, start + num_tokens)
         plan.new_requests.append(
             NewRequest(
                 row=request.row,
@@ -369,7 +369,7 @@ class Scheduler:
         """Running prompts that this step leaves unfinished, and the long ones among them."""
         num_tokens = self.running.num_tokens[plan.rows]
         rest = num_tokens - self.running.num_computed[plan.rows]
-        is_partial = (rest > 1) & (rest > plan.take)
+        is_partial = (rest > 1) & (rest > plan.num_tokens)
         return int(is_partial.sum()), int((is_partial & (num_tokens > self._chunk_limit)).sum())
 
     # ---- booking --------------------------------------------------------------------------

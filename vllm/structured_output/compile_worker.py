@@ -149,7 +149,7 @@ def _refuse_constant(name: str) -> Any:
 def _read_structural_tag(tag: Any, close: str) -> tuple[Any, str | None]:
     """The tag in the newer format, with every schema inside it prepared."""
     if isinstance(tag, dict) and "structures" in tag:
-        tag = _newer_form(tag)
+        tag = _newer_format(tag)
     if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
         raise SchemaError("a structural tag has 'structures' and 'triggers', or a 'format'")
     reasons: list[str] = []
@@ -160,7 +160,7 @@ def _read_structural_tag(tag: Any, close: str) -> tuple[Any, str | None]:
     return prepared, reasons[0] if reasons else None
 
 
-def _newer_form(tag: dict[str, Any]) -> dict[str, Any]:
+def _newer_format(tag: dict[str, Any]) -> dict[str, Any]:
     try:
         tags = [
             {

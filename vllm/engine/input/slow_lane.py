@@ -66,7 +66,7 @@ def preparation_cost(prompt: PromptType, params: SamplingParams | PoolingParams)
         cost += sum(len(given or ()) for given in lists) // _IDS_PER_CHAR
         cost += sum(len(word) + _WORD_CHARS for word in params.bad_words or ())
         if params.guided_decoding is not None:
-            cost += _form_size(params.guided_decoding)
+            cost += _grammar_size(params.guided_decoding)
     if (text := text_of(prompt)) is not None:
         return cost + len(text)
     if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
@@ -98,7 +98,7 @@ def split_at_spaces(text: str, num_chars: int) -> Iterator[str]:
         start = end
 
 
-def _form_size(guided: GuidedDecodingParams) -> int:
+def _grammar_size(guided: GuidedDecodingParams) -> int:
     """Characters of texts and parts of objects, counted up to where it does not matter."""
     size = 0
     left: list[Any] = [guided.json, guided.regex, guided.choice, guided.grammar]

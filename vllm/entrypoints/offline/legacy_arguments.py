@@ -66,8 +66,8 @@ def with_guided_options(
     )
     guided = _read_options(options)
     if isinstance(params, SamplingParams):
-        return _with_form(params, guided)
-    return [_with_form(each, guided) for each in params]
+        return _with_guided(params, guided)
+    return [_with_guided(each, guided) for each in params]
 
 
 def _read_options(options: Any) -> GuidedDecodingParams:
@@ -90,7 +90,7 @@ def _read_options(options: Any) -> GuidedDecodingParams:
     return GuidedDecodingParams(**{_GUIDED_FIELDS[name]: value for name, value in given.items()})
 
 
-def _with_form(params: SamplingParams, guided: GuidedDecodingParams) -> SamplingParams:
+def _with_guided(params: SamplingParams, guided: GuidedDecodingParams) -> SamplingParams:
     if params.guided_decoding is not None:
         raise RequestError(
             "guided_options_request and SamplingParams(guided_decoding=...) are both given: "

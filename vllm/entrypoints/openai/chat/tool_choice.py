@@ -19,7 +19,7 @@ ToolCallDelta = dict[str, Any]
 """`DeltaToolCall` as a plain dict: index, and what is new of id, type and function."""
 
 
-def forced_form(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
+def tool_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
     """What constrains an output that has to be calls of tools; None: it is any text, the input of
     a custom tool without a grammar.
 

@@ -28,8 +28,8 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     RequiredToolReader,
     ToolCallDelta,
     check_grammars,
-    forced_form,
     merge_deltas,
+    tool_constraint,
 )
 from vllm.entrypoints.openai.errors import refuse_failed
 from vllm.entrypoints.openai.prompts import output_budget
@@ -257,7 +257,7 @@ async def prepare_turn(
     refuse_generation(context.config.model.pooler)
     check_sampling_fields(body)
     check_tools(context, body)
-    guided = await off_loop.run(partial(_output_form, body))
+    guided = await off_loop.run(partial(_output_constraint, body))
     # Before the parameters are made: a tool parser may want special tokens in the text.
     readers = [
         make_reader(context, body, is_constrained=guided is not None)
@@ -286,11 +286,11 @@ async def prepare_turn(
     return ChatTurn(context, body, request_id, prompt, params, readers, trace_headers)
 
 
-def _output_form(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
+def _output_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
     """What constrains the output: its tool calls, or what the request says."""
     if body.tool_choice in ("none", "auto"):
         return guided_decoding(body)
-    return forced_form(body)
+    return tool_constraint(body)
 
 
 def check_tools(context: ServerContext, body: ChatCompletionRequest) -> None:
