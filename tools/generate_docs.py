@@ -119,7 +119,7 @@ def server_arguments() -> Iterator[str]:
     yield "takes several words after one flag, or the flag several times."
     yield ""
     yield "`--config FILE` names a YAML file of flags without their dashes, of server and engine."
-    yield "What the command line says wins, and a name that is no flag is an error:"
+    yield "The command line has priority, and a name that is not a flag is an error:"
     yield ""
     yield from ("```yaml", "model: /models/Llama-3.1-8B", "max-model-len: 16k", "port: 9000", "```")
     yield from _table("Flags", "flag", "value", "default", "meaning")

@@ -80,11 +80,11 @@ class Envs:
         "JSON file for `logging.config.dictConfig`, in place of the handler and the level of "
         "this package.",
     )
-    VLLM_LOGGING_FORMAT: str = _general("text", "Form of the log lines.", ("text", "json"))
+    VLLM_LOGGING_FORMAT: str = _general("text", "Format of the log lines.", ("text", "json"))
     VLLM_ALLOW_LONG_MAX_MODEL_LEN: bool = _general(
         False,
-        "Accept a max_model_len above what config.json of the model allows, if it has rotary "
-        "positions; what it then writes may be of poor quality.",
+        "Accept a max_model_len above what the model's config.json allows, for a model with "
+        "rotary positions; output beyond that length may be of poor quality.",
     )
     VLLM_ASSETS_CACHE: str | None = _general(
         None, "Folder with pictures, sounds and videos for the examples (`vllm.assets`)."
@@ -233,7 +233,10 @@ class Envs:
     VLLM_GC_THR_GEN1: int = _execution(10, "Second threshold.", at_least=0)
     VLLM_GC_THR_GEN2: int = _execution(10, "Third threshold.", at_least=0)
     VLLM_GC_THR_MULTIPLIER: int = _execution(
-        16, "By how much rarer than usual Python's garbage is collected.", at_least=1
+        16,
+        "Factor for the thresholds of Python's garbage collector: a larger one collects less "
+        "often.",
+        at_least=1,
     )
     VLLM_PROFILER_ENABLED: bool = _diagnostics(
         False, "Write a trace of scheduler, launches and counters that Perfetto opens."
@@ -257,14 +260,15 @@ class Envs:
     )
     VLLM_HPU_SIM: str | None = _simulation(
         None,
-        "Simulate this card: a device `hpu` that computes on the CPU and counts what a card pays.",
+        "Simulate this card: a device `hpu` that computes on the CPU and counts compilations, "
+        "host syncs and copies.",
         ("gaudi2", "gaudi3"),
     )
     VLLM_USE_FAKE_HPU: bool = _simulation(False, "The same as VLLM_HPU_SIM=gaudi2.")
     VLLM_HPU_SIM_STRICT: bool = _simulation(
         False,
-        "A compilation, host sync or dynamic shape in a warmed step fails, and everywhere an index "
-        "out of range and inputs that a graph of a card would take for others.",
+        "Fail on a compilation, host sync or dynamic shape in a warmed step, and anywhere on an "
+        "index out of range or inputs that a card would confuse with those of another graph.",
     )
     VLLM_HPU_SIM_VENDOR: bool = _simulation(
         False,

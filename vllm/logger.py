@@ -118,7 +118,7 @@ def _configure_from_file(path: str, is_wanted: bool) -> None:
     try:
         config = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise ValueError("it must hold a JSON object")
+            raise ValueError("it must contain a JSON object")
         logging.config.dictConfig(config)
     # What a wrong setting raises depends on the handler or formatter that it is for.
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError) as error:

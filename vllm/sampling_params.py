@@ -21,7 +21,8 @@ _MAX_INTEGER = 2**63 - 1
 _MAX_QUALNAME_CHARS = 256
 _MAX_SHOWN_CHARS = 100
 _END_TOKENS = "_end_token_ids"
-"""Attribute for the end tokens of the model: no field, so that they are not shown as the user's."""
+"""Attribute for the end tokens of the model. It is not a field, so that they are not shown as the
+user's."""
 _INTEGER_FIELDS = (
     *("n", "best_of", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
     "truncate_prompt_tokens",
@@ -56,7 +57,8 @@ class SamplingType(IntEnum):
 
 
 class GuidedDecodingParams(msgspec.Struct, kw_only=True):
-    """Structured output; at most one kind may be set.
+    """Structured output. At most one of json, regex, choice, grammar, json_object and
+    structural_tag may be set.
 
     Args:
         json: a JSON schema, or its text.
@@ -95,7 +97,7 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
         given = [kind for kind in kinds if getattr(self, kind) not in (None, False)]
         if len(given) > 1:
             raise RequestError(
-                f"guided decoding takes one kind of constraint, got {', '.join(given)}",
+                f"guided_decoding accepts one kind of constraint, got {', '.join(given)}",
                 param="guided_decoding",
             )
 
@@ -108,7 +110,7 @@ class LogitsProcessorConstructor(msgspec.Struct, kw_only=True, forbid_unknown_fi
         args, kwargs: JSON values to call it with; what it returns is the processor.
 
     Raises:
-        RequestError: (a ValueError) one of them has another form.
+        RequestError: (a ValueError) one of them has the wrong type.
     """
 
     qualname: str
@@ -259,8 +261,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         """
         if self.is_ranked and self.output_kind is RequestOutputKind.DELTA:
             raise RequestError(
-                f"best_of ({self.best_of}) must be n ({self.n}) with output_kind DELTA: only "
-                f"whole outputs can be ranked",
+                f"best_of ({self.best_of}) must be n ({self.n}) with output_kind DELTA: ranking "
+                f"needs complete outputs",
                 param="best_of",
             )
 
@@ -527,7 +529,7 @@ def _check_strings(name: str, values: Sequence[Any] | None) -> None:
             value.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"{name} has {value!r}, which is no text: {error.reason}", param=name
+                f"{name} has {value!r}, which is not valid text: {error.reason}", param=name
             ) from None
 
 

@@ -149,7 +149,7 @@ def test_level_1_notices_a_checkpoint_that_has_changed(llm, expected, folder):
 
 
 def test_a_trace_has_the_steps_that_ran_in_it(llm, folder):
-    with pytest.raises(RequestError, match="no trace has begun"):
+    with pytest.raises(RequestError, match="no trace is being recorded"):
         llm.stop_profile()
     llm.start_profile()
     with pytest.raises(RequestError, match="has begun already"):

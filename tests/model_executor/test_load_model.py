@@ -242,7 +242,7 @@ class _Trap:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [({"a": _Trap()}, "more than tensors"), ({"a": 1}, "not a dict"), ([1], "not a dict")],
+    [({"a": _Trap()}, "objects other than tensors"), ({"a": 1}, "not a dict"), ([1], "not a dict")],
 )
 def test_a_bin_file_of_something_else_is_refused_and_not_run(llama, content, message):
     torch.save(content, llama / "pytorch_model.bin")

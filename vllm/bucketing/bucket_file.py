@@ -42,9 +42,13 @@ def parse_buckets(text: str, source: str) -> list[Bucket]:
         except ValueError as error:
             errors.append(f"line {number} {line.strip()!r}: {error}")
     if errors:
-        raise ConfigError(f"bucket file {source}: {'; '.join(errors)}. A line is {_LINE_FORMAT}")
+        raise ConfigError(
+            f"bucket file {source}: {'; '.join(errors)}. Format of a line: {_LINE_FORMAT}"
+        )
     if not found:
-        raise ConfigError(f"bucket file {source} holds no bucket. A line is {_LINE_FORMAT}")
+        raise ConfigError(
+            f"bucket file {source} contains no bucket. Format of a line: {_LINE_FORMAT}"
+        )
     return list(found)
 
 

@@ -81,7 +81,7 @@ class BlockPool:
         """Give up one reference to each block. The first given is evicted first."""
         for block_id in block_ids:
             refs = self._num_refs[block_id] - 1
-            assert refs >= 0, f"block {block_id} is freed more often than taken"
+            assert refs >= 0, f"block {block_id} is freed more often than it was allocated"
             self._num_refs[block_id] = refs
             if refs == 0:
                 self._link(block_id, at_front=self._hash_of[block_id] is None)

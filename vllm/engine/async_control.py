@@ -135,7 +135,8 @@ class AsyncControl:
             results: list[Any] = await asyncio.wait_for(call, timeout)
         except asyncio.TimeoutError:
             raise RequestTimeoutError(
-                f"collective_rpc {method!r} took longer than timeout={timeout} s; the call goes on"
+                f"collective_rpc {method!r} did not finish within timeout={timeout} s; the "
+                f"workers continue the call"
             ) from None
         return results
 

@@ -87,7 +87,7 @@ class AsyncLLM(AsyncControl):
         config: VllmConfig | None = None,
         began: float | None = None,
     ) -> None:
-        assert (engine_args is None) != (config is None), "give one of engine_args and config"
+        assert (engine_args is None) != (config is None), "give either engine_args or config"
         self.stats = SchedulerStats()
         self.metrics: EngineMetrics | None = None
         self._engine_args = engine_args

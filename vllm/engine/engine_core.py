@@ -180,7 +180,7 @@ class EngineCore:
         with trace.span("schedule"):
             step = self.scheduler.schedule()
         if not len(step.rows):
-            assert self._in_flight, "requests wait, none is in flight, and none can be scheduled"
+            assert self._in_flight, "no waiting request can be scheduled"
             return
         try:
             with trace.span("execute", step=step.step_id, rows=len(step.rows)):
@@ -247,7 +247,7 @@ class EngineCore:
         while self._in_flight:  # steps whose requests have all left
             self.scheduler.update(self._wait())
         is_reset = self.reset_prefix_cache()
-        assert is_reset, "no request is left, and blocks are held"
+        assert is_reset, "blocks are still held after the last request has left"
         started = time.perf_counter()
         self._call_and_note("sleep", level)
         logger.info("It took %.6f seconds to fall asleep.", time.perf_counter() - started)

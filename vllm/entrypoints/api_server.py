@@ -91,7 +91,7 @@ async def _last(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
             if output.finished:
                 _refuse_failed(output)
                 return output
-    raise RuntimeError("a request ended without a last output")
+    raise RuntimeError("the engine ended a request without a final output")
 
 
 async def _lines(

@@ -112,7 +112,7 @@ class LLM(PoolingMethods, ControlMethods):
         if prompt_token_ids is not None:
             prompts = with_token_ids(prompts, prompt_token_ids)
         if prompts is None:
-            raise RequestError("prompts is missing", param="prompts")
+            raise RequestError("the argument prompts is missing", param="prompts")
         if guided_options_request is not None:
             sampling_params = with_guided_options(
                 sampling_params or self.get_default_sampling_params(), guided_options_request

@@ -41,7 +41,7 @@ class _Job:
         if not self.future.set_running_or_notify_cancel():
             return failure
         if failure is not None:
-            self.future.set_exception(RuntimeError(f"a step before it failed: {failure}"))
+            self.future.set_exception(RuntimeError(f"an earlier step failed: {failure}"))
             return failure
         try:
             self.future.set_result(self._work())

@@ -35,7 +35,7 @@ _DEFAULTS = np.array(NEUTRAL, np.float32)
 _EXTREME = 1e30
 """Numbers beyond it, or below its inverse, do the same as it does but overflow a float32."""
 
-_INVALID = "no token can be sampled: the logits hold NaN or infinity, or every token is forbidden"
+_INVALID = "no token can be sampled: the logits have NaN or infinity, or every token is forbidden"
 
 
 class SamplingState:
@@ -126,7 +126,7 @@ class SamplingState:
             output_token_ids: generated before a preemption; only read.
             matcher: of a request with structured output; it also applies allowed_token_ids.
         """
-        assert row not in self._taken, f"row {row} is taken"
+        assert row not in self._taken, f"row {row} is already in use"
         self._taken.add(row)
         params = request.sampling_params
         self._keys[row] = stream_keys(np.array([request.seed & 2**64 - 1], np.uint64))[0]

@@ -151,7 +151,7 @@ def _read_structural_tag(tag: Any, close: str) -> tuple[Any, str | None]:
     if isinstance(tag, dict) and "structures" in tag:
         tag = _newer_format(tag)
     if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
-        raise SchemaError("a structural tag has 'structures' and 'triggers', or a 'format'")
+        raise SchemaError("a structural tag must have 'structures' and 'triggers', or a 'format'")
     reasons: list[str] = []
     prepared = _prepare_inside(tag, close, reasons, 0)
     is_simple = tag["format"].get("type") == "triggered_tags"
@@ -174,7 +174,8 @@ def _newer_format(tag: dict[str, Any]) -> dict[str, Any]:
         triggers = tag["triggers"]
     except (KeyError, TypeError) as error:
         raise SchemaError(
-            f"a structural tag has 'triggers', and 'structures' with begin, schema and end: {error}"
+            f"a structural tag must have 'triggers', and 'structures' with begin, schema and end: "
+            f"{error}"
         ) from None
     return {
         "type": "structural_tag",

@@ -162,7 +162,7 @@ class GrammarCompiler:
             logger.error("compiling a grammar failed: %s", error)
             return _Refusal("it cannot be compiled")
         except WorkerError:
-            return _Refusal("it takes more memory than it may to compile")
+            return _Refusal("it needs too much memory to compile")
         finally:
             self._idle.put(worker)
         result = msgspec.msgpack.decode(answer, type=Grammar | str)

@@ -196,7 +196,7 @@ class PreparedSchema:
         if more := asserted - known - {"type", "anyOf", "$ref"}:
             self._leave_xgrammar(repr(min(more)))
         if kind == "integer" and any(not _is_exact(own[k]) for k in _NUMBER_BOUNDS & own.keys()):
-            self._leave_xgrammar("a bound that is no integer of 53 bits")
+            self._leave_xgrammar("a bound that is not an integer of at most 53 bits")
         if not set(_strings(own.get("required"))) <= set(own.get("properties") or {}):
             self._leave_xgrammar("'required' without 'properties'")
 

@@ -127,8 +127,8 @@ def _backend(name: Any, field: str) -> tuple[str, set[str]]:
     options = [option.strip() for option in rest.split(",") if option.strip()]
     if word not in _BACKENDS or not all(option in _OPTIONS for option in options):
         raise RequestError(
-            f"{field} must be one of {', '.join(_BACKENDS)}, with none or some of "
-            f"the options {', '.join(_OPTIONS)} after a colon; got {name!r:.200}",
+            f"{field} must be one of {', '.join(_BACKENDS)}, optionally with options of "
+            f"{', '.join(_OPTIONS)} after a colon; got {name!r:.200}",
             param=field,
         )
     return _BACKENDS[word], {_OPTIONS[option] for option in options}

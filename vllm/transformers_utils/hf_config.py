@@ -67,9 +67,9 @@ def complete_hf_config(
     except Exception as error:
         raise ConfigError(f"config.json of '{folder}': {' '.join(str(error).split())}") from error
     fix = (
-        "it brings its own code, which runs with trust_remote_code"
+        "the model has its own code, which runs only with trust_remote_code"
         if has_own_code
-        else f"transformers {__version__} does not know it; a newer one may"
+        else f"transformers {__version__} does not support it; a newer version may"
     )
     raise ConfigError(f"model_type {model_type!r} of '{folder}': {fix}")
 

@@ -104,19 +104,17 @@ def _explain(error: Exception, revision: str | None) -> str:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
-        return (
-            "it is gated; accept its terms on huggingface.co and set HF_TOKEN, or give --hf-token"
-        )
+        return "it is gated; accept its terms on huggingface.co, and set HF_TOKEN or --hf-token"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            "there is no such folder here and no such repository on the hub, or it needs HF_TOKEN "
-            "or --hf-token"
+            "there is no such folder and no such repository on the hub; a private repository "
+            "needs HF_TOKEN or --hf-token"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"it has no revision {revision!r}"
     if isinstance(error, errors.LocalEntryNotFoundError):
         if constants.HF_HUB_OFFLINE:
-            return "it is not a folder here and not in the cache, and HF_HUB_OFFLINE is set"
+            return "there is no such folder, it is not in the cache, and HF_HUB_OFFLINE is set"
         cause = f" ({error.__cause__})" if error.__cause__ else ""
-        return f"it is not a folder here and not in the cache, and the hub is not reached{cause}"
+        return f"there is no such folder, it is not in the cache, and the hub is unreachable{cause}"
     return " ".join(str(error).split()) or type(error).__name__

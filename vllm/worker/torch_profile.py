@@ -48,7 +48,9 @@ class TorchProfile:
                 "before the engine starts"
             )
         if self._profile is not None:
-            raise RequestError("start_profile: a trace has begun already; end it by stop_profile")
+            raise RequestError(
+                "start_profile: a trace is being recorded already; end it with stop_profile"
+            )
         self._folder.mkdir(parents=True, exist_ok=True)
         profile = _new_profile()
         profile.start()
@@ -62,7 +64,9 @@ class TorchProfile:
             RequestError: no trace has begun.
         """
         if self._profile is None:
-            raise RequestError("stop_profile: no trace has begun; begin one by start_profile")
+            raise RequestError(
+                "stop_profile: no trace is being recorded; begin one with start_profile"
+            )
         profile, self._profile = self._profile, None
         profile.stop()
         assert self._folder is not None

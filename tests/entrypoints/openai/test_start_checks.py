@@ -82,7 +82,7 @@ def test_a_config_that_takes_neither_hub_nor_transformers_is_complete():
         (["--ssl-certfile", "/etc/passwd"], "ssl_certfile='/etc/passwd' cannot be used: .*PEM"),
         (["--ssl-ca-certs", "x"], "ssl_ca_certs needs ssl_certfile"),
         (["--api-key", "a\n"], "api_key has a line break"),
-        (["--chat-template", "/no/such"], "chat_template='/no/such' is not a file .*No such file"),
+        (["--chat-template", "/no/such"], "is neither a file .*No such file"),
         (["--chat-template", "{{ a"], "line 1 is not valid Jinja: unexpected end of template"),
         (["--chat-template", "\n{% foo %}"], "line 2 is not valid Jinja: Encountered unknown tag"),
         (["--chat-template", "{{ a | foo }}"], "line 1 is not valid Jinja: No filter named 'foo'"),

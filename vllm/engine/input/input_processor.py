@@ -277,13 +277,14 @@ class InputProcessor:
             )
         if "encoder_prompt" in prompt:
             raise RequestError(
-                "this version runs no models with an encoder and a decoder: send a prompt without "
+                "models with an encoder and a decoder are not supported: send a prompt without "
                 f"'encoder_prompt', as {_PROMPT_TYPES}",
                 param="prompt",
             )
         if prompt.get("prompt_embeds") is not None:
             raise RequestError(
-                "prompt_embeds: only generation takes embeddings; send text or token ids here",
+                "prompt_embeds: a pooling model does not accept embeddings as a prompt. Send text "
+                "or token ids",
                 param="prompt_embeds",
             )
         if unknown := [key for key in prompt if key not in _KEYS | _MEDIA_KEYS]:
@@ -328,7 +329,7 @@ class InputProcessor:
             )
         if not text:
             bos = self.tokenizer.bos_token_id
-            hint = "" if bos is None else f"; to begin with nothing, send the token ids [{bos}]"
+            hint = "" if bos is None else f"; to generate from nothing, send the token ids [{bos}]"
             raise RequestError(f"the prompt is empty{hint}", param="prompt")
         self.check_length(text, max_tokens)
         # verbose: the tokenizer would log of prompts longer than *it* thinks the model takes.
@@ -401,8 +402,8 @@ class InputProcessor:
             make_spec(params.guided_decoding, self._structured_output)  # raises
             if self.tokenizer is None or self.end_tokens == (None, frozenset()):
                 raise RequestError(
-                    "structured output needs a tokenizer with an end token, and this engine has "
-                    "none",
+                    "structured output needs a tokenizer with an end-of-sequence token; this "
+                    "engine has none",
                     param=field_of(params.guided_decoding),
                 )
         for name in ("stop", "bad_words"):

@@ -34,7 +34,7 @@ def refuse_generation(pooler: PoolerConfig | None) -> None:
     """
     if pooler is not None:
         raise RequestError(
-            f"this model does not generate: it is run with task {pooler.task!r}. Use "
+            f"this model does not generate text: it runs with task {pooler.task!r}. Use "
             f"{_CALLS[pooler.task]}; or, for a model that can generate, start it with "
             f"task='generate'"
         )
@@ -50,7 +50,7 @@ def require_task(pooler: PoolerConfig | None, *tasks: str) -> PoolerConfig:
     if pooler is None:
         advice = f"task={tasks[0]!r}" if tasks else "task='embed'"
         raise RequestError(
-            f"this model generates, and has no result for whole prompts. Use LLM.generate or "
+            f"this model generates text and does not pool prompts. Use LLM.generate or "
             f"LLM.chat, POST /v1/completions or /v1/chat/completions; or start it with {advice} "
             f"if the model can do that"
         )
@@ -122,7 +122,7 @@ class PoolingInput:
             raise RequestError(
                 f"This model's maximum context length is {self._max_model_len} tokens. However, "
                 f"the prompt has {len(token_ids)} tokens. Please reduce its length, or set "
-                f"truncate_prompt_tokens (-1: to the most there can be).",
+                f"truncate_prompt_tokens (-1: to the maximum context length).",
                 param="prompt",
             )
         return tokenized.text, EngineRequest(

@@ -154,7 +154,7 @@ class CoreLoop:
 
     def _call(self, message: CallCore) -> CallResult:
         try:
-            assert message.name in CALLS, f"EngineCore has no call {message.name}"
+            assert message.name in CALLS, f"the engine core has no method {message.name}"
             args, kwargs = decode_arguments(message.arguments)
             value = getattr(self._core, message.name)(*args, **kwargs)
             encoded = encode_value(f"the result of {message.name}", value)

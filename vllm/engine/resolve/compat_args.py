@@ -71,11 +71,11 @@ _V0_ONLY = "it belongs to the V0 scheduler, which does not exist here"
 _NO_CUDA_GRAPHS = "there are no CUDA graphs here"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
 _TEXT_ALONE = "this version reads text only"
-_LORA_OFF = "it only matters with LoRA adapters, which this version does not run"
-_PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which this version does not run"
+_LORA_OFF = "it only matters with LoRA adapters, which are not supported"
+_PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which are not supported"
 _DP_OFF = f"it only matters with data parallelism, and {ONE_DEVICE}"
 _MERGE = (
-    "the engine runs no LoRA adapters; merge the adapter into the weights of its model "
+    "LoRA adapters are not supported; merge the adapter into the weights of its model "
     "(merge_and_unload of peft) and load the merged model"
 )
 
@@ -102,7 +102,7 @@ _ARGUMENTS = (
     _ignored(
         "use_padding_aware_scheduling",
         False,
-        "the scheduler knows no padding: a step is cut into launches that have a bucket",
+        "the scheduler does not count padding: a step is split into launches that fit a bucket",
     ),
     _ignored("max_num_prefill_seqs", None, "prefills are limited by max_num_batched_tokens"),
     _ignored("num_scheduler_steps", 1, "every step is scheduled; the outputs are the same"),
@@ -199,7 +199,7 @@ _ARGUMENTS = (
     _missing(
         "enable_prompt_adapter",
         False,
-        "the engine runs no prompt adapters; a system prompt can hold instructions",
+        "prompt adapters are not supported; put instructions into a system prompt",
     ),
     _missing("data_parallel_size", 1, ONE_DEVICE, aliases=("-dp",)),
     _missing(

@@ -124,8 +124,8 @@ def _check_prompt_embeds(model: ModelConfig, platform: Platform) -> None:
         return
     if not platform.can_replace_embeddings:
         raise ConfigError(
-            f"enable_prompt_embeds=True is not available on the device {platform.name!r}, whose "
-            "launches take no embeddings. Leave it out, or use device='cpu'"
+            f"enable_prompt_embeds=True is not available on the device {platform.name!r}, which "
+            f"does not accept embeddings as prompts. Leave it out, or use device='cpu'"
         )
     if model.pooler is not None:
         raise ConfigError(
@@ -311,7 +311,7 @@ def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelAr
         return arch
     logger.warning(
         "max_model_len (%d) is more than the %d tokens the model's config.json allows, as "
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1: what it writes beyond them may be of poor quality",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1: output beyond that length may be of poor quality",
         max_model_len,
         derived,
     )

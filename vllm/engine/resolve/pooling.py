@@ -123,7 +123,8 @@ def _classifier_activation(arch: ModelArch, labels: tuple[str, ...]) -> Activati
         kind = str(named).rpartition(".")[2]
         if kind not in known:
             raise ConfigError(
-                f"config.json has the activation {named!r}; available: {', '.join(known)}"
+                f"config.json names the unsupported activation function {named!r}; available: "
+                f"{', '.join(known)}"
             )
         return known[kind]
     if config.get("problem_type") == "regression":

@@ -135,8 +135,8 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> Tool:
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise RequestError(
-            f"{where}.type {kind!r:.80} is not available: this server runs no tools of its own; "
-            "describe the tool with name and input_schema",
+            f"{where}.type {kind!r:.80} is not available: server-side tools are not supported; "
+            f"declare a tool of the client with name and input_schema",
             param=f"{where}.type",
         )
     schema = tool.get("input_schema")
@@ -175,7 +175,7 @@ def _block_type(where: str, block: Any, known: Sequence[str]) -> str:
         raise RequestError(f"{where} must be an object with a type", param=where)
     if kind not in known:
         raise RequestError(
-            f"{where}: a block of type {kind!r:.80} is not available here; one of "
+            f"{where}: a block of type {kind!r:.80} is not supported here; supported: "
             f"{', '.join(known)}",
             param=f"{where}.type",
         )

@@ -102,7 +102,7 @@ def _open_file(path: Path) -> Iterator[IO[bytes]]:
 @contextlib.contextmanager
 def _open_upload(url: str, folder: str | None) -> Iterator[IO[bytes]]:
     if not urlsplit(url).hostname:
-        raise ConfigError(f"cannot write {url!r}: it names no host")
+        raise ConfigError(f"cannot write {url!r}: the URL has no host")
     try:
         fd, name = tempfile.mkstemp(prefix="vllm-batch-", suffix=".jsonl", dir=folder)
     except OSError as error:
@@ -158,5 +158,5 @@ def _kept_when_broken_off(path: Path) -> Iterator[None]:
 
 def _explain(error: OSError) -> str:
     if isinstance(error, urllib.error.HTTPError):
-        return f"the server answers {error.code} {error.reason}"
+        return f"the server answered {error.code} {error.reason}"
     return error.strerror or str(error)

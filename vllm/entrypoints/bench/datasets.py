@@ -143,7 +143,7 @@ def file_requests(
             f"none of the {len(items)} requests in {args.path!r} (read as {args.name}) fits the "
             f"context length of the model"
             if items
-            else f"{args.path!r} has no prompt when it is read as {args.name}"
+            else f"{args.path!r} contains no prompt in the format {args.name}"
         )
     return [requests[i % len(requests)] for i in range(args.num_prompts)]
 

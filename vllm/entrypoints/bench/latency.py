@@ -23,7 +23,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         ("--input-len", 32, "tokens of each prompt"),
         ("--output-len", 128, "tokens of each output"),
         ("--num-iters", 30, "measured runs of the batch"),
-        ("--num-iters-warmup", 10, "runs before those, which are not measured"),
+        ("--num-iters-warmup", 10, "warm-up runs before them, not measured"),
     ):
         text = f"{help} (default: {default})"
         group.add_argument(flag, type=int, default=default, metavar="N", help=text)

@@ -51,7 +51,9 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, default=0.0, metavar="X", help="(default: 0, greedy)"
     )
     group.add_argument(
-        "--disable-detokenize", action="store_true", help="do not make text of the tokens"
+        "--disable-detokenize", action="store_true", help="do not detokenise the outputs"
     )
-    parser.add_argument("--output-json", metavar="FILE", help="write JSON; - is stdout")
+    parser.add_argument(
+        "--output-json", metavar="FILE", help="write the result as JSON; - is stdout"
+    )
     EngineArgs.add_cli_args(parser)

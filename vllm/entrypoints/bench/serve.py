@@ -255,7 +255,7 @@ def _rows(result: dict[str, Any], args: argparse.Namespace) -> Iterator[Sequence
         yield (metric.upper(), *(result[f"{name}_{metric}_ms"] for name in names))
     if (result["server"] or {}).get("compilations_after_warmup"):
         count = result["server"]["compilations_after_warmup"]
-        yield "NOT STEADY", f"the server compiled {count:.0f} times in this run: repeat it"
+        yield "NOT STEADY", f"the server compiled {count:.0f} graphs in this run: run it again"
 
 
 def _save(result: dict[str, Any], load: LoadRun, args: argparse.Namespace) -> None:

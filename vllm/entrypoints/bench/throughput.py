@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add all flags."""
     add_dataset_flags(parser, input_len=512, num_prompts=1000)
-    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    parser.add_argument("--disable-tqdm", action="store_true", help="do not show a progress bar")
     offline.add_cli_args(parser)
 
 

@@ -51,7 +51,7 @@ class ApiClient:
             response = self._send(connection, "GET", "/models", None)
             models = _read_json(response).get("data")
         if not isinstance(models, list) or not models:
-            raise RequestError("the server lists no model: give --model-name")
+            raise RequestError("the server lists no model; name one with --model-name")
         return str(models[0].get("id"))
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -150,7 +150,7 @@ def _read_json(response: http.client.HTTPResponse) -> dict[str, Any]:
 
 
 def _describe_refusal(response: http.client.HTTPResponse) -> str:
-    return f"the server answers {response.status}: {_message_of(_read_json(response))}"
+    return f"the server answered {response.status}: {_message_of(_read_json(response))}"
 
 
 def _message_of(body: Mapping[str, Any]) -> str:
@@ -173,19 +173,18 @@ def add_client_flags(parser: FlexibleArgumentParser) -> None:
     parser.add_argument(
         "--url",
         default="http://localhost:8000/v1",
-        help="address of the server, with the /v1 of its routes (default: "
-        "http://localhost:8000/v1)",
+        help="URL of the server, including /v1 (default: http://localhost:8000/v1)",
     )
     parser.add_argument(
         "--model-name",
         metavar="NAME",
-        help="model to use; not given: the first that the server lists",
+        help="model to use (default: the first that the server lists)",
     )
     parser.add_argument(
-        "--api-key", metavar="KEY", help="API key that the server asks for; not given: VLLM_API_KEY"
+        "--api-key", metavar="KEY", help="API key of the server (default: VLLM_API_KEY)"
     )
     parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="most tokens that an answer may have"
+        "--max-tokens", type=int, metavar="N", help="maximum number of tokens in an answer"
     )
     parser.add_argument(
         "--temperature", type=float, metavar="X", help="sampling temperature; 0: greedy"

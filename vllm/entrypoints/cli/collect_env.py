@@ -77,7 +77,7 @@ def _cpu_facts() -> Iterator[tuple[str, str]]:
             keys.setdefault(key.strip(), value.strip())
     flags = set((keys.get("flags") or keys.get("Features") or "").split())
     yield "CPU", keys.get("model name") or platform.processor() or platform.machine()
-    yield "CPU flags", " ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none that matter"
+    yield "CPU flags", " ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none of interest"
     usable = f"{len(os.sched_getaffinity(0))} of " if hasattr(os, "sched_getaffinity") else ""
     yield "CPU cores", f"{usable}{os.cpu_count()}"
 

@@ -12,10 +12,11 @@ def add_parser(
     """Declare the subcommand and return its parser."""
     parser = subparsers.add_parser(
         "complete",
-        description="Let a model on a server continue text. Ctrl-C ends a text, Ctrl-D all.",
+        description="Complete text with a model on a running server. Ctrl-C stops a completion, "
+        "Ctrl-D exits.",
     )
     add_client_flags(parser)
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="continue one text and exit")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="complete one text and exit")
     return parser
 
 

@@ -24,13 +24,13 @@ from vllm.version import __version__
 
 _COMMANDS = {
     "serve": "serve a model over HTTP",
-    "chat": "talk to a model on a server",
-    "complete": "let a model on a server continue text",
+    "chat": "chat with a model on a running server",
+    "complete": "complete text with a model on a running server",
     "bench": "measure throughput and latency",
-    "run-batch": "answer the requests of a file",
-    "generate": "complete prompts offline",
+    "run-batch": "run the requests of a batch file, without a server",
+    "generate": "complete prompts, without a server",
     "collect-env": "show versions, hardware and settings for a bug report",
-    "hpu-check": "check that a Gaudi card computes what the engine needs",
+    "hpu-check": "self-test of a Gaudi card",
 }
 
 

@@ -13,7 +13,7 @@ def add_parser(
 
     parser = subparsers.add_parser(
         "run-batch",
-        description="Answer the requests of an OpenAI batch file with a model, without a server.",
+        description="Run the requests of an OpenAI batch file with a model, without a server.",
         usage="vllm run-batch -i FILE -o FILE [MODEL] [flags]",
     )
     return add_arguments(parser)

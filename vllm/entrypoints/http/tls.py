@@ -58,7 +58,7 @@ def check_certificates(args: ServerArgs) -> None:
 
 def _explain(error: OSError) -> str:
     """What OpenSSL found, without its codes; often it does not say."""
-    reason = getattr(error, "reason", None) or "it is not PEM, or lacks the key"
+    reason = getattr(error, "reason", None) or "it is not in PEM format, or the key is missing"
     return str(reason).replace("_", " ").lower()
 
 

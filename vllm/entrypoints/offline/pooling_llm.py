@@ -73,7 +73,7 @@ class PoolingMethods:
         refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
         prompts = prompt_token_ids if prompts is None else prompts
         if prompts is None:
-            raise RequestError("prompts is missing", param="prompts")
+            raise RequestError("the argument prompts is missing", param="prompts")
         require_task(self._pooler)
         import torch
 

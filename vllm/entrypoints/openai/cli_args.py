@@ -53,7 +53,7 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file with flags, without their dashes; what the command line says wins",
+        help="YAML file with flags, without their dashes; flags of the command line have priority",
     )
     EngineArgs.add_cli_args(parser)
     # The engine alone refuses some flags that are the server's: those are taken over.
@@ -151,7 +151,7 @@ def _read_file(path: str) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"the config file {path!r} must hold names with values")
+        raise ConfigError(f"the config file {path!r} must map names of flags to values")
     known = known_names()
     settings: dict[str, Any] = {}
     for key, value in content.items():
@@ -159,7 +159,7 @@ def _read_file(path: str) -> dict[str, Any]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
-            raise ConfigError(f"the config file {path!r} has no flag's name in {key!r}{hint}")
+            raise ConfigError(f"the config file {path!r} has the unknown flag {key!r}{hint}")
         if name in settings:
             raise ConfigError(f"the config file {path!r} has {key!r} twice")
         if value is not None:

@@ -50,20 +50,20 @@ def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         "--output-file",
         required=True,
         metavar="FILE",
-        help="where the answers go: a file, - for standard output, or an http(s) URL for a PUT",
+        help="output: a file, - for standard output, or an http(s) URL, which gets a PUT",
     )
     group.add_argument(
         "--output-tmp-dir",
         metavar="DIR",
-        help="where the answers are kept until they are sent to a URL; not given: the system's "
-        "folder for temporary files",
+        help="folder for the answers until they are sent to a URL (default: the system's folder "
+        "for temporary files)",
     )
     group.add_argument(
         "--max-concurrent-requests",
         type=int,
         default=256,
         metavar="N",
-        help="requests at once (default: 256)",
+        help="maximum number of concurrent requests (default: 256)",
     )
     return parser
 
@@ -182,7 +182,10 @@ def _log_end(counts: "BatchCounts", elapsed_s: float) -> None:
     for reason, count in counts.failures.most_common(_SHOWN_FAILURES):
         logger.warning("%d failed: %s", count, reason)
     if len(counts.failures) > _SHOWN_FAILURES:
-        logger.warning("others failed for %d more reasons", len(counts.failures) - _SHOWN_FAILURES)
+        logger.warning(
+            "%d more reasons of failed requests are not shown",
+            len(counts.failures) - _SHOWN_FAILURES,
+        )
 
 
 @contextlib.contextmanager

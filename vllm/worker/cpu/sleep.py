@@ -62,7 +62,7 @@ class HostWeights:
         if keep and self._fingerprints() != self._loaded:
             logger.warning(
                 "The weights were changed after they were loaded, so they stay in memory: level 1 "
-                "keeps their content, and the checkpoint does not have it. Level 2 gives them back."
+                "keeps their content, and the checkpoint does not have it. Level 2 releases them."
             )
             return
         for storage in self._storages:

@@ -23,8 +23,8 @@ def load_chat_template(value: str | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"chat_template={value!r} is not a file that can be read ({reason}), nor a template, "
-            f"which contains {{{{ or {{%. Name a file, or give the template itself."
+            f"chat_template={value!r} is neither a file that can be read ({reason}) nor a "
+            f"template, which contains {{{{ or {{%. Name a file, or give the template itself."
         ) from error
 
 

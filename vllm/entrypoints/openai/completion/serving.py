@@ -101,7 +101,9 @@ class _Completion:
         check_sampling_fields(body)
         given, embeds = body.prompts(), body.embeds()
         if not given and not embeds:
-            raise RequestError("prompt: the list is empty", param="prompt")
+            raise RequestError(
+                "prompt: the list is empty; send at least one prompt", param="prompt"
+            )
         is_long = sum(len(prompt) for prompt in given) > LONG_TEXT_CHARS
         prompts = [
             CompletionPrompt(

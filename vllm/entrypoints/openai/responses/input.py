@@ -186,7 +186,8 @@ def _read_item(where: str, given: Any) -> Item:
     kind = given.get("type", "message" if "role" in given else None)
     if not isinstance(kind, str) or kind not in _ID_PREFIXES:
         raise RequestError(
-            f"{where}.type {kind!r:.80} is not available here; one of {', '.join(_ID_PREFIXES)}",
+            f"{where}.type {kind!r:.80} is not supported here; supported: "
+            f"{', '.join(_ID_PREFIXES)}",
             param=f"{where}.type",
         )
     item_id = given.get("id")

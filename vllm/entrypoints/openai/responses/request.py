@@ -174,8 +174,8 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
         return _read_custom_tool(where, tool)
     if kind != "function":
         raise RequestError(
-            f"{where}.type {kind!r:.80} is not available: this server runs no tools of its own, "
-            "only functions and custom tools of the client can be called",
+            f"{where}.type {kind!r:.80} is not available: server-side tools are not supported; "
+            f"declare functions or custom tools of the client",
             param=f"{where}.type",
         )
     for key, expected in (("name", str), ("description", str), ("parameters", Mapping)):
