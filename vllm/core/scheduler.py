@@ -1,4 +1,4 @@
-"""Who runs in the next step, and what becomes of its result.
+"""The scheduler: which requests run in the next step, and the bookkeeping of its result.
 
 A request is tokens computed so far out of tokens wanted. Prefill, chunked prefill, prefix hits,
 decode and the return after preemption are all "schedule n more tokens of this request".
@@ -46,14 +46,14 @@ logger = init_logger(__name__)
 _PREEMPTIONS_PER_WARNING = 50
 _NO_ROWS: IntArray = np.empty(0, np.int32)
 _MAX_PASSED_OVER = 16
-"""Long prompts that a step looks behind for shorter ones."""
+"""How many long prompts of the queue a step may skip to find a shorter one."""
 
 
 class Scheduler:
     """Continuous batching with chunked prefill, prefix caching, priorities and preemption.
 
-    Running requests go first, so that a started answer is never starved by new prompts. When
-    blocks run out, the running request with the largest sort key gives its blocks back and is
+    Running requests go first, so that new prompts never starve a running request. When blocks run
+    out, the running request with the largest sort key is preempted: its blocks are freed, and it is
     computed again later.
 
     Args:
@@ -89,12 +89,14 @@ class Scheduler:
         if draft_source is not None:
             self._drafts = DraftPlanner(draft_source, self.running, cache)
         self._shortened: dict[int, int] = {}
-        """Rows whose block tables have become shorter since the last step, and how long."""
+        """Rows whose block tables have become shorter since the last step, and their new
+        lengths."""
         self._preemption = PreemptionPolicy(
             config.scheduling_policy == "priority", self.running, cache
         )
         self._lacks_room: Request | None = None
-        """Lacked only a row or blocks when it was its turn, and may drive others out."""
+        """The waiting request that could not be admitted for lack of a row or blocks; it may
+        preempt others."""
 
     # ---- requests come and go -------------------------------------------------------------
 
@@ -102,14 +104,14 @@ class Scheduler:
         """Refuse a request that could never run.
 
         Raises:
-            RequestError: its id is taken, or its length is not possible.
+            RequestError: its id is in use, or its length is not possible.
             CapacityError: its last token would not fit even an otherwise empty cache.
         """
         num_prompt, limit = len(spec.prompt_token_ids), spec.max_total_tokens
         if spec.request_id in self._requests:
             raise RequestError(f"request {spec.request_id!r} is already being processed")
         if spec.pooling_params is not None:
-            limit -= 1  # the last token is never sampled, and needs no place
+            limit -= 1  # the last token is never sampled and needs no block
         if not 0 < num_prompt < spec.max_total_tokens or limit > self.config.max_model_len:
             raise RequestError(
                 f"the request has {num_prompt} prompt tokens and a limit of {limit} tokens for "
@@ -158,8 +160,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step.
 
-        `rows` is empty when nothing can run: nobody waits or runs, or those who run wait for
-        a step in flight. Such a step holds nothing, and is neither executed nor updated.
+        `rows` is empty when nothing can run: there are no requests, or the running ones wait for a
+        step in flight. Such a step is empty, and is neither executed nor updated.
         """
         if self._lacks_room is not None:
             for victim in self._preemption.victims(self._lacks_room):
@@ -201,7 +203,7 @@ class Scheduler:
         )
 
     def update(self, output: ModelRunnerOutput) -> EngineOutput:
-        """Take in the result of the oldest step in flight."""
+        """Process the result of the oldest step in flight."""
         step = self._in_flight.popleft()
         assert step.step_id == output.step_id, f"step {output.step_id} is out of order"
         if output.pooled:
@@ -236,7 +238,7 @@ class Scheduler:
         )
 
     def stats(self) -> SchedulerStats:
-        """How full it is now, and what it has done; without what the runner knows."""
+        """Numbers of requests, use of the KV cache, and counters; without those of the runner."""
         pool = self.cache.pool
         num_running = len(self.running)
         return SchedulerStats(
@@ -252,7 +254,7 @@ class Scheduler:
     # ---- planning: running requests ----------------------------------------------------------
 
     def _plan_running(self) -> Plan:
-        """Tokens for the running requests; preempts until their blocks fit."""
+        """Plan tokens for the running requests. Preempts requests until the blocks fit."""
         running, size = self.running, self.cache.block_size
         budget = self.config.max_num_batched_tokens
         while True:
@@ -291,7 +293,7 @@ class Scheduler:
         )
 
     def _remember_prefills(self, plan: Plan) -> None:
-        """Make the blocks that running prompts fill in this step findable."""
+        """Add the blocks that running prompts fill in this step to the prefix cache."""
         if plan.only_decodes or not (several := plan.num_tokens > 1).any():
             return
         rows = plan.rows[several]
@@ -299,10 +301,10 @@ class Scheduler:
         for request, num_tokens in zip(self.running.at(rows), after.tolist(), strict=True):
             self.cache.remember(request, num_tokens)
 
-    # ---- planning: those who wait ---------------------------------------------------------
+    # ---- planning: waiting requests ---------------------------------------------------------
 
     def _admit(self, plan: Plan) -> None:
-        """Move waiting requests into the batch while rows, blocks and tokens last."""
+        """Admit waiting requests while rows, blocks and tokens are available."""
         config, preemption = self.config, self._preemption
         num_partial, num_long = self._count_partial(plan)
         counts: list[int] = []
@@ -329,10 +331,12 @@ class Scheduler:
                 passed_over.append(self.waiting.pop())  # shorter prompts may go ahead of it
                 continue
             if num_tokens == 1 and not self.cache.are_computed(shared):
-                break  # a single token runs with the decodes, before what it shares is there
+                # a single token runs with the decodes, before the blocks that it shares are
+                # computed
+                break
             if self.running.is_full or preemption.num_lacking(request, shared) > 0:
                 self._lacks_room = request if preemption.by_priority else None
-                break  # first come, first served: never pass the head of the queue
+                break  # first come, first served: never skip the head of the queue
             num_partial += is_partial
             num_long += is_long
             plan.budget -= num_tokens
@@ -366,7 +370,8 @@ class Scheduler:
         )
 
     def _count_partial(self, plan: Plan) -> tuple[int, int]:
-        """Running prompts that this step leaves unfinished, and the long ones among them."""
+        """The number of running prompts that this step does not complete, and how many of them are
+        long."""
         num_tokens = self.running.num_tokens[plan.rows]
         rest = num_tokens - self.running.num_computed[plan.rows]
         is_partial = (rest > 1) & (rest > plan.num_tokens)
@@ -382,7 +387,8 @@ class Scheduler:
         num_scheduled: IntArray,
         plan: Plan,
     ) -> None:
-        """Book a step: its tokens count as computed, the ones it samples as there."""
+        """Book a step: count its tokens as computed, and the tokens that it will sample as
+        known."""
         running = self.running
         prompt_chunks = running.prompt_chunks(rows, num_computed)
         after = num_computed + num_scheduled
@@ -391,7 +397,7 @@ class Scheduler:
             samples = after >= running.num_tokens[rows]
             if not samples.all():
                 rows, after = rows[samples], after[samples]
-        num_tokens = after + 1  # all known ones are computed, and there is one more
+        num_tokens = after + 1  # all known tokens are computed, and one more is sampled
         running.num_tokens[rows] = num_tokens
         if self._drafts is not None:
             running.awaits_result[rows] = running.takes_drafts[rows]
@@ -429,7 +435,7 @@ class Scheduler:
         )
 
     def _finish_failed(self, step: Step, errors: dict[int, str]) -> dict[str, Finished]:
-        """End the requests whose own sampling failed, if they are still there."""
+        """End the requests whose sampling failed, unless they have left already."""
         rows = [row for row in errors if row not in step.removed_rows]
         requests = self.running.at(np.array(rows, np.int32))
         finished = {
@@ -444,14 +450,15 @@ class Scheduler:
     # ---- leaving the batch ----------------------------------------------------------------
 
     def _preempt(self, request: Request) -> None:
-        """Take row and blocks of a running request; it waits to be computed again."""
+        """Preempt a running request: free its row and blocks, and queue it again."""
         self._leave([request], RequestStatus.WAITING)
         self.num_preemptions += 1
         request.num_preemptions += 1
         self.waiting.push(request)
 
     def _leave(self, requests: list[Request], status: RequestStatus) -> None:
-        """Take rows and blocks of running requests; what is in flight for them is dropped."""
+        """Free rows and blocks of running requests. Their results of steps in flight are
+        dropped."""
         rows = [request.row for request in requests]
         for request, num_computed in zip(
             requests, self.running.num_computed[rows].tolist(), strict=True

@@ -1,4 +1,4 @@
-"""Sliding windows give blocks back: what no query will see any more."""
+"""Frees the blocks that sliding windows have passed: no query will see them again."""
 
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.running_batch import RunningBatch
@@ -8,7 +8,7 @@ from vllm.messages import IntArray
 def free_passed_blocks(
     running: RunningBatch, cache: KVCacheManager, rows: IntArray
 ) -> list[tuple[int, int, int]]:
-    """Give back the blocks that the windows of layers have passed; see
+    """Free the blocks that the windows of layers have passed; see
     `SchedulerOutput.passed_blocks`.
 
     Args:

@@ -40,7 +40,7 @@ class TorchProfile:
         """Begin a trace.
 
         Raises:
-            RequestError: there is no folder, or a trace has begun already.
+            RequestError: there is no folder, or a trace is being recorded already.
         """
         if self._folder is None:
             raise RequestError(
@@ -58,10 +58,10 @@ class TorchProfile:
         logger.info("Profiling enabled. Traces will be saved to: %s", self._folder)
 
     def stop(self) -> str:
-        """End the trace and write its file; the path of it.
+        """End the trace and write its file. Returns the path.
 
         Raises:
-            RequestError: no trace has begun.
+            RequestError: no trace is being recorded.
         """
         if self._profile is None:
             raise RequestError(
@@ -76,7 +76,7 @@ class TorchProfile:
         return str(path)
 
     def step(self, step: SchedulerOutput) -> AbstractContextManager[Any]:
-        """The part of the trace in which a step runs; nothing while there is no trace."""
+        """Mark a step in the trace; does nothing while no trace is recorded."""
         if self._profile is None:
             return _NO_SPAN
         return torch.profiler.record_function(
@@ -85,6 +85,6 @@ class TorchProfile:
 
 
 def _new_profile() -> Any:
-    """Of all devices that this torch can profile."""
+    """A new profiler for all devices that this torch can profile."""
     activities = torch.profiler.supported_activities()
     return torch.profiler.profile(activities=activities, record_shapes=True)

@@ -1,7 +1,7 @@
 """Sleep mode on the CPU, where weights are host memory already.
 
-All memory keeps its address while it is given back (see `vllm.utils.process_memory`), so kernels
-that hold addresses of weights and caches need not know of it.
+All memory keeps its address while it is released (see `vllm.utils.process_memory`), so kernels
+that hold addresses of weights and caches are not affected.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ logger = init_logger(__name__)
 
 
 def check_can_sleep() -> None:
-    """Refuse sleep mode on a system that cannot do it.
+    """Refuse sleep mode on a system that does not support it.
 
     Raises:
         ConfigError: the system is not Linux.
@@ -30,10 +30,10 @@ def check_can_sleep() -> None:
 
 
 class HostWeights:
-    """The weights of a model in host memory. They come back from the checkpoint.
+    """The weights of a model in host memory, which are restored from the checkpoint.
 
-    There is no second memory to keep them in, so weights that differ from the checkpoint stay
-    where they are when their content must be kept.
+    There is no other memory to keep them in, so weights that differ from the checkpoint are not
+    released when their content must be kept.
 
     Args:
         model: loaded, its weights packed.
@@ -55,7 +55,8 @@ class HostWeights:
         self._must_be_as_loaded = False
 
     def release(self, *, keep: bool) -> None:
-        """Give the weights back, unless their content is to be kept and only they have it."""
+        """Release the weights, unless their content has to be kept and differs from the
+        checkpoint."""
         self._must_be_as_loaded = keep
         if self._is_released:
             return
@@ -74,7 +75,7 @@ class HostWeights:
         """Read the checkpoint again, into the same memory.
 
         Raises:
-            WeightLoadError: it cannot be read, or no longer has the weights that were to be kept.
+            WeightLoadError: it cannot be read, or no longer has the weights that had to be kept.
         """
         if not self._is_released:
             return
@@ -124,7 +125,7 @@ class HostWeights:
 
 
 class HostCache:
-    """The KV cache of some layers in host memory. It comes back empty.
+    """The KV cache of some layers in host memory. It is empty after `restore`.
 
     Args:
         layers: with their caches bound.
@@ -134,13 +135,13 @@ class HostCache:
         self._layers = layers
 
     def release(self, *, keep: bool) -> None:
-        """Give the caches back."""
+        """Release the caches."""
         for layer in self._layers:
             for cache in layer.kv_caches:
                 _discard(cache)
 
     def restore(self) -> None:
-        """Nothing: the system gives memory to what is written."""
+        """Do nothing: the system allocates pages when they are written."""
 
 
 def _discard(tensor: Tensor) -> None:
