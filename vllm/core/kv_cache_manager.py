@@ -160,8 +160,8 @@ class KVCacheManager:
         return num_kept
 
     def num_passed(self, positions: IntArray) -> IntArray:
-        """Number of blocks that all windows have passed, if the next query is at each of these
-        positions."""
+        """Number of blocks that windows have passed, over all groups, if the next query is at this
+        position."""
         passed = np.zeros_like(positions)
         for group in self._windowed.values():
             assert group.window is not None

@@ -1,4 +1,4 @@
-"""`python -m vllm.entrypoints.api_server`: POST /generate, as old clients of vLLM speak it.
+"""`python -m vllm.entrypoints.api_server`: POST /generate, for old clients of vLLM.
 
 The body has `prompt`, `stream` and the fields of `SamplingParams`. The answer is
 `{"text": [prompt + output, ...]}`; a stream has one such object per line, and ends with the body
@@ -106,7 +106,7 @@ async def _lines(
                 has_begun = True
         except Exception as error:
             if not has_begun:
-                raise  # still a response of its own
+                raise  # nothing has been sent yet, so this is a normal error response
             yield msgspec.json.encode(describe_error(error).body()) + b"\n"
 
 
@@ -120,7 +120,7 @@ def _body(prompt: str, output: RequestOutput) -> Mapping[str, Any]:
 
 
 def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
-    """The application of the OpenAI server, with /generate besides; raises as its `load_server`."""
+    """The application of the OpenAI server, plus /generate. Raises like its `load_server`."""
     from vllm.entrypoints.server import app as openai_app
 
     context, app = openai_app.load_server(engine, args)

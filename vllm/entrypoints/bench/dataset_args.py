@@ -24,7 +24,7 @@ class DatasetArgs:
     path: str | None = None
     num_prompts: int
     input_len: int = 1024
-    """Tokens of a random prompt, on average, besides its prefix."""
+    """Average tokens of a random prompt, without its prefix."""
     output_len: int | None = None
     """Tokens to ask for. None: what the file says, or 128."""
     range_ratio: float = 0.0
@@ -108,7 +108,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_pr
 
 
 def read_dataset_flags(args: argparse.Namespace) -> DatasetArgs:
-    """What `add_dataset_flags` has read, with the seed of the benchmark.
+    """The arguments from the flags of `add_dataset_flags`, with the seed of the benchmark.
 
     Raises:
         ConfigError: a flag is out of its range.

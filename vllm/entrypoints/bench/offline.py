@@ -1,4 +1,4 @@
-"""What the benchmarks without a server share."""
+"""Shared code of the benchmarks without a server."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ def make_llm(args: argparse.Namespace) -> "LLM":
 
 
 def sampling(num_tokens: int, args: argparse.Namespace) -> "SamplingParams":
-    """`num_tokens` tokens, whatever the model says; nothing is detokenised, as in no server."""
+    """Sampling parameters for exactly `num_tokens` tokens, without detokenisation."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -30,7 +30,7 @@ def sampling(num_tokens: int, args: argparse.Namespace) -> "SamplingParams":
 
 
 def facts(llm: "LLM") -> dict[str, Any]:
-    """What a result depends on: model, device, threads."""
+    """The facts that a result depends on: model, device, threads."""
     import torch
 
     config = llm.llm_engine.vllm_config

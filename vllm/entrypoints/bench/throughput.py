@@ -1,4 +1,4 @@
-"""`vllm bench throughput`: all requests are there at the start; there is no server."""
+"""`vllm bench throughput`: submits all requests at once to an engine, without a server."""
 
 import argparse
 import time
@@ -26,10 +26,10 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure; a table on stdout, JSON where it was asked for.
+    """Run the benchmark. Prints a table to stdout, and JSON if requested.
 
     Raises:
-        RequestError: n and temperature do not go together.
+        RequestError: n and temperature contradict each other.
         ConfigError: a flag is out of its range, a file cannot be used, or the engine cannot start.
     """
     dataset = read_dataset_flags(args)

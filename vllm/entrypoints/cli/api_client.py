@@ -1,4 +1,4 @@
-"""What `vllm chat` and `vllm complete` need of an OpenAI server: its models, and streamed answers.
+"""The client of `vllm chat` and `vllm complete` for an OpenAI server: models and streamed answers.
 
 Standard library alone: the official client is a large dependency for two commands.
 """
@@ -19,7 +19,7 @@ from vllm.utils import FlexibleArgumentParser
 _PREFIX = "/v1"
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_LINE_BYTES = 16 * 2**20
-"""Of one event; a longer one is no answer to a terminal."""
+"""Limit for one event."""
 
 
 class ApiClient:
@@ -104,7 +104,7 @@ class ApiClient:
         data = None if body is None else json.dumps(body).encode()
         try:
             connection.connect()
-            connection.sock.settimeout(None)  # an answer may take its time
+            connection.sock.settimeout(None)  # no timeout: an answer may take long
             target = self._url.path.rstrip("/") + path
             connection.request(method, target, data, self._headers)
             return connection.getresponse()
@@ -161,7 +161,7 @@ def _message_of(body: Mapping[str, Any]) -> str:
 
 
 def text_of(chunk: Mapping[str, Any]) -> str:
-    """The text that a chunk of a chat or of a completion brings."""
+    """The text in a chunk of a chat or a completion."""
     choices = chunk.get("choices") or [{}]
     delta = choices[0].get("delta")
     text = choices[0].get("text") if delta is None else delta.get("content")
@@ -192,7 +192,7 @@ def add_client_flags(parser: FlexibleArgumentParser) -> None:
 
 
 def connect(args: argparse.Namespace) -> tuple[ApiClient, dict[str, Any]]:
-    """A client, and the fields that all its requests have.
+    """Make a client, and the fields that all its requests share.
 
     Raises:
         ConfigError: the server cannot be reached.
@@ -207,7 +207,7 @@ def connect(args: argparse.Namespace) -> tuple[ApiClient, dict[str, Any]]:
 
 
 def write_answer(chunks: Iterator[dict[str, Any]]) -> str:
-    """Show an answer as it comes; Ctrl-C ends it early. Returns what has come."""
+    """Print an answer as it arrives; Ctrl-C ends it early. Returns the text."""
     parts: list[str] = []
     with contextlib.closing(chunks) as source:  # type: ignore[type-var]
         try:
@@ -233,7 +233,8 @@ def answer_prompts(quick: str | None, greeting: str, ask: Callable[[str], None])
 
     Raises:
         ConfigError: the server cannot be reached.
-        RequestError: it refuses `quick`; of those that are read, the next may do better.
+        RequestError: it refuses `quick`. A refused prompt of the user is reported, and the next one
+            is read.
     """
     if quick is not None:
         ask(quick)

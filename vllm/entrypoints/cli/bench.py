@@ -36,7 +36,7 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> int | None:
-    """Run one benchmark, or show what there is; returns the exit code."""
+    """Run one benchmark, or list the benchmarks. Returns the exit code."""
     if args.benchmark is None:
         args.print_help()
         return 0

@@ -27,7 +27,7 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Talk until the input ends.
+    """Chat until the input ends.
 
     Raises:
         ConfigError: the server cannot be reached.

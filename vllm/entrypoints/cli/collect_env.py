@@ -1,4 +1,4 @@
-"""`vllm collect-env`: what a bug report needs to say about a machine."""
+"""`vllm collect-env`: facts about the machine for a bug report."""
 
 import argparse
 import os
@@ -116,7 +116,7 @@ def _describe_kernels() -> str:
     if not envs.get().VLLM_CPU_KERNELS:
         return "off: VLLM_CPU_KERNELS=0"
     try:
-        library = load_cpu_kernels()  # logs why when it fails
+        library = load_cpu_kernels()  # logs the reason if it fails
     except ConfigError as error:
         return f"refused: {error}"
     if library is None:

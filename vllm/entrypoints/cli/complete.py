@@ -1,4 +1,4 @@
-"""`vllm complete`: text that a model on a server continues."""
+"""`vllm complete`: completes text with a model on a server."""
 
 import argparse
 
@@ -21,7 +21,7 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Continue lines until the input ends.
+    """Complete lines until the input ends.
 
     Raises:
         ConfigError: the server cannot be reached.

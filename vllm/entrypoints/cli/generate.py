@@ -112,7 +112,7 @@ def _read_prompts(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _read_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given, checked before a model is loaded for them."""
+    """The sampling parameters of the flags, checked before the model is loaded."""
     from vllm import SamplingParams
 
     names = ("max_tokens", "temperature", "top_p", "top_k", "n", "stop")
@@ -147,7 +147,8 @@ def _as_json(prompt: str, output: "RequestOutput") -> str:
 
 
 def _as_text(prompt: str, output: "RequestOutput", *, chat: bool) -> str:
-    """An answer below its question, or a completion right behind what it completes."""
+    """The text to print: an answer below its question, or a completion directly after its
+    prompt."""
     gap = "\n\n" if chat else ""
     return "".join(f"{prompt}{gap}{sample.text}\n\n" for sample in output.outputs)
 

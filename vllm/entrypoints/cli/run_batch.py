@@ -1,4 +1,4 @@
-"""`vllm run-batch`: the requests of a file, answered as the server would."""
+"""`vllm run-batch`: runs the requests of a file like the server."""
 
 import argparse
 
@@ -20,7 +20,7 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer all requests; the exit code."""
+    """Run all requests. Returns the exit code."""
     from vllm.entrypoints.openai.run_batch import run as run_batch
 
     return run_batch(args)

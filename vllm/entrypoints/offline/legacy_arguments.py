@@ -11,7 +11,7 @@ from vllm.inputs import PromptType
 from vllm.sampling_params import GuidedDecodingParams, SamplingParams
 
 _STACK_LEVEL = 4
-"""From the warning to the caller of `LLM.generate`."""
+"""Stack levels from the warning to the caller of `LLM.generate`."""
 _GUIDED_FIELDS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -28,7 +28,8 @@ _GUIDED_FIELDS = {
 def with_token_ids(
     prompts: Prompts | None, token_ids: list[int] | list[list[int]]
 ) -> list[PromptType]:
-    """The deprecated argument as prompts; texts given besides it are only shown."""
+    """Convert the deprecated argument to prompts. Texts that are given too are only shown in
+    outputs."""
     _warn(
         "The argument 'prompt_token_ids' is deprecated: pass "
         "prompts=[{'prompt_token_ids': [...]}, ...]"

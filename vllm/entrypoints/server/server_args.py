@@ -1,7 +1,7 @@
-"""What a user can say about the server, besides its engine: flags of `vllm serve`.
+"""The settings of the server, without those of the engine: flags of `vllm serve`.
 
 One field is one flag, as for the engine (`vllm.config.fields`); docs/server_arguments.md is made
-of it. Knows no framework.
+of it. Imports no framework.
 """
 
 from collections.abc import Mapping
@@ -291,7 +291,8 @@ class ServerArgs:
 
 
 def from_settings(settings: Mapping[str, Any]) -> ServerArgs:
-    """The server's arguments among parsed ones; lists become tuples, None is "not given"."""
+    """Take the server's arguments out of parsed ones. Lists become tuples, None means "not
+    given"."""
     from vllm.config.fields import config_fields
 
     fields = config_fields(ServerArgs)
