@@ -10,10 +10,10 @@ def refuse(**given: Any) -> None:
     """Do nothing when every argument is None, or a list of None.
 
     Args:
-        given: arguments as the caller got them, by name; every one of them has a row below.
+        given: arguments as the caller got them, by name; each has an entry below.
 
     Raises:
-        RequestError: one is given; says what this version does, and what to do.
+        RequestError: an argument is given; the message says what to do.
     """
     for name, value in given.items():
         values = value if isinstance(value, list | tuple) else [value]

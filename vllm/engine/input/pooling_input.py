@@ -1,4 +1,4 @@
-"""From what a user sends to a pooling model to an `EngineRequest`."""
+"""Converts a request to a pooling model to an `EngineRequest`."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,14 @@ _CALLS = {
     "score": "LLM.score, POST /score or /rerank",
     "reward": "LLM.reward or LLM.encode, POST /pooling",
 }
-"""Task -> how it is asked for."""
+"""Task -> the methods and routes for it."""
 
 
 def refuse_generation(pooler: PoolerConfig | None) -> None:
     """Refuse a model that does not generate text.
 
     Raises:
-        RequestError: it is run for a pooling task; says what to call.
+        RequestError: it runs a pooling task; names the right methods.
     """
     if pooler is not None:
         raise RequestError(
@@ -41,10 +41,10 @@ def refuse_generation(pooler: PoolerConfig | None) -> None:
 
 
 def require_task(pooler: PoolerConfig | None, *tasks: str) -> PoolerConfig:
-    """The pooling of a model that is run for one of these tasks; without any, of any task.
+    """The pooler of the model, which must run one of these tasks; any task if none is given.
 
     Raises:
-        RequestError: it is not; says what to call, or how to start it.
+        RequestError: it does not; names the right methods, or how to start the model.
     """
     wanted = " or ".join(map(repr, tasks))
     if pooler is None:
@@ -63,10 +63,10 @@ def require_task(pooler: PoolerConfig | None, *tasks: str) -> PoolerConfig:
 
 
 def require_scores(pooler: PoolerConfig | None) -> PoolerConfig:
-    """The pooling of a model that can score pairs.
+    """The pooler of a model that can score pairs.
 
     Raises:
-        RequestError: it neither embeds nor is a classifier with one label.
+        RequestError: the model is neither for embeddings nor a classifier with one label.
     """
     found = require_task(pooler, "score", "embed", "classify")
     if found.task != "embed" and len(found.labels) != 1:
@@ -177,7 +177,8 @@ class PoolingInput:
         return self._max_model_len if most == -1 else most
 
     def _truncate(self, prompt: PromptType, tokenized: "TokenizedPrompt", most: int) -> list[int]:
-        """A text by its beginning, special tokens kept; token ids by their end."""
+        """Truncate a prompt: of a text the beginning is kept with special tokens, of token ids the
+        end."""
         if not isinstance(prompt, (str, dict)):
             return tokenized.token_ids[-most:]
         add_special_tokens = True
