@@ -129,7 +129,7 @@ def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, Fast
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server as a program of its own; the exit code."""
+    """Run the server as a program. Returns the exit code."""
     from vllm.entrypoints.cli.main import run_command
     from vllm.entrypoints.openai.api_server import run_server
 
