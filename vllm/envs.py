@@ -96,7 +96,7 @@ class Envs:
         10, "Seconds that `vllm.multimodal.utils.fetch_audio` waits for an answer.", at_least=1
     )
     VLLM_API_KEY: str | None = _server(
-        None, "Key that clients must send, where the flag --api-key names none."
+        None, "API key that clients must send, if the flag --api-key is not given."
     )
     VLLM_SERVER_DEV_MODE: bool = _server(
         False,
@@ -260,7 +260,8 @@ class Envs:
     )
     VLLM_HPU_SIM: str | None = _simulation(
         None,
-        "Simulate this card: a device `hpu` that computes on the CPU and counts compilations, "
+        "Simulate this model of Gaudi card: a device `hpu` that computes on the CPU and counts "
+        "compilations, "
         "host syncs and copies.",
         ("gaudi2", "gaudi3"),
     )
