@@ -48,8 +48,8 @@ def _compat_variables() -> Iterator[str]:
     yield from _table("Refused", "variable", "what is not available")
     yield from _compat_rows(available=False)
     yield ""
-    yield "An engine does not start while one of these is set: it would compute something else than"
-    yield "was asked for. (A switch may be set to 0.)"
+    yield "An engine does not start while one of these is set: its results would differ from"
+    yield "what was requested. (A switch may be set to 0.)"
     yield from _table("Recognised without effect", "variables", "why they have no effect")
     yield from _compat_rows(available=True)
     yield ""

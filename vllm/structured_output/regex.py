@@ -2,13 +2,13 @@
 
 `regex_dialects` lets Python's parser read what JavaScript, Rust and others write differently.
 
-They read patterns in the manner of Rust's regex crate, which takes some of Python's for something
-else (nested classes, `\\d` of a newer Unicode) and refuses others. So the pattern is read by
-Python's own parser and written anew, from the few things that are left: characters, classes,
-groups, alternatives, repetition.
+The libraries read patterns like Rust's regex crate, in which some of Python's syntax has another
+meaning (nested classes, `\\d` of a newer Unicode) or is refused. So Python's own parser reads the
+pattern, and it is written again with few elements: characters, classes, groups, alternatives,
+repetition.
 
-Whatever the written pattern matches, `re.fullmatch` of the original matches too. The reverse does
-not hold everywhere: `\\d`, `\\w` and `\\s` are ASCII, and `$` is the very end.
+`re.fullmatch` of the original matches everything that the written pattern matches. The reverse does
+not always hold: `\\d`, `\\w` and `\\s` are ASCII, and `$` is only the very end.
 """
 
 import re

@@ -2,8 +2,8 @@
 collection.
 
 `discard` releases memory that is still allocated: its addresses stay valid, so C++ kernels that
-hold one never point to unmapped memory. `give_back_memory` releases freed memory that the allocator
-of the C library would keep.
+hold one never point to unmapped memory. `release_freed_memory` releases freed
+memory that the allocator of the C library would keep.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ def discard(address: int, num_bytes: int) -> None:
         raise OSError(error, f"madvise of {end - first} bytes: {os.strerror(error)}")
 
 
-def give_back_memory() -> bool:
+def release_freed_memory() -> bool:
     """Release freed memory. Returns False if the C library cannot do that, or had nothing to
     release."""
     trim = getattr(_libc(), "malloc_trim", None)
@@ -60,7 +60,7 @@ def give_back_memory() -> bool:
 
 
 class MemoryTrim:
-    """Calls `give_back_memory` after a short delay, once for all requests in that time."""
+    """Calls `release_freed_memory` after a short delay, once for all requests in that time."""
 
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
@@ -72,7 +72,7 @@ class MemoryTrim:
 
     def _begin(self) -> None:
         self._timer = None
-        asyncio.get_running_loop().run_in_executor(None, give_back_memory)
+        asyncio.get_running_loop().run_in_executor(None, release_freed_memory)
 
 
 def keep_for_good() -> None:

@@ -13,7 +13,7 @@ from vllm.attention import CachedLayer
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.logger import init_logger
 from vllm.model_executor.model_memory import copy_cache_scales, fingerprint, model_storages
-from vllm.utils.process_memory import can_discard, discard, give_back_memory
+from vllm.utils.process_memory import can_discard, discard, release_freed_memory
 from vllm.worker.sleep import BuildModel
 
 logger = init_logger(__name__)
@@ -68,7 +68,7 @@ class HostWeights:
             return
         for storage in self._storages:
             _discard(storage)
-        give_back_memory()
+        release_freed_memory()
         self._is_released = True
 
     def restore(self) -> None:
@@ -114,7 +114,7 @@ class HostWeights:
             _discard(new)  # so that the model is not in memory twice
         copy_cache_scales(fresh_model, self._model)
         del fresh_model, fresh, new
-        give_back_memory()
+        release_freed_memory()
 
     def _note(self) -> None:
         if self._can_sleep:
