@@ -3,9 +3,9 @@
 One field is one variable: name, type, default and help in one place. Settings a user tunes
 per deployment are config fields; a variable is for what must be known before a config exists
 (logging, device selection) or is part of the compatibility surface.
-Values arrive where they are used inside a config dataclass. Knows no logging: the logger, which
-needs a level from here, also reports the names that have no effect. Those of the Gaudi fork and
-why are in `env_compat`.
+Values arrive where they are used inside a config dataclass. This module does not log: the logger,
+which needs a level from here, also reports the names that have no effect. Those of the Gaudi fork
+and why are in `env_compat`.
 """
 
 import difflib
@@ -352,7 +352,7 @@ def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str])
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """`VLLM_*` names that are set and nobody knows -> the nearest declared name, if one is near."""
+    """`VLLM_*` names that are set and unknown -> the nearest declared name, or None."""
     environ = os.environ if environ is None else environ
     declared = _declared()
     known = declared | COMPAT_VARIABLES.keys()

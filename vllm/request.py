@@ -1,4 +1,4 @@
-"""The state of one generation inside the engine core. Knows no text and no device."""
+"""The state of one request inside the engine core. Independent of text and devices."""
 
 from enum import IntEnum
 

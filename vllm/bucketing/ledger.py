@@ -7,7 +7,7 @@
     graphs   usable * VLLM_GRAPH_RESERVED_MEM, of it VLLM_GRAPH_PROMPT_RATIO for prompts
     KV       the rest of usable, in whole blocks
 
-Measures nothing itself: the numbers come from whoever asks the device.
+Measures nothing itself: the caller passes the numbers of the device.
 """
 
 from dataclasses import dataclass

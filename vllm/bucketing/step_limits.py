@@ -10,8 +10,8 @@ are taken from configuration alone:
 Decode of n sequences. Sequence i references ceil(len_i / block_size) blocks, C at most. Without
 prefix caching every reference is a block of its own: n*C references, and never more than U. With
 it, sequences share the beginning of their tables, but the block a sequence writes in this step is
-its own: nobody can have found it yet. n sequences hold n such blocks, which leaves U - n to be
-shared, so no table is longer than U - n + 1. One prompt shared by all attains it:
+its own: no other request can have found it yet. n sequences hold n such blocks, which leaves U - n
+to be shared, so no table is longer than U - n + 1. One prompt shared by all attains it:
 
     most references of n sequences = n * min(C, U - n + 1)
 

@@ -20,7 +20,7 @@ from vllm.messages import NULL_BLOCK_ID
 class BlockPool:
     """Reference counts, free queue and prefix cache over `num_blocks` blocks.
 
-    Block 0 is the null block: it belongs to nobody and is never allocated. As nothing else
+    Block 0 is the null block: it belongs to no request and is never allocated. As nothing else
     uses its links, it is the head of the (doubly linked, circular) free queue.
 
     Args:

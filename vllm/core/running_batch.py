@@ -77,7 +77,7 @@ class RunningBatch:
     def order(self) -> IntArray:
         """[n] rows of the running requests, smallest sort_key first.
 
-        The same array until a request enters or leaves; nobody writes to it.
+        The same array until a request enters or leaves; read-only.
         """
         if self._order is None:
             rows = (request.row for request in self._sorted)

@@ -58,7 +58,7 @@ class Scheduler:
 
     Args:
         config: limits of a step.
-        cache: blocks of the KV cache, shared with nobody.
+        cache: the KV cache, owned by this scheduler.
         draft_source: guesses next tokens; None: one token per request and step.
     """
 

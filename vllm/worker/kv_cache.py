@@ -134,7 +134,7 @@ def check_capacity(
         f"cache more memory, or lower --max-model-len to {capacity}"
         if capacity
         else f"not enough memory for the KV cache: one block takes {block_bytes} bytes ({source}; "
-        f"{free_gib:.2f} GiB free)"
+        f"{free_gib:.2f} GiB free). Give the cache more memory"
     )
 
 

@@ -84,10 +84,10 @@ def text_of(prompt: PromptType) -> str | None:
 
 
 def split_at_spaces(text: str, num_chars: int) -> Iterator[str]:
-    """The text in pieces of about `num_chars`, which begin with white space where there is some.
+    """Split a text into pieces of at least `num_chars`, before white space if it is not far away.
 
-    >>> list(split_at_spaces("one two three", 4))
-    ['one two', ' three']
+    >>> list(split_at_spaces("one two three four", 8))
+    ['one two three', ' four']
     """
     start = 0
     while start < len(text):

@@ -242,8 +242,10 @@ def check_num_values(body: bytes, args: ServerArgs) -> None:
 def count_values(body: bytes) -> tuple[int, int]:
     r"""Count the values of a JSON text (including lists and objects), and the names of members.
 
+    An empty list or object counts as two values.
+
     >>> count_values(b'{"a": [1, 2, "b, \\", c"], "d": {}}')
-    (6, 2)
+    (7, 2)
     """
     characters = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     is_outside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1 == 0

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint folder, one at a time, read from disk only as far as needed.
 
-Reads safetensors and PyTorch `.bin` files. Knows no model. Nothing here can run code from a
+Reads safetensors and PyTorch `.bin` files. Independent of models. Nothing here can run code from a
 checkpoint: `.bin` files are unpickled with `weights_only=True`.
 """
 
