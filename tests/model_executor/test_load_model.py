@@ -187,7 +187,7 @@ def test_scales_of_the_kv_cache_reach_their_layer(llama, names, scales):
 def test_a_scale_that_cannot_be_one_is_named(llama, scale):
     name = "model.layers.1.self_attn.k_scale"
     put(llama, tensors_of(llama) | {name: torch.tensor(scale)})
-    with pytest.raises(WeightLoadError, match=rf"{name} is .* not one positive number"):
+    with pytest.raises(WeightLoadError, match=rf"{name} must be one positive number, got"):
         load(llama)
 
 
