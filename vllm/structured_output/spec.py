@@ -127,7 +127,7 @@ def _backend(name: Any, field: str) -> tuple[str, set[str]]:
     options = [option.strip() for option in rest.split(",") if option.strip()]
     if word not in _BACKENDS or not all(option in _OPTIONS for option in options):
         raise RequestError(
-            f"{field} must be one of {', '.join(_BACKENDS)}, optionally with options of "
+            f"{field} must be one of {', '.join(_BACKENDS)}, optionally with the options "
             f"{', '.join(_OPTIONS)} after a colon; got {name!r:.200}",
             param=field,
         )
