@@ -37,6 +37,10 @@ _IN_PROCESS = (
     "LLM computes in the caller's process, and the engine process of a server is reached by a "
     "socket file of its own"
 )
+_NO_TIMEOUTS = (
+    "no step is given up for its time, however long it compiles, and a dead engine is noticed "
+    "without a timeout; --request-timeout limits a request"
+)
 _QUANTIZATION = "weights and cache are not quantized on a card yet"
 _MULTIMODAL = "this version reads text only"
 _EXPERTS = "this version runs no mixture-of-experts models"
@@ -132,7 +136,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored(_RUNS_AHEAD, "VLLM_DELAYED_SAMPLING VLLM_HPU_USE_DELAYED_SAMPLING", same_as=True),
     *_ignored(
-        "tokens that tie at the k-th place are always kept",
+        "tokens that tie at the k-th place are always kept, at no cost",
         "VLLM_HANDLE_TOPK_DUPLICATES",
         same_as=True,
     ),
@@ -235,9 +239,14 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored(_IN_PROCESS, "VLLM_ENABLE_V1_MULTIPROCESSING", same_as=False),
     *_ignored(
-        _IN_PROCESS,
+        _NO_TIMEOUTS,
         """
         VLLM_ENGINE_ITERATION_TIMEOUT_S VLLM_RPC_TIMEOUT VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        """,
+    ),
+    *_ignored(
+        _IN_PROCESS,
+        """
         VLLM_HOST_IP VLLM_PORT VLLM_RPC_BASE_PATH VLLM_WORKER_MULTIPROC_METHOD
         VLLM_MSGPACK_ZERO_COPY_THRESHOLD VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_SLEEP_WHEN_IDLE
         VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_DIST_IDENT

@@ -136,6 +136,7 @@ def _generate(config: VllmConfig, limits: StepLimits) -> GeneratedBuckets:
             raise ConfigError(f"VLLM_BUCKETING_FROM_FILE={path}: {error}") from None
         return buckets_from_file(text, str(path), limits)
     settings = BucketSettings.resolve(limits, dict(hpu.bucket_variables))
+    settings = replace(settings, max_fine_len=hpu.max_seq_len_to_capture)
     return generate_buckets(
         hpu.bucketing_strategy,
         limits,
