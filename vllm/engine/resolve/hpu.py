@@ -4,6 +4,8 @@ from dataclasses import fields, replace
 from typing import cast
 
 from vllm import envs
+from vllm.bucketing.bucket_plan import prompt_budgets
+from vllm.config import VllmConfig
 from vllm.config.hpu import (
     VARIABLE,
     BucketingStrategy,
@@ -57,6 +59,34 @@ def resolve_hpu_config(asked: HPUConfig, *, enable_prefix_caching: bool) -> HPUC
             settings.VLLM_HPU_LOG_STEP_CPU_FALLBACKS, settings.VLLM_HPU_LOG_STEP_CPU_FALLBACKS_ALL
         ),
     )
+
+
+def fit_token_budget(config: VllmConfig, *, is_given: bool) -> VllmConfig:
+    """The config with a budget of a step that the smallest prompt bucket fits.
+
+    A budget that nobody has given becomes that of the longest bucket: who asks for prompts of
+    32,768 tokens in one launch is not to get them cut at the default.
+
+    Args:
+        config: for a card.
+        is_given: the user has set max_num_batched_tokens.
+
+    Raises:
+        ConfigError: the variables leave no bucket, or the file with them cannot be read.
+    """
+    scheduler, budgets = config.scheduler, prompt_budgets(config)
+    if budgets is None:
+        return config
+    smallest, largest = budgets
+    budget = smallest if is_given else largest
+    logger.warning(
+        "max_num_batched_tokens is raised from %d to %d: the smallest prompt bucket has %d tokens. "
+        "To keep it, lower VLLM_PROMPT_SEQ_BUCKET_MIN or VLLM_PROMPT_BS_BUCKET_MIN",
+        scheduler.max_num_batched_tokens,
+        budget,
+        smallest,
+    )
+    return replace(config, scheduler=replace(scheduler, max_num_batched_tokens=budget))
 
 
 def refuse_variables() -> None:
