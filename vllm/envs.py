@@ -249,6 +249,11 @@ class Envs:
     VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL: bool = _diagnostics(
         False, "Log the graph compilations of every step."
     )
+    PT_HPU_METRICS_GC_DETAILS: bool = _diagnostics(
+        False,
+        "Read by the Habana bridge: keep name and time of each compiled recipe. "
+        "VLLM_HPU_LOG_STEP_GRAPH_COMPILATION then logs those of the step.",
+    )
     VLLM_HPU_LOG_STEP_CPU_FALLBACKS: bool = _diagnostics(
         False, "Log the CPU fallbacks of every step that has some."
     )

@@ -75,6 +75,8 @@ class HPUConfig:
     """For `gc.set_threshold` in the worker: by default 16 times those of Python, because a step
     makes many objects and hardly ever a cycle."""
     log_compilations: StepLog = field(default="off", metadata=_NO_FLAG)
+    log_recipes: bool = field(default=False, metadata=_variable("PT_HPU_METRICS_GC_DETAILS"))
+    """A report of compilations lists the recipes, with their times."""
     log_cpu_fallbacks: StepLog = field(default="off", metadata=_NO_FLAG)
 
     def __post_init__(self) -> None:
