@@ -86,7 +86,9 @@ def compatibility() -> Iterator[str]:
     yield "# Compatibility"
     yield ""
     yield "What five documents about vLLM on Gaudi say, statement by statement, and what proves it"
-    yield "here. No proof has run on a real card; what needs one runs on the simulated. The documents:"
+    yield "here. No proof has run on a real card; what needs one runs on the simulated."
+    yield ""
+    yield "The documents:"
     yield ""
     yield from (f"- {letter}: {name}" for letter, name in DOCUMENTS.items())
     yield ""
