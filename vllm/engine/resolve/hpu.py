@@ -5,6 +5,7 @@ from typing import cast
 
 from vllm import envs
 from vllm.bucketing.bucket_plan import prompt_budgets
+from vllm.bucketing.profiled import parse_profiled
 from vllm.config import VllmConfig
 from vllm.config.hpu import (
     VARIABLE,
@@ -51,6 +52,7 @@ def resolve_hpu_config(asked: HPUConfig, *, enable_prefix_caching: bool) -> HPUC
         prompt_attention=_prompt_attention(settings),
         softmax_const_norm=_const_norm(settings),
         gc_thresholds=_gc_thresholds(settings),
+        profiled_launch=_profiled_launch(settings),
         log_compilations=_step_log(
             settings.VLLM_HPU_LOG_STEP_GRAPH_COMPILATION,
             settings.VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL,
@@ -141,6 +143,33 @@ def _gc_thresholds(settings: envs.Envs) -> tuple[int, int, int]:
         return given
     first, second, third = (value * settings.VLLM_GC_THR_MULTIPLIER for value in _GC_DEFAULTS)
     return first, second, third
+
+
+def _profiled_launch(settings: envs.Envs) -> str | None:
+    """The launch to profile, in the form of VLLM_PT_PROFILE."""
+    found = [settings.VLLM_PT_PROFILE] if settings.VLLM_PT_PROFILE else []
+    lists = (
+        ("VLLM_PROFILE_PROMPT", settings.VLLM_PROFILE_PROMPT, "prompt", 3),
+        ("VLLM_PROFILE_DECODE", settings.VLLM_PROFILE_DECODE, "decode", 2),
+    )
+    for name, text, phase, num_sizes in lists:
+        if text is None:
+            continue
+        sizes = [size.strip() for size in text.split(",")]
+        if len(sizes) != num_sizes or not all(size.isdecimal() for size in sizes):
+            form = "1,512,0: batch, length and blocks of context"
+            form = form if phase == "prompt" else "4,128: batch and blocks"
+            raise ConfigError(f"{name}={text!r} must be like {form}")
+        found.append("_".join([phase, *sizes, "t"]))
+    if len(found) > 1:
+        raise ConfigError(
+            "VLLM_PT_PROFILE, VLLM_PROFILE_PROMPT and VLLM_PROFILE_DECODE each name the one launch "
+            "to profile. Set one of them"
+        )
+    for text in found:
+        parse_profiled(text)
+        return text
+    return None
 
 
 def _const_norm(settings: envs.Envs) -> float | None:
