@@ -33,8 +33,8 @@ class HPUConfig:
     """Settings of the Gaudi path."""
 
     max_seq_len_to_capture: int = 8192
-    """Longest sequence that has prompt buckets at every step of the linear strategy. Beyond it a
-    prompt has lengths that double and few sizes of context; it is launched with more padding."""
+    """Longest sequence that has prompt buckets at every step of the linear strategy. Beyond it
+    there are fewer, and the end of a prompt is launched with more padding."""
     bucketing_strategy: BucketingStrategy = field(default="linear", metadata=_NO_FLAG)
     bucketing_file: str | None = field(default=None, metadata=_variable("VLLM_BUCKETING_FROM_FILE"))
     """Path of a file with the buckets, in place of a strategy."""
