@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 
+from tests.seeds.table import compatibility as compatibility_lines  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.config.fields import ConfigField, config_fields, config_sections  # noqa: E402
 from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS, CompatArgument  # noqa: E402
@@ -134,6 +135,12 @@ def server_arguments() -> Iterator[str]:
         yield _row(f"`{argument.flag}`", _default(argument.off), reason)
 
 
+def compatibility() -> Iterator[str]:
+    """The page about what documents of vLLM on Gaudi say."""
+    yield _NOTE
+    yield from compatibility_lines()
+
+
 def _compat_section() -> Iterator[str]:
     yield ""
     yield "## Arguments of the vLLM 0.9 Gaudi fork"
@@ -222,6 +229,7 @@ def supported_models() -> Iterator[str]:
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
+    "compatibility.md": compatibility,
     "env_variables.md": env_variables,
     "engine_arguments.md": engine_arguments,
     "server_arguments.md": server_arguments,

@@ -246,11 +246,28 @@ class Envs:
         "Folder for traces of torch's profiler, begun and ended by start_profile and stop_profile "
         "of the engine, or by POST /start_profile and /stop_profile of the server.",
     )
+    VLLM_PT_PROFILE: str | None = _diagnostics(
+        None,
+        "Profile one launch with torch's profiler, and end: prompt_BATCH_LENGTH_t or "
+        "decode_BATCH_BLOCKS_t; with f at the end, not as an HPU graph. The trace is in "
+        "VLLM_TORCH_PROFILER_DIR, or in the working directory.",
+    )
+    VLLM_PROFILE_PROMPT: str | None = _diagnostics(
+        None, "The same for a prompt: batch,length,blocks of context, such as 1,512,0."
+    )
+    VLLM_PROFILE_DECODE: str | None = _diagnostics(
+        None, "The same for a decode: batch,blocks, such as 4,128."
+    )
     VLLM_HPU_LOG_STEP_GRAPH_COMPILATION: bool = _diagnostics(
         False, "Log the graph compilations of every step that has some."
     )
     VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL: bool = _diagnostics(
         False, "Log the graph compilations of every step."
+    )
+    PT_HPU_METRICS_GC_DETAILS: bool = _diagnostics(
+        False,
+        "Read by the Habana bridge: keep name and time of each compiled recipe. "
+        "VLLM_HPU_LOG_STEP_GRAPH_COMPILATION then logs those of the step.",
     )
     VLLM_HPU_LOG_STEP_CPU_FALLBACKS: bool = _diagnostics(
         False, "Log the CPU fallbacks of every step that has some."

@@ -10,7 +10,7 @@ from vllm.bucketing.closure import missing_buckets, prove
 from vllm.bucketing.generate import GeneratedBuckets, buckets_from_file, generate_buckets
 from vllm.bucketing.log_lines import generated_line
 from vllm.bucketing.settings import BucketSettings
-from vllm.bucketing.step_limits import StepLimits, ceil_div
+from vllm.bucketing.step_limits import StepLimits, ceil_div, is_within
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 
@@ -63,6 +63,24 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
         shapes = [(b.batch, b.query_len, b.blocks) for b in added]
         info.append(f"Added {len(added)} buckets, for steps beyond the configured ranges: {shapes}")
     return BucketPlan(catalog, limits, tuple(info), generated.warnings)
+
+
+def prompt_budgets(config: VllmConfig) -> tuple[int, int] | None:
+    """Token budgets of a step for the smallest prompt bucket, and for all of the smallest batch.
+
+    None: the budget there is has a prompt bucket.
+
+    Raises:
+        ConfigError: as `plan_buckets`.
+    """
+    limits = step_limits(config)
+    generated = _generate(config, limits)
+    buckets = [*generated.prefill, *generated.omitted]
+    if not buckets or any(is_within(bucket, limits) for bucket in buckets):
+        return None
+    fewest = min(bucket.batch for bucket in buckets)
+    tokens = [b.batch * b.query_len for b in buckets if b.batch == fewest]
+    return min(tokens), max(tokens)
 
 
 def _belongs_to_decode(line: str) -> bool:
@@ -137,6 +155,7 @@ def _generate(config: VllmConfig, limits: StepLimits) -> GeneratedBuckets:
             raise ConfigError(f"VLLM_BUCKETING_FROM_FILE={path}: {error}") from None
         return buckets_from_file(text, str(path), limits)
     settings = BucketSettings.resolve(limits, dict(hpu.bucket_variables))
+    settings = replace(settings, max_fine_len=hpu.max_seq_len_to_capture)
     return generate_buckets(
         hpu.bucketing_strategy,
         limits,

@@ -197,7 +197,7 @@ def split_by_token_budget(
     kept: list[Bucket] = []
     omitted: list[Bucket] = []
     for bucket in buckets:
-        (kept if _is_within(bucket, limits) else omitted).append(bucket)
+        (kept if is_within(bucket, limits) else omitted).append(bucket)
     if kept or not omitted:
         return kept, omitted, None
     smallest = min(bucket.num_tokens for bucket in buckets)
@@ -214,7 +214,8 @@ def split_by_token_budget(
     )
 
 
-def _is_within(bucket: Bucket, limits: StepLimits) -> bool:
+def is_within(bucket: Bucket, limits: StepLimits) -> bool:
+    """Whether a prefill bucket is one for steps of this token budget."""
     budget, block = limits.max_num_batched_tokens, limits.block_size
     if bucket.batch == 1:
         return bucket.query_len <= round_up(budget, block)

@@ -477,8 +477,8 @@ class Scheduler:
     def _warn_of_preemption(self, request: Request) -> None:
         if self.num_preemptions % _PREEMPTIONS_PER_WARNING == 0:
             logger.warning(
-                "Sequence group %s is preempted by RECOMPUTE mode because there is not enough KV "
-                "cache space. This can affect the end-to-end performance. Increase "
+                "Sequence group %s is preempted by PreemptionMode.RECOMPUTE mode because there is "
+                "not enough KV cache space. This can affect the end-to-end performance. Increase "
                 "gpu_memory_utilization or tensor_parallel_size to provide more KV cache memory. "
                 "total_num_cumulative_preemption=%d",
                 request.request_id,

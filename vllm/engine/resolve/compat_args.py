@@ -68,6 +68,8 @@ def _read_limits(given: Any) -> dict[str, Any]:
 
 
 _V0_ONLY = "it belongs to the V0 scheduler, which does not exist here"
+_ONE_STEP = "every step is scheduled; --async-scheduling hides the time of it, outputs are the same"
+_NO_DRAFTS = "the model computes every token itself, without a draft; the outputs are the same"
 _NO_CUDA_GRAPHS = "there are no CUDA graphs here"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
 _TEXT_ALONE = "this version reads text only"
@@ -105,7 +107,8 @@ _ARGUMENTS = (
         "the scheduler does not count padding: a step is split into launches that fit a bucket",
     ),
     _ignored("max_num_prefill_seqs", None, "prefills are limited by max_num_batched_tokens"),
-    _ignored("num_scheduler_steps", 1, "every step is scheduled; the outputs are the same"),
+    _ignored("num_scheduler_steps", 1, _ONE_STEP),
+    _ignored("num_scheduler_seqs", 1, _ONE_STEP),
     _ignored("scheduler_delay_factor", 0.0, _V0_ONLY),
     _ignored("num_lookahead_slots", 0, _V0_ONLY),
     _ignored("multi_step_stream_outputs", True, _V0_ONLY),
@@ -118,7 +121,6 @@ _ARGUMENTS = (
     _ignored("enable_multimodal_encoder_data_parallel", False, _TEXT_ALONE),
     _ignored("disable_cascade_attn", False, "there is no cascade attention here"),
     _ignored("calculate_kv_scales", False, "scales of the KV cache are those of the checkpoint"),
-    _ignored("max_seq_len_to_capture", 8192, _NO_CUDA_GRAPHS),
     _ignored("max_context_len_to_capture", None, _NO_CUDA_GRAPHS),
     _ignored("cuda_graph_sizes", (512,), _NO_CUDA_GRAPHS),
     _ignored("disable_custom_all_reduce", False, "there is no custom all-reduce here"),
@@ -158,6 +160,20 @@ _ARGUMENTS = (
     ),
     _ignored("weights_padding", False, "weights are laid out as the kernels of the device need"),
     _ignored("enable_lora_bias", False, _LORA_OFF),
+    _ignored("speculative_config", None, _NO_DRAFTS),
+    _ignored("speculative_model", None, _NO_DRAFTS),
+    _ignored("speculative_model_quantization", None, _NO_DRAFTS),
+    _ignored("num_speculative_tokens", 0, _NO_DRAFTS),
+    _ignored("speculative_draft_tensor_parallel_size", 1, _NO_DRAFTS, aliases=("-spec-draft-tp",)),
+    _ignored("speculative_max_model_len", 0, _NO_DRAFTS),
+    _ignored("speculative_disable_by_batch_size", 0, _NO_DRAFTS),
+    _ignored("speculative_disable_mqa_scorer", False, _NO_DRAFTS),
+    _ignored("ngram_prompt_lookup_max", 0, _NO_DRAFTS),
+    _ignored("ngram_prompt_lookup_min", 0, _NO_DRAFTS),
+    _ignored("spec_decoding_acceptance_method", "rejection_sampler", _NO_DRAFTS),
+    _ignored("typical_acceptance_sampler_posterior_threshold", 0.09, _NO_DRAFTS),
+    _ignored("typical_acceptance_sampler_posterior_alpha", 0.3, _NO_DRAFTS),
+    _ignored("disable_logprobs_during_spec_decoding", True, _NO_DRAFTS),
     _ignored("max_loras", 1, _LORA_OFF),
     _ignored("max_lora_rank", 16, _LORA_OFF),
     _ignored("max_cpu_loras", None, _LORA_OFF),
@@ -184,11 +200,6 @@ _ARGUMENTS = (
         "the loaders that load_format names have no settings",
     ),
     _missing("qlora_adapter_name_or_path", None, _MERGE),
-    _missing(
-        "speculative_config",
-        None,
-        "the model computes every token itself, without a draft; the outputs are the same",
-    ),
     _missing("enable_lora", False, _MERGE),
     _missing(
         "enable_prompt_adapter",

@@ -28,7 +28,7 @@ from vllm.config import (
 from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType, ModelImpl
-from vllm.engine.resolve.hpu import refuse_variables, resolve_hpu_config
+from vllm.engine.resolve.hpu import fit_token_budget, refuse_variables, resolve_hpu_config
 from vllm.engine.resolve.model_options import check_quantization, resolve_offload, resolve_windows
 from vllm.engine.resolve.pooling import resolve_pooler
 from vllm.errors import ConfigError
@@ -87,9 +87,8 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     hpu = resolve_hpu_config(
         _section(HPUConfig, settings), enable_prefix_caching=cache.enable_prefix_caching
     )
-    # Last, so that no weights are downloaded for wrong settings.
-    return VllmConfig(
-        model=replace(model, path=str(_model_folder(model, load, load.load_format))),
+    config = VllmConfig(
+        model=model,
         cache=cache,
         scheduler=scheduler,
         parallel=_section(ParallelConfig, settings),
@@ -99,6 +98,11 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         structured_output=_section(StructuredOutputConfig, settings),
         observability=observability,
     )
+    if platform.name == "hpu":
+        config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
+    # Last, so that no weights are downloaded for settings that are wrong.
+    path = str(_model_folder(model, load, load.load_format))
+    return replace(config, model=replace(model, path=path))
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
