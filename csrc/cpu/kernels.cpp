@@ -5,15 +5,14 @@
 #include <type_traits>
 
 #include "abi.h"
-#include "activation.h"
 #include "attention.h"
 #include "attention_prefill.h"
 #include "cache.h"
 #include "decode_step.h"
 #include "linear_pack.h"
 #include "moe.h"
-#include "norm.h"
 #include "rotary.h"
+#include "row_operations.h"
 #include "sampling_logprobs.h"
 
 namespace VLLM_ISA {
@@ -57,11 +56,7 @@ struct Entry<function> {
 
 // Up to one without a name.
 extern const vllm_cpu::Kernel kernels[] = {
-    KERNEL(rms_norm),
-    KERNEL(fused_add_rms_norm),
-    KERNEL(layer_norm),
-    KERNEL(silu_and_mul),
-    KERNEL(gelu_and_mul),
+    KERNEL(row_operation),
     KERNEL(rotary_embedding),
     KERNEL(reshape_and_cache),
     KERNEL(reshape_and_cache_fp8),
@@ -95,6 +90,7 @@ extern const vllm_cpu::Type types[] = {
     STRUCT(vllm_cpu::LinearWeight),
     STRUCT(vllm_cpu::Int4Source),
     STRUCT(vllm_cpu::MoeArgs<float>),
+    STRUCT(vllm_cpu::RowTensors),
     STRUCT(vllm_cpu::Operation),
     STRUCT(vllm_cpu::ProgramBuffer),
     STRUCT(vllm_cpu::Program),

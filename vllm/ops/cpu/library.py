@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ctypes import CDLL, CFUNCTYPE, c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
+from struct import Struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,6 +188,19 @@ _DESCRIBED: dict[str, Callable[[str], _Described]] = {
     "struct": _read_struct,
     "enum": _read_enum,
 }
+
+
+def packer(struct: Any, names: str) -> Callable[..., bytes]:
+    """A function that makes the bytes of a struct from its fields: faster than a `ctypes` object.
+
+    Args:
+        names: of the fields in the order in which they will be given.
+    """
+    fields = struct._fields_
+    if names.split() != [name for name, _ in fields]:
+        raise AssertionError(f"{struct.__name__} has other fields than {names}")
+    letters = {c_void_p: "P", c_int64: "q", c_float: "f"}
+    return Struct("".join(letters[c_type] for _, c_type in fields) + "0q").pack
 
 
 def _gomp_parallel() -> int | None:

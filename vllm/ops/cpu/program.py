@@ -257,11 +257,11 @@ class _Buffers:
                 for b in dict.fromkeys(_used(operation))
                 if last_use[b] == number and b not in kept and b is not operation.out
             ]
-            if operation.kind in _ROW_BY_ROW:  # the result may take the place of an operand
+            if _is_row_operation(operation):
                 self._release(ended)
             if operation.out not in self.index:
                 self._make(operation.out)
-            if operation.kind not in _ROW_BY_ROW:
+            if not _is_row_operation(operation):
                 self._release(ended)
         if len(self.shapes) > _MAX_BUFFERS:
             raise NotFusibleError(f"{len(self.shapes)} buffers are needed, at most {_MAX_BUFFERS}")
@@ -280,8 +280,9 @@ class _Buffers:
             self._free[key].append(self.index[buffer])
 
 
-_ROW_BY_ROW = {"rms_norm", "add_rms_norm", "add", "scale", "relu", "layer_norm"}
-"""Kinds whose result has the width of their operands and may take the place of one."""
+def _is_row_operation(operation: Operation) -> bool:
+    """Whether the result may take the place of an operand that is as wide."""
+    return operation.kind not in ("linear", "attend")
 
 
 def _used(operation: Operation) -> list[Buffer]:
