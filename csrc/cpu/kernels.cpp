@@ -52,6 +52,7 @@ struct Entry<function> {
   Entry<&name<float>>::row(#name, "f32"), Entry<&name<bf16>>::row(#name, "bf16")
 #define KERNEL_WITHOUT_DTYPE(name) Entry<&name>::row(#name, "-")
 #define STRUCT(...) {"struct", __VA_ARGS__::kName, sizeof(__VA_ARGS__), __VA_ARGS__::kText}
+#define CONSTANT(name) {"constant", #name, size_t(vllm_cpu::name), ""}
 #define ENUM(name) {"enum", name##Text::kName, sizeof(name), name##Text::kText}
 
 // Up to one without a name.
@@ -79,8 +80,14 @@ extern const vllm_cpu::Kernel kernels[] = {
     {},
 };
 
-// What callers tell a kernel, and what it answers. A struct is the same for each dtype.
+// What callers tell a kernel, and what it answers: constants, enums and structs. A struct is the same
+// for each dtype.
 extern const vllm_cpu::Type types[] = {
+    CONSTANT(kPanel),
+    CONSTANT(kMaxBuffers),
+    CONSTANT(kNotPlain),
+    CONSTANT(kNumParams),
+    CONSTANT(kVocabBlock),
     ENUM(vllm_cpu::CacheType),
     ENUM(vllm_cpu::WeightFormat),
     ENUM(vllm_cpu::OperationKind),

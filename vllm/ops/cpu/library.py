@@ -38,9 +38,9 @@ class CPUKernels:
 
     Attributes:
         of: dtype -> its kernels, and all that `plain` has.
-        plain: the kernels without a dtype, structs and enums, as attributes. A struct is a
-            `ctypes` class whose fields are given by name; a field that C++ does not have raises
-            AttributeError.
+        plain: the kernels without a dtype, structs, enums and constants, as attributes. A struct
+            is a `ctypes` class whose fields are given by name; a field that C++ does not have
+            raises AttributeError.
 
     Raises:
         ConfigError: the library was built from other sources than those of this package.
@@ -183,10 +183,17 @@ def _read_enum(description: str) -> _Described:
     return name, IntEnum(name, members.replace(",", " "), start=0), None
 
 
+def _read_constant(description: str) -> _Described:
+    """From "kPanel 64 "."""
+    name, value = description.split()
+    return name, int(value), None
+
+
 _DESCRIBED: dict[str, Callable[[str], _Described]] = {
     "kernel": _read_kernel,
     "struct": _read_struct,
     "enum": _read_enum,
+    "constant": _read_constant,
 }
 
 

@@ -17,8 +17,6 @@ from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.recorder import Operation, Recorder
 from vllm.ops.cpu.symbols import Buffer, NotFusibleError, Rows
 
-_MAX_BUFFERS = 64
-
 _num_threads = torch.get_num_threads
 
 
@@ -55,6 +53,10 @@ class Program:
         self._recorder = recorder
         operations = recorder.operations
         buffers = _Buffers(operations, result.buffer, given.buffer if given is not None else None)
+        if len(buffers.shapes) > kernels.kMaxBuffers:
+            raise NotFusibleError(
+                f"{len(buffers.shapes)} buffers are needed, at most {kernels.kMaxBuffers}"
+            )
         self._operations = (kernels.Operation * len(operations))(
             *(kernels.Operation(**_fields(kernels, o, buffers)) for o in operations)
         )
@@ -263,8 +265,6 @@ class _Buffers:
                 self._make(operation.out)
             if not _is_row_operation(operation):
                 self._release(ended)
-        if len(self.shapes) > _MAX_BUFFERS:
-            raise NotFusibleError(f"{len(self.shapes)} buffers are needed, at most {_MAX_BUFFERS}")
 
     def _make(self, buffer: Buffer) -> None:
         key = buffer.width, self._is_local[buffer]
