@@ -15,7 +15,7 @@ from vllm import LLM, SamplingParams
 
 MAX_MODEL_LEN = 160
 MAX_TOKENS = 8
-NUM_PROMPTS = 16
+NUM_PROMPTS = 24
 
 BUCKETS = FEW_BUCKETS | {
     "VLLM_PROMPT_BS_BUCKET_MAX": 2,
