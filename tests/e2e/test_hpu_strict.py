@@ -14,7 +14,7 @@ from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from vllm import LLM, SamplingParams
 from vllm.worker.model_runner import LaunchResult
 
-NUM_REQUESTS = {"HPU graphs": 60, "torch.compile": 20, "eager": 20}
+NUM_REQUESTS = {"HPU graphs": 60, "torch.compile": 30, "eager": 30}
 LOGPROB_COPIES = 3
 """Token ids, log-probabilities and ranks."""
 
