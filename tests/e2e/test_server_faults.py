@@ -151,7 +151,7 @@ def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed():
 
 def test_a_shutdown_under_load_answers_everyone():
     with start_server("--shutdown-timeout", "300") as server:
-        bodies = [{**SHORT, "max_tokens": 60}] * 64
+        bodies = [{**SHORT, "max_tokens": 200}] * 64
         answers = asyncio.run(answers_around(server, bodies, server.send_signal))
         assert [status for status, _ in answers] == [200] * 64
         assert server.wait_for_exit() == 0
