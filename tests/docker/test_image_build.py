@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.dockerfile import DockerfileError
+from tests.docker.dockerfile import DockerfileError, parse
 from tests.docker.image_build import (
     Builder,
     Image,
@@ -73,7 +73,18 @@ def pip_settings(package_folder) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module", params=["Dockerfile.hpu", "Dockerfile.hpu.ubi"])
+def steps_of(dockerfile: str) -> tuple[tuple[str, str], ...]:
+    """What `Builder` carries out of a file; one folder stands for the image of every FROM."""
+    instructions = parse((ROOT / dockerfile).read_text())
+    begin = next(i for i, step in enumerate(instructions) if step.name == "FROM")
+    return tuple((step.name, step.text) for step in instructions[begin:] if step.name != "USER")
+
+
+DIFFERENT_BUILDS = {steps_of(name): name for name in ("Dockerfile.hpu.ubi", "Dockerfile.hpu")}
+"""One file of those that have the same steps: it is built once for all of them."""
+
+
+@pytest.fixture(scope="module", params=DIFFERENT_BUILDS.values())
 def image(request, tmp_path_factory, base, pip_settings) -> Image:
     builder = Builder(ROOT, base, tmp_path_factory.mktemp("image"), pip_settings)
     return builder.build(ROOT / request.param)
