@@ -130,8 +130,8 @@ def test_the_reference_reads_numbers_times_their_scales(fp8):
 @pytest.mark.parametrize("fp8", FP8_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_numbers_are_read_as_torch_reads_them(ops, dtype, fp8):
-    numbers = torch.arange(256, dtype=torch.uint8).view(fp8)
-    numbers = numbers[numbers.float().isfinite()]
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes[codes.view(fp8).float().isfinite()].view(fp8)
     values = numbers[None, None, None]  # the value of the only key, so it is the result
     keys = torch.zeros_like(values, dtype=torch.uint8).view(fp8)
     query, tables = torch.ones(1, 1, len(numbers), dtype=dtype), torch.zeros(1, 1).int()

@@ -162,9 +162,11 @@ def _causal_score(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: 
 
 def _masked_score(mask: Tensor) -> _ScoreMod:
     is_per_head, is_bool = mask.shape[1] > 1, mask.dtype == torch.bool
+    if not is_per_head:
+        mask = mask[:, 0]  # out here: a plain number among the indices fails in torch 2.6
 
     def masked(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = mask[row, head if is_per_head else 0, query, key]
+        seen = mask[row, head, query, key] if is_per_head else mask[row, query, key]
         return torch.where(seen, score, float("-inf")) if is_bool else score + seen
 
     return masked
