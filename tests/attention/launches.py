@@ -17,6 +17,7 @@ class Cache:
     the null block too, so that reading it shows."""
 
     keys: Tensor
+    """[num_blocks, S, G, D]"""
     values: Tensor
     tables: np.ndarray
     seq_lens: np.ndarray
@@ -24,6 +25,16 @@ class Cache:
     @property
     def block_size(self) -> int:
         return self.keys.shape[1]
+
+    @property
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as HPU has them, in the same memory."""
+        return flat(self.keys), flat(self.values)
+
+
+def flat(cache: Tensor) -> Tensor:
+    """[num_blocks, S, ...] -> [num_blocks * S, ...]"""
+    return cache.view(-1, *cache.shape[2:])
 
 
 def random_cache(

@@ -68,8 +68,7 @@ def flat(
     blocks = derive_decode_blocks(launch, cache.block_size, query.dtype, window)
     out = flat_paged_attention(
         padded,
-        cache.keys,
-        cache.values,
+        *cache.flat,
         blocks,
         scale,
         alibi_slopes=slopes,
@@ -238,7 +237,7 @@ def test_new_tokens_are_stored_and_seen(is_contiguous, dtype):
             slot = (cache.tables[row, (length - 1) // 16], (length - 1) % 16)
             mirror.keys[slot], mirror.values[slot] = new[0, row], new[1, row]
     blocks = derive_decode_blocks(launch, 16, dtype)
-    got = decode_attention(query, *new, cache.keys, cache.values, launch, blocks, SCALE)
+    got = decode_attention(query, *new, *cache.flat, blocks, SCALE)
     want = reference(query[:4], mirror)
     torch.testing.assert_close(got[:4], want, **TOLERANCES[dtype])
     torch.testing.assert_close(cache.keys[1:], mirror.keys[1:], equal_nan=True)
@@ -276,9 +275,7 @@ def test_nothing_happens_on_the_host_and_shapes_are_static():
                     query,
                     new,
                     new,
-                    cache.keys,
-                    cache.values,
-                    launch,
+                    *cache.flat,
                     blocks,
                     SCALE,
                     alibi_slopes=slopes,
@@ -294,11 +291,11 @@ def test_runs_without_content():
         launch = HPUDecodeMetadata(**{k: v.to("meta") for k, v in vars(on_cpu).items()})
         query = torch.empty(5, 4, HEAD_SIZE, device="meta", dtype=torch.bfloat16)
         new = torch.empty(5, 2, HEAD_SIZE, device="meta", dtype=torch.bfloat16)
-        caches = (torch.empty(9, 16, 2, HEAD_SIZE, device="meta", dtype=new.dtype),) * 2
+        caches = (torch.empty(9 * 16, 2, HEAD_SIZE, device="meta", dtype=new.dtype),) * 2
         for is_pipelined in (True, False):
             blocks = derive_decode_blocks(launch, 16, query.dtype, 20)
             out = decode_attention(
-                query, new, new, *caches, launch, blocks, SCALE, is_pipelined=is_pipelined
+                query, new, new, *caches, blocks, SCALE, is_pipelined=is_pipelined
             )
             assert (out.shape, out.dtype) == (query.shape, query.dtype)
 
@@ -316,7 +313,7 @@ def test_one_graph_of_a_bucket_serves_every_step(is_pipelined):
     for lengths in ([15, 40, 7], [33, 1, 20], [5, 0, 48]):
         cache = random_cache(lengths)
         launch = build_decode_metadata(cache.tables, cache.seq_lens, 4, 8, 16).to("cpu")
-        inputs = (query, cache.keys, cache.values, *vars(launch).values())
+        inputs = (query, *cache.flat, *vars(launch).values())
         graph = graph or make_fx(forward)(*inputs)
         want = reference(query[:3], cache)
         torch.testing.assert_close(graph(*inputs)[:3], want, rtol=1e-5, atol=1e-5)
@@ -357,8 +354,7 @@ def test_several_tokens_of_a_row_see_what_each_sees_alone(
     with StaticOnly():
         got = flat_paged_attention(
             query.flatten(0, 1),
-            cache.keys,
-            cache.values,
+            *cache.flat,
             blocks,
             SCALE,
             alibi_slopes=slopes,

@@ -51,9 +51,7 @@ def attend(
     normaliser = setting if isinstance(setting, float) else parse_normaliser(setting)
     padded = torch.cat((query, torch.randn(2, *query.shape[1:]).to(query.dtype)))
     with StaticOnly():
-        out = flat_paged_attention(
-            padded, cache.keys, cache.values, blocks, scale, normaliser=normaliser
-        )
+        out = flat_paged_attention(padded, *cache.flat, blocks, scale, normaliser=normaliser)
     assert (out[len(query) :] == 0).all(), "padded rows are zero"
     return out[: len(query)]
 

@@ -64,6 +64,11 @@ class DecodeBlocks:
     query_len: int = 1
     """Q"""
 
+    @property
+    def block_size(self) -> int:
+        """S"""
+        return self.age.shape[-1]
+
 
 Normaliser = Callable[[Tensor, DecodeBlocks], Tensor]
 """([N, H, 1] the highest score of each block) -> [N, H, 1] what is subtracted from its scores, the
@@ -139,8 +144,8 @@ def flat_paged_attention(
 
     Args:
         query: [B * Q, H, D], all finite: a sum over a one-hot matrix meets every row.
-        key_cache: [num_blocks, S, G, D], the new tokens' keys included.
-        value_cache: [num_blocks, S, G, D].
+        key_cache: [num_blocks * S, G, D], the new tokens' keys included.
+        value_cache: [num_blocks * S, G, D].
         blocks: the launch.
         scale: multiplies query @ key.
         alibi_slopes: [H] float32; None without ALiBi.
@@ -158,7 +163,7 @@ def flat_paged_attention(
     Raises:
         ValueError: the launch slices more blocks than the cache has.
     """
-    num_kv_heads, head_size = key_cache.shape[2:]
+    num_kv_heads, head_size = key_cache.shape[1:]
     shape = query.shape
     if blocks.query_len > 1:
         query = _queries_as_heads(query, num_kv_heads, blocks.query_len)
@@ -207,6 +212,11 @@ def sum_of_rows(x: Tensor, blocks: DecodeBlocks) -> Tensor:
     return (blocks.summing @ x.squeeze(-1)).index_select(0, blocks.rows).unsqueeze(-1)
 
 
+def by_block(cache: Tensor, block_size: int) -> Tensor:
+    """[num_blocks * S, ...] -> [num_blocks, S, ...], a view to read through."""
+    return cache.view(-1, block_size, *cache.shape[1:])
+
+
 @dataclass(frozen=True)
 class _Part:
     """Entries whose keys and values are one tensor."""
@@ -231,17 +241,18 @@ def _fetch(key_cache: Tensor, value_cache: Tensor, blocks: DecodeBlocks) -> list
     """
     num_gathered, num_entries = blocks.block_list.shape[0], blocks.rows.shape[0]
     num_sliced = num_entries - num_gathered
-    if num_sliced > key_cache.shape[0]:
+    keys, values = (by_block(cache, blocks.block_size) for cache in (key_cache, value_cache))
+    if num_sliced > keys.shape[0]:
         raise ValueError(
-            f"the launch reads blocks 0 to {num_sliced - 1} of a cache of {key_cache.shape[0]}"
+            f"the launch reads blocks 0 to {num_sliced - 1} of a cache of {keys.shape[0]}"
         )
     parts = []
     if num_sliced:
         span = slice(0, num_sliced) if num_gathered else None
-        parts.append(_Part(span, key_cache[:num_sliced], value_cache[:num_sliced]))
+        parts.append(_Part(span, keys[:num_sliced], values[:num_sliced]))
     if num_gathered or not num_sliced:
         span = slice(num_sliced, num_entries) if num_sliced else None
-        keys, values = (x.index_select(0, blocks.block_list) for x in (key_cache, value_cache))
+        keys, values = (x.index_select(0, blocks.block_list) for x in (keys, values))
         parts.append(_Part(span, keys, values))
     return parts
 
