@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.attention.launches import random_cache
+from tests.attention.launches import UNUSED, random_cache
 from vllm.attention import Attention, LaunchContext
 from vllm.attention.backends.alibi import alibi_slopes
 from vllm.attention.backends.flat_pa import derive_decode_blocks
@@ -59,7 +59,7 @@ def test_decode_continues_what_a_prompt_began(num_heads, window):
     scores[:, (age < 0) | (age >= (window or length))] = float("-inf")
     want = torch.einsum("hqk,khd->qhd", scores.softmax(-1), heads[1])
 
-    caches = torch.full((2, 4 * 16, 2, 16), float("nan"))
+    caches = [torch.full((4 * 16, 2, 16), unused) for unused in UNUSED]
     outputs = []
     for start, stop in ((0, 20), (20, 39)):
         part = slice(start, stop)
@@ -86,7 +86,7 @@ def test_padded_launches_of_a_layer_are_the_prompt_in_one_piece(window, is_merge
     layer = Attention(6, 16, 2, sliding_window=window, alibi_slopes=alibi_slopes(6))
     query, key, value = torch.randn(length, 10, 16).to(dtype).split([6, 2, 2], dim=1)
     want = layer(query.float(), key.float(), value.float())
-    layer.bind_kv_cache(*torch.full((2, 4 * 16, 2, 16), float("nan"), dtype=dtype))
+    layer.bind_kv_cache(*(torch.full((4 * 16, 2, 16), unused, dtype=dtype) for unused in UNUSED))
     kinds = layer_kinds([layer])
 
     def launch(start: int, stop: int):

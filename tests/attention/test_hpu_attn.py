@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.attention.launches import NAN, Cache, StaticOnly, flat, random_cache
+from tests.attention.launches import (
+    HUGE,
+    NAN,
+    UNUSED,
+    Cache,
+    StaticOnly,
+    flat,
+    padded_caches,
+    random_cache,
+)
 from vllm.attention.backends.flat_pa import derive_decode_blocks
 from vllm.attention.backends.hpu_attn import (
     SDPAKernel,
@@ -82,12 +91,12 @@ class Prefill:
         new = torch.randn(2, batch, query_len, 2, HEAD_SIZE).to(dtype)
         is_new = torch.arange(query_len) < self.metadata.query_lens[:, None]
         slots = self.metadata.slot_mapping[is_new].long()
-        for tensor, cache, full in (
-            (new[0], self.cache.keys, self.full.keys),
-            (new[1], self.cache.values, self.full.values),
+        for tensor, cache, full, unused in (
+            (new[0], self.cache.keys, self.full.keys, NAN),
+            (new[1], self.cache.values, self.full.values, HUGE),
         ):
             tensor[is_new] = full.flatten(0, 1)[slots]
-            cache.flatten(0, 1)[slots] = NAN
+            cache.flatten(0, 1)[slots] = unused
         self.key, self.value = new
 
     def run(self, mask: Tensor | None, kernel: SDPAKernel = torch_sdpa) -> Tensor:
@@ -142,7 +151,7 @@ def test_context_that_another_row_of_the_launch_writes():
     tables = np.array([[1, 2], [1, 3]])
     launch = build_prefill_metadata(tables, [0, 16], [20, 4], 2, 20, 1, 16).to("cpu")
     new = torch.randn(2, 2, 20, 2, HEAD_SIZE)
-    caches = torch.full((2, 4, 16, 2, HEAD_SIZE), NAN)
+    caches = [torch.full((4, 16, 2, HEAD_SIZE), unused) for unused in UNUSED]
     query = torch.randn(2, 20, 4, HEAD_SIZE)
     blocks, mask = derive_prefill_blocks(launch, 16), prefill_mask(launch, 16)
     out = prefill_attention(query, *new, *map(flat, caches), blocks, mask, SCALE)
@@ -272,10 +281,7 @@ def test_one_graph_of_a_bucket_serves_every_step():
     graph = None
     for rows in ([(7, 20), (33, 4)], [(48, 1), (0, 20)], [(33, 15), (20, 20)]):
         prefill = Prefill(rows)
-        caches = [
-            flat(torch.cat((x, torch.full((12 - len(x), *x.shape[1:]), NAN))))
-            for x in (prefill.cache.keys, prefill.cache.values)
-        ]
+        caches = map(flat, padded_caches(prefill.cache.keys, prefill.cache.values, 12))
         inputs = (prefill.query, prefill.key, prefill.value, *caches)
         inputs += tuple(vars(prefill.metadata).values())
         graph = graph or make_fx(forward)(*inputs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.attention.launches import NAN, flat, random_cache
+from tests.attention.launches import flat, padded_caches, random_cache
 from vllm.attention.backends.flat_pa import derive_decode_blocks
 from vllm.attention.backends.hpu_attn import (
     decode_attention,
@@ -44,11 +44,6 @@ def card() -> Iterator[SimBridge]:
         yield SimBridge("gaudi2", is_lazy=True, is_strict=True)
 
 
-def padded_caches(*caches: Tensor) -> list[Tensor]:
-    """The caches of one bucket are of one size: 16 blocks."""
-    return [torch.cat((x, torch.full((16 - len(x), *x.shape[1:]), NAN))) for x in caches]
-
-
 def on_card(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to("hpu") for x in tensors)
 
@@ -79,7 +74,7 @@ def test_one_graph_of_a_decode_serves_every_step(card, variant, window, is_conti
             padded_shared=2 if is_contiguous else None,
         )
         query, new = torch.randn(4, 4, 16), torch.randn(2, 4, 2, 16)
-        caches = padded_caches(cache.keys, cache.values)
+        caches = padded_caches(cache.keys, cache.values, 16)
         tensors, metadata = on_card(query, *new, *map(flat, caches)), launch.to("hpu")
         if card.counters().graph_captures == 0:
             graph(tensors, metadata)
@@ -121,7 +116,7 @@ def test_one_graph_of_a_prefill_serves_every_step(card, num_context, window):
         cache = random_cache((contexts + queries).tolist())
         launch = build_prefill_metadata(cache.tables, contexts, queries, 3, 20, num_context, 16)
         query, new = torch.randn(3, 20, 4, 16), torch.randn(2, 3, 20, 2, 16)
-        caches = padded_caches(cache.keys, cache.values)
+        caches = padded_caches(cache.keys, cache.values, 16)
         tensors, metadata = on_card(query, *new, *map(flat, caches)), launch.to("hpu")
         if card.counters().graph_captures == 0:
             graph(tensors, metadata)
@@ -167,7 +162,7 @@ def test_a_compiled_decode_is_one_graph(variant):
     for lengths in ([15, 40, 7], [33, 1, 20]):
         cache = random_cache(lengths)
         launch = build_decode_metadata(cache.tables, cache.seq_lens, 4, 16, 16).to("hpu")
-        caches = padded_caches(cache.keys, cache.values)
+        caches = padded_caches(cache.keys, cache.values, 16)
         tensors = on_card(torch.randn(4, 4, 16), *torch.randn(2, 4, 2, 16), *map(flat, caches))
         got = compiled(tensors, launch).cpu()
         torch.testing.assert_close(got, decode(tensors, launch).cpu())

@@ -50,6 +50,10 @@ def write_kv_cache(
     whole cache of the layer at every step. Padding is stored too, in the null block; slots there
     may repeat, any of them wins.
 
+    Values are made finite: those that are not become 0. Attention gives the weight 0 to a slot
+    that is not in use, and 0 * NaN is NaN, whoever has left it there. Keys stay as they are, so
+    that the request of such a token still gets NaN.
+
     Args:
         key: [..., G, D].
         value: [..., G, D].
@@ -58,6 +62,8 @@ def write_kv_cache(
         slots: [...] int64, block id * S + offset.
     """
     slots = slots.flatten()
+    is_finite = value.abs() <= torch.finfo(value.dtype).max  # neither NaN nor infinite
+    value = torch.where(is_finite, value, 0.0)
     for new, cache in ((key, key_cache), (value, value_cache)):
         cache.index_copy_(0, slots, new if new.dim() == 3 else new.flatten(0, -3))
 
@@ -82,7 +88,7 @@ def decode_attention(
         key: [B, G, D].
         value: [B, G, D].
         key_cache: [num_blocks * S, G, D]. Written.
-        value_cache: [num_blocks * S, G, D]. Written.
+        value_cache: [num_blocks * S, G, D], finite. Written.
         blocks: the launch, with the window of this layer.
         scale: multiplies query @ key.
         alibi_slopes: [H] float32, or None.
@@ -163,7 +169,7 @@ def prefill_attention(
         key: [B, Q, G, D].
         value: [B, Q, G, D].
         key_cache: [num_blocks * S, G, D]. Written.
-        value_cache: [num_blocks * S, G, D]. Written.
+        value_cache: [num_blocks * S, G, D], finite. Written.
         blocks: the launch.
         mask: `prefill_mask` or `derive_merged_mask` of it, with the window of this layer.
         scale: multiplies query @ key.
@@ -173,8 +179,10 @@ def prefill_attention(
         [B, Q, H, D]. Padding is finite. What slots after the context hold has no effect.
     """
     write_kv_cache(key, value, key_cache, value_cache, blocks.slots)
-    if blocks.context_blocks is not None:
-        key = torch.cat((_context(key_cache, blocks), key), dim=1)
+    if blocks.context_blocks is not None and blocks.is_hidden is not None:
+        # A score of NaN would stay NaN under a mask, and values are finite.
+        context_keys = _context(key_cache, blocks).masked_fill(blocks.is_hidden, 0.0)
+        key = torch.cat((context_keys, key), dim=1)
         value = torch.cat((_context(value_cache, blocks), value), dim=1)
     return prompt_attention(query, key, value, mask, scale, blocks.query_lens, kernel)
 
@@ -245,8 +253,7 @@ def prefill_mask(
 
 
 def _context(cache: Tensor, blocks: PrefillBlocks) -> Tensor:
-    """[B, C * S, G, D] of the cache; zero after the context, where the cache may hold anything."""
-    assert blocks.context_blocks is not None and blocks.is_hidden is not None
+    """[B, C * S, G, D] of the cache."""
+    assert blocks.context_blocks is not None
     context = by_block(cache, blocks.block_size).index_select(0, blocks.context_blocks)
-    context = context.view(*blocks.is_hidden.shape[:2], *cache.shape[1:])
-    return context.masked_fill(blocks.is_hidden, 0.0)
+    return context.view(len(blocks.slots), -1, *cache.shape[1:])
