@@ -43,6 +43,8 @@ class DeviceCounters:
     host_syncs: int | None = None
     h2d_bytes: int | None = None
     d2h_bytes: int | None = None
+    blocking_h2d: int | None = None
+    """Copies to the device that the host waits for."""
 
 
 class FusedKernels(Protocol):
@@ -84,6 +86,13 @@ class FusedKernels(Protocol):
         """
 
 
+class DeviceEvent(Protocol):
+    """A mark in the queue of the card."""
+
+    def query(self) -> bool:
+        """Whether the card has got there. Does not wait."""
+
+
 class HabanaBridge(Protocol):
     """One card. A process has exactly one, and its index is always 0."""
 
@@ -121,6 +130,12 @@ class HabanaBridge(Protocol):
         Raises:
             MemoryError: not enough memory is free in the pool.
         """
+
+    def pinned(self, num_elements: int) -> "Tensor":
+        """int32 on the host, in memory that the card can read by itself where there is such."""
+
+    def record_event(self) -> DeviceEvent:
+        """Mark the end of the copies and launches so far."""
 
     def synchronize(self) -> None:
         """Launch what is recorded and wait for the device."""
