@@ -147,7 +147,13 @@ class PaddedLaunches:
         """Input on the device of a launch without rows: it writes nothing but the null block."""
         none = np.empty(0, np.int32)
         launch = PaddedLaunch(
-            none, none, none, shape.bucket, shape.is_contiguous, shape.merged_prompts
+            none,
+            none,
+            none,
+            shape.bucket,
+            shape.is_contiguous,
+            shape.merged_prompts,
+            shape.num_shared,
         )
         packed, _ = self.inputs.pack(launch)
         return self.to_device(packed)
