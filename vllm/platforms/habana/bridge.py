@@ -45,6 +45,9 @@ class DeviceCounters:
     d2h_bytes: int | None = None
     blocking_h2d: int | None = None
     """Copies to the device that the host waits for."""
+    recipes: tuple[tuple[str, int], ...] = ()
+    """Name and microseconds of each compilation; a card reports them with
+    PT_HPU_METRICS_GC_DETAILS=1 only."""
 
 
 class FusedKernels(Protocol):
