@@ -20,6 +20,8 @@ DOCUMENTED = {
     "torch.hpu.wrap_in_hpu_graph": (
         "module, asynchronous=False, disable_tensor_cache=False, dry_run=False, max_graphs=None"
     ),
+    "torch.hpu.Event.record": "self, stream=None",
+    "torch.hpu.Event.query": "self",
     "torch.hpu.metrics.metric_global": "name",
     "torch.hpu.metrics.Metric.stats": "self",
     "torch.hpu.random.manual_seed_all": "seed",
@@ -62,6 +64,11 @@ BRIDGE_CALLS = {
         [("torch.hpu.synchronize", 0, ()), ("torch.hpu.reset_peak_memory_stats", 0, ())],
     ),
     "zeros": (lambda b: b.zeros((2, 3), torch.bfloat16), [("torch.hpu.synchronize", 0, ())]),
+    "pinned": (lambda b: b.pinned(5), []),
+    "record_event": (
+        lambda b: b.record_event().query(),
+        [("torch.hpu.Event.record", 1, ()), ("torch.hpu.Event.query", 1, ())],
+    ),
     "synchronize": (lambda b: b.synchronize(), [("torch.hpu.synchronize", 0, ())]),
     "mark_step": (lambda b: b.mark_step(), [("torch.core.mark_step", 0, ())]),
     "wrap_in_hpu_graph": (

@@ -194,7 +194,7 @@ def test_a_launch_takes_few_copies_to_the_device(lazy, monkeypatch, params, copi
     state = static_state(lazy.device)
     state.add(0, make_request(**params), [])
     sizes: list[int] = []
-    monkeypatch.setattr(lazy.card, "copy_to_device", sizes.append)
+    monkeypatch.setattr(lazy.card, "copy_to_device", lambda size, waits: sizes.append(size))
     state.metadata(rows(0), rows(0), NUM_ROWS)
     assert len(sizes) == copies
 

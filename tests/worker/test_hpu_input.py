@@ -12,7 +12,6 @@ from vllm.bucketing.bucket import Bucket, decode, prefill
 from vllm.worker.hpu.input import (
     RESIDENT,
     HPUInputBuilder,
-    to_device,
     unpack_decode,
     unpack_merged,
     unpack_prefill,
@@ -78,7 +77,9 @@ def test_a_plain_decode():
 
 
 def test_a_contiguous_decode_has_each_block_at_its_id():
-    parts, sampled = packed_parts(launch_of(decode(3, 5), *DECODES, is_contiguous=True))
+    parts, sampled = packed_parts(
+        launch_of(decode(3, 5), *DECODES, is_contiguous=True, num_shared=3)
+    )
     assert parts == [
         [55, 23, 0],
         [5, 2, PADDING_ROW],
@@ -138,7 +139,11 @@ def test_pieces_of_a_prompt_in_one_launch_sample_once():
     ("shape", "sizes"),
     [
         (PaddedShape(decode(3, 8)), (3, 3, 3, 8, 8, 8, 8, 3, 3)),
-        (PaddedShape(decode(3, 8), is_contiguous=True), (3, 3, 3, 3, 11, 11, 11, 3, 3)),
+        (PaddedShape(decode(3, 8), is_contiguous=True), (3, 3, 3, 0, 8, 8, 8, 3, 3)),
+        (
+            PaddedShape(decode(3, 8), is_contiguous=True, num_shared=3),
+            (3, 3, 3, 3, 11, 11, 11, 3, 3),
+        ),
         (PaddedShape(prefill(2, 8)), (16, 16, 2, 2, 2, 0, 16, 2)),
         (PaddedShape(prefill(2, 8, 5)), (16, 16, 2, 2, 2, 10, 16, 2)),
         (PaddedShape(prefill(1, 8, 5), merged_prompts=3), (8, 8, 8, 8, 3, 5, 5, 5, 5, 3)),
@@ -146,7 +151,7 @@ def test_pieces_of_a_prompt_in_one_launch_sample_once():
 )
 def test_sizes_depend_on_the_shape_and_padding_alone_is_a_launch(shape, sizes):
     assert input_sizes(shape) == sizes
-    kind = {"is_contiguous": shape.is_contiguous, "merged_prompts": shape.merged_prompts}
+    kind = {f: getattr(shape, f) for f in ("is_contiguous", "merged_prompts", "num_shared")}
     parts, sampled = packed_parts(launch_of(shape.bucket, **kind))
     assert [len(part) for part in parts] == list(sizes)
     assert parts[-1] == [PADDING_ROW] * sizes[-1]
@@ -191,7 +196,7 @@ def test_a_new_request_in_a_row_has_nothing_on_the_device():
 
 def on_device(launch: PaddedLaunch) -> torch.Tensor:
     packed, _ = HPUInputBuilder(filled_batch(), SIZE).pack(launch)
-    return to_device(packed, torch.device("cpu"))
+    return torch.from_numpy(packed)
 
 
 def test_a_decode_is_split_into_its_parts():

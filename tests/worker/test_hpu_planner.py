@@ -124,9 +124,9 @@ def test_decodes_are_split_where_a_launch_is_full(num_blocks, limits, parts):
 @pytest.mark.parametrize(
     ("tables", "is_contiguous", "bucket"),
     [
-        # The highest id decides, not how many there are.
+        # The highest id decides on the slice. One of 16 costs more than a gather of 8.
         ({0: [3, 7], 1: [2]}, True, decode(2, 8)),
-        ({0: [3, 8], 1: [2]}, True, decode(2, 16)),
+        ({0: [3, 8], 1: [2]}, False, decode(2, 8)),
         # Two references beyond the first of a block have a place, the third has none.
         ({0: [5, 6, 1], 1: [5, 6, 2]}, True, decode(2, 8)),
         ({0: [5, 6, 7, 1], 1: [5, 6, 7, 2]}, False, decode(2, 8)),
@@ -175,15 +175,41 @@ def test_without_sharing_a_slice_beyond_the_cache_becomes_a_plain_launch_of_its_
 )
 def test_a_bucket_is_warmed_up_in_every_shape_it_is_launched_in(bucket, limits, kinds):
     shapes = launch_shapes(bucket, make_limits(**limits))
-    assert shapes == [PaddedShape(bucket, is_contiguous=kind) for kind in kinds]
+    assert [(shape.bucket, shape.is_contiguous) for shape in shapes] == [
+        (bucket, kind) for kind in kinds
+    ]
+
+
+def test_a_slice_has_an_entry_for_each_row_where_blocks_can_be_shared():
+    for shares in (False, True):
+        limits = make_limits(contiguous_pa=True, enable_prefix_caching=shares)
+        shape = launch_shapes(decode(4, 8), limits)[0]
+        assert (shape.is_contiguous, shape.num_shared, shape.num_entries) == (
+            True,
+            4 * shares,
+            8 + 4 * shares,
+        )
 
 
 @pytest.mark.parametrize(
-    ("is_contiguous", "num_shared", "num_entries"), [(False, 0, 8), (True, 4, 12)]
+    ("highest", "is_contiguous", "bucket"),
+    [
+        (7, True, decode(2, 8)),  # a slice of 8 and room for 2 repeats, or twice 8
+        (8, False, decode(2, 8)),  # a slice of 16
+    ],
 )
-def test_a_slice_has_one_more_entry_for_each_row(is_contiguous, num_shared, num_entries):
-    shape = PaddedShape(decode(4, 8), is_contiguous)
-    assert (shape.num_shared, shape.num_entries) == (num_shared, num_entries)
+def test_with_prefix_caching_a_decode_takes_what_costs_less(highest, is_contiguous, bucket):
+    limits = {"contiguous_pa": True, "num_blocks": 32, "enable_prefix_caching": True}
+    tables = {0: [3, 2, 1], 1: [highest, 4, 5]}
+    rows = [(row, 3 * SIZE - 1, 1) for row in tables]
+    (launch,) = plan(rows, [decode(2, 8), decode(2, 16), decode(2, 24)], tables, **limits)
+    assert (launch.is_contiguous, launch.bucket) == (is_contiguous, bucket)
+    assert launch.shape in launch_shapes(launch.bucket, make_limits(**limits))
+
+
+def test_a_slice_that_never_costs_less_is_not_warmed_up():
+    limits = make_limits(contiguous_pa=True, enable_prefix_caching=True, max_model_len=4 * 128)
+    assert [len(launch_shapes(decode(1, blocks), limits)) for blocks in (6, 7)] == [2, 1]
 
 
 # ---- prompts --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ with a plain attribute, because `torch.compile` traces reading and setting one, 
 context variable and no thread-local.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -43,6 +43,9 @@ class LaunchContext:
     """[T] positions of the tokens, or [P, T] where a token has P of them (P is 1 for text)."""
     replaced: ReplacedTokens | None = None
     """Embeddings that take the place of tokens; None: all embeddings are looked up."""
+    rotary_angles: Sequence[tuple[Tensor, Tensor]] | None = None
+    """What `Ops.rotate` takes, of each table of the model: the tables at `RotaryEmbedding.index`.
+    None: every layer looks them up."""
     adapter_rows: Tensor | None = None
     """[T] row of each token's adapter in the stacked adapter weights; None: no token has one. LoRA
     layers will read it; until they exist it is always None."""

@@ -56,7 +56,7 @@ class HPUConfig:
         default="max_bs", metadata=_variable("VLLM_GRAPH_DECODE_STRATEGY")
     )
     contiguous_pa: bool = field(default=False, metadata=_NO_FLAG)
-    """Decode reads the KV cache as one slice."""
+    """Decode reads the KV cache as one slice; with prefix caching, where that costs less."""
     prompt_attention: PromptAttention = field(default="fused", metadata=_NO_FLAG)
     softmax_const_norm: float | None = field(default=None, metadata=_NO_FLAG)
     """Decode subtracts this from all scores; None: what `pa_softmax_impl` says."""

@@ -7,7 +7,7 @@ be captured in a graph. Attention is not here: its layouts are those of `attenti
 import torch
 from torch import Tensor
 
-from vllm.ops.native import NativeOps, check_rotary
+from vllm.ops.native import NativeOps
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import HPUPlatform
 from vllm.platforms.registry import resolve_platform
@@ -41,18 +41,18 @@ class HPUOps(NativeOps):
         shaped = x if x.dim() > 2 else x.reshape(1, -1, x.shape[-1])
         return self._kernels.rms_norm(shaped, weight, eps).view(x.shape)
 
-    def rotary_embedding(
-        self,
-        positions: Tensor,
-        query: Tensor,
-        key: Tensor,
-        cos_sin_cache: Tensor,
-        is_neox: bool,
+    def rotary_angles(
+        self, positions: Tensor, cos_sin_cache: Tensor, dtype: torch.dtype, is_neox: bool
     ) -> tuple[Tensor, Tensor]:
-        check_rotary(positions, query, key, cos_sin_cache)
         # Rounded before they get there: one float32 operand makes the kernel return float32.
-        angles = cos_sin_cache.index_select(0, positions).to(query.dtype)[:, None]
+        angles = cos_sin_cache.index_select(0, positions).to(dtype)[:, None]
         cos, sin = (_widen(half, is_neox) for half in angles.chunk(2, dim=-1))
+        return cos, sin
+
+    def rotate(
+        self, query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor], is_neox: bool
+    ) -> tuple[Tensor, Tensor]:
+        cos, sin = angles
         return self._rotate(query, cos, sin, is_neox), self._rotate(key, cos, sin, is_neox)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:

@@ -176,6 +176,23 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def rotary_angles(
+        self, positions: Tensor, cos_sin_cache: Tensor, dtype: torch.dtype, is_neox: bool
+    ) -> tuple[Tensor, Tensor]:
+        """What `rotate` takes of the tokens; layers with the same table can share it.
+
+        Args:
+            positions, cos_sin_cache, is_neox: see `rotary_embedding`.
+            dtype: of the queries.
+        """
+
+    @abstractmethod
+    def rotate(
+        self, query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor], is_neox: bool
+    ) -> tuple[Tensor, Tensor]:
+        """`rotary_embedding` of tokens whose angles have been looked up."""
+
+    @abstractmethod
     def reshape_and_cache(
         self,
         key: Tensor,

@@ -89,8 +89,20 @@ class NativeOps(Ops):
         is_neox: bool,
     ) -> tuple[Tensor, Tensor]:
         check_rotary(positions, query, key, cos_sin_cache)
+        angles = self.rotary_angles(positions, cos_sin_cache, query.dtype, is_neox)
+        return self.rotate(query, key, angles, is_neox)
+
+    def rotary_angles(
+        self, positions: Tensor, cos_sin_cache: Tensor, dtype: torch.dtype, is_neox: bool
+    ) -> tuple[Tensor, Tensor]:
         # [T, 1, rot_dim / 2] each: one row of angles per token, the same for every head
-        cos, sin = cos_sin_cache[positions].to(query.dtype)[:, None].chunk(2, dim=-1)
+        cos, sin = cos_sin_cache[positions].to(dtype)[:, None].chunk(2, dim=-1)
+        return cos, sin
+
+    def rotate(
+        self, query: Tensor, key: Tensor, angles: tuple[Tensor, Tensor], is_neox: bool
+    ) -> tuple[Tensor, Tensor]:
+        cos, sin = angles
         return _rotate(query, cos, sin, is_neox), _rotate(key, cos, sin, is_neox)
 
     def reshape_and_cache(

@@ -12,13 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from vllm.attention.context import text_positions
+from vllm.attention.context import ContextHolder, ReadsContext, text_positions
 from vllm.config import RopeConfig
 from vllm.errors import ConfigError
 from vllm.ops import get_ops
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(nn.Module, ReadsContext):
     """Rotates query and key by their positions; one instance serves all layers of a model.
 
     Args:
@@ -36,9 +36,12 @@ class RotaryEmbedding(nn.Module):
 
     cos_sin_cache: Tensor
     """[P, rotary_dim] float32: the cosines, then the sines."""
+    index: int = 0
+    """Among the tables of the model, see `number_rotary_tables`."""
 
     def __init__(self, rope: RopeConfig, max_positions: int, is_neox: bool = True) -> None:
         super().__init__()
+        self.launch = ContextHolder()
         self.is_neox = is_neox
         if rope.rope_type not in _FREQUENCIES:
             raise ConfigError(
@@ -52,10 +55,26 @@ class RotaryEmbedding(nn.Module):
             table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
         self.register_buffer("cos_sin_cache", table, persistent=False)
 
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Of tokens at positions [T], for queries of this dtype: a part of `LaunchContext`."""
+        return get_ops().rotary_angles(positions, self.cos_sin_cache, dtype, self.is_neox)
+
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        context = self.launch.context
+        if context is not None and context.rotary_angles is not None:
+            angles = context.rotary_angles[self.index]
+            return get_ops().rotate(query, key, angles, self.is_neox)
         return get_ops().rotary_embedding(
             text_positions(positions), query, key, self.cos_sin_cache, is_neox=self.is_neox
         )
+
+
+def number_rotary_tables(model: nn.Module) -> list[RotaryEmbedding]:
+    """The tables of a model, each with its index in this list."""
+    tables = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
+    for index, table in enumerate(tables):
+        table.index = index
+    return tables
 
 
 def _parameter(rope: RopeConfig, name: str) -> float:

@@ -43,6 +43,8 @@ class DeviceCounters:
     host_syncs: int | None = None
     h2d_bytes: int | None = None
     d2h_bytes: int | None = None
+    blocking_h2d: int | None = None
+    """Copies to the device that the host waits for."""
     recipes: tuple[tuple[str, int], ...] = ()
     """Name and microseconds of each compilation; a card reports them with
     PT_HPU_METRICS_GC_DETAILS=1 only."""
@@ -87,6 +89,13 @@ class FusedKernels(Protocol):
         """
 
 
+class DeviceEvent(Protocol):
+    """A mark in the queue of the card."""
+
+    def query(self) -> bool:
+        """Whether the card has got there. Does not wait."""
+
+
 class HabanaBridge(Protocol):
     """One card. A process has exactly one, and its index is always 0."""
 
@@ -124,6 +133,12 @@ class HabanaBridge(Protocol):
         Raises:
             MemoryError: not enough memory is free in the pool.
         """
+
+    def pinned(self, num_elements: int) -> "Tensor":
+        """int32 on the host, in memory that the card can read by itself where there is such."""
+
+    def record_event(self) -> DeviceEvent:
+        """Mark the end of the copies and launches so far."""
 
     def synchronize(self) -> None:
         """Launch what is recorded and wait for the device."""

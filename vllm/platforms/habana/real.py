@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import (
     OUT_OF_MEMORY_TEXT,
     DeviceCounters,
+    DeviceEvent,
     FusedKernels,
     MemoryInfo,
 )
+
+logger = init_logger(__name__)
 
 
 class RealBridge:
@@ -78,6 +82,20 @@ class RealBridge:
                 raise MemoryError(str(error)) from error
             raise
         return tensor
+
+    def pinned(self, num_elements: int) -> Tensor:
+        buffer = torch.empty(num_elements, dtype=torch.int32, device="cpu")
+        try:
+            return buffer.pin_memory()
+        except RuntimeError as error:
+            # Documented for the bridge, but no published engine relies on it.
+            logger.warning("no pinned memory, copies to the card take pageable memory: %s", error)
+            return buffer
+
+    def record_event(self) -> DeviceEvent:
+        event: DeviceEvent = self._hthpu.Event()
+        event.record()  # type: ignore[attr-defined]
+        return event
 
     def synchronize(self) -> None:
         self._hthpu.synchronize()

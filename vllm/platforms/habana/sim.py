@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from vllm.platforms.habana.bridge import DeviceCounters, FusedKernels, MemoryInfo
+from vllm.platforms.habana.bridge import DeviceCounters, DeviceEvent, FusedKernels, MemoryInfo
 from vllm.platforms.habana.sim_card import SimulatedCard
 from vllm.platforms.habana.sim_device import HpuTensor, install
 from vllm.platforms.habana.sim_execute import execute
@@ -16,7 +16,7 @@ from vllm.platforms.habana.sim_recipes import RecipeCache
 from vllm.platforms.habana.sim_spec import CARDS
 from vllm.platforms.habana.sim_unlaunched import mapped_zeros
 from vllm.platforms.habana.sim_vendor import bridge_config, install_vendor, random
-from vllm.platforms.habana.sim_vendor.hpu import device_module
+from vllm.platforms.habana.sim_vendor.hpu import Event, device_module
 from vllm.platforms.habana.sim_vendor.kernels import (
     FusedSDPA,
     RotaryPosEmbeddingMode,
@@ -105,6 +105,14 @@ class SimBridge:
             raise MemoryError(str(error)) from None
         raw = mapped_zeros(num_bytes).view(dtype).view(shape)
         return HpuTensor(raw)
+
+    def pinned(self, num_elements: int) -> Tensor:
+        return torch.empty(num_elements, dtype=torch.int32, device="cpu")
+
+    def record_event(self) -> DeviceEvent:
+        event = Event()
+        event.record()
+        return event
 
     def synchronize(self) -> None:
         self.card.synchronize()

@@ -96,6 +96,7 @@ class SimulatedCard:
         self._num_replays = 0
         self._num_host_syncs = 0
         self._h2d_bytes = 0
+        self._num_blocking_h2d = 0
         self._d2h_bytes = 0
 
     def counters(self) -> DeviceCounters:
@@ -108,6 +109,7 @@ class SimulatedCard:
             host_syncs=self._num_host_syncs,
             h2d_bytes=self._h2d_bytes,
             d2h_bytes=self._d2h_bytes,
+            blocking_h2d=self._num_blocking_h2d,
             recipes=tuple(self._compiled),
         )
 
@@ -175,8 +177,9 @@ class SimulatedCard:
         self.clock.copy(2 * num_bytes)
         self.clock.sync()
 
-    def copy_to_device(self, num_bytes: int) -> None:
+    def copy_to_device(self, num_bytes: int, *, waits: bool) -> None:
         self._h2d_bytes += num_bytes
+        self._num_blocking_h2d += waits
         self.clock.copy(num_bytes)
 
     def copy_to_host(self, num_bytes: int, cause: str, *, waits: bool) -> None:

@@ -96,7 +96,8 @@ def _copy_of(
         waits = not (len(args) > 2 and args[2])
         return lambda call, card: call.to_host(card, source, waits=waits, into=target)
     if not isinstance(source, HpuTensor):
-        return lambda call, card: call.to_device(card, target, source)
+        waits = not (len(args) > 2 and args[2])
+        return lambda call, card: call.to_device(card, target, source, waits=waits)
     return None
 
 
@@ -186,7 +187,7 @@ class _Call:
         return map_leaves(self._wrap, raw)
 
     def to_device(
-        self, card: SimulatedCard, target: HpuTensor, source: torch.Tensor
+        self, card: SimulatedCard, target: HpuTensor, source: torch.Tensor, *, waits: bool
     ) -> torch.Tensor:
         if source.dtype == torch.int64 and card.is_lazy and source.numel():
             low, high = source.aminmax()
@@ -194,7 +195,8 @@ class _Call:
                 raise RuntimeError(
                     "Error when trying to cast Long to Int, Input values range exceeds Int range"
                 )
-        card.copy_to_device(card.memory.device_bytes(source.nbytes, source.dtype))
+        num_bytes = card.memory.device_bytes(source.nbytes, source.dtype)
+        card.copy_to_device(num_bytes, waits=waits)
         run = self.operator.run
         raw = run(*self.args, **self.kwargs)
         if tape := active_tape():  # a replay copies the data of the capture again

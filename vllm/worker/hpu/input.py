@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vllm.attention.backends.hpu_metadata import (
@@ -255,8 +254,3 @@ class HPUInputBuilder:
         if values is not None:
             out[: len(values)] = values
         return out
-
-
-def to_device(packed: IntArray, device: torch.device) -> Tensor:
-    """The one copy of a launch."""
-    return torch.from_numpy(packed).to(device)

@@ -14,7 +14,8 @@ from vllm.messages import RunnerStats, SchedulerOutput
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.utils.trace import get_trace
 from vllm.worker.hpu.execution import make_execution
-from vllm.worker.hpu.input import HPUInputBuilder, to_device
+from vllm.worker.hpu.host_buffers import HostBuffers
+from vllm.worker.hpu.input import HPUInputBuilder
 from vllm.worker.hpu.model import LaunchModel
 from vllm.worker.hpu.planner import HPULaunchPlanner, PaddedLaunch, PaddedShape, launch_shapes
 from vllm.worker.hpu.step_report import StepReport
@@ -39,7 +40,8 @@ class PaddedLaunches:
         whole_prompts: every prompt runs in one launch, and there are no decodes.
 
     Attributes:
-        inputs, execution, report: pack a launch, run it, and report what it compiled.
+        inputs, to_device, execution, report: pack a launch, copy it to the card, run it, and
+            report what it compiled.
         phases: of its launches.
         planner: there from the first `use_catalog`.
     """
@@ -58,6 +60,7 @@ class PaddedLaunches:
         self._config = config
         self._bridge = bridge
         self.inputs = inputs
+        self.to_device = HostBuffers(bridge).to_device
         self.execution = make_execution(bridge, model, config)
         hpu = config.hpu
         self.report = StepReport(
@@ -147,10 +150,16 @@ class PaddedLaunches:
         """Input on the device of a launch without rows: it writes nothing but the null block."""
         none = np.empty(0, np.int32)
         launch = PaddedLaunch(
-            none, none, none, shape.bucket, shape.is_contiguous, shape.merged_prompts
+            none,
+            none,
+            none,
+            shape.bucket,
+            shape.is_contiguous,
+            shape.merged_prompts,
+            shape.num_shared,
         )
         packed, _ = self.inputs.pack(launch)
-        return to_device(packed, self._bridge.device)
+        return self.to_device(packed)
 
     def finish_warmup(self) -> None:
         """From now on nothing new should compile."""

@@ -12,15 +12,11 @@ from torch import Tensor, nn
 from vllm.attention import Attention, AttentionMetadata, LaunchContext, share_context
 from vllm.attention.backends.flat_pa import Normaliser
 from vllm.attention.backends.normalisers import parse_normaliser
-from vllm.attention.backends.padded import (
-    MergedPrefill,
-    PaddedDecode,
-    PaddedPrefill,
-    layer_kinds,
-)
+from vllm.attention.backends.padded import PaddedDecode, PaddedPrefill, layer_kinds
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
 from vllm.config import HPUConfig
+from vllm.model_executor.layers.rotary import number_rotary_tables
 from vllm.model_executor.models.interface import LayeredModel
 from vllm.worker.hpu.input import unpack_decode, unpack_merged, unpack_prefill
 from vllm.worker.hpu.planner import PaddedShape
@@ -53,13 +49,16 @@ class LaunchModel(nn.Module):
         self.launch_holder = share_context(model)
         self._block_size = block_size
         self._kernel = kernel
+        self._rotary_tables = number_rotary_tables(model)
+        self._dtype = next(model.parameters()).dtype
         self._kinds = layer_kinds(m for m in model.modules() if isinstance(m, Attention))
 
     def _run(
         self, attention: AttentionMetadata, token_ids: Tensor, positions: Tensor, *more: Tensor
     ) -> Tensor:
         # No `with`: not every compiler traces one. Should this raise, `Execution.run` clears it.
-        self.launch_holder.context = LaunchContext(attention, positions)
+        angles = [table.angles(positions, self._dtype) for table in self._rotary_tables]
+        self.launch_holder.context = LaunchContext(attention, positions, rotary_angles=angles)
         hidden_states: Tensor = self.model(token_ids, positions, *more)
         self.launch_holder.context = None
         return hidden_states
@@ -92,7 +91,6 @@ class HPUModel(LaunchModel):
         self._head = head
         self.last_token_ids = last_token_ids
         self._normaliser = normaliser
-        self._dtype = next(model.parameters()).dtype
 
     def forward(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
         if shape.bucket.phase is Phase.DECODE:
@@ -134,7 +132,9 @@ class HPUModel(LaunchModel):
     def _merged_prefill(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
         given = unpack_merged(packed, shape)
         metadata = given.metadata
-        attention = MergedPrefill.derive(metadata, self._kinds, self._block_size, self._kernel)
+        attention = PaddedPrefill.derive_merged(
+            metadata, self._kinds, self._block_size, self._kernel
+        )
         hidden_states = self._run(attention, given.token_ids, metadata.positions)
         last = hidden_states.index_select(0, metadata.last_token_indices)
         return self._head(last), hidden_states

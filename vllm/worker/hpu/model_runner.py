@@ -17,7 +17,7 @@ from vllm.sample.static_shapes import class_of, size_classes
 from vllm.sample.warmup import warmup_launches
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
-from vllm.worker.hpu.input import HPUInputBuilder, to_device
+from vllm.worker.hpu.input import HPUInputBuilder
 from vllm.worker.hpu.launches import PaddedLaunches
 from vllm.worker.hpu.model import HPUModel, softmax_normaliser
 from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
@@ -115,7 +115,7 @@ class HPUModelRunner(ModelRunner):
     def _run_launch(self, launch: PaddedLaunch) -> LaunchResult:
         packed, indices = self.launches.inputs.pack(launch)
         self.sampling.start_masks(launch.rows[indices])
-        device_input = to_device(packed, self.device)
+        device_input = self.launches.to_device(packed)
         logits, hidden_states = self.launches.execution.run(device_input, launch.shape)
         prompt_logprobs: list[tuple[int, PendingLogprobs]] = []
         if launch.bucket.phase is Phase.PREFILL:

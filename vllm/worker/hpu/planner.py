@@ -30,6 +30,12 @@ _LAUNCH_COST = padded_cost(prefill(1, 32))
 read."""
 
 
+GATHER_COST = 2
+"""What a decode takes for a gathered block, relative to one of a slice. Predicted by the cost model
+of the simulated card, not measured: keys and values move three times (read, copied, read again),
+but scores take the same time for both."""
+
+
 @dataclass(frozen=True, slots=True)
 class PaddedLaunch(Launch):
     """A launch that is padded to a bucket."""
@@ -39,6 +45,8 @@ class PaddedLaunch(Launch):
     """Decode: the first `bucket.blocks` blocks of the cache are read as a slice."""
     merged_prompts: int = 0
     """Prefill: rows are laid end to end in one, with room for so many; 0: each is its own."""
+    num_shared: int = 0
+    """See `PaddedShape`."""
 
     @property
     def tokens_with_logits(self) -> int:
@@ -48,7 +56,7 @@ class PaddedLaunch(Launch):
     @property
     def shape(self) -> "PaddedShape":
         """What decides the recipe of this launch."""
-        return PaddedShape(self.bucket, self.is_contiguous, self.merged_prompts)
+        return PaddedShape(self.bucket, self.is_contiguous, self.merged_prompts, self.num_shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,9 @@ class PaddedShape:
     bucket: Bucket
     is_contiguous: bool = False
     merged_prompts: int = 0
+    num_shared: int = 0
+    """Entries beside the slice of a contiguous decode, for references to a block that another row
+    of the launch has too; they are gathered."""
 
     @property
     def num_rows(self) -> int:
@@ -67,35 +78,44 @@ class PaddedShape:
         return self.merged_prompts or self.bucket.batch
 
     @property
-    def num_shared(self) -> int:
-        """Entries beside the slice of a contiguous decode, for references to a block that another
-        row of the launch has too."""
-        return self.bucket.batch if self.is_contiguous else 0
-
-    @property
     def num_entries(self) -> int:
         """Entries of the block list of a decode."""
         return self.bucket.blocks + self.num_shared
+
+    @property
+    def read_cost(self) -> int:
+        """What attention of a decode takes, in blocks of a slice."""
+        num_sliced = self.bucket.blocks if self.is_contiguous else 0
+        return num_sliced + GATHER_COST * (self.num_entries - num_sliced)
 
 
 def launch_shapes(bucket: Bucket, limits: StepLimits, merged_prompts: int = 0) -> list[PaddedShape]:
     """Every shape in which launches of a bucket can run.
 
-    A contiguous decode of rows that share more blocks than it has room for runs as a plain one.
+    With prefix caching a decode runs contiguous or plain, whichever costs less for the blocks that
+    its rows have.
     """
     plain = PaddedShape(bucket)
     if bucket.phase is Phase.PREFILL:
         return [PaddedShape(bucket, merged_prompts=merged_prompts)]
     if not limits.contiguous_pa:
         return [plain]
-    shapes = [PaddedShape(bucket, is_contiguous=True)] if _is_slice(bucket, limits) else []
-    if limits.enable_prefix_caching or not shapes:
-        shapes.append(plain)
-    return shapes
+    sliced = _sliced_shape(bucket, limits)
+    if sliced is None:
+        return [plain]
+    return [sliced, plain] if limits.enable_prefix_caching else [sliced]
 
 
-def _is_slice(bucket: Bucket, limits: StepLimits) -> bool:
-    return limits.num_blocks is None or bucket.blocks <= limits.num_blocks
+def _sliced_shape(bucket: Bucket, limits: StepLimits) -> PaddedShape | None:
+    """Of a contiguous decode; None where the cache has no such slice, or where it costs more than
+    a gather of all blocks that so many rows can have."""
+    if limits.num_blocks is not None and bucket.blocks > limits.num_blocks:
+        return None
+    if not limits.enable_prefix_caching:  # no two rows have the same block
+        return PaddedShape(bucket, is_contiguous=True)
+    shape = PaddedShape(bucket, is_contiguous=True, num_shared=bucket.batch)
+    most = bucket.batch * limits.max_blocks_per_seq
+    return shape if shape.read_cost <= GATHER_COST * most else None
 
 
 class _Rows(NamedTuple):
@@ -206,14 +226,18 @@ class HPULaunchPlanner:
             return _launch(rows, self._fit(Phase.DECODE, batch, query_len, refs))
         counts = count_decode_blocks(self._batch.block_table[rows.ids], seq_lens, self._size)
         bucket = self._fit(Phase.DECODE, batch, query_len, counts.span)
-        shape = PaddedShape(bucket, is_contiguous=True)
-        if _is_slice(bucket, self._limits) and counts.shared <= shape.num_shared:
-            return _launch(rows, bucket, is_contiguous=True)
+        sliced = _sliced_shape(bucket, self._limits)
         if self._limits.enable_prefix_caching:
             bucket = self._fit(Phase.DECODE, batch, query_len, counts.references)
-        # Without it only buckets beyond the cache are warmed up for plain launches, and this one,
-        # which is beyond it, has room for all: no block is referenced twice.
-        return _launch(rows, bucket)
+            if sliced is not None:
+                has_room = counts.shared <= sliced.num_shared
+                if not has_room or sliced.read_cost > PaddedShape(bucket).read_cost:
+                    sliced = None
+        if sliced is None:
+            # Without prefix caching only buckets beyond the cache are warmed up for plain launches,
+            # and this one, which is beyond it, has room for all: no block is referenced twice.
+            return _launch(rows, bucket)
+        return _launch(rows, sliced.bucket, is_contiguous=True, num_shared=sliced.num_shared)
 
     # ---- prefills -------------------------------------------------------------------------
 
@@ -294,7 +318,12 @@ class HPULaunchPlanner:
 
 
 def _launch(
-    rows: _Rows, bucket: Bucket, *, is_contiguous: bool = False, merged_prompts: int = 0
+    rows: _Rows,
+    bucket: Bucket,
+    *,
+    is_contiguous: bool = False,
+    merged_prompts: int = 0,
+    num_shared: int = 0,
 ) -> PaddedLaunch:
     return PaddedLaunch(
         rows.ids,
@@ -303,6 +332,7 @@ def _launch(
         bucket,
         is_contiguous,
         merged_prompts,
+        num_shared,
         num_drafts=rows.drafts if rows.drafts.any() else None,
     )
 

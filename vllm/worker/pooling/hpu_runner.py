@@ -15,7 +15,7 @@ from vllm.messages import RunnerStats
 from vllm.model_executor.models.interface import PoolingModel
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.utils.ragged import positions_within
-from vllm.worker.hpu.input import HPUInputBuilder, to_device
+from vllm.worker.hpu.input import HPUInputBuilder
 from vllm.worker.hpu.launches import PaddedLaunches
 from vllm.worker.hpu.model import HPUModel, LaunchModel, softmax_normaliser
 from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
@@ -64,7 +64,7 @@ class HPUPoolingRunner(PoolingRunner):
         assert isinstance(launch, PaddedLaunch)
         with self.launches.running(launch):
             packed, indices = self.launches.inputs.pack(launch)
-            numbers = self._run_packed(to_device(packed, self.device), launch.shape)
+            numbers = self._run_packed(self.launches.to_device(packed), launch.shape)
         rows, counts, places = launch.rows[indices], np.ones_like(indices), indices
         if self.requests.pooler.pooling_type in ("ALL", "STEP"):
             counts = launch.num_scheduled_tokens[indices]

@@ -32,3 +32,16 @@ def wrap_in_hpu_graph(
     module, asynchronous=False, disable_tensor_cache=False, dry_run=False, max_graphs=None
 ):
     return card.wrap_in_hpu_graph(module, asynchronous, disable_tensor_cache, dry_run, max_graphs)
+
+
+class Event:
+    def __init__(self, enable_timing=False):
+        self._event = card.Event(enable_timing)
+
+    @documented
+    def record(self, stream=None):
+        self._event.record(stream)
+
+    @documented
+    def query(self):
+        return self._event.query()

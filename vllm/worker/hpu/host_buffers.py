@@ -1,0 +1,60 @@
+"""Host memory that launches are copied to the device from, without the host waiting."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm.messages import IntArray
+from vllm.platforms.habana.bridge import DeviceEvent, HabanaBridge
+
+
+@dataclass
+class _Buffer:
+    memory: Tensor
+    copied: DeviceEvent
+    """Behind the last copy from it."""
+
+
+class HostBuffers:
+    """Copies arrays to the device. No buffer is written while a copy from it may be in flight.
+
+    There are as many buffers as copies in flight at once: one or two, more for a step with many
+    launches.
+
+    Args:
+        bridge: the card.
+    """
+
+    def __init__(self, bridge: HabanaBridge) -> None:
+        self._bridge = bridge
+        self._buffers: list[_Buffer] = []
+
+    def to_device(self, packed: IntArray) -> Tensor:
+        """[n] int32 on the device, where what is launched from now on finds it."""
+        source = torch.from_numpy(packed)
+        buffer = self._free_buffer(len(packed))
+        memory = self._bridge.pinned(_capacity(len(packed))) if buffer is None else buffer.memory
+        used = memory[: len(packed)].copy_(source)
+        on_device = used.to(self._bridge.device, non_blocking=True)
+        copied = self._bridge.record_event()
+        if buffer is None:
+            self._buffers.append(_Buffer(memory, copied))
+        else:
+            buffer.copied = copied
+        return on_device
+
+    def _free_buffer(self, size: int) -> _Buffer | None:
+        for buffer in self._buffers:
+            if len(buffer.memory) >= size and buffer.copied.query():
+                return buffer
+        return None
+
+
+def _capacity(size: int) -> int:
+    """A power of two, so that launches of similar sizes share buffers.
+
+    >>> [_capacity(size) for size in (1, 1024, 1025)]
+    [1024, 1024, 2048]
+    """
+    return 1 << max(10, (size - 1).bit_length())
