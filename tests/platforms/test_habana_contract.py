@@ -30,6 +30,7 @@ DOCUMENTED = {
     "torch.hpu.metrics.Metric.stats": "self",
     "torch.hpu.random.manual_seed_all": "seed",
     "torch.internal.bridge_config.env_setting": "name, value",
+    "torch.internal.bridge_config.get_pt_compile_only_mode": "",
     "torch.distributed.hccl.initialize_distributed_hpu": (
         "world_size=None, rank=None, local_rank=None"
     ),
@@ -90,6 +91,7 @@ BRIDGE_CALLS = {
         ],
     ),
     "warmed_section": (lambda b: b.warmed_section(), []),
+    "can_compile_only": (lambda b: b.can_compile_only, []),
     "compile_only": (
         lambda b: b.compile_only(),
         [("torch.internal.bridge_config.env_setting", 2, ())],
@@ -254,6 +256,20 @@ def test_the_tensor_cache_variable_reaches_the_bridge_in_the_form_it_knows(
             "tensors, so fewer of them fit the memory; unset it to keep outputs only"
         ]
     )  # fmt: skip
+
+
+def test_a_build_without_compile_only_mode_is_told_apart_once(vendor, monkeypatch):
+    from habana_frameworks.torch.internal import bridge_config
+
+    assert RealBridge().can_compile_only
+    monkeypatch.delattr(bridge_config, "get_pt_compile_only_mode")
+    bridge = RealBridge()
+    with captured_log() as log:
+        assert not bridge.can_compile_only and not bridge.can_compile_only
+    assert log == [
+        "Cannot use PT_COMPILE_ONLY_MODE. Warmup time will be negatively impacted. Please update "
+        "Gaudi Software Suite."
+    ]
 
 
 def test_metrics_arrive_in_seconds_and_by_operator(vendor, lazy):

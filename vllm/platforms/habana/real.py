@@ -6,18 +6,22 @@ builds 1.19 and later have in common.
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import (
     OUT_OF_MEMORY_TEXT,
     DeviceCounters,
     FusedKernels,
     MemoryInfo,
 )
+
+logger = init_logger(__name__)
 
 
 class RealBridge:
@@ -36,7 +40,9 @@ class RealBridge:
         import habana_frameworks.torch.hpu as hthpu
         import habana_frameworks.torch.hpu.metrics as metrics
         import habana_frameworks.torch.hpu.random as htrandom
+        import habana_frameworks.torch.internal.bridge_config as bridge_config
 
+        self._bridge_config: Any = bridge_config
         self._htcore: Any = htcore
         self._hthpu: Any = hthpu
         self._metrics: Any = metrics
@@ -114,10 +120,19 @@ class RealBridge:
     def warmed_section(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def compile_only(self) -> AbstractContextManager[None]:
-        import habana_frameworks.torch.internal.bridge_config as bridge_config
+    @cached_property
+    def can_compile_only(self) -> bool:
+        # There is a getter for every flag that a build knows.
+        is_known = hasattr(self._bridge_config, "get_pt_compile_only_mode")
+        if not is_known:
+            logger.warning(
+                "Cannot use PT_COMPILE_ONLY_MODE. Warmup time will be negatively impacted. Please "
+                "update Gaudi Software Suite."
+            )
+        return is_known
 
-        block: AbstractContextManager[None] = bridge_config.env_setting(
+    def compile_only(self) -> AbstractContextManager[None]:
+        block: AbstractContextManager[None] = self._bridge_config.env_setting(
             "PT_COMPILE_ONLY_MODE", True
         )
         return block

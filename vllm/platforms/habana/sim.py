@@ -1,7 +1,8 @@
 """A simulated Gaudi behind the bridge's protocol. What runs here has not run on a card."""
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -104,11 +105,13 @@ class SimBridge:
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
         try:
-            self.card.memory.check(self.card.memory.device_bytes(num_bytes, dtype))
+            memory = self.card.memory
+            memory.check(memory.device_bytes(num_bytes, dtype), is_kept=True)
         except RuntimeError as error:
             raise MemoryError(str(error)) from None
-        raw = mapped_zeros(num_bytes).view(dtype).view(shape)
-        return HpuTensor(raw)
+        tensor = HpuTensor(mapped_zeros(num_bytes).view(dtype).view(shape))
+        self.synchronize()
+        return tensor
 
     def synchronize(self) -> None:
         self.card.synchronize()
@@ -127,11 +130,20 @@ class SimBridge:
     def warmed_section(self) -> AbstractContextManager[None]:
         return self.card.warmed_section()
 
+    @property
+    def can_compile_only(self) -> bool:
+        return True
+
     def compile_only(self) -> AbstractContextManager[None]:
         return bridge_config.env_setting("PT_COMPILE_ONLY_MODE", True)
 
-    def dry_run(self) -> AbstractContextManager[None]:
-        return self.compile_only()
+    @contextmanager
+    def dry_run(self) -> Iterator[None]:
+        before, self.card.is_dry_run = self.card.is_dry_run, True
+        try:
+            yield
+        finally:
+            self.card.is_dry_run = before
 
     def manual_seed(self, seed: int) -> None:
         random.manual_seed_all(seed)

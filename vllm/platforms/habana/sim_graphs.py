@@ -67,7 +67,7 @@ class CapturedGraph:
         """
         inputs = [x.raw for x in _device_tensors((args, kwargs))]
         self._tape.check(inputs)
-        if not self._card.is_compile_only:
+        if self._card.computes:
             self._compute(inputs)
         self._card.replay(self._capture)
         return self.outputs
@@ -133,7 +133,7 @@ class HPUGraph:
         """
         if self._tape is None or self._capture is None:
             raise RuntimeError("replay of a graph that was not captured")
-        if not self._card.is_compile_only:
+        if self._card.computes:
             self._compute(self._tape)
         self._card.replay(self._capture)
 

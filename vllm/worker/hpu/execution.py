@@ -30,6 +30,8 @@ class Execution:
     """
 
     name = "eager"
+    has_recipes = False
+    """A launch is compiled as one program, or a few."""
 
     def __init__(self, bridge: HabanaBridge, model: LaunchModel) -> None:
         self._bridge = bridge
@@ -64,6 +66,7 @@ class LazyExecution(Execution):
     """
 
     name = "lazy"
+    has_recipes = True
 
     def __init__(self, bridge: HabanaBridge, model: LaunchModel, layers_per_mark: int) -> None:
         super().__init__(bridge, model)
@@ -138,6 +141,7 @@ class CompiledExecution(Execution):
     """
 
     name = "torch.compile"
+    has_recipes = True
 
     def __init__(self, bridge: HabanaBridge, model: LaunchModel, config: VllmConfig) -> None:
         super().__init__(bridge, model)
