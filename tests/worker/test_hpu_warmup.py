@@ -34,6 +34,7 @@ LONG_PROMPTS = {
     "enable_chunked_prefill": False,
     "enable_prefix_caching": False,
     "block_size": 64,
+    "sampling_warmup": "all",
 }
 LARGE_BUCKETS = {
     "VLLM_PROMPT_BS_BUCKET_MAX": 2,

@@ -131,7 +131,7 @@ def test_what_is_free_once_the_cache_is_there_is_what_was_reported(mode):
         catalog = launches.planner.catalog
         for bucket in (*catalog.prefill, *catalog.decode):
             for shape in launches.launch_shapes(bucket):
-                worker.runner.warm_up(shape, with_sampler=True)
+                worker.runner.warm_up(shape, sampling="heaviest")
         graphs = 0 if is_eager else report.warm_up_bytes
         least_free = bridge.memory_info().total_bytes - bridge.peak_bytes()
         assert left - graphs <= least_free <= left + held_bytes(worker.config)
@@ -148,7 +148,7 @@ def check_sleep(worker: HPUWorker) -> None:
         assert memory.in_use_bytes == awake
     launches = worker.runner.launches
     for shape in launches.launch_shapes(launches.planner.catalog.decode[0]):
-        worker.runner.warm_up(shape, with_sampler=False)
+        worker.runner.warm_up(shape, sampling="none")
     assert bridge.counters().compilations == compilations
 
 

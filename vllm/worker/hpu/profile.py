@@ -176,5 +176,5 @@ def _run_beside_others(
 ) -> None:
     """A launch while all that it may find in memory is there."""
     held = bridge.zeros((held_bytes(config),), torch.uint8)
-    runner.warm_up(PaddedShape(bucket), with_sampler=True)
+    runner.warm_up(PaddedShape(bucket), sampling="heaviest")
     del held

@@ -38,7 +38,7 @@ from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.execution import GraphExecution
-from vllm.worker.hpu.launches import PaddedRunner
+from vllm.worker.hpu.launches import PaddedRunner, Sampling
 from vllm.worker.hpu.memory_profile import Attempt, attempt, used_bytes
 from vllm.worker.hpu.planner import PaddedShape
 from vllm.worker.hpu.profile import held_bytes
@@ -210,8 +210,8 @@ class WarmUp:
         return None
 
     def _attempt(self, shape: PaddedShape) -> Attempt:
-        with_sampler = shape.num_rows not in self._batches
-        launch = partial(self._runner.warm_up, shape, with_sampler=with_sampler)
+        sampling: Sampling = "none" if shape.num_rows in self._batches else "warm_up"
+        launch = partial(self._runner.warm_up, shape, sampling=sampling)
         return attempt(self._bridge, launch, self._resident_bytes())
 
     def _refusal(self, attempted: Attempt) -> str:
@@ -354,7 +354,7 @@ class WarmUp:
 
     def _capture_shape(self, execution: GraphExecution, shape: PaddedShape) -> None:
         execution.capture(self._launches.padding_input(shape), shape)
-        self._runner.warm_up(shape, with_sampler=False)
+        self._runner.warm_up(shape, sampling="none")
 
     def _shapes(self, bucket: Bucket) -> list[PaddedShape]:
         return self._launches.launch_shapes(bucket)
