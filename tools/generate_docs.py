@@ -5,6 +5,7 @@ python tools/generate_docs.py --check    exit with 1 and name the pages that are
 """
 
 import argparse
+import inspect
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 
+from tests.seeds.table import compatibility as compatibility_lines  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.config.fields import ConfigField, config_fields, config_sections  # noqa: E402
 from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS, CompatArgument  # noqa: E402
@@ -23,6 +25,8 @@ from vllm.entrypoints.server.server_args import ServerArgs  # noqa: E402
 from vllm.env_compat import COMPAT_VARIABLES  # noqa: E402
 from vllm.env_others import OTHER_READERS  # noqa: E402
 from vllm.envs import Envs  # noqa: E402
+from vllm.model_executor.models.interface import CausalLM, PoolingModel  # noqa: E402
+from vllm.model_executor.models.registry import ModelRegistry  # noqa: E402
 
 _NOTE = "<!-- Written by tools/generate_docs.py. Change the code it reads, then run it. -->"
 
@@ -48,8 +52,8 @@ def _compat_variables() -> Iterator[str]:
     yield from _table("Refused", "variable", "what is not available")
     yield from _compat_rows(available=False)
     yield ""
-    yield "An engine does not start while one of these is set: it would compute something else than"
-    yield "was asked for. (A switch may be set to 0.)"
+    yield "An engine does not start while one of these is set: its results would differ from"
+    yield "what was requested. (A switch may be set to 0.)"
     yield from _table("Recognised without effect", "variables", "why they have no effect")
     yield from _compat_rows(available=True)
     yield ""
@@ -119,7 +123,7 @@ def server_arguments() -> Iterator[str]:
     yield "takes several words after one flag, or the flag several times."
     yield ""
     yield "`--config FILE` names a YAML file of flags without their dashes, of server and engine."
-    yield "What the command line says wins, and a name that is no flag is an error:"
+    yield "The command line has priority, and a name that is not a flag is an error:"
     yield ""
     yield from ("```yaml", "model: /models/Llama-3.1-8B", "max-model-len: 16k", "port: 9000", "```")
     yield from _table("Flags", "flag", "value", "default", "meaning")
@@ -129,6 +133,12 @@ def server_arguments() -> Iterator[str]:
     for argument in SERVER_COMPAT.values():
         reason = argument.reason if argument.available else f"refused: {argument.reason}"
         yield _row(f"`{argument.flag}`", _default(argument.off), reason)
+
+
+def compatibility() -> Iterator[str]:
+    """The page about what documents of vLLM on Gaudi say."""
+    yield _NOTE
+    yield from compatibility_lines()
 
 
 def _compat_section() -> Iterator[str]:
@@ -192,10 +202,38 @@ def _all_text(values: tuple[object, ...]) -> "typing.TypeGuard[tuple[str, ...]]"
     return all(isinstance(value, str) for value in values)
 
 
+def supported_models() -> Iterator[str]:
+    """The page about architectures."""
+    yield _NOTE
+    yield "# Supported models"
+    yield ""
+    yield "A model runs if `architectures` in its config.json names one of these. Other models can"
+    yield "be added by a plug-in: `ModelRegistry.register_model(name, class)`."
+    yield ""
+    yield "Each decoder is compared with transformers on small random models, in float32: logits of"
+    yield "whole prompts, and greedy tokens of a batch on the CPU with chunked prompts and prefix"
+    yield "hits. Families with layers of their own kind are also run on the simulated Gaudi, which"
+    yield "computes on the CPU; the tests run none of them on a card. Gemma 2 runs on the CPU only:"
+    yield "the soft cap of its attention scores is not supported on hpu."
+    for kind, title in ((CausalLM, "Text generation"), (PoolingModel, "Embeddings and scores")):
+        yield ""
+        yield f"## {title}"
+        yield ""
+        yield _row("architecture", "what it is")
+        yield _row("---", "---")
+        for name in ModelRegistry.supported():
+            model = ModelRegistry.resolve(name)
+            if issubclass(model, kind):
+                text = " ".join((inspect.getdoc(model) or "").split("\n\n")[0].split())
+                yield _row(f"`{name}`", text)
+
+
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
+    "compatibility.md": compatibility,
     "env_variables.md": env_variables,
     "engine_arguments.md": engine_arguments,
     "server_arguments.md": server_arguments,
+    "supported_models.md": supported_models,
 }
 
 

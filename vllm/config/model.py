@@ -1,12 +1,12 @@
-"""The model: what the user named, and the facts read from its Hugging Face config.
+"""The model: the user's settings, and the facts from its Hugging Face config.
 
-The one place that knows how config attributes are spelled: `rope_parameters` and `dtype` of
+The only place that knows the names of config attributes: `rope_parameters` and `dtype` of
 transformers 5, `rope_theta`, `rope_scaling` and `torch_dtype` of transformers 4.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from vllm.config.fields import check_at_least, check_one_of
@@ -15,6 +15,7 @@ from vllm.errors import ConfigError
 
 ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 TokenizerMode = Literal["auto", "slow"]
+ModelImpl = Literal["auto", "vllm", "transformers"]
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
@@ -28,14 +29,21 @@ class RopeConfig:
     rotary_dim: int
     """Leading dimensions of a head that are rotated; even."""
     rope_type: str = "default"
-    """default, linear, dynamic, llama3 or yarn."""
+    """default, linear, dynamic, llama3, yarn or longrope."""
     scaling: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of the type, by their Hugging Face names (`factor`, ...)."""
+
+    def for_length(self, max_model_len: int) -> "RopeConfig":
+        """See `ModelArch.for_length`."""
+        if self.rope_type != "longrope":
+            return self
+        is_long = max_model_len > self.scaling["original_max_position_embeddings"]
+        return replace(self, scaling={**self.scaling, "uses_long_factor": is_long})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArch:
-    """Facts about a decoder that do not depend on its weights."""
+    """The architecture of a model, without its weights."""
 
     architecture: str
     """Class name in the checkpoint, such as LlamaForCausalLM."""
@@ -52,59 +60,77 @@ class ModelArch:
     norm_eps: float
     hidden_act: str
     tie_word_embeddings: bool
-    rope: RopeConfig | None
+    layer_ropes: tuple[RopeConfig | None, ...]
+    """Per layer: its rotations, or None for a layer without."""
     layer_windows: tuple[int | None, ...]
-    """Per layer: most recent keys a query sees, itself included, or None for all."""
+    """Window of each layer: how many of the most recent keys a query sees, itself included; None:
+    all."""
     dtype: str
     """Data type of the checkpoint."""
     hf_config: Mapping[str, Any]
-    """The whole config, for what only one family has."""
+    """The whole config, for keys of single model families."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelArch":
         """Read a Hugging Face config given as a plain dict.
 
         Raises:
-            ConfigError: no architecture, or a needed number is missing or does not divide.
+            ConfigError: no architecture, or a required number is missing or not divisible.
         """
         architectures = config.get("architectures") or ()
         if not architectures:
             raise ConfigError("config.json has no 'architectures'")
-        hidden_size = _number(config, "hidden_size")
-        num_heads = _number(config, "num_attention_heads")
+        hidden_size = _number(config, *_HIDDEN_SIZE)
+        num_heads = _number(config, *_NUM_HEADS)
         head_size = config.get("head_dim") or _divide(config, hidden_size, num_heads)
-        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        num_kv_heads = _read_num_kv_heads(config, num_heads)
         if num_heads % num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads ({num_heads}) is not a multiple of "
                 f"num_key_value_heads ({num_kv_heads})"
             )
-        num_layers = _number(config, "num_hidden_layers")
+        num_layers = _number(config, *_NUM_LAYERS)
+        windows = _read_windows(config, num_layers)
         return cls(
             architecture=architectures[0],
             model_type=config.get("model_type", ""),
             vocab_size=_number(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_number(config, "intermediate_size", "ffn_dim"),
+            intermediate_size=_first(config, _INTERMEDIATE_SIZE) or 4 * hidden_size,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            max_position_embeddings=_number(config, "max_position_embeddings")
-            - _num_unused_positions(config),
+            max_position_embeddings=_read_max_positions(config) - _num_unused_positions(config),
             norm_eps=_read_norm_eps(config),
-            hidden_act=config.get("hidden_act") or config.get("activation_function") or "silu",
+            hidden_act=_first(config, _ACTIVATION) or "silu",
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            rope=_read_rope(config, head_size),
-            layer_windows=_read_windows(config, num_layers),
+            layer_ropes=_read_ropes(config, head_size, windows),
+            layer_windows=windows,
             dtype=_read_dtype(config),
             hf_config=dict(config),
         )
 
     @property
+    def rope(self) -> RopeConfig | None:
+        """Of layers without a sliding window; those with one may have another."""
+        ropes = [
+            rope
+            for rope, window in zip(self.layer_ropes, self.layer_windows, strict=True)
+            if rope is not None and window is None
+        ]
+        return next(iter(ropes), next((rope for rope in self.layer_ropes if rope), None))
+
+    @property
     def embedding_size(self) -> int:
         """Size of a token's embedding; OPT may project them to `hidden_size`."""
         return int(self.hf_config.get("word_embed_proj_dim") or self.hidden_size)
+
+    def for_length(self, max_model_len: int) -> "ModelArch":
+        """The model as it is when no request is longer than this: of rotations with factors for
+        short and for long contexts (longrope) those that it is served with."""
+        ropes = tuple(rope and rope.for_length(max_model_len) for rope in self.layer_ropes)
+        return replace(self, layer_ropes=ropes)
 
     @property
     def derived_max_model_len(self) -> int:
@@ -114,17 +140,52 @@ class ModelArch:
         kind, factor = self.rope.rope_type, self.rope.scaling.get("factor")
         if kind in ("linear", "dynamic", "yarn") and factor:
             original = self.max_position_embeddings
-            if kind == "yarn":  # max_position_embeddings may be the stretched length already
+            if kind == "yarn":  # max_position_embeddings may already be the extended length
                 original = self.rope.scaling["original_max_position_embeddings"]
             return int(original * factor)
         return self.max_position_embeddings
 
 
+_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
+_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_INTERMEDIATE_SIZE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_MAX_POSITIONS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
+)
+_ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
+"""How the families spell it."""
+
+
+def _first(config: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
 def _number(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        if config.get(name) is not None:
-            return int(config[name])
-    raise ConfigError(f"config.json has no {' or '.join(names)}")
+    value = _first(config, names)
+    if value is None:
+        raise ConfigError(f"config.json has no {' or '.join(names)}")
+    return int(value)
+
+
+def _read_num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
+    given = _first(config, _NUM_KV_HEADS)
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    if config.get("multi_query") is False and not config.get("new_decoder_architecture"):
+        return num_heads  # whatever else such a config says
+    return int(given or num_heads)
+
+
+_POSITIONS_OF_ALIBI = 2048
+"""Of a model that has no positions and does not say how long its texts may be; BLOOM's training."""
+
+
+def _read_max_positions(config: Mapping[str, Any]) -> int:
+    if config.get("model_type") == "bloom" and _first(config, _MAX_POSITIONS) is None:
+        return _POSITIONS_OF_ALIBI
+    return _number(config, *_MAX_POSITIONS)
 
 
 def _num_unused_positions(config: Mapping[str, Any]) -> int:
@@ -148,24 +209,63 @@ def _read_dtype(config: Mapping[str, Any]) -> str:
     return name.removeprefix("torch.")
 
 
-def _read_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig | None:
+_WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+"""Model types of which every n-th layer has full attention, the others a window; for configs that
+do not name the kinds of their layers."""
+_NO_ROPE_WITHOUT_WINDOW = frozenset({"cohere2"})
+"""Model types whose layers of full attention have no rotations."""
+
+
+def _read_ropes(
+    config: Mapping[str, Any], head_size: int, windows: Sequence[int | None]
+) -> tuple[RopeConfig | None, ...]:
     parameters = dict(config.get("rope_parameters") or {})
     parameters.update(config.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", None) or config.get("rope_theta")
+    theta = config.get("rope_theta") or config.get("rotary_emb_base")
+    if theta is None and config.get("rotary_dim"):
+        theta = 10000.0  # GPT-J says only how much of a head is rotated
+    local_theta = config.get("rope_local_base_freq")
+    if "full_attention" in parameters or "sliding_attention" in parameters:
+        full = _read_rope(config, head_size, dict(parameters.get("full_attention") or {}), theta)
+        local = _read_rope(
+            config, head_size, dict(parameters.get("sliding_attention") or {}), local_theta
+        )
+    else:
+        full = local = _read_rope(config, head_size, parameters, theta)
+        if local_theta is not None:
+            local = _read_rope(config, head_size, {}, local_theta)
+    if config.get("model_type") in _NO_ROPE_WITHOUT_WINDOW:
+        full = None
+    has_rope = config.get("no_rope_layers") or [True] * len(windows)
+    return tuple(
+        (full if window is None else local) if is_rotated else None
+        for window, is_rotated in zip(windows, has_rope, strict=True)
+    )
+
+
+def _read_rope(
+    config: Mapping[str, Any], head_size: int, parameters: dict[str, Any], theta: float | None
+) -> RopeConfig | None:
+    theta = parameters.pop("rope_theta", None) or theta
     if theta is None:
         return None
     legacy_type = parameters.pop("type", None)
     rope_type = parameters.pop("rope_type", None) or legacy_type or "default"
     partial = parameters.pop("partial_rotary_factor", None)
-    partial = partial or config.get("partial_rotary_factor") or 1.0
-    if rope_type in ("dynamic", "llama3", "yarn"):
-        # What the type stretches from; a config that does not say was not stretched yet.
-        max_positions = _number(config, "max_position_embeddings")
+    partial = partial or config.get("partial_rotary_factor") or config.get("rotary_pct") or 1.0
+    if rope_type == "su":  # the first name of longrope
+        rope_type = "longrope"
+    if rope_type in ("dynamic", "llama3", "yarn", "longrope"):
+        # The original length; a config without it was not extended.
+        max_positions = _number(config, *_MAX_POSITIONS)
+        original = config.get("original_max_position_embeddings")
+        if original and rope_type == "longrope":
+            parameters["original_max_position_embeddings"] = int(original)
         if rope_type == "dynamic" or not parameters.get("original_max_position_embeddings"):
             parameters["original_max_position_embeddings"] = max_positions
     return RopeConfig(
         theta=float(theta),
-        rotary_dim=int(head_size * partial),
+        rotary_dim=int(config.get("rotary_dim") or head_size * partial),
         rope_type=rope_type,
         scaling=parameters,
     )
@@ -179,7 +279,7 @@ _NORM_EPS_KEYS = (
     "norm_eps",
 )
 _DEFAULT_NORM_EPS = 1e-5
-"""What torch adds, too: OPT has no key."""
+"""The default of torch, too: OPT has no such key."""
 
 
 def _read_norm_eps(config: Mapping[str, Any]) -> float:
@@ -204,8 +304,11 @@ def _read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | Non
             raise ConfigError(
                 f"layer_types names {len(layer_types)} layers, num_hidden_layers is {num_layers}"
             )
-        kinds = layer_types[:num_layers]  # longer when num_hidden_layers was overridden
+        kinds = layer_types[:num_layers]  # longer if num_hidden_layers was overridden
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    pattern = config.get("sliding_window_pattern") or _WINDOW_PATTERNS.get(str(model_type))
+    if pattern:
+        return tuple(None if (i + 1) % pattern == 0 else window for i in range(num_layers))
     first = config.get("max_window_layers") if config.get("use_sliding_window") else 0
     return tuple(None if i < (first or 0) else window for i in range(num_layers))
 
@@ -217,13 +320,17 @@ class ModelConfig:
     model: str = ""
     """Folder or Hugging Face name of the model. Not set: the bundled demonstration model."""
 
+    model_impl: ModelImpl = "auto"
+    """Modules that run the model. vllm: those of this package; transformers: those of the
+    transformers library, with the attention and linear layers of this package; auto: transformers
+    for architectures that this package has no modules for."""
+
     task: ModelTask = "auto"
-    """What to run the model for: generate, embed (or embedding), classify, score or reward. auto:
-    what its architecture and files say. A generative model can embed, too."""
+    """Task of the model: generate, embed (or embedding), classify, score or reward. auto: by its
+    architecture and files. A generative model can embed, too."""
 
     served_model_name: tuple[str, ...] = ()
-    """Names that requests may give for the model; the first is that of answers. Not set: as
-    `model`."""
+    """Names of the model in requests; answers have the first one. Not set: as `model`."""
 
     hf_config_path: str | None = None
     """Folder or Hugging Face name whose config.json and generation_config.json are read in place
@@ -252,52 +359,53 @@ class ModelConfig:
     """Branch, tag or commit of the tokenizer."""
 
     dtype: ModelDType = "auto"
-    """Data type of weights and activations. auto: the checkpoint's."""
+    """Data type of weights and activations. auto: that of the checkpoint."""
 
     quantization: str | None = field(default=None, metadata={"aliases": ("-q",)})
-    """Store the weights of an unquantized checkpoint in fewer bits: int8 or int4, on the CPU. Not
-    set: as the checkpoint has them."""
+    """Quantize the weights of an unquantized checkpoint: int8 or int4, on the CPU. Not set: as in
+    the checkpoint."""
 
     seed: int = 0
-    """Seed of requests that bring none."""
+    """Seed for requests without a seed."""
 
     max_model_len: int | None = None
-    """Longest request in tokens, prompt and output together. Not set: what the model allows."""
+    """Maximum number of tokens of a request, prompt and output together. Not set: the model's
+    maximum."""
 
     disable_sliding_window: bool = False
-    """Give every layer of a model with sliding windows full attention; the longest request then
-    has the length of the window."""
+    """Use full attention in every layer of a model with sliding windows; max_model_len is then at
+    most the length of the window."""
 
     max_logprobs: int = 20
-    """Most log-probabilities a request may ask for per token."""
+    """Maximum number of log-probabilities per token that a request may ask for."""
 
     enable_prompt_embeds: bool = False
     """Accept embeddings as prompts in place of tokens (`prompt_embeds`); on cpu only."""
 
     logits_processor_pattern: str | None = None
     """Regular expression that the whole qualified name of a logits processor must match for
-    requests to use it by name. Clients can call everything that it matches, with arguments of
-    their choice: let it match nothing but logits processors. Not set: requests can name none."""
+    requests to use it by name. Clients can call everything that it matches, with any arguments, so
+    it should only match logits processors. Not set: requests cannot name any."""
 
     generation_config: str = "auto"
-    """Where default sampling parameters come from. auto: generation_config.json of the model;
-    vllm: none; else a folder."""
+    """Source of default sampling parameters. auto: generation_config.json of the model; vllm: none;
+    else a folder."""
 
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)
-    """Default sampling parameters (JSON) on top of generation_config."""
+    """Default sampling parameters (JSON) that override generation_config."""
 
     override_pooler_config: Mapping[str, Any] = field(default_factory=dict)
-    """Pooling (JSON) in place of what the model's files say: pooling_type, normalize, softmax,
+    """Pooling settings (JSON) that override the model's files: pooling_type, normalize, softmax,
     step_tag_id, returned_token_ids."""
 
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Values (JSON) to put in place of those in config.json."""
+    """Values (JSON) that override those in config.json."""
 
     enforce_eager: bool = False
     """Neither compile the model nor record graphs."""
 
     enable_sleep_mode: bool = False
-    """Allow sleep mode: `sleep` gives the memory of weights and KV cache back until `wake_up`."""
+    """Allow sleep mode: `sleep` releases the memory of weights and KV cache until `wake_up`."""
 
     arch: ModelArch | None = field(default=None, metadata={"cli": False})
     """Facts read from the model's config; set by the time an engine starts."""
@@ -311,6 +419,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_one_of(self, "dtype", ("auto", "half", "float16", "bfloat16", "float", "float32"))
         check_one_of(self, "tokenizer_mode", ("auto", "slow"))
+        check_one_of(self, "model_impl", get_args(ModelImpl))
         check_one_of(self, "task", get_args(ModelTask))
         if self.max_model_len is not None:
             check_at_least(self, 1, "max_model_len")

@@ -1,4 +1,4 @@
-"""Which class runs which architecture. Importing this imports no model and no torch."""
+"""The model class of each architecture. Importing this module imports neither models nor torch."""
 
 import difflib
 from importlib import import_module
@@ -29,15 +29,36 @@ _POOLING_DECODERS = {
     )
 }
 
-_BUILT_IN = {
-    **_ENCODERS,
-    **_POOLING_DECODERS,
-    "LlamaForCausalLM": f"{_PACKAGE}.llama:LlamaForCausalLM",
-    "MistralForCausalLM": f"{_PACKAGE}.mistral:MistralForCausalLM",
-    "OPTForCausalLM": f"{_PACKAGE}.opt:OPTForCausalLM",
-    "Qwen2ForCausalLM": f"{_PACKAGE}.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": f"{_PACKAGE}.qwen3:Qwen3ForCausalLM",
+_DECODERS = {
+    name: f"{_PACKAGE}.{module}:{name}"
+    for module, names in {
+        "bloom": ("BloomForCausalLM", "MPTForCausalLM", "MptForCausalLM"),
+        "cohere": ("CohereForCausalLM", "Cohere2ForCausalLM"),
+        "falcon": ("FalconForCausalLM",),
+        "gemma": ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+        "glm": ("GlmForCausalLM", "Glm4ForCausalLM"),
+        "gpt2": ("GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
+        "gpt_neox": ("GPTNeoXForCausalLM", "GPTJForCausalLM"),
+        "granite": ("GraniteForCausalLM",),
+        "llama": ("LlamaForCausalLM",),
+        "mistral": ("MistralForCausalLM",),
+        "mixture": (
+            *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+            "GraniteMoeForCausalLM",
+        ),
+        "olmo": ("OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM"),
+        "opt": ("OPTForCausalLM",),
+        "phi": ("PhiForCausalLM", "Phi3ForCausalLM"),
+        "qwen2": ("Qwen2ForCausalLM",),
+        "qwen3": ("Qwen3ForCausalLM",),
+        "stablelm": ("StableLmForCausalLM",),
+        "starcoder2": ("Starcoder2ForCausalLM",),
+        "transformers_model": ("TransformersForCausalLM",),
+    }.items()
+    for name in names
 }
+
+_BUILT_IN = {**_ENCODERS, **_POOLING_DECODERS, **_DECODERS}
 
 
 class _ModelRegistry:
@@ -55,14 +76,14 @@ class _ModelRegistry:
                 "module:Class", which is imported when a model of this name is loaded.
 
         Raises:
-            ConfigError: a string that is not of the form "module:Class".
+            ConfigError: a string that is not "module:Class".
         """
         if isinstance(model, str) and not all(model.partition(":")):
             raise ConfigError(f"model {arch_name!r}: expected 'module:Class', got {model!r}")
         self._models[arch_name] = model
 
     def plugins(self) -> dict[str, str]:
-        """What was registered besides the built-in ones, and can be told to another process."""
+        """The registered plug-ins that can be sent to another process."""
         return {
             name: model
             for name, model in self._models.items()
@@ -93,7 +114,7 @@ class _ModelRegistry:
 
     def _unsupported(self, arch_name: str) -> str:
         names = self.supported()
-        near = sorted(difflib.get_close_matches(arch_name, names, n=3))
+        near = difflib.get_close_matches(arch_name, names, n=3)
         hint = f" (the nearest: {', '.join(near)})" if near else ""
         return (
             f"model architecture {arch_name!r} is not supported{hint}; "
@@ -101,8 +122,19 @@ class _ModelRegistry:
         )
 
 
+BY_TRANSFORMERS = "TransformersForCausalLM"
+"""The architecture that stands for every other one that the transformers library knows."""
+
+
+def is_known_to_transformers(arch_name: str) -> bool:
+    """Whether transformers has a decoder of this name. Imports it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return arch_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
 def is_encoder(arch_name: str) -> bool:
-    """Whether the tokens of a prompt all see each other, and none is generated."""
+    """Whether it is an encoder: all tokens of a prompt see each other, and none is generated."""
     return arch_name in _ENCODERS
 
 
