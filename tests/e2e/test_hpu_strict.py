@@ -5,12 +5,13 @@ fails. The counters say the rest: what happened between launches.
 """
 
 import random
+import re
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
+from tests.hpu import FEW_BUCKETS, MODES, captured_log, simulated_hpu
 from vllm import LLM, SamplingParams
 from vllm.worker.model_runner import LaunchResult
 
@@ -27,6 +28,7 @@ ENGINE = {
     "max_num_batched_tokens": 48,
     "num_gpu_blocks_override": 13,
     "block_size": 16,
+    "sampling_warmup": "all",
 }
 """Prompts in chunks, and a cache that eight requests overflow."""
 
@@ -129,6 +131,31 @@ def test_random_requests_compile_nothing_and_wait_only_for_tokens(mode, load, mo
     replays = after.graph_replays - before.graph_replays
     assert replays == (len(launches) if mode == "HPU graphs" else 0)
     assert seen_by_user(outputs) == load.want[:count]
+
+
+def test_sampling_that_was_not_warmed_up_compiles_once_with_a_line_in_the_log(load):
+    lines, compiled = [], []
+    params = SamplingParams(temperature=0.7, top_p=0.9, seed=1, max_tokens=3, ignore_eos=True)
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, **BUCKETS) as bridge:
+        llm = LLM(**ENGINE | {"sampling_warmup": "basic"})
+        misses = llm.llm_engine.engine_core.stats().runner.num_bucket_misses
+        for asked in (SamplingParams(seed=1, max_tokens=3, ignore_eos=True), params, params):
+            before = bridge.counters().compilations
+            with captured_log() as log:
+                llm.generate(["import os\n"], asked, use_tqdm=False)
+            compiled.append(bridge.counters().compilations - before)
+            lines.append([line for line in log if "warmed-up" in line])
+        runner = llm.llm_engine.engine_core.stats().runner
+    assert compiled[0] == compiled[2] == 0 < compiled[1]
+    assert lines[0] == lines[2] == []
+    assert len(lines[1]) == compiled[1]  # one batch of prompts, one of decodes
+    assert all(
+        re.fullmatch(
+            r"Configuration: \(sampling, [18], distribution, 31\) was not warmed-up!", line
+        )
+        for line in lines[1]
+    )
+    assert runner.num_bucket_misses - misses == len(lines[1])
 
 
 def only_300(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:

@@ -168,14 +168,50 @@ def warm_up_and_run(mode: dict[str, bool], block: str) -> tuple[object, ...]:
     return (peaks, counted, out.cpu().tolist(), cache.cpu().tolist()), computed_s
 
 
-@pytest.mark.parametrize("block", ["compile_only", "dry_run"])
-def test_counts_peaks_and_later_results_are_those_of_a_computed_warm_up(mode, block, monkeypatch):
+@pytest.fixture
+def computed(mode, monkeypatch):
+    """A warm-up that is computed."""
     monkeypatch.setattr(SimBridge, "computed", lambda bridge: nullcontext(), raising=False)
-    computed, its_seconds = warm_up_and_run(mode, "computed")
-    assert computed[1][0].cpu_fallbacks == {"aten::topk": 3}
-    skipped, seconds = warm_up_and_run(mode, block)
-    assert skipped == computed
-    assert seconds < its_seconds
+    return warm_up_and_run(mode, "computed")
+
+
+def test_counts_peaks_and_times_of_a_dry_run_are_those_of_a_computed_warm_up(mode, computed):
+    assert computed[0][1][0].cpu_fallbacks == {"aten::topk": 3}
+    assert warm_up_and_run(mode, "dry_run") == computed
+
+
+def test_compile_only_compiles_the_same_recipes_and_launches_none(mode, computed):
+    (_, counted, *results), seconds = computed
+    (_, found, *its_results), its_seconds = warm_up_and_run(mode, "compile_only")
+    assert its_results == results
+    warm, launched = found[0], counted[0]
+    assert (warm.compilations, warm.compile_s) == (launched.compilations, launched.compile_s)
+    assert found[1].compilations == warm.compilations
+    assert warm.launches < launched.launches and its_seconds < seconds
+
+
+def test_what_a_recipe_drops_stays_in_use_as_workspace_and_serves_the_next(lazy):
+    x = numbers(64)
+    lazy.synchronize()
+    resident = lazy.card.memory.in_use_bytes
+
+    def launch() -> int:
+        total = ((x + 1) * 2).exp().sum()
+        lazy.reset_peak()
+        return total.nbytes
+
+    with lazy.compile_only():
+        launch()
+    assert lazy.card.memory.workspace_bytes == 0
+    for _ in range(2):
+        launch()
+        assert x.nbytes <= lazy.card.memory.workspace_bytes <= 3 * x.nbytes
+        in_use = lazy.card.memory.in_use_bytes
+        assert in_use == resident + lazy.card.memory.workspace_bytes
+    kept = in_use - resident
+    assert lazy.memory_info().free_bytes == lazy.memory_info().total_bytes - in_use
+    with pytest.raises(MemoryError):
+        lazy.zeros((lazy.memory_info().free_bytes + kept,), torch.uint8)
 
 
 def test_a_replay_computes_nothing_either(lazy):

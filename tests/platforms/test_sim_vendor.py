@@ -199,7 +199,7 @@ def test_a_graph_by_hand_keeps_its_memory_until_it_is_reset(lazy):
     by_hand.capture_end()
     assert pool.in_use_bytes > before + x.nbytes
     by_hand.reset()
-    assert pool.in_use_bytes == before
+    assert pool.in_use_bytes - pool.workspace_bytes == before
     for call in (by_hand.replay, by_hand.capture_end):
         with pytest.raises(RuntimeError, match="capture"):
             call()

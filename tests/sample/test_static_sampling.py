@@ -24,7 +24,12 @@ from vllm.sample.static_shapes import (
     class_of,
     size_classes,
 )
-from vllm.sample.warmup import warmup_launches
+from vllm.sample.warmup import (
+    basic_launches,
+    heaviest_launch,
+    stages_of,
+    warmup_launches,
+)
 
 VOCAB_SIZE = 600
 MAX_MODEL_LEN = 200
@@ -136,13 +141,13 @@ def test_after_the_warm_up_nothing_compiles_or_waits_and_tokens_are_those_of_a_c
     rng = np.random.default_rng(padded_size)
     for _ in range(200):
         mixture = Mixture(rng, padded_size, state.padding_row)
-        before = replace(bridge.counters(), h2d_bytes=0)
+        before = replace(bridge.counters(), h2d_bytes=0, launches=None)
         with bridge.warmed_section():
             for row, request in enumerate(mixture.requests):
                 state.add(row, request, mixture.outputs[row])
             metadata = state.metadata(mixture.launch, mixture.launch_done)
             got = sampler(mixture.logits.to(bridge.device), metadata)
-        assert replace(bridge.counters(), h2d_bytes=0) == before
+        assert replace(bridge.counters(), h2d_bytes=0, launches=None) == before
         mixture.check(state, got)
         for row in range(len(mixture.requests)):
             state.remove(row)
@@ -162,6 +167,30 @@ def test_a_real_vocabulary_has_few_recipes():
     assert [num_recipes(TYPICAL, n) for n in (1, 4, 64, 256)] == [23, 23, 24, 25]
     state = static_state(torch.device("meta"), **asdict(TYPICAL))
     assert sum(1 for _ in warmup_launches(state, 4)) == 10
+
+
+def test_a_start_needs_a_greedy_and_a_random_recipe(lazy):
+    state = static_state(lazy.device)
+    sampler = Sampler(pass_elements=None, end_stage=lazy.mark_step)
+    logits = lazy.zeros((NUM_ROWS, VOCAB_SIZE), torch.bfloat16)
+    stages = set()
+    for launch in basic_launches(state, NUM_ROWS):
+        stages |= stages_of(launch)
+        sampler(logits, launch)
+    assert lazy.counters().compilations == len(stages) == 2
+
+
+def test_a_stage_is_named_for_each_recipe_and_the_heaviest_launch_needs_the_most(lazy):
+    state, stages, peaks = static_state(lazy.device), set(), []
+    sampler = Sampler(pass_elements=None, end_stage=lazy.mark_step)
+    logits = lazy.zeros((NUM_ROWS, VOCAB_SIZE), torch.bfloat16)
+    for launch in (*warmup_launches(state, NUM_ROWS), heaviest_launch(state, NUM_ROWS)):
+        stages |= stages_of(launch)
+        lazy.reset_peak()
+        sampler(logits, launch)
+        peaks.append(lazy.peak_bytes())
+    assert len(stages) == num_recipes(state.shapes, NUM_ROWS) == lazy.counters().compilations
+    assert peaks[-1] == max(peaks)
 
 
 def test_logits_processors_wait_but_compile_nothing(lazy):

@@ -29,6 +29,7 @@ PARAMS = [
 
 def make_engine(max_draft_tokens: int, is_eager: bool, num_blocks: int) -> LLMEngine:
     arguments = SMALL_ENGINE | {"num_gpu_blocks_override": num_blocks, "enforce_eager": is_eager}
+    arguments |= {"sampling_warmup": "all"}
     config = EngineArgs(**arguments).create_engine_config()
     scheduler = replace(config.scheduler, max_draft_tokens=max_draft_tokens)
     return LLMEngine.from_vllm_config(replace(config, scheduler=scheduler))

@@ -90,7 +90,7 @@ def test_a_full_warm_up_makes_a_later_compilation_an_error():
         generate(llm, 20, 70)
         assert bridge.counters().compilations == before
         with pytest.raises(RuntimeError, match="skip_guard_eval_unsafe"):
-            runner_of(llm).warm_up(PaddedShape(decode(3, 7)), with_sampler=False)
+            runner_of(llm).warm_up(PaddedShape(decode(3, 7)), sampling="none")
 
 
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])

@@ -148,6 +148,7 @@ def test_how_much_stays_on_the_host_is_told_and_when_that_is_too_little():
 PROMPTS = [{"prompt_token_ids": list(range(5, 5 + length))} for length in (3, 40, 17)]
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0)
 ENGINE = SMALL_ENGINE | {
+    "sampling_warmup": "all",
     "skip_tokenizer_init": True,
     "enforce_eager": True,
     "num_gpu_blocks_override": 10,

@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 from vllm.platforms.habana.sim_memory import Lease
 from vllm.worker.hpu.memory import divide_memory, make_ledger
+from vllm.worker.hpu.profile import held_bytes
 from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.hpu.worker import HPUWorker
 
@@ -107,18 +108,47 @@ def test_the_profiling_run_books_what_the_largest_launches_need(mode):
         check_sleep(worker)
 
 
+@pytest.mark.parametrize("mode", ["HPU graphs", "lazy", "eager"])
+def test_what_is_free_once_the_cache_is_there_is_what_was_reported(mode):
+    is_lazy, is_eager = MODES[mode]
+    with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **FEW_BUCKETS) as bridge:
+        worker = loaded_worker(enforce_eager=is_eager)
+        before = bridge.memory_info().free_bytes
+        report = worker.measure()
+        worker.allocate(report.num_blocks)
+        assert report.free_bytes == before
+        cache_bytes = report.num_blocks * report.block_bytes
+        left = report.free_bytes - report.launch_bytes - cache_bytes
+        kept = bridge.card.memory.workspace_bytes
+        assert (kept > 0) == is_lazy
+        assert bridge.memory_info().free_bytes == left + report.launch_bytes - kept
+        budgets = sum(worker.ledger.budget(cls) for cls in MemoryClass)
+        assert worker.ledger.budget(MemoryClass.WORKSPACE) == report.launch_bytes
+        assert budgets <= bridge.memory_info().total_bytes
+        run_warm_up(worker)
+        bridge.reset_peak()
+        launches = worker.runner.launches
+        catalog = launches.planner.catalog
+        for bucket in (*catalog.prefill, *catalog.decode):
+            for shape in launches.launch_shapes(bucket):
+                worker.runner.warm_up(shape, sampling="heaviest")
+        graphs = 0 if is_eager else report.warm_up_bytes
+        least_free = bridge.memory_info().total_bytes - bridge.peak_bytes()
+        assert left - graphs <= least_free <= left + held_bytes(worker.config)
+
+
 def check_sleep(worker: HPUWorker) -> None:
     """The memory of a worker goes and comes back, and its launches are known as before."""
     memory, bridge = worker.bridge.card.memory, worker.bridge
     awake, compilations = memory.in_use_bytes, bridge.counters().compilations
     for level in (1, 2):
         worker.sleep(level)
-        assert memory.in_use_bytes < awake / 1000
+        assert memory.in_use_bytes - memory.workspace_bytes < awake / 1000
         worker.wake_up()
         assert memory.in_use_bytes == awake
     launches = worker.runner.launches
     for shape in launches.launch_shapes(launches.planner.catalog.decode[0]):
-        worker.runner.warm_up(shape, with_sampler=False)
+        worker.runner.warm_up(shape, sampling="none")
     assert bridge.counters().compilations == compilations
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm.platforms.habana.sim import SimBridge
-from vllm.worker.hpu.memory_profile import MemoryProfile, attempt
+from vllm.worker.hpu.memory_profile import MemoryProfile, attempt, used_bytes
 
 MIB = 2**20
 
@@ -16,12 +16,18 @@ def lazy() -> SimBridge:
     return SimBridge("gaudi2", is_lazy=True)
 
 
+@pytest.fixture
+def eager() -> SimBridge:
+    """Without recipes there is no workspace: what is freed is free."""
+    return SimBridge("gaudi2")
+
+
 def take(num_bytes: int) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8, device="hpu")
 
 
-def test_a_profile_says_what_stayed_and_of_how_much(lazy):
-    with MemoryProfile(lazy) as profile:
+def test_a_profile_says_what_stayed_and_of_how_much(eager):
+    with MemoryProfile(eager) as profile:
         kept = take(64 * MIB)
         take(8 * MIB)
     size = r"-?[\d.]+ (B|[KMG]iB)"
@@ -30,20 +36,20 @@ def test_a_profile_says_what_stayed_and_of_how_much(lazy):
         rf"\({size}/{size} used\)"
     )
     assert re.fullmatch(text, str(profile))
-    with MemoryProfile(lazy) as profile:
+    with MemoryProfile(eager) as profile:
         del kept
     assert profile.device_bytes == -64 * MIB
     assert str(profile).startswith("-64 MiB of device memory (0 B/94.62 GiB used)")
 
 
-def test_a_profile_of_the_peak_says_what_was_needed_at_a_time(lazy):
+def test_a_profile_of_the_peak_says_what_was_needed_at_a_time(eager):
     before = take(16 * MIB)
-    with MemoryProfile(lazy, is_peak=True) as profile:
+    with MemoryProfile(eager, is_peak=True) as profile:
         take(64 * MIB)
         take(8 * MIB)
     assert profile.device_bytes == 64 * MIB
     assert str(profile).startswith("64 MiB of device memory (80 MiB/94.62 GiB used)")
-    assert lazy.memory_info().total_bytes - lazy.memory_info().free_bytes == before.nbytes
+    assert used_bytes(eager) == before.nbytes
 
 
 def test_an_attempt_without_memory_leaves_nothing_behind(lazy):
@@ -52,7 +58,7 @@ def test_an_attempt_without_memory_leaves_nothing_behind(lazy):
         kept.append(kept)  # a cycle, as the frames of an error are
         take(100 * 2**30)
 
-    attempted = attempt(lazy, run)
+    attempted = attempt(lazy, run, 0)
     assert attempted.refused_bytes == 100 * 2**30
     assert attempted.needed_bytes == 100 * 2**30 + 2 * MIB
     compilations = lazy.counters().compilations
@@ -61,9 +67,28 @@ def test_an_attempt_without_memory_leaves_nothing_behind(lazy):
 
 
 def test_an_attempt_that_runs_to_its_end_says_what_it_needed(lazy):
-    attempted = attempt(lazy, lambda: take(3 * MIB))
-    assert attempted.refused_bytes is None
-    assert attempted.needed_bytes == 3 * MIB
+    resident = take(5 * MIB)
+    attempted = attempt(lazy, lambda: take(3 * MIB), resident.nbytes)
+    assert attempted.refused_bytes is None and attempted.has_grown
+    assert (attempted.needed_bytes, attempted.kept_bytes) == (3 * MIB, 3 * MIB)
+
+
+def test_a_launch_that_fits_the_workspace_of_others_takes_nothing_more(lazy):
+    attempts = [attempt(lazy, lambda n=n: take(n * MIB), 0) for n in (3, 2, 4)]
+    assert [attempted.has_grown for attempted in attempts] == [True, False, True]
+    assert [attempted.kept_bytes for attempted in attempts] == [3 * MIB, 3 * MIB, 4 * MIB]
+    assert not any(attempted.passing_bytes for attempted in attempts)
+
+
+def test_what_goes_from_recipe_to_recipe_is_needed_beside_the_workspace(lazy):
+    def run() -> None:
+        passing = take(3 * MIB)
+        lazy.mark_step()
+        take(2 * MIB)
+        del passing
+
+    attempted = attempt(lazy, run, 0)
+    assert (attempted.kept_bytes, attempted.passing_bytes) == (2 * MIB, 3 * MIB)
 
 
 def test_any_other_error_is_not_about_memory(lazy):
@@ -71,4 +96,4 @@ def test_any_other_error_is_not_about_memory(lazy):
         raise RuntimeError("the device is on fire")
 
     with pytest.raises(RuntimeError, match="on fire"):
-        attempt(lazy, fail)
+        attempt(lazy, fail, 0)

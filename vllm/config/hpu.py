@@ -13,6 +13,7 @@ from vllm.errors import ConfigError
 BucketingStrategy = Literal["linear", "exponential", "sparse"]
 GraphOrder = Literal["min_tokens", "max_bs"]
 PromptAttention = Literal["fused", "flex", "naive"]
+SamplingWarmUp = Literal["basic", "all"]
 StepLog = Literal["off", "some", "all"]
 
 
@@ -45,6 +46,10 @@ class HPUConfig:
     skip_warmup: bool = field(default=False, metadata=_variable("VLLM_SKIP_WARMUP"))
     full_warmup: bool = field(default=False, metadata=_variable("VLLM_FULL_WARMUP"))
     """A compilation after the warm-up is an error."""
+    sampling_warmup: SamplingWarmUp = "basic"
+    """Kinds of sampling that the warm-up compiles: basic is greedy and random, all is everything
+    that a request can ask for. Others compile at their first use, once for each padded batch size,
+    with a line in the log; the batch waits for it. VLLM_FULL_WARMUP compiles all."""
     graph_reserved_mem: float = field(default=0.1, metadata=_variable("VLLM_GRAPH_RESERVED_MEM"))
     """Share of the usable memory for HPU graphs."""
     graph_prompt_ratio: float = field(default=0.3, metadata=_variable("VLLM_GRAPH_PROMPT_RATIO"))
@@ -83,6 +88,7 @@ class HPUConfig:
 
     def __post_init__(self) -> None:
         check_one_of(self, "bucketing_strategy", ("linear", "exponential", "sparse"))
+        check_one_of(self, "sampling_warmup", ("basic", "all"))
         check_one_of(self, "prompt_attention", ("fused", "flex", "naive"))
         check_at_least(self, 1, "hidden_layers_per_graph", "max_seq_len_to_capture")
         for name in ("graph_reserved_mem", "graph_prompt_ratio"):

@@ -2,8 +2,9 @@
 shapes, before the first request comes.
 
 For a vocabulary of 128,256, requests of 8,192 tokens and 20 log-probabilities, a padded batch of
-64 rows needs 24 recipes, which 10 launches compile. No launch needs more memory than a real one: on
-the simulated card at most six times the logits as float32, when a row has a large top_k.
+64 rows needs 24 recipes, which 10 launches compile; greedy and random sampling are two of them. No
+launch needs more memory than a real one: on the simulated card at most six times the logits as
+float32, when a row has a large top_k.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,44 @@ from vllm.sample.masks import TokenMasks, bit_values, num_words
 from vllm.sample.metadata import ALL_GREEDY, LogprobPlan, SamplingMetadata
 from vllm.sample.penalties import Penalties
 from vllm.sample.state import SamplingState
-from vllm.sample.static_shapes import GREEDY, StaticShapes, size_classes
+from vllm.sample.static_shapes import FILTERED_LARGE, GREEDY, RANDOM, StaticShapes, size_classes
+
+Stage = tuple[str, int, bool]
+"""Name of a stage, its size or kind, and of a distribution whether the logits have changed."""
+
+
+def stages_of(metadata: SamplingMetadata) -> frozenset[Stage]:
+    """What a launch compiles, if nothing of it is compiled yet; see `static_shapes`."""
+    changes = metadata.changes_logits
+    stages: set[Stage] = {("distribution", metadata.active & FILTERED_LARGE, changes)}
+    if changes:
+        stages.add(("start", 0, True))
+    if metadata.edits is not None:
+        stages.add(("edits", metadata.edits.token_ids.shape[1], True))
+    if metadata.masks is not None:
+        stages.add(("masks", len(metadata.masks.rows), True))
+    if metadata.penalties is not None:
+        stages.add(("penalties", metadata.penalties.token_ids.shape[1], True))
+    if metadata.logprobs is not None:
+        stages.add(("logprobs", metadata.logprobs.width, False))
+    return frozenset(stages)
+
+
+def basic_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingMetadata]:
+    """A greedy launch and a random one, of rows that ask for nothing else."""
+    shapes = state.shapes
+    assert shapes is not None, "shapes are not static"
+    yield ALL_GREEDY
+    yield _launch(shapes, padded_size, RANDOM, state.device)
+
+
+def heaviest_launch(state: SamplingState, padded_size: int) -> SamplingMetadata:
+    """The launch that needs the most memory: every stage in its largest class."""
+    shapes = state.shapes
+    assert shapes is not None, "shapes are not static"
+    launch = _launch(shapes, padded_size, shapes.kinds[-1] | Feature.PENALTIES, state.device)
+    sizes = [shapes.max_edits, padded_size, shapes.max_penalties, shapes.max_likeliest]
+    return _with_all_stages(launch, shapes, sizes, state.device)
 
 
 def warmup_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingMetadata]:

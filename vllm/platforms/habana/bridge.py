@@ -38,6 +38,8 @@ class DeviceCounters:
     compile_s: float
     cpu_fallbacks: Mapping[str, int]
     """Operator -> how often it ran on the host: flush, copy out, compute, copy back."""
+    launches: int | None = None
+    """Of recipes and graphs; none in compile-only mode."""
     graph_captures: int | None = None
     graph_replays: int | None = None
     host_syncs: int | None = None
@@ -113,13 +115,17 @@ class HabanaBridge(Protocol):
 
     @property
     def collectives_backend(self) -> str:
-        """For `torch.distributed.init_process_group`."""
+        """For `torch.distributed.init_process_group`; registered with torch when this returns."""
 
     @property
     def kernels(self) -> FusedKernels: ...
 
     def memory_info(self) -> MemoryInfo:
-        """Pool figures, after everything recorded so far has run."""
+        """Pool figures, after everything recorded so far has run.
+
+        What is not free are live tensors, graphs, and the workspace: memory for what recipes make
+        and drop again, as much as the recipe with the most of it needed. It is never given back.
+        """
 
     def peak_bytes(self) -> int:
         """Largest use of the pool since `reset_peak`, after everything recorded so far has run."""
@@ -161,16 +167,22 @@ class HabanaBridge(Protocol):
     def warmed_section(self) -> AbstractContextManager[None]:
         """Inside, everything was warmed up: a strict simulation fails where a card would stall."""
 
+    @property
+    def can_compile_only(self) -> bool:
+        """Whether this build of the bridge can compile without launching; else it is logged."""
+
     def compile_only(self) -> AbstractContextManager[None]:
         """Inside, recipes are compiled but not launched: what operators return is garbage.
 
-        Whether a card takes memory for what it does not launch is not documented.
+        Whether a card takes memory for what it does not launch is not documented; the workspace of
+        a simulated one does not grow.
         """
 
     def dry_run(self) -> AbstractContextManager[None]:
         """Inside, nobody uses what operators return.
 
-        A real card computes as ever; a simulated one only compiles, with the same use of memory.
+        A real card computes as ever; a simulated one takes the same memory and counts the same
+        time, but computes nothing.
         """
 
     def manual_seed(self, seed: int) -> None:

@@ -6,6 +6,8 @@ builds 1.19 and later have in common.
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,15 +28,22 @@ logger = init_logger(__name__)
 class RealBridge:
     """The card of this process. Importing the vendor library loads its driver."""
 
-    collectives_backend = "hccl"
-
-    def __init__(self) -> None:
+    def __init__(self, *, has_peers: bool = False) -> None:
+        """
+        Args:
+            has_peers: this process is one of several, each with a card of its own.
+        """
+        if has_peers:
+            # Takes the module id of this rank, which has to be known before the card is opened.
+            import_module("habana_frameworks.torch.distributed.hccl")
         import habana_frameworks.torch as htorch
         import habana_frameworks.torch.core as htcore
         import habana_frameworks.torch.hpu as hthpu
         import habana_frameworks.torch.hpu.metrics as metrics
         import habana_frameworks.torch.hpu.random as htrandom
+        import habana_frameworks.torch.internal.bridge_config as bridge_config
 
+        self._bridge_config: Any = bridge_config
         self._htcore: Any = htcore
         self._hthpu: Any = hthpu
         self._metrics: Any = metrics
@@ -54,6 +63,11 @@ class RealBridge:
     @property
     def is_lazy(self) -> bool:
         return self._is_lazy
+
+    @property
+    def collectives_backend(self) -> str:
+        import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend
+        return "hccl"
 
     @property
     def kernels(self) -> FusedKernels:
@@ -122,10 +136,19 @@ class RealBridge:
     def warmed_section(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def compile_only(self) -> AbstractContextManager[None]:
-        import habana_frameworks.torch.internal.bridge_config as bridge_config
+    @cached_property
+    def can_compile_only(self) -> bool:
+        # There is a getter for every flag that a build knows.
+        is_known = hasattr(self._bridge_config, "get_pt_compile_only_mode")
+        if not is_known:
+            logger.warning(
+                "Cannot use PT_COMPILE_ONLY_MODE. Warmup time will be negatively impacted. Please "
+                "update Gaudi Software Suite."
+            )
+        return is_known
 
-        block: AbstractContextManager[None] = bridge_config.env_setting(
+    def compile_only(self) -> AbstractContextManager[None]:
+        block: AbstractContextManager[None] = self._bridge_config.env_setting(
             "PT_COMPILE_ONLY_MODE", True
         )
         return block

@@ -1,7 +1,8 @@
 """A simulated Gaudi behind the bridge's protocol. What runs here has not run on a card."""
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class SimBridge:
         is_strict: bool = False,
         is_vendor: bool = False,
         has_lazy_collectives: bool = False,
+        keeps_graph_tensors: bool = False,
         recipe_cache: str | None = None,
     ) -> None:
         """
@@ -48,6 +50,8 @@ class SimBridge:
             is_vendor: let other libraries import this card as `habana_frameworks`.
             has_lazy_collectives: a collective can be part of a graph, as with
                 PT_HPU_ENABLE_LAZY_COLLECTIVES.
+            keeps_graph_tensors: HPU graphs keep their inputs and intermediate tensors, as with
+                PT_HPUGRAPH_DISABLE_TENSOR_CACHE=0.
             recipe_cache: where compiled recipes outlive the process, in the form of
                 PT_HPU_RECIPE_CACHE_CONFIG; None is nowhere.
 
@@ -60,6 +64,7 @@ class SimBridge:
             is_lazy=is_lazy,
             is_strict=is_strict,
             has_lazy_collectives=has_lazy_collectives,
+            keeps_graph_tensors=keeps_graph_tensors,
             recipe_cache=RecipeCache.from_config(recipe_cache) if recipe_cache else None,
         )
         install(self.card, execute=execute, device_module=device_module())
@@ -100,11 +105,13 @@ class SimBridge:
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
         try:
-            self.card.memory.check(self.card.memory.device_bytes(num_bytes, dtype))
+            memory = self.card.memory
+            memory.check(memory.device_bytes(num_bytes, dtype), is_kept=True)
         except RuntimeError as error:
             raise MemoryError(str(error)) from None
-        raw = mapped_zeros(num_bytes).view(dtype).view(shape)
-        return HpuTensor(raw)
+        tensor = HpuTensor(mapped_zeros(num_bytes).view(dtype).view(shape))
+        self.synchronize()
+        return tensor
 
     def pinned(self, num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=torch.int32, device="cpu")
@@ -131,11 +138,20 @@ class SimBridge:
     def warmed_section(self) -> AbstractContextManager[None]:
         return self.card.warmed_section()
 
+    @property
+    def can_compile_only(self) -> bool:
+        return True
+
     def compile_only(self) -> AbstractContextManager[None]:
         return bridge_config.env_setting("PT_COMPILE_ONLY_MODE", True)
 
-    def dry_run(self) -> AbstractContextManager[None]:
-        return self.compile_only()
+    @contextmanager
+    def dry_run(self) -> Iterator[None]:
+        before, self.card.is_dry_run = self.card.is_dry_run, True
+        try:
+            yield
+        finally:
+            self.card.is_dry_run = before
 
     def manual_seed(self, seed: int) -> None:
         random.manual_seed_all(seed)

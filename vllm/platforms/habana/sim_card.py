@@ -63,23 +63,30 @@ class SimulatedCard:
         is_lazy: bool,
         is_strict: bool,
         has_lazy_collectives: bool = False,
+        keeps_graph_tensors: bool = False,
         recipe_cache: RecipeCache | None = None,
     ) -> None:
         """
         Args:
             has_lazy_collectives: in lazy mode, they are recorded like any operator.
+            keeps_graph_tensors: a graph holds what its capture made, and not its outputs alone.
         """
         self.spec = spec
         self.has_lazy_collectives = is_lazy and has_lazy_collectives
+        self.keeps_graph_tensors = keeps_graph_tensors
         self._cache = recipe_cache
         self.is_lazy = is_lazy
         self.is_strict = is_strict
         self.clock = Clock(spec)
         self.memory = MemoryPool(spec.pool_bytes, narrow_int64=is_lazy)
+        self.memory.is_recording = is_lazy
         self.capture: Capture | None = None
         self.is_compile_only = False
         """Recipes are compiled but not launched. What a card leaves in the results is garbage;
         here it is zeros."""
+        self.is_dry_run = False
+        """Recipes are launched, and take time and memory, but the results are zeros: nobody reads
+        them."""
         self.signatures: dict[Hashable, Signature] = {}
         """What `sim_device` has seen so far, by operator and kinds of operands."""
         self.results: dict[Hashable, Results | None] = {}
@@ -92,6 +99,7 @@ class SimulatedCard:
         self._compile_s = 0.0
         self._compiled: list[tuple[str, int]] = []
         self._cpu_fallbacks: Counter[str] = Counter()
+        self._num_launches = 0
         self._num_captures = 0
         self._num_replays = 0
         self._num_host_syncs = 0
@@ -104,6 +112,7 @@ class SimulatedCard:
             compilations=self._num_compilations,
             compile_s=self._compile_s,
             cpu_fallbacks=dict(self._cpu_fallbacks),
+            launches=self._num_launches,
             graph_captures=self._num_captures,
             graph_replays=self._num_replays,
             host_syncs=self._num_host_syncs,
@@ -112,6 +121,11 @@ class SimulatedCard:
             blocking_h2d=self._num_blocking_h2d,
             recipes=tuple(self._compiled),
         )
+
+    @property
+    def computes(self) -> bool:
+        """Whether operators are computed."""
+        return not (self.is_compile_only or self.is_dry_run)
 
     @property
     def is_recording(self) -> bool:
@@ -132,6 +146,7 @@ class SimulatedCard:
         """Compile what is recorded if it is new, and launch it."""
         step, self._step = self._step, []
         compute_s = sum([signature.compute_s for signature in step])
+        self.memory.end_recipe(is_launched=compute_s > 0 and not self.is_compile_only)
         if not compute_s:  # empty, or views that nothing has used
             return
         self._compile(tuple(step))
@@ -208,13 +223,16 @@ class SimulatedCard:
     def compiled_region(self) -> Iterator[None]:
         """Operators inside are one recipe: a callable of `torch.compile`."""
         self._regions += 1
+        self.memory.is_recording = True
         try:
             yield
         except BaseException:
             self._step = []  # a callable that failed is not launched
+            self.memory.end_recipe(is_launched=False)
             raise
         finally:
             self._regions -= 1
+            self.memory.is_recording = self.is_recording
         if not self._regions:
             self.flush()
 
@@ -256,6 +274,7 @@ class SimulatedCard:
 
     def _launch(self, host_s: float, compute_s: float) -> None:
         if not self.is_compile_only:
+            self._num_launches += 1
             self.clock.launch(host_s, compute_s)
 
     def _compile(self, step: tuple[Signature, ...]) -> None:

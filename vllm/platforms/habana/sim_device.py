@@ -4,7 +4,8 @@
 What an operator on such tensors does is `sim_execute`'s. Random numbers are the CPU generator's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils import backend_registration
 
 from vllm.errors import ConfigError
 from vllm.platforms.habana.bridge import COMPILE_BACKEND
-from vllm.platforms.habana.sim_card import SimulatedCard
+from vllm.platforms.habana.sim_card import SimulatedCard, SimulationError
 from vllm.platforms.habana.sim_memory import Lease
 from vllm.platforms.habana.sim_tape import Tape
 
@@ -101,14 +102,30 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     return _Installed.execute(op, args, kwargs)
 
 
-def compile_for_card(graph: Any, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+def compile_for_card(
+    graph: Any,
+    example_inputs: list[torch.Tensor],
+    *,
+    options: Mapping[str, object] = MappingProxyType({}),
+) -> Callable[..., Any]:
     """The `torch.compile` backend: what Dynamo hands over runs as one recipe per set of shapes.
+
+    Args:
+        options: `force_static_compile` is known.
 
     Raises:
         RuntimeError: the card is in lazy mode, where HPU graphs take the place of this.
+        SimulationError: the card is strict, and a size is a symbol without `force_static_compile`.
     """
-    if active_card().is_lazy:
+    card = active_card()
+    if card.is_lazy:
         raise RuntimeError(f"{COMPILE_BACKEND} needs eager mode (PT_HPU_LAZY_MODE=0)")
+    has_symbols = any(isinstance(x, torch.SymInt) for x in example_inputs)
+    if has_symbols and card.is_strict and not options.get("force_static_compile"):
+        raise SimulationError(
+            "sizes are symbols: without force_static_compile a card compiles recipes with dynamic "
+            "shapes, which it does slowly"
+        )
 
     def compiled(*inputs: Any) -> Any:
         with active_card().compiled_region():

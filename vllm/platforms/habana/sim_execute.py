@@ -232,7 +232,7 @@ class _Call:
             card.dynamic_shape(operator.name)
         elif need is not None:
             card.cpu_fallback(operator.name, self._num_bytes())
-        known = self._known_results(card, key, need) if card.is_compile_only else None
+        known = self._known_results(card, key, need) if not card.computes else None
         run = operator.run if known is None else known.make
         raw = run(*self.args, **self.kwargs)
         if signature is None:

@@ -1,7 +1,8 @@
 """The memory pool of a simulated card: which tensors hold how many bytes, and what is free.
 
-Bytes are counted when a tensor is made, also in lazy mode, where a card allocates at launch.
-Intermediates count while they live; there is no separate workspace and no fragmentation.
+Bytes are counted when a tensor is made, also in lazy mode, where a card allocates at launch. What a
+recipe makes and drops again is in the workspace, which is as large as the recipe with the most of
+it needs, and is never given back. There is no fragmentation.
 """
 
 from weakref import ref
@@ -15,23 +16,25 @@ from vllm.platforms.habana.bridge import OUT_OF_MEMORY_TEXT
 class Lease:
     """Bytes of the pool, given back when nothing refers to this object any more."""
 
-    __slots__ = ("__weakref__", "_pool", "_storage", "num_bytes")
+    __slots__ = ("__weakref__", "_pool", "_recipe", "_storage", "num_bytes")
 
     def __init__(self, pool: "MemoryPool", num_bytes: int, storage: int | None = None) -> None:
         """
         Args:
-            storage: the address that the pool knows the storage by.
+            storage: the address that the pool knows the storage of a tensor by; None: it is no
+                tensor, and in no workspace.
         """
         self.num_bytes = 0  # nothing to free if the pool refuses
         self._pool = pool
         self._storage = storage
+        self._recipe: int | None = None
         if num_bytes:
-            pool.reserve(num_bytes)
+            self._recipe = pool.reserve(num_bytes, is_tensor=storage is not None)
         self.num_bytes = num_bytes
 
     def __del__(self) -> None:
         if self.num_bytes:
-            self._pool.give_back(self.num_bytes)
+            self._pool.give_back(self.num_bytes, self._recipe)
         if self._storage is not None:
             self._pool.forget(self._storage)
 
@@ -45,8 +48,14 @@ class MemoryPool:
             narrow_int64: int64 is kept as int32, as a card in lazy mode does.
         """
         self.limit_bytes = limit_bytes
-        self.in_use_bytes = 0
         self.max_in_use_bytes = 0
+        self.workspace_bytes = 0
+        self.is_recording = False
+        """Tensors are part of a recipe that is not launched yet."""
+        self._recipe = 0
+        self._resident_bytes = 0  # of what was made outside of recipes, or outlived its own
+        self._recorded_bytes = 0  # of the tensors of this recipe
+        self._max_recorded_bytes = 0
         self._narrow_int64 = narrow_int64
         self._num_allocs = 0
         self._num_frees = 0
@@ -76,24 +85,67 @@ class MemoryPool:
         """What a tensor of `num_bytes` on the host takes on the card."""
         return num_bytes // 2 if dtype == torch.int64 and self._narrow_int64 else num_bytes
 
-    def check(self, num_bytes: int) -> None:
-        """Raise what the bridge raises when `num_bytes` do not fit."""
-        if self.in_use_bytes + num_bytes > self.limit_bytes:
+    @property
+    def in_use_bytes(self) -> int:
+        """Tensors, graphs and the workspace."""
+        return self._resident_bytes + max(self.workspace_bytes, self._recorded_bytes)
+
+    def check(self, num_bytes: int, *, is_kept: bool = False) -> None:
+        """Raise what the bridge raises when a tensor of `num_bytes` does not fit.
+
+        Args:
+            is_kept: it outlives its recipe, so that it is not in the workspace.
+        """
+        wanted = self.in_use_bytes + num_bytes
+        if self.is_recording and not is_kept:
+            recorded = self._recorded_bytes + num_bytes
+            wanted = self._resident_bytes + max(self.workspace_bytes, recorded)
+        self._check(wanted, num_bytes)
+
+    def reserve(self, num_bytes: int, *, is_tensor: bool) -> int | None:
+        """Take memory; the recipe that it is part of, or None."""
+        is_recorded = self.is_recording and is_tensor
+        if is_recorded:
+            self.check(num_bytes)
+            self._recorded_bytes += num_bytes
+            self._max_recorded_bytes = max(self._max_recorded_bytes, self._recorded_bytes)
+        else:
+            self._check(self.in_use_bytes + num_bytes, num_bytes)
+            self._resident_bytes += num_bytes
+        self.max_in_use_bytes = max(self.max_in_use_bytes, self.in_use_bytes)
+        self._max_alloc_bytes = max(self._max_alloc_bytes, num_bytes)
+        self._num_allocs += 1
+        return self._recipe if is_recorded else None
+
+    def give_back(self, num_bytes: int, recipe: int | None) -> None:
+        """Free what `reserve` has taken for this recipe."""
+        if recipe == self._recipe:
+            self._recorded_bytes -= num_bytes
+        else:
+            self._resident_bytes -= num_bytes
+        self._num_frees += 1
+
+    def end_recipe(self, *, is_launched: bool) -> None:
+        """The tensors of the recipe that live on are its results; the others were in the workspace.
+
+        Raises:
+            RuntimeError: the workspace does not fit beside the results.
+        """
+        needed = self._max_recorded_bytes - self._recorded_bytes
+        self._resident_bytes += self._recorded_bytes
+        self._recorded_bytes = self._max_recorded_bytes = 0
+        self._recipe += 1
+        if is_launched and needed > self.workspace_bytes:
+            self._check(self._resident_bytes + needed, needed)
+            self.workspace_bytes = needed
+        self.max_in_use_bytes = max(self.max_in_use_bytes, self.in_use_bytes)
+
+    def _check(self, wanted_bytes: int, num_bytes: int) -> None:
+        if wanted_bytes > self.limit_bytes:
             raise RuntimeError(
                 f"{OUT_OF_MEMORY_TEXT}{num_bytes} ({num_bytes // 2**20})MB; simulated card: "
                 f"{self.in_use_bytes} of {self.limit_bytes} bytes are in use"
             )
-
-    def reserve(self, num_bytes: int) -> None:
-        self.check(num_bytes)
-        self.in_use_bytes += num_bytes
-        self.max_in_use_bytes = max(self.max_in_use_bytes, self.in_use_bytes)
-        self._max_alloc_bytes = max(self._max_alloc_bytes, num_bytes)
-        self._num_allocs += 1
-
-    def give_back(self, num_bytes: int) -> None:
-        self.in_use_bytes -= num_bytes
-        self._num_frees += 1
 
     def reset_peak(self) -> None:
         self.max_in_use_bytes = self.in_use_bytes

@@ -30,6 +30,8 @@ class Execution:
     """
 
     name = "eager"
+    has_recipes = False
+    """A launch is compiled as one program, or a few."""
 
     def __init__(self, bridge: HabanaBridge, model: LaunchModel) -> None:
         self._bridge = bridge
@@ -64,6 +66,7 @@ class LazyExecution(Execution):
     """
 
     name = "lazy"
+    has_recipes = True
 
     def __init__(self, bridge: HabanaBridge, model: LaunchModel, layers_per_mark: int) -> None:
         super().__init__(bridge, model)
@@ -138,14 +141,18 @@ class CompiledExecution(Execution):
     """
 
     name = "torch.compile"
+    has_recipes = True
 
     def __init__(self, bridge: HabanaBridge, model: LaunchModel, config: VllmConfig) -> None:
         super().__init__(bridge, model)
         options: dict[str, Any] = {
             "backend": COMPILE_BACKEND,
             "fullgraph": config.hpu.compile_fullgraph,
-            "dynamic": None if config.hpu.compile_dynamic_shapes else False,
+            "dynamic": False,
         }
+        if config.hpu.compile_dynamic_shapes:
+            # torch may trace with symbols; each recipe is still made for the sizes that occur.
+            options |= {"dynamic": None, "options": {"force_static_compile": True}}
         if config.hpu.regional_compilation:
             self._compiled: Any = model
             for layer in model.model.layers:
@@ -178,6 +185,9 @@ def make_execution(bridge: HabanaBridge, model: LaunchModel, config: VllmConfig)
     """The way that the mode of the bridge and `enforce_eager` choose."""
     is_eager, layers = config.model.enforce_eager, config.hpu.hidden_layers_per_graph
     if bridge.is_lazy:
+        # The backend of the bridge has no lazy mode: what a library compiles runs as it is written.
+        dynamo: Any = torch._dynamo.config
+        dynamo.disable = True
         kind = LazyExecution if is_eager else GraphExecution
         return kind(bridge, model, layers)
     return Execution(bridge, model) if is_eager else CompiledExecution(bridge, model, config)

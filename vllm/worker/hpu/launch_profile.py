@@ -57,10 +57,10 @@ def profile_launch(
         if as_graph and isinstance(execution, GraphExecution):
             execution.capture(runner.launches.padding_input(shape), shape)
         for _ in range(_RUNS_BEFORE):
-            runner.warm_up(shape, with_sampler=False)
+            runner.warm_up(shape, sampling="none")
         bridge.synchronize()
         profile.start()
-        runner.warm_up(shape, with_sampler=False)
+        runner.warm_up(shape, sampling="none")
         bridge.synchronize()
     path = profile.stop()
     raise ConfigError(

@@ -1,8 +1,8 @@
 """Padded launches on a card: what runners that generate and runners that pool have in common."""
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Protocol
+from contextlib import ExitStack, contextmanager
+from typing import Literal, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -26,6 +26,10 @@ from vllm.worker.launch import Launch
 _MAX_MERGED_PROMPTS = 64
 """Rows of the logits of a merged prefill, however few its prompts are."""
 
+Sampling = Literal["none", "warm_up", "heaviest"]
+"""What follows a launch of padding, beside greedy sampling: nothing, all that the warm-up is to
+compile for its batch size, or what needs the most memory."""
+
 
 class PaddedLaunches:
     """Plans, packs and counts the launches of one model, in the shapes of a catalog.
@@ -44,6 +48,7 @@ class PaddedLaunches:
             report what it compiled.
         phases: of its launches.
         planner: there from the first `use_catalog`.
+        is_warm: the warm-up has ended.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class PaddedLaunches:
         self._merged_prompts = 0
         if config.hpu.merged_prefill and not whole_prompts:
             self._merged_prompts = min(config.scheduler.max_num_seqs, _MAX_MERGED_PROMPTS)
-        self._is_warm = False
+        self.is_warm = False
         self._num_run_tokens = 0
 
     def use_catalog(self, catalog: Catalog, limits: StepLimits) -> None:
@@ -106,9 +111,10 @@ class PaddedLaunches:
         return self.planner.plan(step)
 
     @contextmanager
-    def running(self, launch: PaddedLaunch, *, may_compile: bool = False) -> Iterator[None]:
+    def running(self, launch: PaddedLaunch, *, may_compile: bool = False) -> Iterator[ExitStack]:
         """Around all that a launch does: counts and traces it, and after the warm-up lets nothing
-        compile or wait. After a full warm-up that is everything, expected or not.
+        compile or wait, until the stack that it yields is closed. After a full warm-up that is
+        everything, expected or not.
 
         Args:
             launch: to be run.
@@ -118,7 +124,7 @@ class PaddedLaunches:
         is_known = self.report.check_warmed(
             bucket.phase, bucket.batch, bucket.query_len, bucket.blocks
         )
-        is_promised = self._is_warm and (is_known or self._config.hpu.full_warmup)
+        is_promised = self.is_warm and (is_known or self._config.hpu.full_warmup)
         self._num_run_tokens += bucket.num_tokens
         span = trace.span(
             str(bucket.phase),
@@ -127,9 +133,10 @@ class PaddedLaunches:
             query_len=bucket.query_len,
             blocks=bucket.blocks,
         )
-        section = self._bridge.warmed_section() if is_promised and not may_compile else None
-        with section or nullcontext(), span:
-            yield
+        with ExitStack() as warmed, span:
+            if is_promised and not may_compile:
+                warmed.enter_context(self._bridge.warmed_section())
+            yield warmed
         if trace.is_on:
             trace_launch(trace, launch, self._config.cache.block_size)
 
@@ -163,7 +170,7 @@ class PaddedLaunches:
 
     def finish_warmup(self) -> None:
         """From now on nothing new should compile."""
-        self._is_warm = True
+        self.is_warm = True
         self.report.finish_warmup()
 
 
@@ -172,11 +179,11 @@ class PaddedRunner(Protocol):
 
     launches: PaddedLaunches
 
-    def warm_up(self, shape: PaddedShape, *, with_sampler: bool) -> None:
+    def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
         """Run a launch of padding alone.
 
         Args:
             shape: of the launch.
-            with_sampler: also everything that can follow a launch of this batch size.
+            sampling: what follows it.
         """
         ...

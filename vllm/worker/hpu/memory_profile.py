@@ -25,11 +25,16 @@ class MemoryProfile:
     Args:
         bridge: the card.
         is_peak: what the block needed at its peak, in place of what it left in use.
+        resident_bytes: measure from that much in use, in place of what is when the block begins:
+            without the workspace, which is there from the launches before.
     """
 
-    def __init__(self, bridge: HabanaBridge, *, is_peak: bool = False) -> None:
+    def __init__(
+        self, bridge: HabanaBridge, *, is_peak: bool = False, resident_bytes: int | None = None
+    ) -> None:
         self._bridge = bridge
         self._is_peak = is_peak
+        self._resident_bytes = resident_bytes
         self._before = (0, 0)
         self._after = (0, 0)
         self._totals = (0, 0)
@@ -40,7 +45,10 @@ class MemoryProfile:
 
     def begin(self) -> None:
         """Measure from here."""
-        self._before = self._measure()
+        device_bytes, host_bytes = self._measure()
+        if self._resident_bytes is not None:
+            device_bytes = self._resident_bytes
+        self._before = device_bytes, host_bytes
         if self._is_peak:
             self._bridge.reset_peak()
 
@@ -84,20 +92,34 @@ class Attempt:
     """The outcome of a launch that may have run out of memory."""
 
     profile: MemoryProfile
-    """Of its peak."""
+    """Of its peak, workspace included."""
+    kept_bytes: int
+    """Workspace that is in use after it: the most that any launch needed until now."""
+    has_grown: bool
+    """It needed more workspace than the launches before; else it may need less than is kept."""
     refused_bytes: int | None
     """The allocation that failed; None: the launch completed."""
 
     @property
     def needed_bytes(self) -> int:
-        """Device memory it needs at a time, beside what was in use; at least that much if it
-        did not run to its end."""
+        """Device memory it needs at a time; at least that much if it did not run to its end."""
         return max(0, self.profile.device_bytes) + (self.refused_bytes or 0)
 
+    @property
+    def passing_bytes(self) -> int:
+        """Of it, what goes from one recipe to the next and is given back after the launch."""
+        return max(0, self.profile.device_bytes - self.kept_bytes)
 
-def attempt(bridge: HabanaBridge, run: Callable[[], None]) -> Attempt:
-    """Run a launch and measure it. Out of memory is an outcome; nothing is left of the launch."""
-    profile = MemoryProfile(bridge, is_peak=True)
+
+def attempt(bridge: HabanaBridge, run: Callable[[], None], resident_bytes: int) -> Attempt:
+    """Run a launch and measure it. Out of memory is an outcome; nothing is left of the launch but
+    the workspace.
+
+    Args:
+        resident_bytes: in use on the card apart from its workspace: weights, cache, graphs.
+    """
+    in_use = used_bytes(bridge)
+    profile = MemoryProfile(bridge, is_peak=True, resident_bytes=resident_bytes)
     refused: int | None = None
     try:
         with profile:
@@ -110,7 +132,16 @@ def attempt(bridge: HabanaBridge, run: Callable[[], None]) -> Attempt:
     if refused is not None:
         gc.collect()  # of what the frames of the error held
         bridge.mark_step()  # what it has recorded must not begin another recipe
-    return Attempt(profile, refused)
+    kept = max(0, used_bytes(bridge) - resident_bytes)
+    # Without a workspace, all of it is given back, and all of it was needed.
+    has_grown = refused is not None or not kept or resident_bytes + kept > in_use
+    return Attempt(profile, kept, has_grown, refused)
+
+
+def used_bytes(bridge: HabanaBridge) -> int:
+    """Device memory in use."""
+    memory = bridge.memory_info()
+    return memory.total_bytes - memory.free_bytes
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,5 +1,8 @@
 """Runs scheduler steps on Gaudi: padded launches, nothing read back before the tokens."""
 
+from collections.abc import Iterable
+from contextlib import ExitStack
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,22 +14,27 @@ from vllm.kv_cache_spec import KVCacheLayout
 from vllm.messages import IntArray, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.sample.metadata import ALL_GREEDY, SamplingMetadata
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.sample.static_shapes import class_of, size_classes
-from vllm.sample.warmup import warmup_launches
+from vllm.sample.warmup import (
+    Stage,
+    basic_launches,
+    heaviest_launch,
+    stages_of,
+    warmup_launches,
+)
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
 from vllm.worker.hpu.input import HPUInputBuilder
-from vllm.worker.hpu.launches import PaddedLaunches
+from vllm.worker.hpu.launches import PaddedLaunches, Sampling
 from vllm.worker.hpu.model import HPUModel, softmax_normaliser
 from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
 from vllm.worker.kv_cache import cache_dtype, cache_layout
 from vllm.worker.launch import Launch
 from vllm.worker.model_runner import LaunchResult, ModelRunner
 from vllm.worker.prompt_logprobs import PendingLogprobs, PromptLogprobs
-
-_NO_ROWS = np.empty(0, np.int32)
 
 
 class HPUModelRunner(ModelRunner):
@@ -50,6 +58,11 @@ class HPUModelRunner(ModelRunner):
     ) -> None:
         super().__init__(config, model, bridge.device, grammars)
         self._bridge = bridge
+        self._warms_all = config.hpu.sampling_warmup == "all" or config.hpu.full_warmup
+        self._stages: dict[int, set[Stage]] = {}
+        """Stages of the sampler that are compiled, by padded batch."""
+        self._warmed = ExitStack()
+        """Of the launch that runs; closed where it may compile."""
         assert self.sampling.shapes is not None
         self._likeliest = self.sampling.shapes.max_likeliest
         self.prompt_logprobs = PromptLogprobs(
@@ -105,7 +118,8 @@ class HPUModelRunner(ModelRunner):
     def _run(self, launch: Launch) -> LaunchResult:
         assert isinstance(launch, PaddedLaunch)
         # Nobody knows what a logits processor of a user runs.
-        with self.launches.running(launch, may_compile=self.sampling.has_processors):
+        may_compile = self.sampling.has_processors
+        with self.launches.running(launch, may_compile=may_compile) as self._warmed:
             return self._run_launch(launch)
 
     def stats(self) -> RunnerStats:
@@ -173,7 +187,20 @@ class HPUModelRunner(ModelRunner):
         real = rows[places]
         num_output[places] = self.batch.num_tokens[real] - self.batch.num_prompt_tokens[real]
         num_output[places] += within
-        return self.sampler(logits, self.sampling.metadata(rows, num_output, len(logits)))
+        metadata = self.sampling.metadata(rows, num_output, len(logits))
+        self._check_stages(len(logits), metadata)
+        return self.sampler(logits, metadata)
+
+    def _check_stages(self, batch: int, metadata: SamplingMetadata) -> None:
+        """Note what the sampler compiles now; after the warm-up a line in the log says so."""
+        known = self._stages.setdefault(batch, set())
+        missing = stages_of(metadata) - known
+        if not missing:
+            return
+        known |= missing
+        if self.launches.is_warm:
+            self._warmed.close()  # it may compile from here on
+            self.launches.report.miss_sampling(batch, [(name, n) for name, n, _ in sorted(missing)])
 
     def _keep_tokens(self, device_input: Tensor, sampled: SamplerOutput) -> None:
         """The sampled tokens stay on the device, for the next step of their rows."""
@@ -184,21 +211,26 @@ class HPUModelRunner(ModelRunner):
     # ---- warm-up --------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def warm_up(self, shape: PaddedShape, *, with_sampler: bool) -> None:
+    def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
         """See `PaddedRunner.warm_up`."""
         device_input = self.launches.padding_input(shape)
         logits, hidden_states = self.launches.execution.run(device_input, shape)
         sampled = None
         if shape.bucket.phase is Phase.PREFILL:
-            widths = size_classes(self._likeliest) if with_sampler else (1,)
+            widths = (1,) if sampling == "none" else size_classes(self._likeliest)
             for width in widths:
                 self.prompt_logprobs.gather(hidden_states, 0, np.zeros(1, np.int32), width)
-        if with_sampler:
-            for metadata in warmup_launches(self.sampling, shape.num_rows):
-                sampled = self.sampler(logits, metadata)
-        else:
-            padding = np.full(shape.num_rows, self.sampling.padding_row, np.int32)
-            sampled = self._sample(logits, padding, _NO_ROWS, _NO_ROWS)
+        for metadata in self._sampling_launches(shape.num_rows, sampling):
+            self._check_stages(shape.num_rows, metadata)
+            sampled = self.sampler(logits, metadata)
         assert sampled is not None
         self._keep_tokens(device_input, sampled)
         sampled.host_ids.cpu()
+
+    def _sampling_launches(self, batch: int, sampling: Sampling) -> Iterable[SamplingMetadata]:
+        if sampling == "none":
+            return [ALL_GREEDY]
+        if sampling == "heaviest":
+            return [heaviest_launch(self.sampling, batch)]
+        launches = warmup_launches if self._warms_all else basic_launches
+        return launches(self.sampling, batch)

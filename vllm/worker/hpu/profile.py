@@ -1,7 +1,8 @@
 """The profiling run: how much memory launches need, before the KV cache takes what is left.
 
-The largest launches are run on next to no cache. Where the card has no memory for them, or so
-little that no cache would be left, ever smaller ones are, as the warm-up will do.
+The largest launches are run on next to no cache. A card never gives the workspace of a launch back,
+so smaller ones come first: a launch that in proportion to them would need more than there is, or
+leave no cache, is not run but given up, as the warm-up will do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from vllm.bucketing.shrink import shrink_launches
 from vllm.config import VllmConfig
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.launches import PaddedRunner
-from vllm.worker.hpu.memory_profile import Attempt, MemoryProfile, attempt
+from vllm.worker.hpu.memory_profile import Attempt, MemoryProfile, attempt, used_bytes
 from vllm.worker.hpu.planner import PaddedShape
 from vllm.worker.prompt_logprobs import PART_SIZE
 
@@ -34,7 +35,7 @@ def held_bytes(config: VllmConfig) -> int:
 
 def profile_launches(
     config: VllmConfig, bridge: HabanaBridge, runner: PaddedRunner, most_bytes: int
-) -> MemoryProfile | None:
+) -> tuple[MemoryProfile, int] | None:
     """Run the largest launches that need `most_bytes` at most; of those the one that needs most.
 
     What needs more is reported only where nothing smaller can be launched.
@@ -46,21 +47,28 @@ def profile_launches(
         most_bytes: device memory.
 
     Returns:
-        The peak of that launch. None: the card cannot run any launch of some phase.
+        The peak of that launch, and what launches need at a time: the workspace that all of them
+        share, and the most that one of them has beside it. None: the card cannot run any launch of
+        some phase.
     """
     plan = plan_buckets(config)
     runner.launches.execution.allow_shapes(2 * len(plan.catalog))
+    resident_bytes = used_bytes(bridge)
 
     def run(bucket: Bucket) -> Attempt:
-        return attempt(bridge, partial(_run_beside_others, config, bridge, runner, bucket))
+        launch = partial(_run_beside_others, config, bridge, runner, bucket)
+        return attempt(bridge, launch, resident_bytes)
 
-    profiles = []
+    attempts = []
     for phase in runner.launches.phases:
-        profile = _largest_within(run, phase, plan.catalog, plan.limits, most_bytes)
-        if profile is None:
+        attempted = _largest_within(run, phase, plan.catalog, plan.limits, most_bytes)
+        if attempted is None:
             return None
-        profiles.append(profile)
-    return max(profiles, key=lambda profile: profile.device_bytes)
+        attempts.append(attempted)
+    kept = max(0, used_bytes(bridge) - resident_bytes)
+    needs_most = max(attempts, key=lambda attempted: attempted.needed_bytes)
+    passing = max(attempted.passing_bytes for attempted in attempts)
+    return needs_most.profile, max(needs_most.needed_bytes, kept + passing)
 
 
 def _largest_within(
@@ -69,21 +77,85 @@ def _largest_within(
     catalog: Catalog,
     limits: StepLimits,
     most_bytes: int,
-) -> MemoryProfile | None:
+) -> Attempt | None:
     given_up: list[Bucket] = []
+    attempts: dict[Bucket, Attempt] = {}
     while True:
         buckets = catalog.prefill if phase is Phase.PREFILL else catalog.decode
-        attempts = {b: run(b) for b in _heaviest(buckets, limits.block_size)}
-        needs_most = max(attempts.values(), key=lambda attempted: attempted.needed_bytes)
-        have_run = all(attempted.refused_bytes is None for attempted in attempts.values())
-        if have_run and needs_most.needed_bytes <= most_bytes:
-            return needs_most.profile
-        lost = _too_large(buckets, attempts, most_bytes, limits.block_size)
+        ladder = _Ladder(attempts, limits.block_size, most_bytes)
+        heaviest = _heaviest(buckets, limits.block_size)
+        while (bucket := ladder.next_rung(buckets, heaviest)) is not None:
+            attempts[bucket] = run(bucket)
+        failed = {b for b, attempted in attempts.items() if ladder.is_too_much(attempted)}
+        if heaviest <= attempts.keys() - failed:
+            return max((attempts[b] for b in heaviest), key=lambda each: each.passing_bytes)
+        lost = [bucket for bucket in buckets if ladder.is_hopeless(bucket)]
         given_up += lost
         found = shrink_launches(catalog.without(lost), limits, given_up)
         if found is None:
-            return needs_most.profile if have_run else None
+            # There is nothing smaller: what it needs is reported, if there is memory for it at all.
+            last = [attempts[b] if b in attempts else run(b) for b in heaviest]
+            has_run = all(attempted.refused_bytes is None for attempted in last)
+            return max(last, key=lambda each: each.passing_bytes) if has_run else None
         catalog, limits = found
+
+
+class _Ladder:
+    """Which launches may be run, going by the smaller ones that have run.
+
+    Args:
+        attempts: those that have run; others may be added.
+        block_size: tokens of a block.
+        most_bytes: that a launch may need.
+    """
+
+    def __init__(
+        self, attempts: Mapping[Bucket, Attempt], block_size: int, most_bytes: int
+    ) -> None:
+        self._attempts = attempts
+        self._block_size = block_size
+        self._most_bytes = most_bytes
+
+    def next_rung(self, buckets: Sequence[Bucket], heaviest: set[Bucket]) -> Bucket | None:
+        """The launch to run next; None: the heaviest have run, or all that is left is too much."""
+        if not self._attempts:
+            return min(buckets, key=padded_cost)
+        wanted = [bucket for bucket in heaviest if bucket not in self._attempts]
+        if not wanted:
+            return None
+        allowed = [bucket for bucket in wanted if not self.is_hopeless(bucket)]
+        if allowed:
+            return allowed[0]
+        most = max(map(padded_cost, self._attempts))
+        smaller = [b for b in buckets if padded_cost(b) > most and not self.is_hopeless(b)]
+        return max(smaller, key=padded_cost, default=None)
+
+    def is_too_much(self, attempted: Attempt) -> bool:
+        """It ran out of memory, or took more than there is for launches."""
+        is_above = attempted.has_grown and attempted.needed_bytes > self._most_bytes
+        return attempted.refused_bytes is not None or is_above
+
+    def is_hopeless(self, bucket: Bucket) -> bool:
+        """The launch is too much, or would be in proportion to all that have run."""
+        if bucket in self._attempts:
+            return self.is_too_much(self._attempts[bucket])
+        return all(
+            self._ratio(bucket, other) > self._reach(attempted)
+            for other, attempted in self._attempts.items()
+        )
+
+    def _reach(self, attempted: Attempt) -> float:
+        """How many times larger a launch may be to fit the memory."""
+        if self.is_too_much(attempted):
+            return 1.0
+        # What goes from recipe to recipe hardly depends on the bucket.
+        reach = (self._most_bytes - attempted.passing_bytes) / max(1, attempted.kept_bytes)
+        # One that fits the workspace of others may need far less of it.
+        return reach if attempted.has_grown else max(2.0, reach)
+
+    def _ratio(self, bucket: Bucket, other: Bucket) -> float:
+        scores = _num_scores(bucket, self._block_size) / _num_scores(other, self._block_size)
+        return max(scores, padded_cost(bucket) / padded_cost(other))
 
 
 def _heaviest(buckets: Sequence[Bucket], block_size: int) -> set[Bucket]:
@@ -92,32 +164,6 @@ def _heaviest(buckets: Sequence[Bucket], block_size: int) -> set[Bucket]:
         max(buckets, key=padded_cost),
         max(buckets, key=lambda bucket: _num_scores(bucket, block_size)),
     }
-
-
-def _too_large(
-    buckets: Sequence[Bucket],
-    attempts: Mapping[Bucket, Attempt],
-    most_bytes: int,
-    block_size: int,
-) -> list[Bucket]:
-    """Those that have failed, and those that in proportion to them would: some at least."""
-    failed = {
-        bucket: attempted.needed_bytes
-        for bucket, attempted in attempts.items()
-        if attempted.refused_bytes is not None or attempted.needed_bytes > most_bytes
-    }
-
-    def is_hopeless(bucket: Bucket) -> bool:
-        if bucket in failed:
-            return True
-        return any(
-            needed * padded_cost(bucket) > most_bytes * padded_cost(other)
-            and needed * _num_scores(bucket, block_size)
-            > most_bytes * _num_scores(other, block_size)
-            for other, needed in failed.items()
-        )
-
-    return [bucket for bucket in buckets if is_hopeless(bucket)]
 
 
 def _num_scores(bucket: Bucket, block_size: int) -> int:
@@ -130,5 +176,5 @@ def _run_beside_others(
 ) -> None:
     """A launch while all that it may find in memory is there."""
     held = bridge.zeros((held_bytes(config),), torch.uint8)
-    runner.warm_up(PaddedShape(bucket), with_sampler=True)
+    runner.warm_up(PaddedShape(bucket), sampling="heaviest")
     del held

@@ -151,7 +151,7 @@ class SleepingGraphs:
             assert isinstance(execution, GraphExecution)
             shape = self._shapes.pop(0)
             execution.capture(self._runner.launches.padding_input(shape), shape)
-            self._runner.warm_up(shape, with_sampler=False)
+            self._runner.warm_up(shape, sampling="none")
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

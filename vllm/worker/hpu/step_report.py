@@ -131,6 +131,15 @@ class StepReport:
         logger.warning(not_warmed_line(phase, batch, query_len, blocks))
         return False
 
+    def miss_sampling(self, batch: int, stages: Sequence[tuple[str, int]]) -> None:
+        """Warn of stages of the sampler, with their sizes, that compile now."""
+        self.num_misses += 1
+        self._next_read = 0.0
+        for name, size in stages:
+            logger.warning(
+                "Configuration: (sampling, %d, %s, %d) was not warmed-up!", batch, name, size
+            )
+
     def finish_warmup(self) -> None:
         """From here on `compilations_after_warmup` counts."""
         self._bridge.synchronize()

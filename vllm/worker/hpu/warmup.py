@@ -1,6 +1,8 @@
 """Runs every launch there can be once, before the first request needs it.
 
 Phase 1 compiles: prompts, then decodes, the largest first, each through the entry of real steps.
+Where the bridge can, it only compiles, and then each of them is launched once: what a launch takes
+of memory is not known before, and a first launch is slower than those after it.
 Phase 2, with HPU graphs, captures them in the order and within the memory that were asked for.
 A shape that the memory does not hold is given up, with what it cost, and launches that would
 have used it are padded to a larger one or launched in smaller groups.
@@ -36,8 +38,8 @@ from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.worker.hpu.execution import GraphExecution
-from vllm.worker.hpu.launches import PaddedRunner
-from vllm.worker.hpu.memory_profile import attempt
+from vllm.worker.hpu.launches import PaddedRunner, Sampling
+from vllm.worker.hpu.memory_profile import Attempt, attempt, used_bytes
 from vllm.worker.hpu.planner import PaddedShape
 from vllm.worker.hpu.profile import held_bytes
 from vllm.worker.interface import WarmUpStep
@@ -81,12 +83,17 @@ class WarmUp:
         self._held_bytes = held_bytes(config)
         self._given_up: list[Bucket] = []
         self._batches: set[int] = set()
-        """Padded batch sizes whose sampling has been warmed up."""
+        """Padded batch sizes whose sampling has been launched."""
+        self._compiled: set[Bucket] = set()
         self._steps = self._all_steps()
         self._launch: Callable[[], str | None] | None = None
         """Of the step that was named last."""
         self._needed_bytes = 0
-        """Memory that the last launch needs at a time."""
+        """Memory that launches need at a time, the last one included."""
+        self._passing_bytes = 0
+        """Of it, what a launch has beside the workspace."""
+        self._kept_bytes = 0
+        """Of it, the workspace that is in use between launches too."""
         self._used_bytes: int | None = None
         """Memory that the last graph has taken; None: it was not captured."""
 
@@ -105,14 +112,20 @@ class WarmUp:
         """Run the launch of the step; why it has to be given up, or None."""
         assert self._launch is not None, "no step has been named"
         launch, self._launch = self._launch, None
-        with torch.inference_mode(), self._bridge.dry_run():
+        with torch.inference_mode():
             return launch()
 
     def _all_steps(self) -> _Steps:
         started, free_before = time.perf_counter(), self._bridge.memory_info().free_bytes
         self._launches.execution.allow_shapes(2 * len(self._catalog))
+        self._book_workspace(0)
+        # Operator by operator, compiling is launching.
+        if self._launches.execution.has_recipes and self._bridge.can_compile_only:
+            for phase in Phase:
+                yield from self._compile(phase)
+        self._batches.clear()
         for phase in Phase:
-            yield from self._compile(phase)
+            yield from self._launch_once(phase)
         if isinstance(self._launches.execution, GraphExecution):
             yield from self._capture(self._launches.execution)
         seconds = time.perf_counter() - started
@@ -123,59 +136,89 @@ class WarmUp:
     # ---- phase 1 --------------------------------------------------------------------------
 
     def _compile(self, phase: Phase) -> _Steps:
-        """Launch every bucket of a phase. Which there are may change on the way."""
+        """Compile every bucket of a phase. Which there are may change on the way."""
         done = 0
         with _progress_bar(phase) as bar:
-            while pending := self._pending(phase):
+            while pending := [b for b in self._pending(phase) if b not in self._compiled]:
                 bucket, total = pending[-1], done + len(pending)
-                given_up = yield from self._compile_bucket(bucket, done + 1, total)
-                if given_up is None:
-                    self._catalog.mark_warmed([bucket])
-                    self._launches.report.mark_warmed(
-                        bucket.phase, bucket.batch, bucket.query_len, bucket.blocks
-                    )
-                else:
-                    logger.warning("%s is not used: %s", _name(bucket), given_up)
+                step = _step(f"warm-up: {phase!s} buckets", bucket, done + 1, total)
+                line = self._line(bucket, done + 1, total)
+                given_up = yield from self._run_bucket(bucket, step, line, self._compile_shape)
+                self._compiled.add(bucket)
+                if given_up is not None:
                     self._give_up(bucket)
                 done += 1
                 bar.total = total
                 bar.update()
 
-    def _compile_bucket(
-        self, bucket: Bucket, index: int, total: int
+    def _launch_once(self, phase: Phase) -> _Steps:
+        """Launch every bucket of a phase, which compiles those that are not yet."""
+        done = 0
+        while pending := self._pending(phase):
+            bucket, total = pending[-1], done + len(pending)
+            step = _step(f"warm-up: {phase!s} launches", bucket, done + 1, total)
+            is_new = bucket not in self._compiled
+            line = self._line(bucket, done + 1, total) if is_new else None
+            given_up = yield from self._run_bucket(bucket, step, line, self._launch_shape)
+            if given_up is None:
+                self._catalog.mark_warmed([bucket])
+                self._launches.report.mark_warmed(
+                    bucket.phase, bucket.batch, bucket.query_len, bucket.blocks
+                )
+            else:
+                self._give_up(bucket)
+            done += 1
+
+    def _line(self, bucket: Bucket, index: int, total: int) -> str:
+        return warmup_line(bucket.phase, index, total, bucket, self._free_bytes())
+
+    def _run_bucket(
+        self,
+        bucket: Bucket,
+        step: WarmUpStep,
+        line: str | None,
+        run: Callable[[PaddedShape], str | None],
     ) -> Generator[WarmUpStep, str | None, str | None]:
         """Run all launches of a bucket; why they are given up, or None."""
-        step = WarmUpStep(
-            phase=f"warm-up: {bucket.phase!s} buckets",
-            name=_name(bucket),
-            index=index,
-            total=total,
-        )
-        line: str | None = warmup_line(bucket.phase, index, total, bucket, self._free_bytes())
         for shape in self._shapes(bucket):
-            self._launch = partial(self._compile_shape, shape, line)
+            self._needed_bytes = 0
+            self._launch = partial(_logged, line, partial(run, shape))
             given_up = yield step
+            self._book_workspace(0 if given_up else self._needed_bytes)
             if given_up is not None:
+                logger.warning("%s is not used: %s", _name(bucket), given_up)
                 return given_up
-            self._book_workspace(self._needed_bytes)
             self._batches.add(shape.num_rows)
             line = None
         return None
 
-    def _compile_shape(self, shape: PaddedShape, line: str | None) -> str | None:
+    def _compile_shape(self, shape: PaddedShape) -> str | None:
+        """Compile a launch. Why it is given up: not even what it returns has room."""
+        with self._bridge.compile_only():
+            attempted = self._attempt(shape)
+        return self._refusal(attempted) if attempted.refused_bytes is not None else None
+
+    def _launch_shape(self, shape: PaddedShape) -> str | None:
         """Run a launch. Why it is given up: it needs more memory than there will be."""
-        if line is not None:
-            logger.info(line)
-        with_sampler = shape.num_rows not in self._batches
-        attempted = attempt(
-            self._bridge, partial(self._runner.warm_up, shape, with_sampler=with_sampler)
-        )
-        self._needed_bytes = attempted.needed_bytes + self._held_bytes
-        is_refused = attempted.refused_bytes is not None
-        if not is_refused and self._needed_bytes <= self._launch_bytes():
-            return None
-        at_least = "at least " if is_refused else ""
-        needed, there_is = format_bytes(self._needed_bytes), format_bytes(self._launch_bytes())
+        with self._bridge.dry_run():
+            attempted = self._attempt(shape)
+        passing = max(self._passing_bytes, attempted.passing_bytes)
+        self._needed_bytes = attempted.kept_bytes + passing + self._held_bytes
+        if attempted.refused_bytes is not None or self._needed_bytes > self._launch_bytes():
+            return self._refusal(attempted)
+        self._passing_bytes = passing
+        return None
+
+    def _attempt(self, shape: PaddedShape) -> Attempt:
+        sampling: Sampling = "none" if shape.num_rows in self._batches else "warm_up"
+        launch = partial(self._runner.warm_up, shape, sampling=sampling)
+        return attempt(self._bridge, launch, self._resident_bytes())
+
+    def _refusal(self, attempted: Attempt) -> str:
+        at_least = "at least " if attempted.refused_bytes is not None else ""
+        own = attempted.needed_bytes + self._held_bytes
+        needed = format_bytes(max(own, self._needed_bytes))
+        there_is = format_bytes(self._launch_bytes())
         return f"a launch takes {at_least}{needed}, there are {there_is} for launches"
 
     def _pending(self, phase: Phase) -> list[Bucket]:
@@ -184,16 +227,30 @@ class WarmUp:
         return [bucket for bucket in buckets if not self._catalog.is_warmed(bucket)]
 
     def _book_workspace(self, needed_bytes: int) -> None:
-        """Keep memory for launches that need more than the profiling run did: that of graphs."""
+        """Keep memory for launches that need more than the profiling run did: that of graphs, and
+        of the margin where a card has taken more and does not give it back."""
         ledger, workspace = self._ledger, MemoryClass.WORKSPACE
+        self._kept_bytes = max(0, used_bytes(self._bridge) - self._resident_bytes())
+        if self._kept_bytes:
+            own = self._kept_bytes + self._passing_bytes + self._held_bytes
+            needed_bytes = max(needed_bytes, own)
         more = needed_bytes - ledger.booked(workspace)
         if more <= 0:
             return
         for cls in _GRAPHS:
             lacking = max(0, more - ledger.unassigned_bytes)
             ledger.assign(cls, ledger.budget(cls) - min(lacking, ledger.left(cls)))
+        margin = min(max(0, more - ledger.unassigned_bytes), ledger.booked(MemoryClass.MARGIN))
+        ledger.release(MemoryClass.MARGIN, margin)
+        ledger.assign(MemoryClass.MARGIN, ledger.budget(MemoryClass.MARGIN) - margin)
+        more = min(more, ledger.unassigned_bytes)
         ledger.assign(workspace, ledger.budget(workspace) + more)
         ledger.book(workspace, more)
+
+    def _resident_bytes(self) -> int:
+        """In use whatever is launched."""
+        held = (MemoryClass.WEIGHTS, MemoryClass.KV_CACHE, *_GRAPHS)
+        return sum(self._ledger.booked(cls) for cls in held)
 
     def _launch_bytes(self) -> int:
         """What launches can have at most: then no graph is captured."""
@@ -281,29 +338,41 @@ class WarmUp:
 
     def _capture_bucket(self, execution: GraphExecution, step: CaptureStep) -> str | None:
         """Capture all launches of a bucket; why they take more memory than there is, or None."""
-        free_bytes = self._free_bytes()
+        free_bytes, in_use = self._free_bytes(), used_bytes(self._bridge)
         logger.info(
             warmup_line(step.phase, step.index, step.total, step.bucket, free_bytes, graph=True)
         )
         for shape in self._shapes(step.bucket):
-            captured = attempt(self._bridge, partial(self._capture_shape, execution, shape))
+            capture = partial(self._capture_shape, execution, shape)
+            with self._bridge.dry_run():
+                captured = attempt(self._bridge, capture, in_use)
             if captured.refused_bytes is not None:
                 self._used_bytes = max(captured.needed_bytes, step.left_bytes + 1)
                 return step.refusal_of(self._used_bytes)
-        self._used_bytes = max(0, free_bytes - self._free_bytes())
+        self._used_bytes = max(0, used_bytes(self._bridge) - in_use)
         return step.refusal_of(self._used_bytes)
 
     def _capture_shape(self, execution: GraphExecution, shape: PaddedShape) -> None:
         execution.capture(self._launches.padding_input(shape), shape)
-        self._runner.warm_up(shape, with_sampler=False)
+        self._runner.warm_up(shape, sampling="none")
 
     def _shapes(self, bucket: Bucket) -> list[PaddedShape]:
         return self._launches.launch_shapes(bucket)
 
     def _free_bytes(self) -> int:
         """Free memory while the launch that needs the most of it runs."""
-        workspace = self._ledger.booked(MemoryClass.WORKSPACE)
-        return self._bridge.memory_info().free_bytes - workspace
+        to_come = self._ledger.booked(MemoryClass.WORKSPACE) - self._kept_bytes
+        return self._bridge.memory_info().free_bytes - max(0, to_come)
+
+
+def _logged(line: str | None, launch: Callable[[], str | None]) -> str | None:
+    if line is not None:
+        logger.info(line)
+    return launch()
+
+
+def _step(phase: str, bucket: Bucket, index: int, total: int) -> WarmUpStep:
+    return WarmUpStep(phase=phase, name=_name(bucket), index=index, total=total)
 
 
 def _name(bucket: Bucket) -> str:

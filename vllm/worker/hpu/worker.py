@@ -122,11 +122,12 @@ class HPUWorker(WorkerBase):
         self._preparation = MemoryProfile(self.bridge)
         self._preparation.begin()
         with self._within_memory("the KV cache"):
-            launch_bytes = self._profile()
+            # Before the first launch: its workspace stays in use, and is part of what it needs.
+            free_bytes = self.bridge.memory_info().free_bytes
             self._report = divide_memory(
                 self.config,
-                free_bytes=self.bridge.memory_info().free_bytes,
-                launch_bytes=launch_bytes,
+                free_bytes=free_bytes,
+                launch_bytes=self._profile(free_bytes),
                 block_bytes=self._block_bytes(),
             )
         return self._report
@@ -222,20 +223,20 @@ class HPUWorker(WorkerBase):
 
     # ---- memory ---------------------------------------------------------------------------
 
-    def _profile(self) -> int:
+    def _profile(self, free_bytes: int) -> int:
         """Run the largest launches on next to no cache; the bytes they need besides it."""
-        free_bytes = self.bridge.memory_info().free_bytes
         most = most_launch_bytes(self.config, free_bytes, self._block_bytes())
         startup_progress.report("measuring the memory of launches")
         self._bind_caches(_PROFILE_BLOCKS)
         with self.bridge.dry_run():
-            profile = profile_launches(self.config, self.bridge, self.runner, most)
+            found = profile_launches(self.config, self.bridge, self.runner, most)
         self._release_caches()
         gc.collect()  # what is garbage by now is not in use
-        if profile is None:
+        if found is None:
             raise self._out_of_memory("a launch, even the smallest")
+        profile, launch_bytes = found
         logger.info("Model profiling run took %s", profile)
-        return max(0, profile.device_bytes)
+        return launch_bytes
 
     def _block_bytes(self) -> int:
         return self.runner.cache_layout.block_bytes

@@ -16,7 +16,7 @@ from vllm.model_executor.models.interface import PoolingModel
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.utils.ragged import positions_within
 from vllm.worker.hpu.input import HPUInputBuilder
-from vllm.worker.hpu.launches import PaddedLaunches
+from vllm.worker.hpu.launches import PaddedLaunches, Sampling
 from vllm.worker.hpu.model import HPUModel, LaunchModel, softmax_normaliser
 from vllm.worker.hpu.planner import PaddedLaunch, PaddedShape
 from vllm.worker.launch import Launch
@@ -80,6 +80,6 @@ class HPUPoolingRunner(PoolingRunner):
         return kept
 
     @torch.inference_mode()
-    def warm_up(self, shape: PaddedShape, *, with_sampler: bool) -> None:
+    def warm_up(self, shape: PaddedShape, *, sampling: Sampling = "none") -> None:
         """See `PaddedRunner.warm_up`; there is no sampler."""
         self._run_packed(self.launches.padding_input(shape), shape).cpu()

@@ -5,3 +5,8 @@ from vllm.platforms.habana.sim_vendor import bridge_config as card
 @documented
 def env_setting(name, value):
     return card.env_setting(name, value)
+
+
+@documented
+def get_pt_compile_only_mode():
+    return card.get_pt_compile_only_mode()
