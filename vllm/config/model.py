@@ -15,6 +15,7 @@ from vllm.errors import ConfigError
 
 ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 TokenizerMode = Literal["auto", "slow"]
+ModelImpl = Literal["auto", "vllm", "transformers"]
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
@@ -318,6 +319,11 @@ class ModelConfig:
     model: str = ""
     """Folder or Hugging Face name of the model. Not set: the bundled demonstration model."""
 
+    model_impl: ModelImpl = "auto"
+    """Modules that run the model. vllm: those of this package; transformers: those of the
+    transformers library, with the attention and linear layers of this package; auto: transformers
+    for architectures that this package has no modules for."""
+
     task: ModelTask = "auto"
     """What to run the model for: generate, embed (or embedding), classify, score or reward. auto:
     what its architecture and files say. A generative model can embed, too."""
@@ -412,6 +418,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_one_of(self, "dtype", ("auto", "half", "float16", "bfloat16", "float", "float32"))
         check_one_of(self, "tokenizer_mode", ("auto", "slow"))
+        check_one_of(self, "model_impl", get_args(ModelImpl))
         check_one_of(self, "task", get_args(ModelTask))
         if self.max_model_len is not None:
             check_at_least(self, 1, "max_model_len")

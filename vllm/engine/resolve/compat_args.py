@@ -188,12 +188,6 @@ _ARGUMENTS = (
     _ignored("data_parallel_rpc_port", None, _DP_OFF),
     _ignored("data_parallel_backend", "mp", _DP_OFF),
     _missing(
-        "model_impl",
-        "auto",
-        "models run with the classes of this package, which README.md lists",
-        also_off=("vllm",),
-    ),
-    _missing(
         "config_format",
         "auto",
         "a model is described by a config.json as transformers writes it; hf_config_path names one "

@@ -27,13 +27,17 @@ from vllm.config import (
 )
 from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
-from vllm.config.model import ModelDType
+from vllm.config.model import ModelDType, ModelImpl
 from vllm.engine.resolve.hpu import fit_token_budget, refuse_variables, resolve_hpu_config
 from vllm.engine.resolve.model_options import check_quantization, resolve_offload, resolve_windows
 from vllm.engine.resolve.pooling import resolve_pooler
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.models.registry import (
+    BY_TRANSFORMERS,
+    ModelRegistry,
+    is_known_to_transformers,
+)
 from vllm.platforms import Platform, resolve_platform
 from vllm.platforms.cpu_threads import parse_cores, usable_cores
 from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
@@ -191,7 +195,7 @@ def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
     if asked.hf_config_path is not None:
         config_folder = _metadata_folder(asked.hf_config_path, asked.revision, load)
     raw = read_hf_config(config_folder, asked.hf_overrides)
-    check_architecture(raw, config_folder)
+    check_architecture(raw, config_folder, asked.model_impl)
     arch = _read_arch(asked, load, raw, config_folder)
     arch, window = resolve_windows(asked, arch)
     arch = _allow_long_positions(asked.max_model_len, arch)
@@ -232,7 +236,7 @@ def _read_arch(
         elif "AutoConfig" in (raw.get("auto_map") or {}):
             source = asked.hf_config_path or model_name(asked)
             code_folder = _metadata_folder(source, asked.code_revision, load)
-    return ModelArch.from_hf(
+    arch = ModelArch.from_hf(
         complete_hf_config(
             raw,
             folder,
@@ -242,6 +246,10 @@ def _read_arch(
             token=load.hf_token,
         )
     )
+    runs_as = _class_of(arch.architecture, asked.model_impl)
+    if runs_as == BY_TRANSFORMERS:
+        logger.info("%s runs with the modules of transformers", arch.architecture)
+    return replace(arch, architecture=runs_as)
 
 
 def model_name(asked: ModelConfig) -> str:
@@ -260,8 +268,8 @@ def _model_folder(asked: ModelConfig, load: LoadConfig, load_format: LoadFormat)
     )
 
 
-def check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
-    """Refuse what no model class runs, before transformers is even imported.
+def check_architecture(raw: Mapping[str, Any], folder: Path, model_impl: ModelImpl) -> None:
+    """Refuse what nothing runs, before transformers is imported if that is possible.
 
     Raises:
         ConfigError: config.json names no architecture, or one that is not supported.
@@ -269,8 +277,27 @@ def check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ConfigError(f"config.json of '{folder}' has no 'architectures'")
-    if names[0] not in ModelRegistry.supported():
-        ModelRegistry.resolve(names[0])  # raises, and lists what is supported
+    _class_of(names[0], model_impl)
+
+
+def _class_of(architecture: str, model_impl: ModelImpl) -> str:
+    """The name in the registry of what runs an architecture.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    is_ours = architecture in ModelRegistry.supported()
+    if is_ours and model_impl != "transformers":
+        return architecture
+    if model_impl != "vllm" and is_known_to_transformers(architecture):
+        return BY_TRANSFORMERS
+    if is_ours:
+        raise ConfigError(
+            f"model_impl='transformers': the installed transformers has no decoder "
+            f"{architecture}. Leave model_impl out"
+        )
+    ModelRegistry.resolve(architecture)  # raises, and lists what is supported
+    raise AssertionError("unreachable")
 
 
 def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> str | None:

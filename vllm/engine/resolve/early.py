@@ -46,7 +46,7 @@ def resolve_early(settings: Mapping[str, Any]) -> VllmConfig | None:
         return None
     if folders[0] is not None:
         raw = read_hf_config(folders[0], settings["hf_overrides"])
-        check_architecture(raw, folders[0])
+        check_architecture(raw, folders[0], settings["model_impl"])
         if complete_plain_config(raw) is None:
             _check_length(asked, raw)
             return None

@@ -86,6 +86,7 @@ def load_model(
         finisher.finish(module)  # those without parameters that only they have
     for quantization in formats:
         quantization.finish_model(model)
+    model.check()
     logger.info(
         "Loading model weights took %.4f GiB and %.2f s",
         num_bytes / 2**30,

@@ -43,6 +43,13 @@ class LoadableModel(nn.Module, ABC):
         """
         return ((name, source),)
 
+    def check(self) -> None:
+        """Called once, with all weights loaded.
+
+        Raises:
+            ConfigError: the model cannot run.
+        """
+
     @property
     @abstractmethod
     def layers(self) -> Sequence[nn.Module]:

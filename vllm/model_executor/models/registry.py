@@ -53,6 +53,7 @@ _DECODERS = {
         "qwen3": ("Qwen3ForCausalLM",),
         "stablelm": ("StableLmForCausalLM",),
         "starcoder2": ("Starcoder2ForCausalLM",),
+        "transformers_model": ("TransformersForCausalLM",),
     }.items()
     for name in names
 }
@@ -119,6 +120,17 @@ class _ModelRegistry:
             f"model architecture {arch_name!r} is not supported{hint}; "
             f"supported architectures: {', '.join(names)}"
         )
+
+
+BY_TRANSFORMERS = "TransformersForCausalLM"
+"""The architecture that stands for every other one that the transformers library knows."""
+
+
+def is_known_to_transformers(arch_name: str) -> bool:
+    """Whether transformers has a decoder of this name. Imports it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return arch_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def is_encoder(arch_name: str) -> bool:
