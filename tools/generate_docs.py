@@ -52,8 +52,8 @@ def _compat_variables() -> Iterator[str]:
     yield from _table("Refused", "variable", "what is not available")
     yield from _compat_rows(available=False)
     yield ""
-    yield "An engine does not start while one of these is set: it would compute something else than"
-    yield "was asked for. (A switch may be set to 0.)"
+    yield "An engine does not start while one of these is set: its results would differ from"
+    yield "what was requested. (A switch may be set to 0.)"
     yield from _table("Recognised without effect", "variables", "why they have no effect")
     yield from _compat_rows(available=True)
     yield ""
@@ -123,7 +123,7 @@ def server_arguments() -> Iterator[str]:
     yield "takes several words after one flag, or the flag several times."
     yield ""
     yield "`--config FILE` names a YAML file of flags without their dashes, of server and engine."
-    yield "What the command line says wins, and a name that is no flag is an error:"
+    yield "The command line has priority, and a name that is not a flag is an error:"
     yield ""
     yield from ("```yaml", "model: /models/Llama-3.1-8B", "max-model-len: 16k", "port: 9000", "```")
     yield from _table("Flags", "flag", "value", "default", "meaning")

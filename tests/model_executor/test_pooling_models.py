@@ -84,7 +84,7 @@ def test_a_classifier_without_its_head_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"position_embedding_type": "relative_key"}, "supported is absolute"),
+        ({"position_embedding_type": "relative_key"}, "supported: absolute"),
         ({"hidden_act": "quick_gelu_2"}, "'quick_gelu_2' is not supported"),
     ],
 )

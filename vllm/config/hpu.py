@@ -1,4 +1,4 @@
-"""What only Gaudi has: buckets, warm-up, graphs, and how their attention is computed.
+"""Settings of Gaudi only: buckets, warm-up, graphs, and attention.
 
 Most values are those of environment variables, under the names that users of Gaudi know. A new
 setting is a field with a docstring, which becomes a flag as everywhere in this folder.
@@ -20,7 +20,7 @@ _NO_FLAG = {"cli": False}
 
 
 VARIABLE = "variable"
-"""Key in the metadata of a field that has the value of one variable as it is."""
+"""Key in the metadata of a field whose value is that of one environment variable."""
 
 
 def _variable(name: str) -> dict[str, Any]:

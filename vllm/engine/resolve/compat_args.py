@@ -1,9 +1,9 @@
 """Engine arguments of the vLLM 0.9 Gaudi fork that are not fields of our configs.
 
 Scripts written for it must keep working as far as they honestly can. An argument that tunes
-something this engine does not have, or does by itself, is accepted with a warning that says
-so. An argument that asks for a feature not built yet is an error: running without it would
-give other results, or none, without saying why.
+something that this engine lacks, or does by itself, is accepted with a warning. An argument that
+requests a missing feature is an error: without the feature, the results would differ, or there
+would be none.
 """
 
 import json
@@ -25,17 +25,17 @@ class CompatArgument:
 
     name: str
     off: Any
-    """Its default there. Its type decides what values the flag takes."""
+    """Its default in the fork. Its type decides which values the flag accepts."""
     reason: str
     """Why it has no effect, or why it is not available; a clause without a full stop."""
     available: bool
     """True: accepted without effect. False: refused unless set to `off`."""
     also_off: tuple[Any, ...] = ()
-    """Further values that ask for nothing."""
+    """Further values that have no effect."""
     aliases: tuple[str, ...] = ()
     read: Callable[[Any], Any] | None = None
-    """Checks what was given and makes its value. Raises ConfigError with what comes after the
-    argument's name in the message."""
+    """Checks and converts a given value. Raises ConfigError with the message without the argument's
+    name."""
 
     @property
     def flag(self) -> str:
@@ -73,11 +73,11 @@ _NO_DRAFTS = "the model computes every token itself, without a draft; the output
 _NO_CUDA_GRAPHS = "there are no CUDA graphs here"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
 _TEXT_ALONE = "this version reads text only"
-_LORA_OFF = "it only matters with LoRA adapters, which this version does not run"
-_PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which this version does not run"
+_LORA_OFF = "it only matters with LoRA adapters, which are not supported"
+_PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which are not supported"
 _DP_OFF = f"it only matters with data parallelism, and {ONE_DEVICE}"
 _MERGE = (
-    "the engine runs no LoRA adapters; merge the adapter into the weights of its model "
+    "LoRA adapters are not supported; merge the adapter into the weights of its model "
     "(merge_and_unload of peft) and load the merged model"
 )
 
@@ -104,7 +104,7 @@ _ARGUMENTS = (
     _ignored(
         "use_padding_aware_scheduling",
         False,
-        "the scheduler knows no padding: a step is cut into launches that have a bucket",
+        "the scheduler does not count padding: a step is split into launches that fit a bucket",
     ),
     _ignored("max_num_prefill_seqs", None, "prefills are limited by max_num_batched_tokens"),
     _ignored("num_scheduler_steps", 1, _ONE_STEP),
@@ -204,7 +204,7 @@ _ARGUMENTS = (
     _missing(
         "enable_prompt_adapter",
         False,
-        "the engine runs no prompt adapters; a system prompt can hold instructions",
+        "prompt adapters are not supported; put instructions into a system prompt",
     ),
     _missing("data_parallel_size", 1, ONE_DEVICE, aliases=("-dp",)),
     _missing(
@@ -237,10 +237,10 @@ COMPAT_ARGUMENTS: Mapping[str, CompatArgument] = {a.name: a for a in _ARGUMENTS}
 
 
 def accept(name: str, value: Any) -> None:
-    """Take an argument of `COMPAT_ARGUMENTS` as far as it can be taken; None is "not given".
+    """Check an argument of `COMPAT_ARGUMENTS`, and warn that it has no effect; None is "not given".
 
     Raises:
-        ConfigError: it asks for a feature that is not available.
+        ConfigError: it requests a feature that is not available.
     """
     argument = COMPAT_ARGUMENTS[name]
     if value is None:

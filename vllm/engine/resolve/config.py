@@ -1,6 +1,6 @@
-"""From arguments to the complete config of an engine: model files, platform and limits.
+"""Resolves arguments to the complete config of an engine, with model files, platform and limits.
 
-Every value a user leaves open is settled here, once, before any process starts.
+Every value that the user did not set is decided here, once, before any process starts.
 """
 
 import math
@@ -54,8 +54,8 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     """The config of an engine.
 
     Args:
-        settings: a value for every field of the config classes that is a user's to give; None
-            where the platform or the model decides.
+        settings: a value for every field of the config classes that users can set; None if the
+            platform or the model decides.
 
     Raises:
         ConfigError: the engine cannot start with these settings.
@@ -106,7 +106,8 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse what is wrong with settings whatever the model is. Reads no file, asks no hub.
+    """Check everything that does not depend on the model. Reads no files, and does not contact the
+    hub.
 
     Raises:
         ConfigError: a value is out of range, or two of them contradict each other.
@@ -132,8 +133,8 @@ def _check_prompt_embeds(model: ModelConfig, platform: Platform) -> None:
         return
     if not platform.can_replace_embeddings:
         raise ConfigError(
-            f"enable_prompt_embeds=True is not available on the device {platform.name!r}, whose "
-            "launches take no embeddings. Leave it out, or use device='cpu'"
+            f"enable_prompt_embeds=True is not available on the device {platform.name!r}, which "
+            f"does not accept embeddings as prompts. Leave it out, or use device='cpu'"
         )
     if model.pooler is not None:
         raise ConfigError(
@@ -269,7 +270,7 @@ def _model_folder(asked: ModelConfig, load: LoadConfig, load_format: LoadFormat)
 
 
 def check_architecture(raw: Mapping[str, Any], folder: Path, model_impl: ModelImpl) -> None:
-    """Refuse what nothing runs, before transformers is imported if that is possible.
+    """Refuse unsupported architectures, before transformers is imported if that is possible.
 
     Raises:
         ConfigError: config.json names no architecture, or one that is not supported.
@@ -301,7 +302,7 @@ def _class_of(architecture: str, model_impl: ModelImpl) -> str:
 
 
 def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> str | None:
-    """A local folder, or None when there is to be no tokenizer."""
+    """The folder of the tokenizer, or None without a tokenizer."""
     if asked.skip_tokenizer_init:
         return None
     if asked.tokenizer is None and asked.tokenizer_revision in (None, asked.revision):
@@ -325,24 +326,24 @@ def _resolve_dtype(asked: ModelConfig, arch: ModelArch) -> ModelDType:
 
 
 def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelArch:
-    """The model with positions up to `max_model_len`, where VLLM_ALLOW_LONG_MAX_MODEL_LEN is set.
+    """The model with positions up to `max_model_len`, if VLLM_ALLOW_LONG_MAX_MODEL_LEN is set.
 
-    As it is where that cannot be: a learned position embedding has no more rows, and yarn has its
-    length from its factor.
+    Unchanged if that is impossible: a learned position embedding has a fixed number of rows, and
+    the length of yarn follows from its factor.
     """
     derived = arch.derived_max_model_len
     if max_model_len is None or max_model_len <= derived:
         return arch
     if not envs.get().VLLM_ALLOW_LONG_MAX_MODEL_LEN or arch.rope is None:
         return arch
-    # The scaling factor may be a fraction: one position more than it rounds to.
+    # One more position, because the scaling factor may be a fraction.
     positions = math.ceil(max_model_len * arch.max_position_embeddings / derived) + 1
     longer = replace(arch, max_position_embeddings=positions)
     if longer.derived_max_model_len < max_model_len:
         return arch
     logger.warning(
         "max_model_len (%d) is more than the %d tokens the model's config.json allows, as "
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1: what it writes beyond them may be of poor quality",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1: output beyond that length may be of poor quality",
         max_model_len,
         derived,
     )
@@ -350,10 +351,10 @@ def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelAr
 
 
 def resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
-    """The length that was asked for, or what the model allows.
+    """The requested length, or the model's maximum.
 
     Raises:
-        ConfigError: the model takes fewer tokens.
+        ConfigError: the model supports fewer tokens.
     """
     derived = arch.derived_max_model_len
     if asked.max_model_len is None:
@@ -382,7 +383,7 @@ def _describe_excess(max_model_len: int, arch: ModelArch) -> str:
 
 
 def _for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[str, Any]:
-    """The settings as pooling needs them: where all of a prompt counts, it runs in one step."""
+    """The settings for pooling: if all tokens of a prompt are pooled, it has to run in one step."""
     if not pooler.needs_whole_prompts:
         return settings
     logger.info(

@@ -1,4 +1,4 @@
-"""The settings of Gaudi out of environment variables, checked against each other."""
+"""Reads the Gaudi settings from environment variables, and checks them against each other."""
 
 from dataclasses import fields, replace
 from typing import cast
@@ -28,12 +28,12 @@ def resolve_hpu_config(asked: HPUConfig, *, enable_prefix_caching: bool) -> HPUC
     """The settings of this process.
 
     Args:
-        asked: fields that have flags are kept; those of variables are read.
+        asked: fields with flags are kept; fields of variables are read from the environment.
         enable_prefix_caching: of the KV cache.
 
     Raises:
-        ConfigError: two variables contradict each other, or one of the Gaudi fork asks for a
-            feature without which the engine would compute something else.
+        ConfigError: two variables contradict each other, or one of the Gaudi fork requests a
+            missing feature that changes results.
     """
     refuse_variables()
     settings = envs.get()
@@ -92,7 +92,7 @@ def fit_token_budget(config: VllmConfig, *, is_given: bool) -> VllmConfig:
 
 
 def refuse_variables() -> None:
-    """Refuse variables of the Gaudi fork without which the engine would compute something else.
+    """Refuse variables of the Gaudi fork that request missing features that change results.
 
     Raises:
         ConfigError: one is set.
@@ -137,7 +137,7 @@ def _prompt_attention(settings: envs.Envs) -> PromptAttention:
 
 
 def _gc_thresholds(settings: envs.Envs) -> tuple[int, int, int]:
-    """Those that are set as they are; the defaults of Python multiplied."""
+    """The thresholds: the given values, or Python's defaults times the multiplier."""
     given = (settings.VLLM_GC_THR_GEN0, settings.VLLM_GC_THR_GEN1, settings.VLLM_GC_THR_GEN2)
     if given != _GC_DEFAULTS:
         return given

@@ -148,7 +148,10 @@ def _model_class(architecture: str, is_pooling: bool) -> type[CausalLM] | type[P
         return found
     if not issubclass(found, CausalLM):
         wanted = "PoolingModel or CausalLM" if is_pooling else "CausalLM"
-        raise ConfigError(f"{found.__qualname__} is not a subclass of {wanted}")
+        raise ConfigError(
+            f"{found.__qualname__} is not a subclass of {wanted}. Register a model "
+            f"class of that type"
+        )
     if not is_pooling:
         return found
     from vllm.model_executor.models.pooling_decoders import embedding_class

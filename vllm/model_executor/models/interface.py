@@ -1,4 +1,4 @@
-"""What a runner and the loader need of a model. Knows no family."""
+"""The interface of models for runners and the loader. Independent of model families."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
