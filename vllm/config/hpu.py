@@ -14,6 +14,7 @@ BucketingStrategy = Literal["linear", "exponential", "sparse"]
 GraphOrder = Literal["min_tokens", "max_bs"]
 PromptAttention = Literal["fused", "flex", "naive"]
 StepLog = Literal["off", "some", "all"]
+"""No step, steps in which something happened, or every step."""
 
 
 _NO_FLAG = {"cli": False}
