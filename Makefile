@@ -7,11 +7,17 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
+# The software of a Gaudi image, without a card: tests/vendor/torch-$(VENDOR_TORCH).txt has the pins.
+VENDOR_TORCH ?= 2.6.0
+VENDOR_VENV ?= .venv-vendor-$(VENDOR_TORCH)
+# The image has Python 3.10; another one serves where there is none.
+PYTHON_VENDOR ?= $(firstword $(shell command -v python3.10) $(PYTHON))
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint unit format docs bench clean
+.PHONY: help demo test test-vendor lint unit format docs bench clean
 
 help: ## show the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/.installed ## set up, then generate text with the bundled model
 	$(BIN)/vllm generate --prompt "import os" --prompt "def main(" --prompt "class Queue:" --max-tokens 48
@@ -28,6 +34,10 @@ lint: $(VENV)/.installed-dev ## format, lint, types, architecture
 # no core to run on wait for each other.
 unit: $(VENV)/.installed-dev ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# Not part of `test`: it downloads 3 GB and takes 6 GB of disk for each version.
+test-vendor: $(VENDOR_VENV)/.installed ## the tests on the torch of a Gaudi image: VENDOR_TORCH=2.6.0 or 2.7.1
+	OMP_NUM_THREADS=1 $(VENDOR_VENV)/bin/python -m pytest -q -rs -n 2 --dist worksteal -m "not e2e"
 
 format: $(VENV)/.installed-dev ## rewrite the sources in the house format
 	$(BIN)/ruff format .
@@ -55,4 +65,12 @@ $(VENV)/.installed: $(SOURCES)
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	$(BIN)/python -m pip install -q -r requirements-dev.txt
+	touch $@
+
+VENDOR_PINS := tests/vendor/torch-$(VENDOR_TORCH).txt
+
+$(VENDOR_VENV)/.installed: $(SOURCES) requirements-dev.txt $(VENDOR_PINS)
+	test -d $(VENDOR_VENV) || $(PYTHON_VENDOR) -m venv $(VENDOR_VENV)
+	$(VENDOR_VENV)/bin/python -m pip install -q -c $(VENDOR_PINS) torch
+	$(VENDOR_VENV)/bin/python -m pip install -q -c $(VENDOR_PINS) -e . -r requirements-dev.txt
 	touch $@

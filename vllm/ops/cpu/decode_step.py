@@ -148,7 +148,7 @@ class FusedDecodeStep:
 
     def _refuse(self, status: Any, row: int) -> NoReturn:
         if status is self._status.kNoMemory:
-            raise MemoryError("no scratch memory for a step of decodes")
+            raise MemoryError("not enough memory for a step of decodes")
         arrays = self._arrays
         position = arrays.num_tokens[row] - 1
         tables = ", ".join(str(table) for table in arrays.block_tables[:, row].tolist())

@@ -279,7 +279,7 @@ class PackedWeight:
             stride,
             _num_threads(),
         ):
-            raise MemoryError(f"no scratch memory for {rows} rows of a linear layer")
+            raise MemoryError(f"not enough memory for {rows} rows of a linear layer")
         return out
 
     def rows(self, ids: Any, dtype: torch.dtype) -> Tensor:
@@ -345,4 +345,4 @@ def _check_weight(weight: Tensor, weight_format: WeightFormat | None) -> None:
 
 def _check_memory(status: int) -> None:
     if status:
-        raise MemoryError("no scratch memory to pack a weight")
+        raise MemoryError("not enough memory to pack a weight")

@@ -201,7 +201,7 @@ class Program:
         """Say why a launch was not computed."""
         bad, program, known = self._launch.bad_index, self._struct, self._status
         if status == known.kNoMemory:
-            raise MemoryError("no scratch memory for a forward pass")
+            raise MemoryError("not enough memory for a forward pass")
         if status == known.kBadStart:
             raise ValueError(
                 f"{bad} requests are decodes of one token, but the first prefill does not begin "

@@ -124,7 +124,7 @@ class SamplingKernels:
                 "draw keys or exponentials are required for rows that sample at random"
             )
         if status:
-            raise MemoryError(f"no scratch memory to sample from {vocab_size} tokens")
+            raise MemoryError(f"not enough memory to sample from {vocab_size} tokens")
 
     def gather_logprobs(
         self,
@@ -181,7 +181,7 @@ class SamplingKernels:
         if bad >= 0:
             raise IndexError(f"token_ids[{bad}] is {token_ids[bad]} of {vocab_size} tokens")
         if bad != -1:
-            raise MemoryError(f"no scratch memory for {vocab_size} tokens")
+            raise MemoryError(f"not enough memory for {vocab_size} tokens")
         return ids, logprobs, ranks
 
     def exponentials(

@@ -43,6 +43,9 @@ class DeviceCounters:
     host_syncs: int | None = None
     h2d_bytes: int | None = None
     d2h_bytes: int | None = None
+    recipes: tuple[tuple[str, int], ...] = ()
+    """Name and microseconds of each compilation; a card reports them with
+    PT_HPU_METRICS_GC_DETAILS=1 only."""
 
 
 class FusedKernels(Protocol):
