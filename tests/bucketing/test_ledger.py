@@ -114,7 +114,6 @@ def test_a_class_cannot_exceed_its_budget():
     assert not ledger.book(MemoryClass.DECODE_GRAPHS, 1)
     ledger.release(MemoryClass.KV_CACHE, 10)
     assert ledger.left(MemoryClass.KV_CACHE) == 10
-    assert ledger.lines()[4] == "KV cache: 50 B of 60 B"
 
 
 def test_budgets_cannot_exceed_the_device_or_drop_below_what_is_booked():
@@ -151,7 +150,7 @@ def test_an_opened_ledger_adds_up_to_the_card():
     assert ledger.budget(MemoryClass.KV_CACHE) == 4107 * LLAMA_8B_BLOCK
     assert 0 <= ledger.unassigned_bytes < LLAMA_8B_BLOCK
     assert sum(ledger.budget(c) for c in MemoryClass) + ledger.unassigned_bytes == CARD
-    assert ledger.booked_bytes == USED_2024_09 + split.margin_bytes
+    assert sum(ledger.booked(c) for c in MemoryClass) == USED_2024_09 + split.margin_bytes
     graphs = ledger.budget(MemoryClass.PREFILL_GRAPHS) + ledger.budget(MemoryClass.DECODE_GRAPHS)
     assert graphs == split.graph_bytes
 

@@ -52,7 +52,6 @@ class CaptureStep:
     total: int
     """Buckets of its phase."""
     bucket: Bucket
-    estimated_bytes: int
     left_bytes: int
     """Memory that graphs of its phase may still take."""
     refusal: str | None
@@ -197,7 +196,7 @@ class _Queue:
         if needed > left or (needed == left and not is_known):
             verb = "took" if is_measured else "would take about"
             refusal = f"it {verb} {format_bytes(needed)}, {format_bytes(left)} are left"
-        step = CaptureStep(self.phase, index, len(self._order), bucket, needed, left, refusal)
+        step = CaptureStep(self.phase, index, len(self._order), bucket, left, refusal)
         capture = yield step
         used = capture.used_bytes
         if used is not None:

@@ -108,11 +108,6 @@ class MemoryLedger:
         """Bytes that no class has."""
         return self.total_bytes - sum(self._budget.values())
 
-    @property
-    def booked_bytes(self) -> int:
-        """Bytes in use, over all classes."""
-        return sum(self._booked.values())
-
     def budget(self, cls: MemoryClass) -> int:
         """Budget of the class in bytes."""
         return self._budget[cls]
@@ -174,13 +169,6 @@ class MemoryLedger:
                 f"{format_bytes(self._booked[cls])} is booked"
             )
         self._booked[cls] -= num_bytes
-
-    def lines(self) -> list[str]:
-        """One line per class: booked, and budget where it differs."""
-        return [
-            f"{cls}: {format_bytes(self._booked[cls])} of {format_bytes(self._budget[cls])}"
-            for cls in MemoryClass
-        ]
 
 
 def open_ledger(

@@ -15,6 +15,7 @@ GraphOrder = Literal["min_tokens", "max_bs"]
 PromptAttention = Literal["fused", "flex", "naive"]
 SamplingWarmUp = Literal["basic", "all"]
 StepLog = Literal["off", "some", "all"]
+"""No step, steps in which something happened, or every step."""
 
 
 _NO_FLAG = {"cli": False}

@@ -30,8 +30,6 @@ class Param:
 
     TEMPERATURE, MIN_P, TOP_K, TOP_P, PRESENCE, FREQUENCY, REPETITION, IS_GREEDY = range(8)
 
-    COUNT = 8
-
 
 NEUTRAL = (1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0)
 """The parameters of a greedy row that asks for nothing, in the order of `Param`."""

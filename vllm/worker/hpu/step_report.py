@@ -8,16 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
 
 from vllm.bucketing.bucket import Phase
+from vllm.config.hpu import StepLog
 from vllm.logger import init_logger
 from vllm.platforms.habana.bridge import DeviceCounters, HabanaBridge
 
 logger = init_logger(__name__)
-
-ReportMode = Literal["off", "some", "all"]
-"""No step, steps in which something happened, or every step."""
 
 _CONTEXT_LEN_OF_NO_ROWS = 128
 _MIN_READ_INTERVAL_S = 1.0
@@ -68,8 +65,8 @@ class StepReport:
     def __init__(
         self,
         bridge: HabanaBridge,
-        log_compilations: ReportMode = "off",
-        log_fallbacks: ReportMode = "off",
+        log_compilations: StepLog = "off",
+        log_fallbacks: StepLog = "off",
         *,
         log_recipes: bool = False,
     ) -> None:
