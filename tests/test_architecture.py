@@ -116,7 +116,10 @@ CONFINED = {
     "xgrammar": {"structured_output"},
     "llguidance": {"structured_output"},
     "ray": {"executor"},
-    "transformers": {"engine", "entrypoints", "multimodal", "transformers_utils"},
+    "transformers": {
+        *("engine", "entrypoints", "multimodal", "transformers_utils"),
+        "model_executor/models/transformers_model.py",  # runs its modules
+    },
     "pickle": {"model_executor/loader/checkpoint.py"},  # for the name of an error
 }
 

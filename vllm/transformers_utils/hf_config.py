@@ -74,6 +74,13 @@ def complete_hf_config(
     raise ConfigError(f"model_type {model_type!r} of '{folder}': {fix}")
 
 
+def is_known_to_transformers(architecture: str) -> bool:
+    """Whether the installed transformers has a decoder of this name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
 def _with_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Replace values. Names of transformers 4 are also applied to `rope_parameters`."""
     merged = {**raw, **overrides}

@@ -33,14 +33,14 @@ from vllm.engine.resolve.model_options import check_quantization, resolve_offloa
 from vllm.engine.resolve.pooling import resolve_pooler
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.model_executor.models.registry import (
-    BY_TRANSFORMERS,
-    ModelRegistry,
-    is_known_to_transformers,
-)
+from vllm.model_executor.models.registry import BY_TRANSFORMERS, ModelRegistry
 from vllm.platforms import Platform, resolve_platform
 from vllm.platforms.cpu_threads import parse_cores, usable_cores
-from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
+from vllm.transformers_utils.hf_config import (
+    complete_hf_config,
+    is_known_to_transformers,
+    read_hf_config,
+)
 from vllm.transformers_utils.hub import resolve_model_folder
 
 logger = init_logger(__name__)

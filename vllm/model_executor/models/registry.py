@@ -126,13 +126,6 @@ BY_TRANSFORMERS = "TransformersForCausalLM"
 """The architecture that stands for every other one that the transformers library knows."""
 
 
-def is_known_to_transformers(arch_name: str) -> bool:
-    """Whether transformers has a decoder of this name. Imports it."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return arch_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-
 def is_encoder(arch_name: str) -> bool:
     """Whether it is an encoder: all tokens of a prompt see each other, and none is generated."""
     return arch_name in _ENCODERS
