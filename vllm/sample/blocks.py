@@ -14,6 +14,7 @@ bits in any batch.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm.sample.buffers import Buffers
 
@@ -23,21 +24,24 @@ _BLOCKS_PER_CANDIDATE = 6
 """Searching only k blocks is faster while the vocabulary has at least this many times k blocks."""
 
 
-def padded_copy(logits: Tensor, buffers: Buffers) -> Tensor:
+def padded_copy(logits: Tensor, buffers: Buffers | None) -> Tensor:
     """[n, V] of any float dtype -> [n, P] float32 in the buffer "logits".
 
     P is a multiple of the block size and above V, so that there is a column that is no token.
-    Columns from V on are -inf.
+    Columns from V on are -inf. Without buffers it is new memory, and no part of it is written
+    through a view, which a card would do by a copy.
     """
     num_rows, vocab_size = logits.shape
     width = (vocab_size // BLOCK_SIZE + 1) * BLOCK_SIZE
+    if buffers is None:
+        return pad(logits.float(), (0, width - vocab_size), value=float("-inf"))
     copy = buffers.get("logits", (num_rows, width), logits.device)
     copy[:, :vocab_size] = logits
     copy[:, vocab_size:].fill_(float("-inf"))
     return copy
 
 
-def as_whole_blocks(logits: Tensor, buffers: Buffers) -> Tensor:
+def as_whole_blocks(logits: Tensor, buffers: Buffers | None) -> Tensor:
     """[n, V] of any float dtype -> [n, P] float32, P a multiple of the block size.
 
     The result may be `logits` itself, so do not write to it. Columns from V on are -inf.
