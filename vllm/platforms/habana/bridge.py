@@ -43,6 +43,10 @@ class DeviceCounters:
     host_syncs: int | None = None
     h2d_bytes: int | None = None
     d2h_bytes: int | None = None
+    copied_bytes: int | None = None
+    """Of tensors that were copied whole because they were written through a view."""
+    cache_copies: int | None = None
+    """How many of these copies were of a tensor of `HabanaBridge.zeros`."""
 
 
 class FusedKernels(Protocol):

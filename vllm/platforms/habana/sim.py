@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from vllm.platforms.habana.bridge import DeviceCounters, FusedKernels, MemoryInfo
 from vllm.platforms.habana.sim_card import SimulatedCard
+from vllm.platforms.habana.sim_compile import compile_for_card
 from vllm.platforms.habana.sim_device import HpuTensor, install
 from vllm.platforms.habana.sim_execute import execute
 from vllm.platforms.habana.sim_graphs import wrap_in_hpu_graph
@@ -62,7 +63,12 @@ class SimBridge:
             has_lazy_collectives=has_lazy_collectives,
             recipe_cache=RecipeCache.from_config(recipe_cache) if recipe_cache else None,
         )
-        install(self.card, execute=execute, device_module=device_module())
+        install(
+            self.card,
+            execute=execute,
+            compile_for_card=compile_for_card,
+            device_module=device_module(),
+        )
         register()
         if is_vendor:
             install_vendor()
@@ -103,8 +109,9 @@ class SimBridge:
             self.card.memory.check(self.card.memory.device_bytes(num_bytes, dtype))
         except RuntimeError as error:
             raise MemoryError(str(error)) from None
-        raw = mapped_zeros(num_bytes).view(dtype).view(shape)
-        return HpuTensor(raw)
+        tensor = HpuTensor(mapped_zeros(num_bytes).view(dtype).view(shape))
+        self.card.caches.add(tensor.lease)
+        return tensor
 
     def synchronize(self) -> None:
         self.card.synchronize()

@@ -164,16 +164,17 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 # ---- what a graph may not have ----------------------------------------------------------------
 
 
-def violations(graph: fx.Graph) -> list[str]:
-    """What in a functionalised graph the bridge refuses or does slowly, in words; none is good."""
+def operator_violations(graph: fx.Graph) -> list[str]:
+    """Which operators of a functionalised graph the bridge does not run on the device, and why."""
     found = []
     for node in operators_of(graph):
         if node.target is not _COPY_BACK:
-            found += [f"{node.name}: {text}" for text in _operator_violations(node)]
-    return found + _write_violations(graph)
+            found += [f"{node.name}: {text}" for text in _violations_of(node)]
+    return found
 
 
-def _write_violations(graph: fx.Graph) -> list[str]:
+def write_violations(graph: fx.Graph) -> list[str]:
+    """Which writes of a functionalised graph to its inputs copy these whole, and why."""
     backs = [node for node in operators_of(graph) if node.target is _COPY_BACK]
     targets = [node.args[0] for node in backs]
     found = [f"{x} is written back more than once" for x in set(targets) if targets.count(x) > 1]
@@ -187,7 +188,7 @@ def _write_violations(graph: fx.Graph) -> list[str]:
     return found
 
 
-def _operator_violations(node: fx.Node) -> Iterator[str]:
+def _violations_of(node: fx.Node) -> Iterator[str]:
     op: Any = node.target
     name = base_name(op)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)

@@ -1,0 +1,129 @@
+"""The program that a card runs, on tensors of the host: any torch can capture it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from pytest import MonkeyPatch
+from torch import Tensor
+
+import vllm.ops
+from tests.tiny_models import _FAMILIES
+from tests.tiny_pooling_models import _QWEN, MODELS, REWARD_MODELS
+from vllm.attention.backends.sdpa import bridge_sdpa
+from vllm.bucketing.bucket import decode, prefill
+from vllm.config import (
+    CacheConfig,
+    LoadConfig,
+    ModelArch,
+    ModelConfig,
+    PoolerConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed import TPGroup
+from vllm.model_executor.loader import load_model
+from vllm.model_executor.models.interface import CausalLM, PoolingModel
+from vllm.model_executor.models.registry import is_encoder
+from vllm.ops.hpu import HPUOps
+from vllm.platforms.habana.sim import SimulatedKernels
+from vllm.platforms.habana.sim_kernels import register
+from vllm.worker.hpu.input import fields_of, padded_sizes
+from vllm.worker.hpu.model import HPUModel, LaunchModel
+from vllm.worker.hpu.planner import PaddedShape
+from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout, layers_with_cache
+from vllm.worker.pooling.hpu_model import _TYPED, WholePromptModel
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 9
+MAX_NUM_SEQS = 8
+
+SHAPES = {
+    "decode": PaddedShape(decode(4, 8)),
+    "contiguous decode": PaddedShape(decode(4, 4), is_contiguous=True),
+    "decode of drafts": PaddedShape(decode(4, 8, query_len=3)),
+    "prefill": PaddedShape(prefill(1, 32)),
+    "prefill with context": PaddedShape(prefill(2, 16, 2)),
+    "merged prefill": PaddedShape(prefill(1, 32, 2), merged_prompts=4),
+}
+
+_CAUSAL = {
+    "LlamaForCausalLM": ("llama", "num_hidden_layers"),
+    "MistralForCausalLM": ("mistral", "num_hidden_layers"),
+    "OPTForCausalLM": ("opt", "num_hidden_layers"),
+    "Qwen3ForCausalLM": ("qwen3", "num_hidden_layers"),
+    # Of two layers, as only one of them has a window.
+    "Qwen2ForCausalLM": ("qwen2", None),
+}
+
+
+def config_of(architecture: str, dtype: str, **overrides: Any) -> VllmConfig:
+    """An engine's config for a tiny model of an architecture with dummy weights."""
+    if architecture in _CAUSAL:
+        family, layers = _CAUSAL[architecture]
+        create, values = _FAMILIES[family]
+        values = values if layers is None else values | {layers: 1}
+    elif architecture in REWARD_MODELS:
+        create, values = MODELS["Qwen2ForSequenceClassification"][0], _QWEN
+        values = values | {"num_hidden_layers": 1, "num_labels": REWARD_MODELS[architecture]}
+    else:
+        create, values = MODELS[architecture]
+        values = values | {"num_hidden_layers": 1}
+    pooler = None
+    if architecture not in _CAUSAL:
+        is_causal = not is_encoder(architecture)
+        pooler = PoolerConfig(
+            task="embed", pooling_type="LAST" if is_causal else "MEAN", is_causal=is_causal
+        )
+    arch = ModelArch.from_hf(
+        create(**values | overrides).to_dict() | {"architectures": [architecture]}
+    )
+    return VllmConfig(
+        model=ModelConfig(model="tiny", path="tiny", arch=arch, dtype=dtype, pooler=pooler),
+        cache=CacheConfig(block_size=BLOCK_SIZE),
+        scheduler=SchedulerConfig(
+            max_model_len=128, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=128
+        ),
+        load=LoadConfig(load_format="dummy", use_tqdm_on_load=False),
+    )
+
+
+@contextmanager
+def operators_of_a_card() -> Iterator[None]:
+    """Inside, layers call the operators of a card, with the fused kernels as simulated ones."""
+    register()
+    with MonkeyPatch.context() as patch:
+        patch.setattr(vllm.ops, "_ops", HPUOps(SimpleNamespace(kernels=SimulatedKernels())))
+        yield
+
+
+def launch_model(config: VllmConfig) -> LaunchModel:
+    """What the runner of a card makes of a model, with a KV cache of zeros."""
+    model = load_model(config, TPGroup(), torch.device("cpu"))
+    kernel = bridge_sdpa(SimulatedKernels())
+    layers, dtype = layers_with_cache(model), cache_dtype(config)
+    if layers:
+        platform: Any = SimpleNamespace(
+            allocate_cache=lambda shape, dtype: torch.zeros(shape, dtype=dtype)
+        )
+        layout = cache_layout(config, layers, dtype, keeps_all=True)
+        bind_kv_caches(layers, platform, NUM_BLOCKS, layout, dtype)
+    if isinstance(model, PoolingModel):
+        pooler = config.model.pooler
+        assert pooler is not None
+        if pooler.needs_whole_prompts:
+            return WholePromptModel(model, pooler, BLOCK_SIZE, kernel)
+        return HPUModel(model, model.head, BLOCK_SIZE, kernel)
+    assert isinstance(model, CausalLM)
+    newest = torch.zeros(MAX_NUM_SEQS + 1, dtype=torch.int32)
+    return HPUModel(model, model.compute_logits, BLOCK_SIZE, kernel, None, newest)
+
+
+def padding_input(model: LaunchModel, shape: PaddedShape) -> Tensor:
+    """Packed input of zeros for a launch of this shape."""
+    sizes = padded_sizes(shape)
+    has_types = isinstance(model, WholePromptModel) and model._has_types
+    fields = _TYPED if has_types else fields_of(shape)
+    return torch.zeros(sum(fields.part_sizes(sizes)), dtype=torch.int32)

@@ -1,0 +1,61 @@
+"""The model as a card compiles it: every architecture, captured with functionalisation.
+
+Nothing here needs the simulated torch device, so it runs with every torch that a card comes with.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import fx
+
+from tests.conformance.hpu_program import (
+    SHAPES,
+    config_of,
+    launch_model,
+    operators_of_a_card,
+    padding_input,
+)
+from vllm.model_executor.models.registry import ModelRegistry, is_encoder
+from vllm.platforms.habana.sim_capture import capture
+from vllm.platforms.habana.sim_graph_rules import operator_violations, write_violations
+
+_FIRST = "LlamaForCausalLM"
+_GENERATORS = [name for name in ModelRegistry.supported() if name.endswith("ForCausalLM")]
+_POOLERS = [name for name in ModelRegistry.supported() if name not in _GENERATORS]
+CASES = [
+    *((_FIRST, shape) for shape in SHAPES),
+    *(
+        (name, shape)
+        for name in _GENERATORS
+        if name != _FIRST
+        for shape in ("decode", "prefill with context")
+    ),
+    *((name, "prefill") for name in _POOLERS),
+]
+
+
+@cache
+def captured(architecture: str, shape: str) -> tuple[fx.Graph, int]:
+    """The graph of a launch, and how many layers have keys and values."""
+    with operators_of_a_card():
+        model = launch_model(config_of(architecture, "bfloat16"))
+        graph = capture(model, padding_input(model, SHAPES[shape]), SHAPES[shape])
+    return graph, 0 if is_encoder(architecture) else len(list(model.model.layers))
+
+
+@pytest.mark.parametrize(("architecture", "shape"), CASES)
+def test_a_launch_is_one_graph_of_operators_that_run_on_the_device(architecture, shape):
+    graph, _ = captured(architecture, shape)
+    assert operator_violations(graph) == []
+
+
+@pytest.mark.xfail(strict=True, reason="the cache is written through a view")
+@pytest.mark.parametrize(
+    ("architecture", "shape"), [case for case in CASES if not is_encoder(case[0])]
+)
+def test_keys_and_values_are_written_in_place_and_once(architecture, shape):
+    graph, num_layers = captured(architecture, shape)
+    assert write_violations(graph) == []
+    writes = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+    assert len(writes) == 2 * num_layers
