@@ -28,7 +28,8 @@ class CacheKind(Enum):
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """One tensor of a layer: [num_blocks, block_size, *shape]."""
+    """One tensor of a layer: [num_blocks, block_size, *shape], or with the first two dimensions
+    as one on a platform whose cache is flat."""
 
     shape: tuple[int, ...]
     """Of one token."""

@@ -9,14 +9,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 NAN = float("nan")
+HUGE = 1e38
+UNUSED = (NAN, HUGE)
+"""In keys and in values that no query sees: values have to be finite, and may be anything else."""
 
 
 @dataclass
 class Cache:
-    """Keys and values of some requests in shuffled blocks. All that belongs to no token is NaN,
-    the null block too, so that reading it shows."""
+    """Keys and values of some requests in shuffled blocks. All that belongs to no token is NaN in
+    keys and huge in values, the null block too, so that reading it shows."""
 
     keys: Tensor
+    """[num_blocks, S, G, D]"""
     values: Tensor
     tables: np.ndarray
     seq_lens: np.ndarray
@@ -24,6 +28,25 @@ class Cache:
     @property
     def block_size(self) -> int:
         return self.keys.shape[1]
+
+    @property
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as HPU has them, in the same memory."""
+        return flat(self.keys), flat(self.values)
+
+
+def flat(cache: Tensor) -> Tensor:
+    """[num_blocks, S, ...] -> [num_blocks * S, ...]"""
+    return cache.view(-1, *cache.shape[2:])
+
+
+def padded_caches(keys: Tensor, values: Tensor, num_blocks: int) -> list[Tensor]:
+    """With unused blocks behind them, as the caches of one bucket are of one size."""
+    shape = (num_blocks - len(keys), *keys.shape[1:])
+    return [
+        torch.cat((x, x.new_full(shape, unused)))
+        for x, unused in zip((keys, values), UNUSED, strict=True)
+    ]
 
 
 def random_cache(
@@ -42,7 +65,7 @@ def random_cache(
     tables = ids.view(len(seq_lens), max_blocks).numpy().astype(np.int32)
     tables[:, :shared_blocks] = tables[lengths.argmax(), :shared_blocks]
     shape = (num_blocks, block_size, num_kv_heads, head_size)
-    keys, values = torch.full(shape, NAN, dtype=dtype), torch.full(shape, NAN, dtype=dtype)
+    keys, values = (torch.full(shape, unused, dtype=dtype) for unused in UNUSED)
     written = set()
     for row in np.argsort(-lengths, kind="stable"):
         for index in range(-(-int(lengths[row]) // block_size)):

@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.attention.launches import random_cache
+from tests.attention.launches import UNUSED, random_cache
 from vllm.attention import Attention, LaunchContext
 from vllm.attention.backends.alibi import alibi_slopes
 from vllm.attention.backends.flat_pa import derive_decode_blocks
-from vllm.attention.backends.hpu_attn import decode_attention, prefill_attention, prefill_mask
+from vllm.attention.backends.hpu_attn import (
+    decode_attention,
+    derive_prefill_blocks,
+    prefill_attention,
+    prefill_mask,
+)
 from vllm.attention.backends.hpu_metadata import build_decode_metadata, build_prefill_metadata
 from vllm.attention.backends.merged_prefill import build_merged_prefill_metadata
-from vllm.attention.backends.padded import (
-    MergedPrefill,
-    PaddedDecode,
-    PaddedPrefill,
-    layer_kinds,
-)
+from vllm.attention.backends.padded import PaddedDecode, PaddedPrefill, layer_kinds
 from vllm.attention.backends.sdpa import torch_sdpa
 from vllm.errors import ConfigError
 
@@ -59,7 +59,7 @@ def test_decode_continues_what_a_prompt_began(num_heads, window):
     scores[:, (age < 0) | (age >= (window or length))] = float("-inf")
     want = torch.einsum("hqk,khd->qhd", scores.softmax(-1), heads[1])
 
-    caches = torch.full((2, 4, 16, 2, 16), float("nan"))
+    caches = [torch.full((4 * 16, 2, 16), unused) for unused in UNUSED]
     outputs = []
     for start, stop in ((0, 20), (20, 39)):
         part = slice(start, stop)
@@ -67,12 +67,13 @@ def test_decode_continues_what_a_prompt_began(num_heads, window):
         metadata = launch.to("cpu")
         mask = prefill_mask(metadata, 16, window, slopes)
         new = (query[:, part], key[:, part], value[:, part])
-        outputs.append(prefill_attention(*new, *caches, metadata, mask, 0.25)[0])
+        blocks = derive_prefill_blocks(metadata, 16)
+        outputs.append(prefill_attention(*new, *caches, blocks, mask, 0.25)[0])
     for position in range(39, length):
         metadata = build_decode_metadata(tables, [position + 1], 1, 4, 16).to("cpu")
         blocks = derive_decode_blocks(metadata, 16, torch.float32, window)
         new = (query[:, position], key[:, position], value[:, position])
-        outputs.append(decode_attention(*new, *caches, metadata, blocks, 0.25, alibi_slopes=slopes))
+        outputs.append(decode_attention(*new, *caches, blocks, 0.25, alibi_slopes=slopes))
     torch.testing.assert_close(torch.cat(outputs), want, rtol=1e-5, atol=1e-5)
 
 
@@ -85,7 +86,7 @@ def test_padded_launches_of_a_layer_are_the_prompt_in_one_piece(window, is_merge
     layer = Attention(6, 16, 2, sliding_window=window, alibi_slopes=alibi_slopes(6))
     query, key, value = torch.randn(length, 10, 16).to(dtype).split([6, 2, 2], dim=1)
     want = layer(query.float(), key.float(), value.float())
-    layer.bind_kv_cache(*torch.full((2, 4, 16, 2, 16), float("nan"), dtype=dtype))
+    layer.bind_kv_cache(*(torch.full((4 * 16, 2, 16), unused, dtype=dtype) for unused in UNUSED))
     kinds = layer_kinds([layer])
 
     def launch(start: int, stop: int):
@@ -95,7 +96,7 @@ def test_padded_launches_of_a_layer_are_the_prompt_in_one_piece(window, is_merge
         sizes = (tables, [start], [stop - start], 1, stop - start, 2, 16)
         if is_merged:
             merged = build_merged_prefill_metadata(*sizes).to("cpu")
-            return MergedPrefill.derive(merged, kinds, 16, torch_sdpa)
+            return PaddedPrefill.derive_merged(merged, kinds, 16, torch_sdpa)
         prefill = build_prefill_metadata(*sizes).to("cpu")
         return PaddedPrefill.derive(prefill, kinds, 16, torch_sdpa)
 
@@ -126,9 +127,9 @@ def test_random_caches_of_alibi_rows_do_not_see_each_other():
         metadata = build_decode_metadata(cache.tables[rows], lengths, len(lengths), 16, 16)
         metadata = metadata.to("cpu")
         blocks = derive_decode_blocks(metadata, 16, torch.float32)
-        caches = cache.keys.clone(), cache.values.clone()
+        caches = [x.clone() for x in cache.flat]
         return decode_attention(
-            query[rows], *new[:, rows], *caches, metadata, blocks, 0.25, alibi_slopes=slopes
+            query[rows], *new[:, rows], *caches, blocks, 0.25, alibi_slopes=slopes
         )
 
     together = decode(slice(0, 3))

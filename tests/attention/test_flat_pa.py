@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.attention.launches import NAN, Cache, StaticOnly, random_cache
+from tests.attention.cache_traffic import CacheTraffic
+from tests.attention.launches import HUGE, NAN, Cache, StaticOnly, random_cache
 from vllm.attention.backends.flat_pa import derive_decode_blocks, flat_paged_attention
-from vllm.attention.backends.hpu_attn import decode_attention
+from vllm.attention.backends.hpu_attn import decode_attention, write_kv_cache
 from vllm.attention.backends.hpu_metadata import (
     HPUDecodeMetadata,
     build_decode_metadata,
@@ -68,8 +69,7 @@ def flat(
     blocks = derive_decode_blocks(launch, cache.block_size, query.dtype, window)
     out = flat_paged_attention(
         padded,
-        cache.keys,
-        cache.values,
+        *cache.flat,
         blocks,
         scale,
         alibi_slopes=slopes,
@@ -176,7 +176,7 @@ def test_block_far_below_the_maximum_adds_nothing():
 def test_worked_example_with_two_rows():
     """q 1 and 2; the numbers of the specification."""
     keys = torch.tensor([[NAN, NAN], [1, 2], [3, 9.9], [0.5, 7]]).view(4, 2, 1, 1)
-    values = torch.tensor([[NAN, NAN], [10, 20], [30, 99], [5, 77]]).view(4, 2, 1, 1)
+    values = torch.tensor([[HUGE, HUGE], [10, 20], [30, 99], [5, 77]]).view(4, 2, 1, 1)
     cache = Cache(keys, values, np.array([[1, 2], [3, 0]]), np.array([3, 1]))
     query = torch.tensor([1.0, 2.0]).view(2, 1, 1)
     for is_contiguous in (True, False):
@@ -238,12 +238,54 @@ def test_new_tokens_are_stored_and_seen(is_contiguous, dtype):
             slot = (cache.tables[row, (length - 1) // 16], (length - 1) % 16)
             mirror.keys[slot], mirror.values[slot] = new[0, row], new[1, row]
     blocks = derive_decode_blocks(launch, 16, dtype)
-    got = decode_attention(query, *new, cache.keys, cache.values, launch, blocks, SCALE)
+    got = decode_attention(query, *new, *cache.flat, blocks, SCALE)
     want = reference(query[:4], mirror)
     torch.testing.assert_close(got[:4], want, **TOLERANCES[dtype])
     torch.testing.assert_close(cache.keys[1:], mirror.keys[1:], equal_nan=True)
     torch.testing.assert_close(cache.values[1:], mirror.values[1:], equal_nan=True)
     assert not torch.equal(before[0].isnan(), cache.keys[0].isnan()), "padding is in block 0"
+
+
+@pytest.mark.parametrize(("is_contiguous", "factor"), [(True, 1), (False, 3)])
+def test_a_decode_reads_keys_and_values_once_and_writes_one_token(is_contiguous, factor):
+    """A gather writes what it reads, and that is read again."""
+    lengths, num_kv_heads = np.full(4, 8 * 16, np.int32), 4
+    cache = random_cache(lengths.tolist(), num_kv_heads)
+    tables = np.arange(1, 33, dtype=np.int32).reshape(4, 8)
+    launch = build_decode_metadata(
+        tables,
+        lengths,
+        4,
+        33 if is_contiguous else 32,
+        16,
+        padded_shared=0 if is_contiguous else None,
+    ).to("cpu")
+    blocks = derive_decode_blocks(launch, 16, torch.float32)
+    query, new = torch.randn(4, 8, HEAD_SIZE), torch.randn(2, 4, num_kv_heads, HEAD_SIZE)
+    with CacheTraffic(*cache.flat) as traffic:
+        decode_attention(query, *new, *cache.flat, blocks, SCALE)
+    ideal = (factor * lengths.sum() + 4) * cache.keys[0, 0].nbytes * 2
+    assert ideal <= traffic.num_bytes <= 1.05 * ideal
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
+def test_values_that_are_not_finite_stay_with_their_token(is_contiguous):
+    """They are stored as 0, and the keys as they are. Whoever has the block next does not see
+    either; whoever computes with the token does."""
+    cache = random_cache([20, 40])
+    launch = decode_launch(cache, is_contiguous)
+    slots = int(cache.tables[0, 1]) * 16 + torch.arange(16)
+    bad = torch.full((16, 2, HEAD_SIZE), NAN)
+    values = torch.tensor([NAN, np.inf, -np.inf, 1e38]).repeat(4).view(-1, 1, 1).expand_as(bad)
+    want = reference(query := random_query(cache, 4), cache)
+    write_kv_cache(bad[4:], values[4:], *cache.flat, slots[4:])  # from the 21st token on
+    stored = cache.flat[1][slots[4:]]
+    assert (stored == torch.tensor([0, 0, 0, 1e38]).repeat(3).view(-1, 1, 1)).all()
+    torch.testing.assert_close(flat(query, cache, launch), want, rtol=1e-5, atol=1e-5)
+    write_kv_cache(bad[3:4], values[3:4], *cache.flat, slots[3:4])
+    blocks = derive_decode_blocks(launch, 16, query.dtype)
+    padded = torch.cat((query, torch.zeros(3, 4, HEAD_SIZE)))
+    assert flat_paged_attention(padded, *cache.flat, blocks, SCALE)[0].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -276,9 +318,7 @@ def test_nothing_happens_on_the_host_and_shapes_are_static():
                     query,
                     new,
                     new,
-                    cache.keys,
-                    cache.values,
-                    launch,
+                    *cache.flat,
                     blocks,
                     SCALE,
                     alibi_slopes=slopes,
@@ -294,11 +334,11 @@ def test_runs_without_content():
         launch = HPUDecodeMetadata(**{k: v.to("meta") for k, v in vars(on_cpu).items()})
         query = torch.empty(5, 4, HEAD_SIZE, device="meta", dtype=torch.bfloat16)
         new = torch.empty(5, 2, HEAD_SIZE, device="meta", dtype=torch.bfloat16)
-        caches = (torch.empty(9, 16, 2, HEAD_SIZE, device="meta", dtype=new.dtype),) * 2
+        caches = (torch.empty(9 * 16, 2, HEAD_SIZE, device="meta", dtype=new.dtype),) * 2
         for is_pipelined in (True, False):
             blocks = derive_decode_blocks(launch, 16, query.dtype, 20)
             out = decode_attention(
-                query, new, new, *caches, launch, blocks, SCALE, is_pipelined=is_pipelined
+                query, new, new, *caches, blocks, SCALE, is_pipelined=is_pipelined
             )
             assert (out.shape, out.dtype) == (query.shape, query.dtype)
 
@@ -316,7 +356,7 @@ def test_one_graph_of_a_bucket_serves_every_step(is_pipelined):
     for lengths in ([15, 40, 7], [33, 1, 20], [5, 0, 48]):
         cache = random_cache(lengths)
         launch = build_decode_metadata(cache.tables, cache.seq_lens, 4, 8, 16).to("cpu")
-        inputs = (query, cache.keys, cache.values, *vars(launch).values())
+        inputs = (query, *cache.flat, *vars(launch).values())
         graph = graph or make_fx(forward)(*inputs)
         want = reference(query[:3], cache)
         torch.testing.assert_close(graph(*inputs)[:3], want, rtol=1e-5, atol=1e-5)
@@ -357,8 +397,7 @@ def test_several_tokens_of_a_row_see_what_each_sees_alone(
     with StaticOnly():
         got = flat_paged_attention(
             query.flatten(0, 1),
-            cache.keys,
-            cache.values,
+            *cache.flat,
             blocks,
             SCALE,
             alibi_slopes=slopes,

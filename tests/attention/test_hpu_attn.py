@@ -8,16 +8,32 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.attention.launches import NAN, Cache, StaticOnly, random_cache
+from tests.attention.launches import (
+    HUGE,
+    NAN,
+    UNUSED,
+    Cache,
+    StaticOnly,
+    flat,
+    padded_caches,
+    random_cache,
+)
+from vllm.attention.backends.flat_pa import derive_decode_blocks
 from vllm.attention.backends.hpu_attn import (
     SDPAKernel,
+    decode_attention,
+    derive_prefill_blocks,
     naive_sdpa,
     prefill_attention,
     prefill_mask,
     torch_sdpa,
     write_kv_cache,
 )
-from vllm.attention.backends.hpu_metadata import HPUPrefillMetadata, build_prefill_metadata
+from vllm.attention.backends.hpu_metadata import (
+    HPUPrefillMetadata,
+    build_decode_metadata,
+    build_prefill_metadata,
+)
 from vllm.ops.native import NativeOps
 
 HEAD_SIZE = 16
@@ -65,6 +81,7 @@ class Prefill:
             block_size,
         )
         self.metadata = launch.to("cpu")
+        self.blocks = derive_prefill_blocks(self.metadata, block_size)
         self.query_lens = queries
         self.cache = Cache(
             self.full.keys.clone(), self.full.values.clone(), self.full.tables, self.full.seq_lens
@@ -74,12 +91,12 @@ class Prefill:
         new = torch.randn(2, batch, query_len, 2, HEAD_SIZE).to(dtype)
         is_new = torch.arange(query_len) < self.metadata.query_lens[:, None]
         slots = self.metadata.slot_mapping[is_new].long()
-        for tensor, cache, full in (
-            (new[0], self.cache.keys, self.full.keys),
-            (new[1], self.cache.values, self.full.values),
+        for tensor, cache, full, unused in (
+            (new[0], self.cache.keys, self.full.keys, NAN),
+            (new[1], self.cache.values, self.full.values, HUGE),
         ):
             tensor[is_new] = full.flatten(0, 1)[slots]
-            cache.flatten(0, 1)[slots] = NAN
+            cache.flatten(0, 1)[slots] = unused
         self.key, self.value = new
 
     def run(self, mask: Tensor | None, kernel: SDPAKernel = torch_sdpa) -> Tensor:
@@ -87,9 +104,8 @@ class Prefill:
             self.query,
             self.key,
             self.value,
-            self.cache.keys,
-            self.cache.values,
-            self.metadata,
+            *self.cache.flat,
+            self.blocks,
             mask,
             SCALE,
             kernel,
@@ -135,9 +151,10 @@ def test_context_that_another_row_of_the_launch_writes():
     tables = np.array([[1, 2], [1, 3]])
     launch = build_prefill_metadata(tables, [0, 16], [20, 4], 2, 20, 1, 16).to("cpu")
     new = torch.randn(2, 2, 20, 2, HEAD_SIZE)
-    caches = torch.full((2, 4, 16, 2, HEAD_SIZE), NAN)
+    caches = [torch.full((4, 16, 2, HEAD_SIZE), unused) for unused in UNUSED]
     query = torch.randn(2, 20, 4, HEAD_SIZE)
-    out = prefill_attention(query, *new, *caches, launch, prefill_mask(launch, 16), SCALE)
+    blocks, mask = derive_prefill_blocks(launch, 16), prefill_mask(launch, 16)
+    out = prefill_attention(query, *new, *map(flat, caches), blocks, mask, SCALE)
     want = NativeOps().paged_attention_prefill(
         torch.cat((query[0], query[1, :4])),
         *caches,
@@ -191,7 +208,7 @@ def test_padding_is_stored_in_the_null_block():
     launch = build_prefill_metadata([[2, 1]], [3], [4], 3, 9, 1, 4).to("cpu")
     caches = torch.zeros(2, 4, 4, 2, HEAD_SIZE)
     new = torch.randn(2, 3, 9, 2, HEAD_SIZE)
-    write_kv_cache(*new, *caches, launch.slot_mapping)
+    write_kv_cache(*new, *map(flat, caches), launch.slot_mapping.long())
     assert (caches[:, 2, :3] == 0).all()
     torch.testing.assert_close(caches[:, 2, 3], new[:, 0, 0])
     torch.testing.assert_close(caches[:, 1, :3], new[:, 0, 1:4])
@@ -199,15 +216,41 @@ def test_padding_is_stored_in_the_null_block():
     assert (caches[:, 3] == 0).all()
 
 
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_caches_are_written_as_they_are_and_not_through_a_view(is_prefill):
+    """A compiler finds a copy of each input that is written, made of that input itself."""
+    launch = build_decode_metadata([[1], [2]], [3, 5], 2, 4, 16).to("cpu")
+    prefill = Prefill(ROWS["chunks"])
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *caches: Tensor) -> Tensor:
+        if is_prefill:
+            mask = prefill_mask(prefill.metadata, 16)
+            return prefill_attention(query, key, value, *caches, prefill.blocks, mask, SCALE)
+        blocks = derive_decode_blocks(launch, 16, query.dtype)
+        return decode_attention(query, key, value, *caches, blocks, SCALE)
+
+    new = (prefill.query, prefill.key, prefill.value)
+    if not is_prefill:
+        new = tuple(x[:2, 0] for x in new)
+    functional = torch.func.functionalize(forward)
+    nodes = list(make_fx(functional)(*new, *prefill.cache.flat).graph.nodes)
+    copies = [n for n in nodes if n.target is torch.ops.aten.index_copy.default]
+    caches = [n for n in nodes if n.op == "placeholder"][3:]
+    assert [n.args[0] for n in copies] == caches
+    written = [n.args for n in nodes if n.target is torch.ops.aten.copy_.default]
+    assert written == list(zip(caches, copies, strict=True))
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_nothing_happens_on_the_host_and_shapes_are_static(rows):
     prefill = Prefill(ROWS[rows])
-    arguments = (prefill.query, prefill.key, prefill.value, *vars(prefill.cache).values())
+    arguments = (prefill.query, prefill.key, prefill.value, *prefill.cache.flat)
     for kernel in KERNELS.values():
         for window, slopes in [(None, None), (10, None), (10, torch.ones(4))]:
             with StaticOnly():
+                blocks = derive_prefill_blocks(prefill.metadata, 16)
                 mask = prefill_mask(prefill.metadata, 16, window, slopes)
-                prefill_attention(*arguments[:5], prefill.metadata, mask, SCALE, kernel)
+                prefill_attention(*arguments, blocks, mask, SCALE, kernel)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -217,11 +260,12 @@ def test_runs_without_content(rows):
     tensors = vars(prefill.metadata).items()
     metadata = HPUPrefillMetadata(**{name: x.to("meta") for name, x in tensors})
     query, key, value = (x.to("meta") for x in (prefill.query, prefill.key, prefill.value))
-    caches = [x.to("meta") for x in (prefill.cache.keys, prefill.cache.values)]
+    caches = [x.to("meta") for x in prefill.cache.flat]
+    blocks = derive_prefill_blocks(metadata, 16)
     for kernel in KERNELS.values():
         for slopes in (None, torch.ones(4, device="meta")):
             mask = prefill_mask(metadata, 16, 10, slopes, query.dtype)
-            out = prefill_attention(query, key, value, *caches, metadata, mask, SCALE, kernel)
+            out = prefill_attention(query, key, value, *caches, blocks, mask, SCALE, kernel)
             assert (out.shape, out.dtype) == (query.shape, query.dtype)
 
 
@@ -231,15 +275,13 @@ def test_one_graph_of_a_bucket_serves_every_step():
     def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
         metadata = HPUPrefillMetadata(*rest[2:])
         mask = prefill_mask(metadata, 16, sliding_window=25)
-        return prefill_attention(query, key, value, *rest[:2], metadata, mask, SCALE)
+        blocks = derive_prefill_blocks(metadata, 16)
+        return prefill_attention(query, key, value, *rest[:2], blocks, mask, SCALE)
 
     graph = None
     for rows in ([(7, 20), (33, 4)], [(48, 1), (0, 20)], [(33, 15), (20, 20)]):
         prefill = Prefill(rows)
-        caches = [
-            torch.cat((x, torch.full((12 - len(x), *x.shape[1:]), NAN)))
-            for x in (prefill.cache.keys, prefill.cache.values)
-        ]
+        caches = map(flat, padded_caches(prefill.cache.keys, prefill.cache.values, 12))
         inputs = (prefill.query, prefill.key, prefill.value, *caches)
         inputs += tuple(vars(prefill.metadata).values())
         graph = graph or make_fx(forward)(*inputs)

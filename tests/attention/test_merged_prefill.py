@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.attention.launches import NAN, Cache, StaticOnly, random_cache
+from tests.attention.launches import UNUSED, Cache, StaticOnly, flat, padded_caches, random_cache
 from vllm.attention.backends.alibi import alibi_slopes
-from vllm.attention.backends.hpu_attn import merged_prefill_attention
+from vllm.attention.backends.hpu_attn import derive_merged_blocks, prefill_attention
 from vllm.attention.backends.hpu_metadata import build_prefill_metadata
 from vllm.attention.backends.merged_prefill import (
     MergedPrefillMetadata,
@@ -59,7 +59,8 @@ class Merged:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.query, self.key, self.value, self.cache.keys, self.cache.values
+        """Of one row, and the cache."""
+        return self.query[None], self.key[None], self.value[None], *self.cache.flat
 
     def run(
         self,
@@ -70,7 +71,8 @@ class Merged:
         metadata, block_size = self.arrays.to("cpu"), self.cache.block_size
         with StaticOnly():
             mask = derive_merged_mask(metadata, block_size, window, slopes, self.query.dtype)
-            out = merged_prefill_attention(*self.tensors, metadata, mask, SCALE, kernel)
+            blocks = derive_merged_blocks(metadata, block_size)
+            out = prefill_attention(*self.tensors, blocks, mask, SCALE, kernel)[0]
         assert (out.shape, out.dtype) == (self.query.shape, self.query.dtype)
         assert out.isfinite().all(), "padding is finite"
         return out[: sum(self.query_lens)]
@@ -105,11 +107,11 @@ def merged(
     query = torch.randn(sizes[1], num_heads, HEAD_SIZE).to(dtype)
     new = torch.randn(2, sizes[1], 2, HEAD_SIZE).to(dtype)
     slots = torch.from_numpy(arrays.slot_mapping[: sum(queries)]).long()
-    for part, emptied, source in zip(
-        new, (cache.keys, cache.values), (full.keys, full.values), strict=True
+    for part, emptied, source, unused in zip(
+        new, (cache.keys, cache.values), (full.keys, full.values), UNUSED, strict=True
     ):
         part[: sum(queries)] = source.flatten(0, 1)[slots]
-        emptied.flatten(0, 1)[slots] = NAN
+        emptied.flatten(0, 1)[slots] = unused
     return Merged(arrays, query, *new, cache, full, queries)
 
 
@@ -191,9 +193,10 @@ def test_context_that_another_prompt_of_the_launch_writes():
     tables = np.array([[1, 2], [1, 3]])
     metadata = build_merged_prefill_metadata(tables, [0, 16], [20, 4], 2, 30, 1, 16).to("cpu")
     query, new = torch.randn(30, 4, HEAD_SIZE), torch.randn(2, 30, 2, HEAD_SIZE)
-    caches = torch.full((2, 4, 16, 2, HEAD_SIZE), NAN)
-    mask = derive_merged_mask(metadata, 16)
-    out = merged_prefill_attention(query, *new, *caches, metadata, mask, SCALE)
+    caches = [torch.full((4, 16, 2, HEAD_SIZE), unused) for unused in UNUSED]
+    mask, blocks = derive_merged_mask(metadata, 16), derive_merged_blocks(metadata, 16)
+    one_row = (x[None] for x in (query, *new))
+    out = prefill_attention(*one_row, *map(flat, caches), blocks, mask, SCALE)[0]
     want = NativeOps().paged_attention_prefill(
         query[:24], *caches, torch.from_numpy(tables), [0, 20, 24], [20, 20], SCALE, None
     )
@@ -237,7 +240,8 @@ class Attention(nn.Module):
 
     def forward(self, tensors: tuple[Tensor, ...], metadata: MergedPrefillMetadata) -> Tensor:
         mask = derive_merged_mask(metadata, 16, self.window)
-        return merged_prefill_attention(*tensors, metadata, mask, SCALE, self.kernel)
+        blocks = derive_merged_blocks(metadata, 16)
+        return prefill_attention(*tensors, blocks, mask, SCALE, self.kernel)[0]
 
 
 @pytest.fixture
@@ -251,11 +255,8 @@ def test_one_graph_of_a_bucket_serves_every_step_on_a_strict_card(strict_card, w
     graph = strict_card.wrap_in_hpu_graph(Attention(bridge_sdpa(strict_card.kernels), window))
     for prompts in ([(7, 20), (33, 4)], [(48, 1)], [(0, 3), (20, 20), (9, 9)]):
         launch = merged(prompts, sizes=(4, 48, 6))
-        caches = [
-            torch.cat((x, torch.full((16 - len(x), *x.shape[1:]), NAN)))
-            for x in (launch.cache.keys, launch.cache.values)
-        ]
-        tensors = tuple(x.to("hpu") for x in (launch.query, launch.key, launch.value, *caches))
+        caches = padded_caches(launch.cache.keys, launch.cache.values, 16)
+        tensors = tuple(x.to("hpu") for x in (*launch.tensors[:3], *map(flat, caches)))
         metadata = launch.arrays.to("hpu")
         if strict_card.counters().graph_captures == 0:
             graph(tensors, metadata)

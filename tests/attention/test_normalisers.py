@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.launches import NAN, Cache, StaticOnly, random_cache
+from tests.attention.launches import HUGE, NAN, Cache, StaticOnly, random_cache
 from vllm.attention.backends.flat_pa import (
     DecodeBlocks,
     derive_decode_blocks,
@@ -51,9 +51,7 @@ def attend(
     normaliser = setting if isinstance(setting, float) else parse_normaliser(setting)
     padded = torch.cat((query, torch.randn(2, *query.shape[1:]).to(query.dtype)))
     with StaticOnly():
-        out = flat_paged_attention(
-            padded, cache.keys, cache.values, blocks, scale, normaliser=normaliser
-        )
+        out = flat_paged_attention(padded, *cache.flat, blocks, scale, normaliser=normaliser)
     assert (out[len(query) :] == 0).all(), "padded rows are zero"
     return out[: len(query)]
 
@@ -61,7 +59,7 @@ def attend(
 def example() -> Cache:
     """The worked example of flat attention: maxima of the blocks 2, 3 and 1."""
     keys = torch.tensor([[NAN, NAN], [1, 2], [3, 9.9], [0.5, 7]]).view(4, 2, 1, 1)
-    values = torch.tensor([[NAN, NAN], [10, 20], [30, 99], [5, 77]]).view(4, 2, 1, 1)
+    values = torch.tensor([[HUGE, HUGE], [10, 20], [30, 99], [5, 77]]).view(4, 2, 1, 1)
     return Cache(keys, values, np.array([[1, 2], [3, 0]]), np.array([3, 1]))
 
 

@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.attention.launches import NAN, random_cache
+from tests.attention.launches import flat, padded_caches, random_cache
 from vllm.attention.backends.flat_pa import derive_decode_blocks
-from vllm.attention.backends.hpu_attn import decode_attention, prefill_attention, prefill_mask
+from vllm.attention.backends.hpu_attn import (
+    decode_attention,
+    derive_prefill_blocks,
+    prefill_attention,
+    prefill_mask,
+)
 from vllm.attention.backends.hpu_metadata import (
     HPUDecodeMetadata,
     HPUPrefillMetadata,
@@ -39,11 +44,6 @@ def card() -> Iterator[SimBridge]:
         yield SimBridge("gaudi2", is_lazy=True, is_strict=True)
 
 
-def padded_caches(*caches: Tensor) -> list[Tensor]:
-    """The caches of one bucket are of one size."""
-    return [torch.cat((x, torch.full((16 - len(x), *x.shape[1:]), NAN))) for x in caches]
-
-
 def on_card(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to("hpu") for x in tensors)
 
@@ -55,7 +55,7 @@ class Decode(nn.Module):
 
     def forward(self, tensors: tuple[Tensor, ...], metadata: HPUDecodeMetadata) -> Tensor:
         blocks = derive_decode_blocks(metadata, 16, tensors[0].dtype, self.window)
-        return decode_attention(*tensors, metadata, blocks, SCALE, **self.options)
+        return decode_attention(*tensors, blocks, SCALE, **self.options)
 
 
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
@@ -74,8 +74,8 @@ def test_one_graph_of_a_decode_serves_every_step(card, variant, window, is_conti
             padded_shared=2 if is_contiguous else None,
         )
         query, new = torch.randn(4, 4, 16), torch.randn(2, 4, 2, 16)
-        caches = padded_caches(cache.keys, cache.values)
-        tensors, metadata = on_card(query, *new, *caches), launch.to("hpu")
+        caches = padded_caches(cache.keys, cache.values, 16)
+        tensors, metadata = on_card(query, *new, *map(flat, caches)), launch.to("hpu")
         if card.counters().graph_captures == 0:
             graph(tensors, metadata)
         with card.warmed_section():
@@ -102,7 +102,8 @@ class Prefill(nn.Module):
 
     def forward(self, tensors: tuple[Tensor, ...], metadata: HPUPrefillMetadata) -> Tensor:
         mask = prefill_mask(metadata, 16, self.window)
-        return prefill_attention(*tensors, metadata, mask, SCALE, self.kernel)
+        blocks = derive_prefill_blocks(metadata, 16)
+        return prefill_attention(*tensors, blocks, mask, SCALE, self.kernel)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -115,8 +116,8 @@ def test_one_graph_of_a_prefill_serves_every_step(card, num_context, window):
         cache = random_cache((contexts + queries).tolist())
         launch = build_prefill_metadata(cache.tables, contexts, queries, 3, 20, num_context, 16)
         query, new = torch.randn(3, 20, 4, 16), torch.randn(2, 3, 20, 2, 16)
-        caches = padded_caches(cache.keys, cache.values)
-        tensors, metadata = on_card(query, *new, *caches), launch.to("hpu")
+        caches = padded_caches(cache.keys, cache.values, 16)
+        tensors, metadata = on_card(query, *new, *map(flat, caches)), launch.to("hpu")
         if card.counters().graph_captures == 0:
             graph(tensors, metadata)
         with card.warmed_section():
@@ -147,7 +148,7 @@ def test_no_operator_of_a_decode_falls_back_in_eager_mode(variant):
     eager = SimBridge("gaudi2")
     cache = random_cache([15, 40, 7])
     launch = build_decode_metadata(cache.tables, cache.seq_lens, 4, 16, 16).to("hpu")
-    tensors = on_card(torch.randn(4, 4, 16), *torch.randn(2, 4, 2, 16), cache.keys, cache.values)
+    tensors = on_card(torch.randn(4, 4, 16), *torch.randn(2, 4, 2, 16), *cache.flat)
     Decode(20, VARIANTS[variant])(tensors, launch)
     assert eager.counters().cpu_fallbacks == {}
 
@@ -161,8 +162,8 @@ def test_a_compiled_decode_is_one_graph(variant):
     for lengths in ([15, 40, 7], [33, 1, 20]):
         cache = random_cache(lengths)
         launch = build_decode_metadata(cache.tables, cache.seq_lens, 4, 16, 16).to("hpu")
-        caches = padded_caches(cache.keys, cache.values)
-        tensors = on_card(torch.randn(4, 4, 16), *torch.randn(2, 4, 2, 16), *caches)
+        caches = padded_caches(cache.keys, cache.values, 16)
+        tensors = on_card(torch.randn(4, 4, 16), *torch.randn(2, 4, 2, 16), *map(flat, caches))
         got = compiled(tensors, launch).cpu()
         torch.testing.assert_close(got, decode(tensors, launch).cpu())
     assert eager.counters().compilations == 1

@@ -93,6 +93,36 @@ def test_a_full_warm_up_makes_a_later_compilation_an_error():
             runner_of(llm).warm_up(PaddedShape(decode(3, 7)), with_sampler=False)
 
 
+@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
+def test_blocks_of_a_request_that_computed_nan_spoil_no_later_request(is_contiguous):
+    """What it leaves in them is behind the tokens of whoever gets them next."""
+    variables = {"VLLM_SKIP_WARMUP": 1, "PT_HPU_LAZY_MODE": 1, "VLLM_CONTIGUOUS_PA": is_contiguous}
+    prompts = [{"prompt_token_ids": [20 + n] * n} for n in (33, 7, 20)]
+    greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    with simulated_hpu(**FEW_BUCKETS | variables), captured_log():
+        llm = LLM(
+            **SMALL_ENGINE | {"num_gpu_blocks_override": 9},
+            enable_prefix_caching=False,
+            enforce_eager=True,
+        )
+
+        def tokens() -> list[list[int]]:
+            outputs = llm.generate(prompts, greedy, use_tqdm=False)
+            return [output.outputs[0].token_ids for output in outputs]
+
+        before, runner = tokens(), runner_of(llm)
+        weight = runner.model.model.embed_tokens.weight
+        row = weight[16].clone()
+        weight[16] = torch.nan
+        (spoiled,) = llm.generate({"prompt_token_ids": [16] * 127}, greedy, use_tqdm=False)
+        assert spoiled.outputs[0].finish_reason == "error"
+        weight[16] = row  # which the output head has too
+        caches = [layer.kv_caches for layer in runner.attention_layers]
+        assert all(keys.cpu().isnan().any() for keys, _ in caches), "it has left something"
+        assert all(values.cpu().isfinite().all() for _, values in caches)
+        assert tokens() == before
+
+
 def test_a_chunk_of_one_token_has_the_log_probabilities_of_its_prompt():
     """The budget leaves one token for the first chunk of the second prompt."""
     prompts = [{"prompt_token_ids": [20 + n] * n} for n in (32, 40)]

@@ -11,6 +11,8 @@ from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.errors import ConfigError
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheGroup, KVCacheLayout, KVCacheSpec
 from vllm.platforms import resolve_platform
+from vllm.platforms.habana.sim import SimBridge
+from vllm.platforms.hpu import HPUPlatform
 from vllm.worker.kv_cache import (
     bind_kv_caches,
     cache_dtype,
@@ -155,6 +157,16 @@ def test_what_a_layer_keeps_needs_to_be_neither_two_tensors_nor_of_one_shape():
     mixed = [LatentLayer(24), LatentLayer(16, window=32)]
     assert [group.layers for group in bind(mixed, torch.bfloat16, num_blocks=3).groups] == [(0, 1)]
     assert mixed[0].latent_cache.shape != mixed[1].latent_cache.shape
+
+
+def test_a_flat_cache_has_the_slots_of_all_blocks_in_one_dimension():
+    platform = HPUPlatform(lambda: SimBridge("gaudi2"))
+    layers = [LatentLayer(24), Attention(4, 8, 2)]
+    layout = cache_layout(make_config(), layers, torch.bfloat16)
+    bind_kv_caches(layers, platform, 3, layout, torch.bfloat16)
+    assert layers[0].latent_cache.shape == (3 * 16, 24)
+    assert layers[1].key_cache.shape == layers[1].value_cache.shape == (3 * 16, 2, 8)
+    assert sum(c.nbytes for x in layers for c in x.kv_caches) == 3 * layout.block_bytes
 
 
 def test_several_groups_need_as_many_blocks_for_the_same_tokens():

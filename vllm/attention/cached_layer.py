@@ -30,7 +30,7 @@ class CachedLayer(nn.Module, ABC):
         return tuple(tensor for tensor in tensors if tensor is not None)
 
     def bind_kv_cache(self, *tensors: Tensor) -> None:
-        """Use these tensors, [num_blocks, block_size, ...] each, from now on."""
+        """Use these tensors from now on; see `CacheTensor` for their shapes."""
         for name, tensor in zip(self.cache_names, tensors, strict=True):
             setattr(self, name, tensor)
 

@@ -30,7 +30,8 @@ class Attention(CachedLayer, ReadsContext):
     cache_names = ("key_cache", "value_cache")
 
     key_cache: Tensor | None
-    """[num_blocks, S, G, D], bound by the runner; None until then."""
+    """[num_blocks, S, G, D], or [num_blocks * S, G, D] where the cache is flat; bound by the
+    runner, None until then."""
     value_cache: Tensor | None
     alibi_slopes: Tensor | None
     key_scale: float

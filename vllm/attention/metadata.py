@@ -13,7 +13,7 @@ class AttentionLayer(Protocol):
     """What a launch has to know of the layer that attends."""
 
     key_cache: Tensor | None
-    """[num_blocks, S, G, D]"""
+    """[num_blocks, S, G, D], or [num_blocks * S, G, D] where the cache is flat."""
     value_cache: Tensor | None
     cache_group: int
     """Index of the group of layers whose block tables this one reads."""

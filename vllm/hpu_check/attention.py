@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from vllm.attention.backends.flat_pa import derive_decode_blocks
-from vllm.attention.backends.hpu_attn import decode_attention, prefill_attention, prefill_mask
+from vllm.attention.backends.hpu_attn import (
+    decode_attention,
+    derive_prefill_blocks,
+    prefill_attention,
+    prefill_mask,
+)
 from vllm.attention.backends.hpu_metadata import (
     build_decode_metadata,
     build_prefill_metadata,
@@ -34,6 +39,7 @@ class _Cache:
     """Random keys and values of some requests in shuffled blocks, on the host."""
 
     keys: Tensor
+    """[num_blocks, S, G, D]"""
     values: Tensor
     tables: IntArray
 
@@ -48,10 +54,10 @@ class _Cache:
         return self.keys.flatten(0, 1)[slots], self.values.flatten(0, 1)[slots]
 
     def without(self, slots: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The caches on a device, before the tokens in these slots are stored."""
-        caches = self.keys.clone(), self.values.clone()
+        """The caches on a device, flat, before the tokens in these slots are stored."""
+        caches = self.keys.flatten(0, 1).clone(), self.values.flatten(0, 1).clone()
         for cache in caches:
-            cache.flatten(0, 1)[slots] = 9.0
+            cache[slots] = 9.0
         return caches[0].to(device), caches[1].to(device)
 
 
@@ -96,7 +102,6 @@ def _decode(
         _padded(value).to(device),
         key_cache,
         value_cache,
-        metadata,
         derive_decode_blocks(metadata, _BLOCK_SIZE, dtype, window),
         _SCALE,
     )
@@ -156,7 +161,7 @@ def _prefill(
         value.to(device),
         key_cache,
         value_cache,
-        metadata,
+        derive_prefill_blocks(metadata, _BLOCK_SIZE),
         prefill_mask(metadata, _BLOCK_SIZE, window),
         _SCALE,
         bridge_sdpa(bridge.kernels),
@@ -172,7 +177,7 @@ def _prefill(
         window,
     )
     # What was stored is compared too, as further heads: nothing has read it here.
-    stored = [x.cpu().flatten(0, 1)[new_slots] for x in (key_cache, value_cache)]
+    stored = [x.cpu()[new_slots] for x in (key_cache, value_cache)]
     got = torch.cat((_ragged(out.cpu(), query_lens), *stored), dim=1)
     return got, torch.cat((want, *cache.tokens(new_slots)), dim=1)
 

@@ -31,6 +31,9 @@ class HPUPlatform(Platform):
     needs_static_shapes = True
     kv_cache_dtypes = ("auto",)
     has_own_memory = True
+    # A compiler for cards writes into a graph's input in place, but copies one that is written
+    # through a view.
+    has_flat_cache = True
 
     def __init__(self, open_bridge: "Callable[[], HabanaBridge]") -> None:
         """

@@ -32,6 +32,9 @@ class Platform(ABC):
 
     has_own_memory: ClassVar[bool]
     """The device has memory of its own for weights, apart from the host's."""
+    has_flat_cache: ClassVar[bool] = False
+    """Tensors of the KV cache are [num_blocks * block_size, ...], and written as they are; False:
+    [num_blocks, block_size, ...]."""
 
     @property
     @abstractmethod

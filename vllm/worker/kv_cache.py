@@ -176,5 +176,8 @@ def bind_kv_caches(
 def _allocate(
     tensor: CacheTensor, platform: Platform, num_blocks: int, layout: KVCacheLayout
 ) -> torch.Tensor:
-    shape = (num_blocks, layout.block_size, *tensor.shape)
+    places: tuple[int, ...] = (num_blocks, layout.block_size)
+    if platform.has_flat_cache:
+        places = (num_blocks * layout.block_size,)
+    shape = (*places, *tensor.shape)
     return platform.allocate_cache(shape, getattr(torch, tensor.dtype))

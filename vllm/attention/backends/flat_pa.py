@@ -25,8 +25,11 @@ from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata
 
 HIDDEN = torch.finfo(torch.float32).min
 """Score of a hidden key. Finite: in a block with nothing to see, maximum and exponential stay
-numbers, and the block gets weight 0 next to any that sees something. So does padding, wherever
-it is counted."""
+numbers."""
+
+_LOWEST_OFFSET = HIDDEN / 2
+"""Scores are taken relative to this at least, so that the weight of a hidden key is exactly 0,
+also in a block with nothing to see."""
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -57,12 +60,15 @@ class DecodeBlocks:
     """[B, N] float32: the same once more, with padding in row 0."""
     is_hidden: Tensor
     """[N, 1, S] slots that no query sees; with several queries [N, 1, Q, 1, S] what each sees."""
-    is_hidden_value: Tensor
-    """[N, S, 1, 1] the same, against values."""
     age: Tensor
     """[N, 1, S] int32: how many tokens the one in the slot is older than the newest of the row."""
     query_len: int = 1
     """Q"""
+
+    @property
+    def block_size(self) -> int:
+        """S"""
+        return self.age.shape[-1]
 
 
 Normaliser = Callable[[Tensor, DecodeBlocks], Tensor]
@@ -95,7 +101,6 @@ def derive_decode_blocks(
     age = metadata.block_age.view(-1, 1, 1) - slot
     is_hidden = is_padding.view(-1, 1, 1) | (slot >= metadata.block_usage.view(-1, 1, 1))
     rows = groups.masked_fill(is_padding, 0)
-    is_hidden_value = is_hidden
     if positions is not None:
         # How many tokens each query is older than the newest one: it sees nothing younger.
         back = (positions[:, -1:] - positions).index_select(0, rows.long())
@@ -103,10 +108,9 @@ def derive_decode_blocks(
         is_hidden = is_hidden | (age_of_query < 0)
         if sliding_window is not None:
             is_hidden = is_hidden | (age_of_query >= sliding_window)
-            is_hidden_value = is_hidden_value | (age_of_query[:, :1] >= sliding_window)
         is_hidden = is_hidden.unflatten(1, (1, -1, 1))
     elif sliding_window is not None:
-        is_hidden = is_hidden_value = is_hidden | (age >= sliding_window)
+        is_hidden = is_hidden | (age >= sliding_window)
     mapping = (groups.view(-1, 1) == row_ids).to(dtype)
     return DecodeBlocks(
         block_list=metadata.block_list,
@@ -116,7 +120,6 @@ def derive_decode_blocks(
         mapping_t=mapping.T,
         summing=(row_ids.view(-1, 1) == rows).float(),
         is_hidden=is_hidden,
-        is_hidden_value=is_hidden_value.view(-1, block_size, 1, 1),
         age=age,
         query_len=1 if positions is None else positions.shape[1],
     )
@@ -139,8 +142,9 @@ def flat_paged_attention(
 
     Args:
         query: [B * Q, H, D], all finite: a sum over a one-hot matrix meets every row.
-        key_cache: [num_blocks, S, G, D], the new tokens' keys included.
-        value_cache: [num_blocks, S, G, D].
+        key_cache: [num_blocks * S, G, D], the new tokens' keys included.
+        value_cache: [num_blocks * S, G, D], all finite, also what no query sees: it is read as it
+            is, and gets the weight 0. `write_kv_cache` sees to that.
         blocks: the launch.
         scale: multiplies query @ key.
         alibi_slopes: [H] float32; None without ALiBi.
@@ -153,12 +157,13 @@ def flat_paged_attention(
             far below it becomes zero.
 
     Returns:
-        [B * Q, H, D]. Padded rows are zero. What hidden slots hold (even NaN) has no effect.
+        [B * Q, H, D]. Padded rows are zero. What hidden slots hold (of the keys even NaN) has no
+        effect.
 
     Raises:
         ValueError: the launch slices more blocks than the cache has.
     """
-    num_kv_heads, head_size = key_cache.shape[2:]
+    num_kv_heads, head_size = key_cache.shape[1:]
     shape = query.shape
     if blocks.query_len > 1:
         query = _queries_as_heads(query, num_kv_heads, blocks.query_len)
@@ -166,7 +171,7 @@ def flat_paged_attention(
             slopes = alibi_slopes.view(num_kv_heads, 1, -1)
             alibi_slopes = slopes.expand(-1, blocks.query_len, -1).flatten()
     queries = blocks.mapping @ query.flatten(1)  # [N, B] @ [B, H * D]
-    queries = queries.view(-1, query.shape[1] // num_kv_heads, head_size)
+    queries = queries.view(-1, num_kv_heads, query.shape[1] // num_kv_heads, head_size)
     parts = _fetch(key_cache, value_cache, blocks)
     scores = [_scores(part, queries, blocks, scale, alibi_slopes) for part in parts]
     if isinstance(normaliser, float | int):
@@ -177,7 +182,7 @@ def flat_paged_attention(
         if normaliser is None and is_pipelined:
             out, total = _attend(parts, scores, block_max, blocks, query.dtype)
             correction = (block_max - max_of_rows(block_max, blocks)).exp()
-            factor = correction / sum_of_rows(total * correction, blocks)
+            factor = correction / (sum_of_rows(total * correction, blocks) + _TINY)
         else:
             offset = (normaliser or max_of_rows)(block_max, blocks)
             out, total = _attend(parts, scores, offset, blocks, query.dtype)
@@ -207,6 +212,11 @@ def sum_of_rows(x: Tensor, blocks: DecodeBlocks) -> Tensor:
     return (blocks.summing @ x.squeeze(-1)).index_select(0, blocks.rows).unsqueeze(-1)
 
 
+def by_block(cache: Tensor, block_size: int) -> Tensor:
+    """[num_blocks * S, ...] -> [num_blocks, S, ...], a view to read through."""
+    return cache.view(-1, block_size, *cache.shape[1:])
+
+
 @dataclass(frozen=True)
 class _Part:
     """Entries whose keys and values are one tensor."""
@@ -217,11 +227,9 @@ class _Part:
     """[n, S, G, D]"""
     values: Tensor
 
-    def of(self, x: Tensor, per_entry: int = 1) -> Tensor:
-        """The rows of x for these entries, of which each has `per_entry`."""
-        if self.span is None:
-            return x
-        return x[self.span.start * per_entry : self.span.stop * per_entry]
+    def of(self, x: Tensor) -> Tensor:
+        """The rows of x for these entries."""
+        return x if self.span is None else x[self.span]
 
 
 def _fetch(key_cache: Tensor, value_cache: Tensor, blocks: DecodeBlocks) -> list[_Part]:
@@ -231,17 +239,18 @@ def _fetch(key_cache: Tensor, value_cache: Tensor, blocks: DecodeBlocks) -> list
     """
     num_gathered, num_entries = blocks.block_list.shape[0], blocks.rows.shape[0]
     num_sliced = num_entries - num_gathered
-    if num_sliced > key_cache.shape[0]:
+    keys, values = (by_block(cache, blocks.block_size) for cache in (key_cache, value_cache))
+    if num_sliced > keys.shape[0]:
         raise ValueError(
-            f"the launch reads blocks 0 to {num_sliced - 1} of a cache of {key_cache.shape[0]}"
+            f"the launch reads blocks 0 to {num_sliced - 1} of a cache of {keys.shape[0]}"
         )
     parts = []
     if num_sliced:
         span = slice(0, num_sliced) if num_gathered else None
-        parts.append(_Part(span, key_cache[:num_sliced], value_cache[:num_sliced]))
+        parts.append(_Part(span, keys[:num_sliced], values[:num_sliced]))
     if num_gathered or not num_sliced:
         span = slice(num_sliced, num_entries) if num_sliced else None
-        keys, values = (x.index_select(0, blocks.block_list) for x in (key_cache, value_cache))
+        keys, values = (x.index_select(0, blocks.block_list) for x in (keys, values))
         parts.append(_Part(span, keys, values))
     return parts
 
@@ -253,16 +262,13 @@ def _scores(
     scale: float,
     alibi_slopes: Tensor | None,
 ) -> Tensor:
-    """[n, H, S] float32, of queries [N * G, R, D]."""
-    num_blocks, block_size, num_kv_heads = part.keys.shape[:3]
-    keys = part.keys.transpose(1, 2).flatten(0, 1)  # [n * G, S, D]
-    scores = torch.bmm(part.of(queries, num_kv_heads), keys.transpose(1, 2)).float() * scale
-    scores = scores.view(num_blocks, -1, block_size)
+    """[n, H, S] float32, of queries [N, G, R, D]."""
+    scores = _by_head(part.of(queries), part.keys.permute(0, 2, 3, 1)).float() * scale
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[:, None] * part.of(blocks.age).float()
     is_hidden = part.of(blocks.is_hidden)
     if blocks.query_len > 1:
-        by_query = scores.unflatten(1, (num_kv_heads, blocks.query_len, -1))
+        by_query = scores.unflatten(1, (part.keys.shape[2], blocks.query_len, -1))
         return by_query.masked_fill(is_hidden, HIDDEN).flatten(1, 3)
     return scores.masked_fill(is_hidden, HIDDEN)
 
@@ -279,18 +285,26 @@ def _attend(
     Weights are exponentials of the scores relative to the offset, [N, H, 1] or one for all.
     """
     weighted, sums = [], []
+    if isinstance(offset, Tensor):
+        offset = offset.clamp(min=_LOWEST_OFFSET)
     for part, s in zip(parts, scores, strict=True):
         relative = s - (part.of(offset) if isinstance(offset, Tensor) else offset)
         weights = relative.exp().to(dtype)  # [n, H, S]
         sums.append(weights.sum(-1, keepdim=True, dtype=torch.float32))
-        num_blocks, block_size, num_kv_heads, head_size = part.values.shape
-        # What a block holds past its end may be NaN, and 0 * NaN is NaN: clear it.
-        values = part.values.masked_fill(part.of(blocks.is_hidden_value), 0.0)
-        values = values.transpose(1, 2).flatten(0, 1)  # [n * G, S, D]
-        weights = weights.view(num_blocks * num_kv_heads, -1, block_size)
-        weighted.append(torch.bmm(weights, values).float().view(num_blocks, -1, head_size))
+        weights = weights.unflatten(1, (part.values.shape[2], -1))
+        weighted.append(_by_head(weights, part.values.transpose(1, 2)).float())
     return _joined(weighted), _joined(sums)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _by_head(x: Tensor, cached: Tensor) -> Tensor:
+    """[n, G, R, K] @ [n, G, K, M] -> [n, G * R, M], in a product of all blocks for each of the G.
+
+    That reads keys and values where they are. One product would have n and G in one dimension,
+    which takes a transposed copy of all keys and values that are read.
+    """
+    pairs = zip(x.unbind(1), cached.unbind(1), strict=True)
+    return _joined([torch.bmm(left, right) for left, right in pairs], dim=1)
+
+
+def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

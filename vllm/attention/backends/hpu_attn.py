@@ -13,8 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm.attention.backends.flat_pa import DecodeBlocks, Normaliser, flat_paged_attention
-from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata, HPUPrefillMetadata
+from vllm.attention.backends.flat_pa import (
+    DecodeBlocks,
+    Normaliser,
+    by_block,
+    flat_paged_attention,
+)
+from vllm.attention.backends.hpu_metadata import HPUPrefillMetadata
 from vllm.attention.backends.merged_prefill import (
     MergedPrefillMetadata,
     is_context_hidden,
@@ -24,7 +29,6 @@ from vllm.attention.backends.sdpa import SDPAKernel, naive_sdpa, torch_sdpa
 __all__ = [
     "SDPAKernel",
     "decode_attention",
-    "merged_prefill_attention",
     "naive_sdpa",
     "prefill_attention",
     "prefill_mask",
@@ -38,24 +42,30 @@ _NEVER = 2**30
 
 
 def write_kv_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> None:
     """Store the keys and values of a padded launch, in place.
 
-    Padding is stored too, in the null block; slots there may repeat, any of them wins.
+    Each cache is written as it is, not through a view of it: a compiler for cards would copy the
+    whole cache of the layer at every step. Padding is stored too, in the null block; slots there
+    may repeat, any of them wins.
+
+    Values are made finite: those that are not become 0. Attention gives the weight 0 to a slot
+    that is not in use, and 0 * NaN is NaN, whoever has left it there. Keys stay as they are, so
+    that the request of such a token still gets NaN.
 
     Args:
         key: [..., G, D].
         value: [..., G, D].
-        key_cache: [num_blocks, S, G, D], dense.
-        value_cache: [num_blocks, S, G, D], dense.
-        slot_mapping: [...], block id * S + offset.
+        key_cache: [num_blocks * S, G, D].
+        value_cache: [num_blocks * S, G, D].
+        slots: [...] int64, block id * S + offset.
     """
-    slots = (slot_mapping if slot_mapping.dim() == 1 else slot_mapping.flatten()).long()
+    slots = slots.flatten()
+    is_finite = value.abs() <= torch.finfo(value.dtype).max  # neither NaN nor infinite
+    value = torch.where(is_finite, value, 0.0)
     for new, cache in ((key, key_cache), (value, value_cache)):
-        flat = new if new.dim() == 3 else new.flatten(0, -3)
-        # A view, or an error: a copy would lose what is written.
-        cache.view(-1, *flat.shape[1:]).index_copy_(0, slots, flat)
+        cache.index_copy_(0, slots, new if new.dim() == 3 else new.flatten(0, -3))
 
 
 def decode_attention(
@@ -64,7 +74,6 @@ def decode_attention(
     value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    metadata: HPUDecodeMetadata[Tensor],
     blocks: DecodeBlocks,
     scale: float,
     *,
@@ -78,10 +87,9 @@ def decode_attention(
         query: [B, H, D].
         key: [B, G, D].
         value: [B, G, D].
-        key_cache: [num_blocks, S, G, D], dense. Written.
-        value_cache: [num_blocks, S, G, D], dense. Written.
-        metadata: the launch.
-        blocks: derived from it with the window of this layer; has all that is needed of it.
+        key_cache: [num_blocks * S, G, D]. Written.
+        value_cache: [num_blocks * S, G, D], finite. Written.
+        blocks: the launch, with the window of this layer.
         scale: multiplies query @ key.
         alibi_slopes: [H] float32, or None.
         is_pipelined: see `flat_paged_attention`.
@@ -103,13 +111,51 @@ def decode_attention(
     )
 
 
+@dataclass(frozen=True)
+class PrefillBlocks:
+    """What all layers need of a prefill; derived on the device, once a forward."""
+
+    slots: Tensor
+    """[B, Q] int64: where new keys and values go."""
+    block_size: int
+    """S"""
+    query_lens: Tensor | None = None
+    """[B] int32; None for merged prompts, whose mask says it."""
+    context_blocks: Tensor | None = None
+    """[B * C] blocks of the context; None in a launch without."""
+    is_hidden: Tensor | None = None
+    """[B, C * S, 1, 1] slots that hold no token of the context; None in a launch without."""
+
+
+def derive_prefill_blocks(metadata: HPUPrefillMetadata[Tensor], block_size: int) -> PrefillBlocks:
+    """Of a launch, for blocks of this size."""
+    slots, lens = metadata.slot_mapping.long(), metadata.query_lens
+    num_context = metadata.context_blocks.shape[1]
+    if not num_context:
+        return PrefillBlocks(slots, block_size, lens)
+    context_blocks = metadata.context_blocks.flatten()
+    device = context_blocks.device
+    column = torch.arange(num_context * block_size, dtype=torch.int32, device=device)
+    is_hidden = (column >= metadata.context_lens[:, None])[:, :, None, None]
+    return PrefillBlocks(slots, block_size, lens, context_blocks, is_hidden)
+
+
+def derive_merged_blocks(metadata: MergedPrefillMetadata[Tensor], block_size: int) -> PrefillBlocks:
+    """Of prompts end to end: one row of Q tokens and C blocks of context."""
+    slots = metadata.slot_mapping.long()[None]
+    if not metadata.context_blocks.shape[0]:
+        return PrefillBlocks(slots, block_size)
+    is_hidden = is_context_hidden(metadata, block_size).view(1, -1, 1, 1)
+    return PrefillBlocks(slots, block_size, None, metadata.context_blocks, is_hidden)
+
+
 def prefill_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    metadata: HPUPrefillMetadata[Tensor],
+    blocks: PrefillBlocks,
     mask: Tensor | None,
     scale: float,
     kernel: SDPAKernel = torch_sdpa,
@@ -122,103 +168,23 @@ def prefill_attention(
         query: [B, Q, H, D]. Here and below padding has to be finite.
         key: [B, Q, G, D].
         value: [B, Q, G, D].
-        key_cache: [num_blocks, S, G, D], dense. Written.
-        value_cache: [num_blocks, S, G, D], dense. Written.
-        metadata: the launch.
-        mask: `prefill_mask` of it, with the window of this layer.
+        key_cache: [num_blocks * S, G, D]. Written.
+        value_cache: [num_blocks * S, G, D], finite. Written.
+        blocks: the launch.
+        mask: `prefill_mask` or `derive_merged_mask` of it, with the window of this layer.
         scale: multiplies query @ key.
         kernel: what computes it.
 
     Returns:
         [B, Q, H, D]. Padding is finite. What slots after the context hold has no effect.
     """
-    blocks = derive_prefill_blocks(metadata, key_cache.shape[1])
-    return attend_prefill(query, key, value, key_cache, value_cache, blocks, mask, scale, kernel)
-
-
-@dataclass(frozen=True)
-class PrefillBlocks:
-    """What all layers need of a prefill; derived on the device, once a forward."""
-
-    slots: Tensor
-    """[B, Q] int64: where new keys and values go."""
-    query_lens: Tensor
-    """[B] int32."""
-    context_blocks: Tensor | None
-    """[B * C] blocks of the context; None in a launch without."""
-    is_hidden: Tensor | None
-    """[B, C * S, 1, 1] slots that hold no token of the context; None in a launch without."""
-
-
-def derive_prefill_blocks(metadata: HPUPrefillMetadata[Tensor], block_size: int) -> PrefillBlocks:
-    """Of a launch, for blocks of this size."""
-    context_blocks = is_hidden = None
-    num_context = metadata.context_blocks.shape[1]
-    if num_context:
-        context_blocks = metadata.context_blocks.flatten()
-        device = context_blocks.device
-        column = torch.arange(num_context * block_size, dtype=torch.int32, device=device)
-        is_hidden = (column >= metadata.context_lens[:, None])[:, :, None, None]
-    return PrefillBlocks(
-        metadata.slot_mapping.long(), metadata.query_lens, context_blocks, is_hidden
-    )
-
-
-def attend_prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    blocks: PrefillBlocks,
-    mask: Tensor | None,
-    scale: float,
-    kernel: SDPAKernel = torch_sdpa,
-) -> Tensor:
-    """`prefill_attention` of a launch whose blocks have been derived."""
     write_kv_cache(key, value, key_cache, value_cache, blocks.slots)
-    if blocks.context_blocks is not None:
-        key = torch.cat((_context(key_cache, blocks), key), dim=1)
+    if blocks.context_blocks is not None and blocks.is_hidden is not None:
+        # A score of NaN would stay NaN under a mask, and values are finite.
+        context_keys = _context(key_cache, blocks).masked_fill(blocks.is_hidden, 0.0)
+        key = torch.cat((context_keys, key), dim=1)
         value = torch.cat((_context(value_cache, blocks), value), dim=1)
     return prompt_attention(query, key, value, mask, scale, blocks.query_lens, kernel)
-
-
-def merged_prefill_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    metadata: MergedPrefillMetadata[Tensor],
-    mask: Tensor,
-    scale: float,
-    kernel: SDPAKernel = torch_sdpa,
-) -> Tensor:
-    """`prefill_attention` of prompts end to end in one row of Q tokens and C blocks of context.
-
-    Args:
-        query: [Q, H, D]. Here and below padding has to be finite.
-        key: [Q, G, D].
-        value: [Q, G, D].
-        key_cache: [num_blocks, S, G, D], dense. Written.
-        value_cache: [num_blocks, S, G, D], dense. Written.
-        metadata: the launch.
-        mask: `derive_merged_mask` of it, with the window of this layer.
-        scale: multiplies query @ key.
-        kernel: what computes it.
-
-    Returns:
-        [Q, H, D]. Padding is finite. What slots after the context hold has no effect.
-    """
-    write_kv_cache(key, value, key_cache, value_cache, metadata.slot_mapping)
-    if metadata.context_blocks.shape[0]:
-        is_hidden = is_context_hidden(metadata, key_cache.shape[1])[:, :, None, None]
-        parts = []
-        for cache, new in ((key_cache, key), (value_cache, value)):
-            context = cache.index_select(0, metadata.context_blocks).masked_fill(is_hidden, 0.0)
-            parts.append(torch.cat((context.flatten(0, 1), new)))
-        key, value = parts
-    return prompt_attention(query[None], key[None], value[None], mask, scale, None, kernel)[0]
 
 
 def prompt_attention(
@@ -287,8 +253,7 @@ def prefill_mask(
 
 
 def _context(cache: Tensor, blocks: PrefillBlocks) -> Tensor:
-    """[B, C * S, G, D] of the cache; zero after the context, where the cache may hold anything."""
-    assert blocks.context_blocks is not None and blocks.is_hidden is not None
-    context = cache.index_select(0, blocks.context_blocks)
-    context = context.view(*blocks.is_hidden.shape[:2], *cache.shape[2:])
-    return context.masked_fill(blocks.is_hidden, 0.0)
+    """[B, C * S, G, D] of the cache."""
+    assert blocks.context_blocks is not None
+    context = by_block(cache, blocks.block_size).index_select(0, blocks.context_blocks)
+    return context.view(len(blocks.slots), -1, *cache.shape[1:])

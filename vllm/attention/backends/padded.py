@@ -13,10 +13,10 @@ from torch import Tensor
 from vllm.attention.backends.flat_pa import DecodeBlocks, Normaliser, derive_decode_blocks
 from vllm.attention.backends.hpu_attn import (
     PrefillBlocks,
-    attend_prefill,
     decode_attention,
+    derive_merged_blocks,
     derive_prefill_blocks,
-    merged_prefill_attention,
+    prefill_attention,
     prefill_mask,
 )
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata, HPUPrefillMetadata
@@ -64,7 +64,6 @@ def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel) -> SDPAKernel:
 class PaddedDecode:
     """One new token for each of B padded rows, or the drafts to verify and one more."""
 
-    metadata: HPUDecodeMetadata[Tensor]
     blocks: Mapping[int | None, DecodeBlocks]
     """Sliding window -> what all layers with it need."""
     normaliser: Normaliser | float | None = None
@@ -88,7 +87,7 @@ class PaddedDecode:
                 blocks[window] = derive_decode_blocks(
                     metadata, block_size, dtype, window, positions
                 )
-        return cls(metadata, blocks, normaliser)
+        return cls(blocks, normaliser)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `AttentionMetadata`; T is B * Q."""
@@ -99,7 +98,6 @@ class PaddedDecode:
             value,
             layer.key_cache,
             layer.value_cache,
-            self.metadata,
             self.blocks[layer.sliding_window],
             layer.scale,
             alibi_slopes=layer.alibi_slopes,
@@ -112,8 +110,6 @@ class PaddedPrefill:
     """Q padded new tokens for each of B padded rows, after up to C blocks of context."""
 
     blocks: PrefillBlocks
-    shape: tuple[int, int]
-    """B and Q."""
     masks: Mapping[LayerKind, Tensor | None]
     """The mask of all layers of a kind; None where causality says it all."""
     kernel: SDPAKernel
@@ -131,62 +127,37 @@ class PaddedPrefill:
             kind: prefill_mask(metadata, block_size, kind[0], layer.alibi_slopes)
             for kind, layer in kinds.items()
         }
-        batch, query_len = metadata.slot_mapping.shape
-        blocks = derive_prefill_blocks(metadata, block_size)
-        return cls(blocks, (batch, query_len), masks, kernel)
-
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `AttentionMetadata`; T is B * Q."""
-        assert layer.key_cache is not None and layer.value_cache is not None
-        attended = attend_prefill(
-            query.unflatten(0, self.shape),
-            key.unflatten(0, self.shape),
-            value.unflatten(0, self.shape),
-            layer.key_cache,
-            layer.value_cache,
-            self.blocks,
-            self.masks[_kind(layer)],
-            layer.scale,
-            _kernel_for(layer, self.kernel),
-        )
-        return attended.flatten(0, 1)
-
-
-@dataclass(frozen=True)
-class MergedPrefill:
-    """Prompts end to end in one row of Q padded tokens, after C blocks of their context."""
-
-    metadata: MergedPrefillMetadata[Tensor]
-    masks: Mapping[LayerKind, Tensor]
-    """The mask of all layers of a kind."""
-    kernel: SDPAKernel
+        return cls(derive_prefill_blocks(metadata, block_size), masks, kernel)
 
     @classmethod
-    def derive(
+    def derive_merged(
         cls,
         metadata: MergedPrefillMetadata[Tensor],
         kinds: Mapping[LayerKind, AttentionLayer],
         block_size: int,
         kernel: SDPAKernel,
-    ) -> "MergedPrefill":
-        """A launch for layers of these kinds."""
+    ) -> "PaddedPrefill":
+        """A launch of prompts end to end in one row, for layers of these kinds."""
         masks = {
             kind: derive_merged_mask(metadata, block_size, kind[0], layer.alibi_slopes)
             for kind, layer in kinds.items()
         }
-        return cls(metadata, masks, kernel)
+        return cls(derive_merged_blocks(metadata, block_size), masks, kernel)
 
     def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `AttentionMetadata`; T is Q."""
+        """See `AttentionMetadata`; T is B * Q."""
         assert layer.key_cache is not None and layer.value_cache is not None
-        return merged_prefill_attention(
+        query, key, value = (x.unflatten(0, self.blocks.slots.shape) for x in (query, key, value))
+        kind = _kind(layer)
+        attended = prefill_attention(
             query,
             key,
             value,
             layer.key_cache,
             layer.value_cache,
-            self.metadata,
-            self.masks[_kind(layer)],
+            self.blocks,
+            self.masks[kind],
             layer.scale,
             _kernel_for(layer, self.kernel),
         )
+        return attended.flatten(0, 1)

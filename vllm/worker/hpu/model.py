@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from vllm.attention import Attention, AttentionMetadata, LaunchContext, share_context
 from vllm.attention.backends.flat_pa import Normaliser
 from vllm.attention.backends.normalisers import parse_normaliser
-from vllm.attention.backends.padded import (
-    MergedPrefill,
-    PaddedDecode,
-    PaddedPrefill,
-    layer_kinds,
-)
+from vllm.attention.backends.padded import PaddedDecode, PaddedPrefill, layer_kinds
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
 from vllm.config import HPUConfig
@@ -134,7 +129,9 @@ class HPUModel(LaunchModel):
     def _merged_prefill(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
         given = unpack_merged(packed, shape)
         metadata = given.metadata
-        attention = MergedPrefill.derive(metadata, self._kinds, self._block_size, self._kernel)
+        attention = PaddedPrefill.derive_merged(
+            metadata, self._kinds, self._block_size, self._kernel
+        )
         hidden_states = self._run(attention, given.token_ids, metadata.positions)
         last = hidden_states.index_select(0, metadata.last_token_indices)
         return self._head(last), hidden_states

@@ -1,0 +1,49 @@
+"""Bytes that the operators of a launch move to and from the KV cache."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class CacheTraffic(TorchDispatchMode):
+    """Counts them, as if no operator were fused with another one.
+
+    What an operator reads of a cache, and of a copy of one, counts, and so does a copy that it
+    makes of one: the result of any but a product.
+
+    Attributes:
+        read_bytes, written_bytes: so far.
+    """
+
+    def __init__(self, *caches: Tensor) -> None:
+        super().__init__()
+        self._kept = list(caches)  # an address must not be used twice
+        self._addresses = {x.untyped_storage().data_ptr() for x in caches}
+        self.read_bytes = self.written_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Read and written."""
+        return self.read_bytes + self.written_bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        cached = [x for x in operands if x.untyped_storage().data_ptr() in self._addresses]
+        if func.is_view or not cached:
+            return result
+        name = func.name()
+        if name.startswith("aten::index_copy"):
+            self.written_bytes += args[3].nbytes
+            return result
+        is_gather = name.startswith("aten::index_select")
+        self.read_bytes += result.nbytes if is_gather else sum(x.nbytes for x in cached)
+        if not name.startswith("aten::bmm"):  # whose result is a score, or a weighted sum
+            self.written_bytes += result.nbytes
+            self._kept.append(result)
+            self._addresses.add(result.untyped_storage().data_ptr())
+        return result
