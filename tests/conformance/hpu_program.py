@@ -30,6 +30,7 @@ from vllm.model_executor.models.registry import is_encoder
 from vllm.ops.hpu import HPUOps
 from vllm.platforms.habana.sim import SimulatedKernels
 from vllm.platforms.habana.sim_kernels import register
+from vllm.platforms.hpu import HPUPlatform
 from vllm.worker.hpu.input import fields_of, padded_sizes
 from vllm.worker.hpu.model import HPUModel, LaunchModel
 from vllm.worker.hpu.planner import PaddedShape
@@ -105,9 +106,7 @@ def launch_model(config: VllmConfig) -> LaunchModel:
     kernel = bridge_sdpa(SimulatedKernels())
     layers, dtype = layers_with_cache(model), cache_dtype(config)
     if layers:
-        platform: Any = SimpleNamespace(
-            allocate_cache=lambda shape, dtype: torch.zeros(shape, dtype=dtype)
-        )
+        platform = HPUPlatform(lambda: SimpleNamespace(zeros=_zeros))
         layout = cache_layout(config, layers, dtype, keeps_all=True)
         bind_kv_caches(layers, platform, NUM_BLOCKS, layout, dtype)
     if isinstance(model, PoolingModel):
@@ -115,10 +114,14 @@ def launch_model(config: VllmConfig) -> LaunchModel:
         assert pooler is not None
         if pooler.needs_whole_prompts:
             return WholePromptModel(model, pooler, BLOCK_SIZE, kernel)
-        return HPUModel(model, model.head, BLOCK_SIZE, kernel)
+        return HPUModel(model, BLOCK_SIZE, kernel)
     assert isinstance(model, CausalLM)
     newest = torch.zeros(MAX_NUM_SEQS + 1, dtype=torch.int32)
-    return HPUModel(model, model.compute_logits, BLOCK_SIZE, kernel, None, newest)
+    return HPUModel(model, BLOCK_SIZE, kernel, None, newest)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
 def padding_input(model: LaunchModel, shape: PaddedShape) -> Tensor:

@@ -50,7 +50,6 @@ def test_a_launch_is_one_graph_of_operators_that_run_on_the_device(architecture,
     assert operator_violations(graph) == []
 
 
-@pytest.mark.xfail(strict=True, reason="the cache is written through a view")
 @pytest.mark.parametrize(
     ("architecture", "shape"), [case for case in CASES if not is_encoder(case[0])]
 )

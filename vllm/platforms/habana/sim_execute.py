@@ -223,7 +223,7 @@ class _Call:
         if operator.is_allocation:
             self._check_room(card)  # before the host commits its memory
         copied: list[tuple[Lease, int]] = []
-        if operator.is_write and card.is_lazy and any([x.is_view for x in self.wrappers]):
+        if operator.is_write and card.is_lazy and any(x.is_view for x in self.wrappers):
             copied = self._copied_bases()
             self.key += [num_bytes for _, num_bytes in copied]
         key = tuple(self.key)

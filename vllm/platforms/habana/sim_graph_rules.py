@@ -34,7 +34,7 @@ _TYPES: dict[frozenset[torch.dtype], tuple[str, ...]] = {
         *("to_copy", "unsafe_view", "where"),
     ),
     frozenset(_ANY - {torch.bool}): ("mul",),
-    frozenset(_ANY - {torch.int16}): ("masked_fill",),
+    frozenset(_ANY - {torch.int16}): ("masked_fill", "repeat"),
     frozenset(_ANY - {torch.int64}): ("new_zeros", "ones", "ones_like", "zeros", "zeros_like"),
     frozenset(_NUMBER): (
         *("abs", "all", "any", "arange", "cos", "div", "exp", "exp2", "floor", "gather"),
@@ -42,7 +42,7 @@ _TYPES: dict[frozenset[torch.dtype], tuple[str, ...]] = {
         *("remainder", "round", "rsqrt", "scatter_add", "sigmoid", "sin", "sqrt", "tanh"),
     ),
     frozenset(_NUMBER - {torch.int16}): (
-        *("argmax", "argmin", "cumsum", "eq", "ge", "gt", "le", "logical_and", "lt"),
+        *("argmax", "argmin", "cumsum", "eq", "ge", "gt", "index", "le", "logical_and", "lt"),
     ),
     frozenset(_NUMBER - {torch.int64}): ("logical_not",),
     frozenset(_INT | {torch.bool}): (
