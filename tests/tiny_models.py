@@ -82,7 +82,134 @@ _FAMILIES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
 }
 
 FAMILIES = tuple(_FAMILIES)
+"""Families that are run in every mode and feature."""
+
+_GPT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+_GEMMA = _DECODER | {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}
+_GEMMA2 = _GEMMA | {"num_hidden_layers": 4, "query_pre_attn_scalar": 24, "sliding_window": 16}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.5 + 0.5 * i for i in range(8)],
+}
+_PHI3_LONG = _DECODER | {"rope_parameters": _LONGROPE}
+_MORE: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    "granite": (
+        transformers.GraniteConfig,
+        _DECODER
+        | {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+        },
+    ),
+    "gemma": (transformers.GemmaConfig, _GEMMA | {"tie_word_embeddings": True}),
+    "gemma2": (
+        transformers.Gemma2Config,
+        _GEMMA2 | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+    ),
+    "gemma3": (transformers.Gemma3TextConfig, _GEMMA2 | {"num_hidden_layers": 7}),
+    "phi": (
+        transformers.PhiConfig,
+        _GPT | {"intermediate_size": 176, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
+    ),
+    "phi3": (transformers.Phi3Config, _DECODER),
+    "phi3_long": (transformers.Phi3Config, _PHI3_LONG | {"original_max_position_embeddings": 64}),
+    "phi3_short": (
+        transformers.Phi3Config,
+        _PHI3_LONG | {"original_max_position_embeddings": 256},
+    ),
+    "olmo": (transformers.OlmoConfig, _DECODER | {"clip_qkv": 0.5}),
+    "olmo2": (transformers.Olmo2Config, _DECODER),
+    "olmo3": (transformers.Olmo3Config, _DECODER | {"num_hidden_layers": 4, "sliding_window": 16}),
+    "stablelm": (
+        transformers.StableLmConfig,
+        _DECODER | {"use_qkv_bias": True, "partial_rotary_factor": 0.25},
+    ),
+    "stablelm_parallel": (transformers.StableLmConfig, _DECODER | {"use_parallel_residual": True}),
+    "starcoder2": (transformers.Starcoder2Config, _DECODER | {"sliding_window": 16}),
+    "cohere": (transformers.CohereConfig, _DECODER | {"logit_scale": 2.0}),
+    "cohere2": (
+        transformers.Cohere2Config,
+        _DECODER | {"num_hidden_layers": 5, "sliding_window": 16, "logit_scale": 2.0},
+    ),
+    "glm": (transformers.GlmConfig, _DECODER | {"head_dim": 16, "attention_bias": True}),
+    "glm4": (transformers.Glm4Config, _DECODER | {"head_dim": 16}),
+    "gpt2": (transformers.GPT2Config, _GPT | {"n_positions": 512}),
+    "gpt_bigcode": (transformers.GPTBigCodeConfig, _GPT | {"n_positions": 512}),
+    "gpt_bigcode_multi_head": (
+        transformers.GPTBigCodeConfig,
+        _GPT | {"n_positions": 512, "multi_query": False},
+    ),
+    "gpt_neox": (
+        transformers.GPTNeoXConfig,
+        _GPT | {"intermediate_size": 176, "rotary_pct": 0.25, "max_position_embeddings": 512},
+    ),
+    "gpt_neox_sequential": (
+        transformers.GPTNeoXConfig,
+        _GPT | {"intermediate_size": 176, "use_parallel_residual": False},
+    ),
+    "gptj": (transformers.GPTJConfig, _GPT | {"n_positions": 512, "rotary_dim": 8}),
+    "falcon_7b": (transformers.FalconConfig, _GPT | {"parallel_attn": True, "multi_query": True}),
+    "falcon_40b": (
+        transformers.FalconConfig,
+        _GPT | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    ),
+    "falcon_rw": (
+        transformers.FalconConfig,
+        _GPT | {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True},
+    ),
+    "bloom": (transformers.BloomConfig, _GPT),
+    "mpt": (
+        transformers.MptConfig,
+        {
+            "vocab_size": VOCAB_SIZE,
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 512,
+            "attn_config": {"clip_qkv": 1.0},
+        },
+    ),
+}
+_MOE = _DECODER | {"num_experts_per_tok": 2}
+_MORE |= {
+    "mixtral": (transformers.MixtralConfig, _MOE | {"num_local_experts": 4}),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        _MOE
+        | {"num_experts": 6, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80},
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        _MOE
+        | {"num_experts": 6, "mlp_only_layers": [1], "num_hidden_layers": 3, "head_dim": 32}
+        | {"norm_topk_prob": True, "moe_intermediate_size": 48},
+    ),
+    "granite_moe": (
+        transformers.GraniteMoeConfig,
+        _MOE | {"num_local_experts": 4, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    ),
+    "olmoe": (transformers.OlmoeConfig, _MOE | {"num_experts": 4, "clip_qkv": 1.0}),
+}
+_FAMILIES |= _MORE
+
+ALL_FAMILIES = tuple(_FAMILIES)
 """Every family `make_tiny_model` knows."""
+
+MORE_FAMILIES = tuple(name for name in _MORE if name != "phi3_long")
+"""Those that differ from `FAMILIES` in their layers only. phi3_long is not among them: transformers
+changes its rotations when a request grows beyond a length, which an engine with a cache cannot."""
 
 
 def make_tiny_model(

@@ -5,6 +5,7 @@ python tools/generate_docs.py --check    exit with 1 and name the pages that are
 """
 
 import argparse
+import inspect
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from vllm.entrypoints.server.server_args import ServerArgs  # noqa: E402
 from vllm.env_compat import COMPAT_VARIABLES  # noqa: E402
 from vllm.env_others import OTHER_READERS  # noqa: E402
 from vllm.envs import Envs  # noqa: E402
+from vllm.model_executor.models.interface import CausalLM, PoolingModel  # noqa: E402
+from vllm.model_executor.models.registry import ModelRegistry  # noqa: E402
 
 _NOTE = "<!-- Written by tools/generate_docs.py. Change the code it reads, then run it. -->"
 
@@ -192,10 +195,37 @@ def _all_text(values: tuple[object, ...]) -> "typing.TypeGuard[tuple[str, ...]]"
     return all(isinstance(value, str) for value in values)
 
 
+def supported_models() -> Iterator[str]:
+    """The page about architectures."""
+    yield _NOTE
+    yield "# Supported models"
+    yield ""
+    yield "A model runs if `architectures` in its config.json names one of these. Other models can"
+    yield "be added by a plug-in: `ModelRegistry.register_model(name, class)`."
+    yield ""
+    yield "Each decoder is compared with transformers on small random models, in float32: logits of"
+    yield "whole prompts, and greedy tokens of a batch on the CPU with chunked prompts and prefix"
+    yield "hits. Families with layers of their own kind are also run on the simulated Gaudi, which"
+    yield "computes on the CPU; the tests run none of them on a card. Gemma 2 runs on the CPU only:"
+    yield "the soft cap of its attention scores is not supported on hpu."
+    for kind, title in ((CausalLM, "Text generation"), (PoolingModel, "Embeddings and scores")):
+        yield ""
+        yield f"## {title}"
+        yield ""
+        yield _row("architecture", "what it is")
+        yield _row("---", "---")
+        for name in ModelRegistry.supported():
+            model = ModelRegistry.resolve(name)
+            if issubclass(model, kind):
+                text = " ".join((inspect.getdoc(model) or "").split("\n\n")[0].split())
+                yield _row(f"`{name}`", text)
+
+
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "env_variables.md": env_variables,
     "engine_arguments.md": engine_arguments,
     "server_arguments.md": server_arguments,
+    "supported_models.md": supported_models,
 }
 
 

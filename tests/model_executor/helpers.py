@@ -29,8 +29,9 @@ def read_arch(folder: Path) -> ModelArch:
 
 def make_config(folder: Path, dtype: Any = "float32", **load: Any) -> VllmConfig:
     load.setdefault("use_tqdm_on_load", False)
+    arch = read_arch(folder).for_length(256)
     return VllmConfig(
-        model=ModelConfig(model=str(folder), arch=read_arch(folder), path=str(folder), dtype=dtype),
+        model=ModelConfig(model=str(folder), arch=arch, path=str(folder), dtype=dtype),
         cache=CacheConfig(block_size=16),
         scheduler=SchedulerConfig(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=256),
         load=LoadConfig(**load),

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 import vllm
 from tests.model_executor.helpers import load, logits_of, pack_weights, prompt_of
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.cpu_linear_method import PackedTable
+from vllm.model_executor.layers.cpu_methods import PackedTable
 from vllm.model_executor.layers.embedding import DenseTable
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ParallelLinear
 from vllm.model_executor.quantization.cpu_packed import CPUInt4, CPUInt8

@@ -6,7 +6,7 @@ from torch import nn
 
 from vllm.attention import Attention
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.cpu_linear_method import PackedTable
+from vllm.model_executor.layers.cpu_methods import PackedTable
 from vllm.model_executor.layers.embedding import ParallelLMHead
 from vllm.model_executor.model_memory import fingerprint, model_storages, replace_tensors
 from vllm.ops.cpu.library import load_cpu_kernels

@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from tests.model_executor.helpers import load, logits_of, prompt_of, reference_logits
-from tests.tiny_models import FAMILIES, make_tiny_model
+from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 
 
 @pytest.mark.parametrize("length", [1, 100])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_logits_are_those_of_transformers(tiny_model, family, length):
     folder, input_ids = tiny_model(family), prompt_of(length)
     want = reference_logits(folder, input_ids)
     got = logits_of(load(folder), input_ids)
     assert want.std() > 1, "logits too flat to tell anything"
-    torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+    torch.testing.assert_close(got, want, atol=2e-5 * max(1, want.std().item()), rtol=0)
 
 
 @pytest.mark.parametrize(

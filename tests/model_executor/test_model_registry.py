@@ -5,8 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.tiny_models import _FAMILIES
 from vllm.errors import ConfigError
+from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.models.registry import ModelRegistry, _ModelRegistry
 
 
@@ -15,11 +18,22 @@ def test_every_built_in_name_is_the_name_of_its_class(name):
     assert ModelRegistry.resolve(name).__name__ == name
 
 
+def test_every_decoder_is_compared_with_transformers():
+    configs = {name: create().model_type for name, (create, _) in _FAMILIES.items()}
+    compared = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in configs.values()}
+    decoders = {
+        name
+        for name in ModelRegistry.supported()
+        if issubclass(ModelRegistry.resolve(name), CausalLM)
+    }
+    assert decoders - compared == {"MPTForCausalLM"}  # MptForCausalLM, as it was first called
+
+
 def test_an_unknown_architecture_is_named_with_near_matches_and_all_there_are_in_order():
     with pytest.raises(ConfigError) as caught:
-        ModelRegistry.resolve("Qwen2MoeForCausalLM")
+        ModelRegistry.resolve("Qwen2NoForCausalLM")
     message = str(caught.value)
-    assert "'Qwen2MoeForCausalLM' is not supported" in message
+    assert "'Qwen2NoForCausalLM' is not supported" in message
     near, names = re.search(r"nearest: (.+)\); supported architectures: (.+)$", message).groups()
     assert "Qwen2ForCausalLM" in near.split(", ")
     assert names.split(", ") == sorted(ModelRegistry.supported())

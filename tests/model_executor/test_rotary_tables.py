@@ -118,8 +118,9 @@ def test_the_table_is_real_while_a_model_is_built_on_the_meta_device():
 
 
 def test_an_unknown_type_is_named_with_the_known_ones():
-    rope = RopeConfig(theta=10000.0, rotary_dim=16, rope_type="longrope")
-    with pytest.raises(ConfigError, match=r"'longrope'.*default, linear, dynamic, llama3, yarn"):
+    rope = RopeConfig(theta=10000.0, rotary_dim=16, rope_type="spiral")
+    known = "default, linear, dynamic, llama3, yarn, longrope"
+    with pytest.raises(ConfigError, match=rf"'spiral'.*{known}"):
         RotaryEmbedding(rope, 32)
 
 

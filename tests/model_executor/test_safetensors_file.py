@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from tests.model_executor.helpers import make_config
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
-from vllm.model_executor.layers.cpu_linear_method import CPULinear
+from vllm.model_executor.layers.cpu_methods import CPULinear
 from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.loader import load_model, safetensors_file
 from vllm.model_executor.loader.safetensors_file import read_safetensors

@@ -5,8 +5,8 @@ transformers 5, `rope_theta`, `rope_scaling` and `torch_dtype` of transformers 4
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from vllm.config.fields import check_at_least, check_one_of
@@ -28,9 +28,16 @@ class RopeConfig:
     rotary_dim: int
     """Leading dimensions of a head that are rotated; even."""
     rope_type: str = "default"
-    """default, linear, dynamic, llama3 or yarn."""
+    """default, linear, dynamic, llama3, yarn or longrope."""
     scaling: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of the type, by their Hugging Face names (`factor`, ...)."""
+
+    def for_length(self, max_model_len: int) -> "RopeConfig":
+        """See `ModelArch.for_length`."""
+        if self.rope_type != "longrope":
+            return self
+        is_long = max_model_len > self.scaling["original_max_position_embeddings"]
+        return replace(self, scaling={**self.scaling, "uses_long_factor": is_long})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +59,8 @@ class ModelArch:
     norm_eps: float
     hidden_act: str
     tie_word_embeddings: bool
-    rope: RopeConfig | None
+    layer_ropes: tuple[RopeConfig | None, ...]
+    """Per layer: its rotations, or None for a layer without."""
     layer_windows: tuple[int | None, ...]
     """Per layer: most recent keys a query sees, itself included, or None for all."""
     dtype: str
@@ -70,41 +78,57 @@ class ModelArch:
         architectures = config.get("architectures") or ()
         if not architectures:
             raise ConfigError("config.json has no 'architectures'")
-        hidden_size = _number(config, "hidden_size")
-        num_heads = _number(config, "num_attention_heads")
+        hidden_size = _number(config, *_HIDDEN_SIZE)
+        num_heads = _number(config, *_NUM_HEADS)
         head_size = config.get("head_dim") or _divide(config, hidden_size, num_heads)
-        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        num_kv_heads = _read_num_kv_heads(config, num_heads)
         if num_heads % num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads ({num_heads}) is not a multiple of "
                 f"num_key_value_heads ({num_kv_heads})"
             )
-        num_layers = _number(config, "num_hidden_layers")
+        num_layers = _number(config, *_NUM_LAYERS)
+        windows = _read_windows(config, num_layers)
         return cls(
             architecture=architectures[0],
             model_type=config.get("model_type", ""),
             vocab_size=_number(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_number(config, "intermediate_size", "ffn_dim"),
+            intermediate_size=_first(config, _INTERMEDIATE_SIZE) or 4 * hidden_size,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            max_position_embeddings=_number(config, "max_position_embeddings")
-            - _num_unused_positions(config),
+            max_position_embeddings=_read_max_positions(config) - _num_unused_positions(config),
             norm_eps=_read_norm_eps(config),
-            hidden_act=config.get("hidden_act") or config.get("activation_function") or "silu",
+            hidden_act=_first(config, _ACTIVATION) or "silu",
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            rope=_read_rope(config, head_size),
-            layer_windows=_read_windows(config, num_layers),
+            layer_ropes=_read_ropes(config, head_size, windows),
+            layer_windows=windows,
             dtype=_read_dtype(config),
             hf_config=dict(config),
         )
 
     @property
+    def rope(self) -> RopeConfig | None:
+        """Of layers without a sliding window; those with one may have another."""
+        ropes = [
+            rope
+            for rope, window in zip(self.layer_ropes, self.layer_windows, strict=True)
+            if rope is not None and window is None
+        ]
+        return next(iter(ropes), next((rope for rope in self.layer_ropes if rope), None))
+
+    @property
     def embedding_size(self) -> int:
         """Size of a token's embedding; OPT may project them to `hidden_size`."""
         return int(self.hf_config.get("word_embed_proj_dim") or self.hidden_size)
+
+    def for_length(self, max_model_len: int) -> "ModelArch":
+        """The model as it is when no request is longer than this: of rotations with factors for
+        short and for long contexts (longrope) those that it is served with."""
+        ropes = tuple(rope and rope.for_length(max_model_len) for rope in self.layer_ropes)
+        return replace(self, layer_ropes=ropes)
 
     @property
     def derived_max_model_len(self) -> int:
@@ -120,11 +144,46 @@ class ModelArch:
         return self.max_position_embeddings
 
 
+_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
+_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_INTERMEDIATE_SIZE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_MAX_POSITIONS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
+)
+_ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
+"""How the families spell it."""
+
+
+def _first(config: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
 def _number(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        if config.get(name) is not None:
-            return int(config[name])
-    raise ConfigError(f"config.json has no {' or '.join(names)}")
+    value = _first(config, names)
+    if value is None:
+        raise ConfigError(f"config.json has no {' or '.join(names)}")
+    return int(value)
+
+
+def _read_num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
+    given = _first(config, _NUM_KV_HEADS)
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    if config.get("multi_query") is False and not config.get("new_decoder_architecture"):
+        return num_heads  # whatever else such a config says
+    return int(given or num_heads)
+
+
+_POSITIONS_OF_ALIBI = 2048
+"""Of a model that has no positions and does not say how long its texts may be; BLOOM's training."""
+
+
+def _read_max_positions(config: Mapping[str, Any]) -> int:
+    if config.get("model_type") == "bloom" and _first(config, _MAX_POSITIONS) is None:
+        return _POSITIONS_OF_ALIBI
+    return _number(config, *_MAX_POSITIONS)
 
 
 def _num_unused_positions(config: Mapping[str, Any]) -> int:
@@ -148,24 +207,63 @@ def _read_dtype(config: Mapping[str, Any]) -> str:
     return name.removeprefix("torch.")
 
 
-def _read_rope(config: Mapping[str, Any], head_size: int) -> RopeConfig | None:
+_WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+"""Model types of which every n-th layer has full attention, the others a window; for configs that
+do not name the kinds of their layers."""
+_NO_ROPE_WITHOUT_WINDOW = frozenset({"cohere2"})
+"""Model types whose layers of full attention have no rotations."""
+
+
+def _read_ropes(
+    config: Mapping[str, Any], head_size: int, windows: Sequence[int | None]
+) -> tuple[RopeConfig | None, ...]:
     parameters = dict(config.get("rope_parameters") or {})
     parameters.update(config.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", None) or config.get("rope_theta")
+    theta = config.get("rope_theta") or config.get("rotary_emb_base")
+    if theta is None and config.get("rotary_dim"):
+        theta = 10000.0  # GPT-J says only how much of a head is rotated
+    local_theta = config.get("rope_local_base_freq")
+    if "full_attention" in parameters or "sliding_attention" in parameters:
+        full = _read_rope(config, head_size, dict(parameters.get("full_attention") or {}), theta)
+        local = _read_rope(
+            config, head_size, dict(parameters.get("sliding_attention") or {}), local_theta
+        )
+    else:
+        full = local = _read_rope(config, head_size, parameters, theta)
+        if local_theta is not None:
+            local = _read_rope(config, head_size, {}, local_theta)
+    if config.get("model_type") in _NO_ROPE_WITHOUT_WINDOW:
+        full = None
+    has_rope = config.get("no_rope_layers") or [True] * len(windows)
+    return tuple(
+        (full if window is None else local) if is_rotated else None
+        for window, is_rotated in zip(windows, has_rope, strict=True)
+    )
+
+
+def _read_rope(
+    config: Mapping[str, Any], head_size: int, parameters: dict[str, Any], theta: float | None
+) -> RopeConfig | None:
+    theta = parameters.pop("rope_theta", None) or theta
     if theta is None:
         return None
     legacy_type = parameters.pop("type", None)
     rope_type = parameters.pop("rope_type", None) or legacy_type or "default"
     partial = parameters.pop("partial_rotary_factor", None)
-    partial = partial or config.get("partial_rotary_factor") or 1.0
-    if rope_type in ("dynamic", "llama3", "yarn"):
+    partial = partial or config.get("partial_rotary_factor") or config.get("rotary_pct") or 1.0
+    if rope_type == "su":  # the first name of longrope
+        rope_type = "longrope"
+    if rope_type in ("dynamic", "llama3", "yarn", "longrope"):
         # What the type stretches from; a config that does not say was not stretched yet.
-        max_positions = _number(config, "max_position_embeddings")
+        max_positions = _number(config, *_MAX_POSITIONS)
+        original = config.get("original_max_position_embeddings")
+        if original and rope_type == "longrope":
+            parameters["original_max_position_embeddings"] = int(original)
         if rope_type == "dynamic" or not parameters.get("original_max_position_embeddings"):
             parameters["original_max_position_embeddings"] = max_positions
     return RopeConfig(
         theta=float(theta),
-        rotary_dim=int(head_size * partial),
+        rotary_dim=int(config.get("rotary_dim") or head_size * partial),
         rope_type=rope_type,
         scaling=parameters,
     )
@@ -206,6 +304,9 @@ def _read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | Non
             )
         kinds = layer_types[:num_layers]  # longer when num_hidden_layers was overridden
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    pattern = config.get("sliding_window_pattern") or _WINDOW_PATTERNS.get(str(model_type))
+    if pattern:
+        return tuple(None if (i + 1) % pattern == 0 else window for i in range(num_layers))
     first = config.get("max_window_layers") if config.get("use_sliding_window") else 0
     return tuple(None if i < (first or 0) else window for i in range(num_layers))
 

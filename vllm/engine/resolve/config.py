@@ -203,7 +203,7 @@ def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
         tokenizer=_resolve_tokenizer(asked, load, folder),
         dtype=_resolve_dtype(asked, arch),
         max_model_len=max_model_len,
-        arch=arch,
+        arch=arch.for_length(max_model_len),
         pooler=pooler,
         hf_config_path=None if asked.hf_config_path is None else str(config_folder),
     )

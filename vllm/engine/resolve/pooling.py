@@ -62,7 +62,7 @@ def _tasks_of(arch: ModelArch, *, has_modules: bool) -> tuple[ModelTask, ...]:
         return ("score", "classify") if is_encoder(name) else ("classify", "score")
     if name.endswith("RewardModel"):
         return ("reward",)
-    if name.endswith("Model"):
+    if name.endswith("Model") and not name.endswith("LMHeadModel"):
         return ("embed",)
     return ("embed", "generate") if has_modules else ("generate", "embed")
 

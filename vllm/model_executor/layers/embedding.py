@@ -88,11 +88,26 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
 class ParallelLMHead(VocabParallelEmbedding):
     """The output head: logits over the whole vocabulary on every rank.
 
+    Args:
+        num_embeddings: tokens of the vocabulary.
+        embedding_dim: features of the hidden states.
+        tp: the ranks that share it.
+        has_bias: whether a number is added to the logit of each token.
+
     Shape: [N, embedding_dim] -> [N, num_embeddings]
     """
 
     _tied: tuple[VocabParallelEmbedding, ...] = ()
     """The input embedding, if it has the same parameters; a tuple, so that it is no submodule."""
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, tp: TPGroup, has_bias: bool = False
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, tp)
+        self.register_parameter("bias", None)
+        if has_bias:
+            self.bias = nn.Parameter(torch.empty(self.local_size), requires_grad=False)
+            self.slices["bias"] = {"": Slice(0, 0, self.local_size, num_embeddings)}
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the very parameters of the input embedding, and its method."""
@@ -116,7 +131,10 @@ class ParallelLMHead(VocabParallelEmbedding):
             self.slices[name] = embedding.slices[name]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        logits = self.tp.all_gather(self.method.multiply(self, hidden_states))
+        logits = self.method.multiply(self, hidden_states)
+        if self.bias is not None:
+            logits = logits + self.bias
+        logits = self.tp.all_gather(logits)
         return logits[..., : self.num_embeddings]
 
 

@@ -47,6 +47,9 @@ class ParallelLinear(MethodLayer):
     bias: nn.Parameter | None
     method: LinearMethod
 
+    keeps_precision: bool = False
+    """The weight stays in the model's dtype where others are stored in fewer bits."""
+
     def __init__(
         self,
         input_size: int,

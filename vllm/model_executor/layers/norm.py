@@ -45,6 +45,7 @@ class LayerNorm(nn.Module):
         size: of the last dimension.
         eps: added to the variance.
         has_weight: False leaves weight and bias out.
+        has_bias: False leaves the bias out.
 
     Shape: [..., size] -> [..., size]
     """
@@ -52,12 +53,15 @@ class LayerNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, size: int, eps: float = 1e-5, has_weight: bool = True) -> None:
+    def __init__(
+        self, size: int, eps: float = 1e-5, has_weight: bool = True, has_bias: bool = True
+    ) -> None:
         super().__init__()
         self.eps = eps
-        for name, make in (("weight", torch.ones), ("bias", torch.zeros)):
-            parameter = nn.Parameter(make(size), requires_grad=False) if has_weight else None
-            self.register_parameter(name, parameter)
+        weight = nn.Parameter(torch.ones(size), requires_grad=False)
+        bias = nn.Parameter(torch.zeros(size), requires_grad=False)
+        self.register_parameter("weight", weight if has_weight else None)
+        self.register_parameter("bias", bias if has_weight and has_bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         return get_ops().layer_norm(x, self.weight, self.bias, self.eps)

@@ -24,6 +24,8 @@ class RotaryEmbedding(nn.Module):
     Args:
         rope: type and parameters.
         max_positions: rows of the table, P.
+        is_neox: pairs element i of a head with i + rotary_dim / 2 (Llama, GPT-NeoX); False: 2 i
+            with 2 i + 1 (GPT-J).
 
     Shape: positions [T] or [1, T], query [T, H, D], key [T, G, D] -> (query, key), which may share
     memory with what was given
@@ -35,8 +37,9 @@ class RotaryEmbedding(nn.Module):
     cos_sin_cache: Tensor
     """[P, rotary_dim] float32: the cosines, then the sines."""
 
-    def __init__(self, rope: RopeConfig, max_positions: int) -> None:
+    def __init__(self, rope: RopeConfig, max_positions: int, is_neox: bool = True) -> None:
         super().__init__()
+        self.is_neox = is_neox
         if rope.rope_type not in _FREQUENCIES:
             raise ConfigError(
                 f"rope type {rope.rope_type!r} is not supported; "
@@ -51,7 +54,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return get_ops().rotary_embedding(
-            text_positions(positions), query, key, self.cos_sin_cache, is_neox=True
+            text_positions(positions), query, key, self.cos_sin_cache, is_neox=self.is_neox
         )
 
 
@@ -134,6 +137,30 @@ def _yarn(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
     return inv_freq, _yarn_attention_factor(rope, factor)
 
 
+def _longrope(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
+    """Each pair is slowed down by a factor of its own (LongRoPE; Ding et al. 2024, arXiv
+    2402.13753).
+
+    There are factors for contexts up to the original length, and others for longer ones. Which
+    are used depends on `uses_long_factor`, thus on the longest request that is served, so that a
+    key in the cache stays right when its request grows.
+    """
+    original = _parameter(rope, "original_max_position_embeddings")
+    name = "long_factor" if rope.scaling.get("uses_long_factor", True) else "short_factor"
+    given = rope.scaling.get(name)
+    if given is None or len(given) != rope.rotary_dim // 2:
+        raise ConfigError(
+            f"rope type 'longrope' needs {name} with {rope.rotary_dim // 2} numbers, one for each "
+            f"pair, got {given}"
+        )
+    factors = torch.tensor([float(factor) for factor in given], dtype=torch.float32)
+    sharpness = rope.scaling.get("attention_factor")
+    if sharpness is None:
+        factor = float(rope.scaling.get("factor") or max_positions / original)
+        sharpness = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return 1.0 / (factors * _powers(rope.theta, rope.rotary_dim)), float(sharpness)
+
+
 def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
     """What query and key are multiplied by, so that attention stays as sharp as it was."""
     given = rope.scaling.get("attention_factor")
@@ -155,5 +182,6 @@ _FREQUENCIES: dict[str, Callable[[RopeConfig, int], tuple[Tensor, float]]] = {
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
 """Type -> inverse frequencies [rotary_dim / 2] and the factor on both tables."""

@@ -27,6 +27,20 @@ class Source:
     copy_to: Callable[[Tensor, Index], None] | None = None
     """Read that part into a tensor of its shape, without a copy on the way where that can be."""
 
+    def rows(self, start: int, count: int) -> "Source":
+        """Rows [start, start + count) as a tensor of their own."""
+
+        def read(index: Index) -> Tensor:
+            first, end, _ = (index[0] if index else slice(None)).indices(count)
+            return self.read((slice(start + first, start + end), *index[1:]))
+
+        return Source(torch.Size((count, *self.shape[1:])), read)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Source":
+        """What `function` makes of the tensor, whose whole is read for every part."""
+        shape = function(torch.empty(self.shape, device="meta")).shape
+        return Source(shape, lambda index: function(self.read(()))[index])
+
     def fill(self, target: Tensor, index: Index = ()) -> None:
         """Copy that part into `target`, of its shape, converting to its dtype."""
         if self.copy_to is None:
@@ -48,6 +62,8 @@ class Slice:
     """Indices in the checkpoint tensor; below size * ranks when the last ranks hold padding."""
     num_replicas: int = 1
     """Ranks that hold the same shard; above 1 when there are fewer KV heads than ranks."""
+    tensor: str | None = None
+    """Last part of the name in the checkpoint; None: that of the parameter."""
 
     def checkpoint_shape(self, param: Tensor) -> torch.Size:
         """Shape the checkpoint tensor must have."""
@@ -65,6 +81,19 @@ class Slice:
             source.fill(shard.narrow(self.dim, 0, num_real), part)
         if num_real < self.size:
             shard.narrow(self.dim, num_real, self.size - num_real).zero_()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSlice(Slice):
+    """Rows or columns of one expert's matrix in a parameter [experts, ...]."""
+
+    expert: int
+
+    def checkpoint_shape(self, param: Tensor) -> torch.Size:
+        return super().checkpoint_shape(param[self.expert])
+
+    def copy(self, param: Tensor, source: Source, tp: TPGroup) -> None:
+        super().copy(param[self.expert], source, tp)
 
 
 WeightSlices = dict[str, dict[str, Slice]]

@@ -5,7 +5,7 @@ class. Knows no files.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -59,10 +59,7 @@ def load_weights(
     todo = dict(targets.by_name)
     unexpected = []
     num_empty = Counter(target.module for target in todo.values())
-    for checkpoint_name, source in tensors:
-        if checkpoint_name.endswith(model.ignored_tensors):
-            continue
-        name = _rename(checkpoint_name, model)
+    for checkpoint_name, name, source in _converted(tensors, model):
         if name in targets.aliases:
             continue
         if load_kv_scale(model, name, source):
@@ -93,10 +90,23 @@ def load_weights(
         )
 
 
+def _converted(
+    tensors: Iterable[tuple[str, Source]], model: LoadableModel
+) -> Iterator[tuple[str, str, Source]]:
+    """Name in the checkpoint, name in the model, tensor; without what is ignored."""
+    for checkpoint_name, whole in tensors:
+        if not checkpoint_name.endswith(model.ignored_tensors):
+            for name, source in model.convert(_rename(checkpoint_name, model), whole):
+                yield checkpoint_name, name, source
+
+
 def _rename(name: str, model: LoadableModel) -> str:
     for prefix, replacement in model.checkpoint_prefixes.items():
         if name.startswith(prefix):
-            return replacement + name.removeprefix(prefix)
+            name = replacement + name.removeprefix(prefix)
+            break
+    for part, replacement in model.checkpoint_names.items():
+        name = name.replace(part, replacement)
     return name
 
 
@@ -109,7 +119,8 @@ def _find_targets(model: LoadableModel) -> _Targets:
             is_alias = id(param) in seen
             seen.add(id(param))
             for part_name, slice_ in slices.get(param_name, {"": None}).items():
-                name = _checkpoint_name(path, part_name, param_name)
+                tensor = (slice_ and slice_.tensor) or param_name
+                name = _checkpoint_name(path, part_name, tensor)
                 if is_alias:
                     targets.aliases.add(name)
                 else:
@@ -117,9 +128,9 @@ def _find_targets(model: LoadableModel) -> _Targets:
     return targets
 
 
-def _checkpoint_name(path: str, part_name: str, param_name: str) -> str:
+def _checkpoint_name(path: str, part_name: str, tensor: str) -> str:
     """Packed parts are siblings: qkv_proj of a.b packs a.b.q_proj, a.b.k_proj, a.b.v_proj."""
     if part_name:
         parent = path.rpartition(".")[0]
         path = f"{parent}.{part_name}" if parent else part_name
-    return f"{path}.{param_name}" if path else param_name
+    return f"{path}.{tensor}" if path else tensor

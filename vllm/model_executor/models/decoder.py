@@ -1,36 +1,84 @@
-"""The decoder that Llama, Mistral, Qwen and many others share, with what differs as options.
+"""The decoder that Llama, GPT and many others share, with what differs as options.
 
-Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP. Knows no
-device, no KV cache, no phase and no checkpoint file.
+Layers of attention and an MLP between embeddings and an output head. A family gives options; one
+that has norms and residuals in other places gives a `Layer` of its own. Knows no device, no KV
+cache, no phase and no checkpoint file.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from vllm.attention import Attention
-from vllm.config import ModelArch
+from vllm.attention.backends.alibi import alibi_slopes
+from vllm.config import ModelArch, RopeConfig
 from vllm.distributed import TPGroup, divide
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.activation import get_gated_activation
-from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.activation import get_activation, get_gated_activation
+from vllm.model_executor.layers.embedding import (
+    LearnedPositionalEmbedding,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.norm import RMSNorm
+from vllm.model_executor.layers.norm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.model_executor.models.interface import CausalLM
+
+NormFactory = Callable[[ModelArch, int], nn.Module]
+"""(model, size of the last dimension) -> a norm."""
+
+
+def rms_norm(arch: ModelArch, size: int) -> RMSNorm:
+    """The norm of Llama."""
+    return RMSNorm(size, arch.norm_eps)
+
+
+def layer_norm(arch: ModelArch, size: int) -> LayerNorm:
+    """The norm of GPT."""
+    return LayerNorm(size, arch.norm_eps)
+
+
+def layer_norm_without_bias(arch: ModelArch, size: int) -> LayerNorm:
+    """A layer norm with weights only."""
+    return LayerNorm(size, arch.norm_eps, has_bias=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderOptions:
     """What differs between the families."""
 
+    norm: NormFactory = rms_norm
+    """Of the hidden states."""
     qkv_bias: bool = False
     output_bias: bool = False
     """Bias of the projection after attention."""
     mlp_bias: bool = False
-    has_head_norm: bool = False
-    """RMS norm of every query and key head before the rotation."""
+    is_gated: bool = True
+    """act(gate(x)) * up(x) in the MLP; False: act(up(x))."""
+    qkv_limit: float | None = None
+    """Elements of query, key and value are limited to this and its negative, after head norms."""
+    head_norm: NormFactory | None = None
+    """Of every query and key head before the rotation."""
+    attention_scale: float | None = None
+    """Multiplies query @ key. None: 1 / sqrt(head size)."""
+    attention_soft_cap: float | None = None
+    """C replaces each score s by C * tanh(s / C)."""
+    alibi_scale: float = 0.0
+    """Multiplies the slopes of ALiBi; 0: there are none."""
+    is_neox: bool = True
+    """Rotations pair the halves of a head; False: neighbouring elements (GPT-J)."""
+    num_learned_positions: int = 0
+    """Rows of a table of positions that is added to the embeddings."""
+    has_embedding_norm: bool = False
+    embedding_scale: float = 1.0
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None
 
 
 class DecoderAttention(nn.Module):
@@ -44,11 +92,12 @@ class DecoderAttention(nn.Module):
         arch: ModelArch,
         options: DecoderOptions,
         window: int | None,
-        rotary_emb: RotaryEmbedding,
+        rotary_emb: RotaryEmbedding | None,
         tp: TPGroup,
     ) -> None:
         super().__init__()
         self.head_size = arch.head_size
+        self.qkv_limit = options.qkv_limit
         q_size = arch.num_heads * arch.head_size
         kv_size = arch.num_kv_heads * arch.head_size
         replicas = max(1, tp.size // arch.num_kv_heads)
@@ -60,24 +109,44 @@ class DecoderAttention(nn.Module):
             bias=options.qkv_bias,
         )
         self.o_proj = RowParallelLinear(q_size, arch.hidden_size, tp, bias=options.output_bias)
-        self.q_norm = RMSNorm(arch.head_size, arch.norm_eps) if options.has_head_norm else None
-        self.k_norm = RMSNorm(arch.head_size, arch.norm_eps) if options.has_head_norm else None
+        head_norm = options.head_norm
+        self.q_norm = None if head_norm is None else head_norm(arch, arch.head_size)
+        self.k_norm = None if head_norm is None else head_norm(arch, arch.head_size)
         self.rotary_emb = rotary_emb
+        num_heads = divide(arch.num_heads, tp.size)
+        slopes = None
+        if options.alibi_scale:
+            first = tp.rank * num_heads
+            slopes = alibi_slopes(arch.num_heads)[first : first + num_heads] * options.alibi_scale
         self.attn = Attention(
-            divide(arch.num_heads, tp.size),
+            num_heads,
             arch.head_size,
             divide(arch.num_kv_heads * replicas, tp.size),
+            scale=options.attention_scale,
             sliding_window=window,
+            alibi_slopes=slopes,
+            logits_soft_cap=options.attention_soft_cap,
         )
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        packed = self.qkv_proj(hidden_states).split(self.qkv_proj.split_sizes, dim=-1)
-        # [T, heads, head_size] each
-        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in packed)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary_emb(positions, q, k)
+        q, k, v = self.project(hidden_states)
+        q, k = self.normed(q, k)
+        if self.qkv_limit is not None:
+            q, k, v = (part.clamp(-self.qkv_limit, self.qkv_limit) for part in (q, k, v))
+        if self.rotary_emb is not None:
+            q, k = self.rotary_emb(positions, q, k)
         return self.o_proj(self.attn(q, k, v).flatten(1))
+
+    def project(self, hidden_states: Tensor) -> list[Tensor]:
+        """Query, key and value, [T, heads, head_size] each."""
+        packed = self.qkv_proj(hidden_states).split(self.qkv_proj.split_sizes, dim=-1)
+        return [part.unflatten(-1, (-1, self.head_size)) for part in packed]
+
+    def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Query and key as they are rotated."""
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query), self.k_norm(key)
 
 
 class GatedMLP(nn.Module):
@@ -99,54 +168,181 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act(self.gate_up_proj(x)))
 
 
-class DecoderLayer(nn.Module):
-    """Attention and MLP, each after a norm and added to the residual stream.
+class PlainMLP(nn.Module):
+    """down(act(up(x))).
 
-    The addition at the end of a block is left to the norm at the start of the next, which does
+    Shape: [T, hidden] -> [T, hidden]
+    """
+
+    def __init__(self, arch: ModelArch, bias: bool, tp: TPGroup) -> None:
+        super().__init__()
+        size = arch.intermediate_size
+        self.up_proj = ColumnParallelLinear(arch.hidden_size, {"": size}, tp, bias=bias)
+        self.act = get_activation(arch.hidden_act)
+        self.down_proj = RowParallelLinear(size, arch.hidden_size, tp, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.up_proj(x)))
+
+
+class Layer(nn.Module, ABC):
+    """One layer of a decoder. Subclasses say where norms and residuals are.
+
+    The addition at the end of a block may be left to the norm at the start of the next, which does
     both in one pass. So a layer takes and returns the stream in two parts: what the last block
-    put out, and the residual it is to be added to (None before the first layer).
+    put out, and the residual it is to be added to (None: nothing is to be added).
+
+    Args:
+        arch: of the model.
+        options: of the family.
+        index: of the layer.
+        rotary_emb: of the layer; None: it has no rotations.
+        tp: the ranks that share it.
     """
 
     def __init__(
         self,
         arch: ModelArch,
         options: DecoderOptions,
-        window: int | None,
-        rotary_emb: RotaryEmbedding,
+        index: int,
+        rotary_emb: RotaryEmbedding | None,
         tp: TPGroup,
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.self_attn = DecoderAttention(arch, options, window, rotary_emb, tp)
-        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.mlp = GatedMLP(arch, options.mlp_bias, tp)
+        self.arch = arch
+        self.input_layernorm = options.norm(arch, arch.hidden_size)
+        self.self_attn = self.make_attention(arch, options, index, rotary_emb, tp)
+        self.mlp = self.make_mlp(arch, options, index, tp)
+
+    def make_attention(
+        self,
+        arch: ModelArch,
+        options: DecoderOptions,
+        index: int,
+        rotary_emb: RotaryEmbedding | None,
+        tp: TPGroup,
+    ) -> nn.Module:
+        """Attention: positions [T], hidden_states [T, hidden] -> [T, hidden]."""
+        return DecoderAttention(arch, options, arch.layer_windows[index], rotary_emb, tp)
+
+    def make_mlp(
+        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
+    ) -> nn.Module:
+        """The MLP: [T, hidden] -> [T, hidden]."""
+        mlp = GatedMLP if options.is_gated else PlainMLP
+        return mlp(arch, options.mlp_bias, tp)
+
+    @abstractmethod
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+class DecoderLayer(Layer):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, arch: ModelArch, options: DecoderOptions, *args: Any) -> None:
+        super().__init__(arch, options, *args)
+        self.post_attention_layernorm = options.norm(arch, arch.hidden_size)
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            residual = hidden_states
-            normed = self.input_layernorm(hidden_states)
-        else:
-            normed, residual = self.input_layernorm(hidden_states, residual)
+    ) -> tuple[Tensor, Tensor | None]:
+        normed, residual = add_norm(self.input_layernorm, hidden_states, residual)
         attended = self.self_attn(positions, normed)
-        normed, residual = self.post_attention_layernorm(attended, residual)
+        normed, residual = add_norm(self.post_attention_layernorm, attended, residual)
         return self.mlp(normed), residual
+
+
+class SandwichLayer(Layer):
+    """A norm before attention and MLP each, and one behind, as in Gemma 2."""
+
+    def __init__(self, arch: ModelArch, options: DecoderOptions, *args: Any) -> None:
+        super().__init__(arch, options, *args)
+        self.post_attention_layernorm = options.norm(arch, arch.hidden_size)
+        self.pre_feedforward_layernorm = options.norm(arch, arch.hidden_size)
+        self.post_feedforward_layernorm = options.norm(arch, arch.hidden_size)
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        normed, residual = add_norm(self.input_layernorm, hidden_states, residual)
+        attended = self.post_attention_layernorm(self.self_attn(positions, normed))
+        normed, residual = add_norm(self.pre_feedforward_layernorm, attended, residual)
+        return self.post_feedforward_layernorm(self.mlp(normed)), residual
+
+
+class ParallelLayer(Layer):
+    """Attention and MLP beside each other: x + attention(norm(x)) + mlp(norm(x)), as in GPT-J.
+
+    With `num_norms` 2 the MLP has a norm of its own, as in GPT-NeoX.
+    """
+
+    num_norms: ClassVar[int] = 1
+
+    def __init__(self, arch: ModelArch, options: DecoderOptions, *args: Any) -> None:
+        super().__init__(arch, options, *args)
+        self.post_attention_layernorm = (
+            options.norm(arch, arch.hidden_size) if self.num_norms == 2 else None
+        )
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        x = hidden_states
+        normed = self.input_layernorm(x)
+        if self.post_attention_layernorm is None:
+            for_mlp = normed
+        else:
+            for_mlp = self.post_attention_layernorm(x)
+        return x + (self.self_attn(positions, normed) + self.mlp(for_mlp)), None
+
+
+class ParallelLayerOfTwoNorms(ParallelLayer):
+    """A `ParallelLayer` whose MLP has a norm of its own."""
+
+    num_norms = 2
+
+
+def add_norm(
+    norm: nn.Module, hidden_states: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The sum of both parts of the stream, normed, and the sum; in one pass if the norm can."""
+    if residual is None:
+        return norm(hidden_states), hidden_states
+    if isinstance(norm, RMSNorm):
+        return norm(hidden_states, residual)
+    residual = residual + hidden_states
+    return norm(residual), residual
 
 
 class Decoder(nn.Module):
     """The level `model` of the checkpoint's names: embedding, layers and final norm."""
 
-    def __init__(self, arch: ModelArch, options: DecoderOptions, tp: TPGroup) -> None:
+    def __init__(
+        self, arch: ModelArch, options: DecoderOptions, layer_type: type[Layer], tp: TPGroup
+    ) -> None:
         super().__init__()
-        if arch.rope is None:
-            raise ConfigError(f"{arch.architecture} needs rope_theta in config.json")
-        rotary_emb = RotaryEmbedding(arch.rope, arch.derived_max_model_len)
-        self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, arch.hidden_size, tp)
-        self.layers = nn.ModuleList(
-            DecoderLayer(arch, options, window, rotary_emb, tp) for window in arch.layer_windows
+        size = arch.hidden_size
+        self.embedding_scale = options.embedding_scale
+        self.embed_tokens = VocabParallelEmbedding(arch.vocab_size, size, tp)
+        self.embed_positions = (
+            LearnedPositionalEmbedding(options.num_learned_positions, size)
+            if options.num_learned_positions
+            else None
         )
-        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.embed_norm = options.norm(arch, size) if options.has_embedding_norm else None
+        if arch.rope is None and self.embed_positions is None and not options.alibi_scale:
+            raise ConfigError(f"{arch.architecture} needs rope_theta in config.json")
+        rotations: list[tuple[RopeConfig | None, RotaryEmbedding | None]] = [(None, None)]
+        self.layers = nn.ModuleList()
+        for index, rope in enumerate(arch.layer_ropes):
+            rotary_emb = next((module for known, module in rotations if known == rope), None)
+            if rope is not None and rotary_emb is None:
+                rotary_emb = RotaryEmbedding(rope, arch.derived_max_model_len, options.is_neox)
+                rotations.append((rope, rotary_emb))
+            self.layers.append(layer_type(arch, options, index, rotary_emb, tp))
+        self.norm = options.norm(arch, size)
 
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
         """See `CausalLM.run_layers`.
@@ -154,24 +350,39 @@ class Decoder(nn.Module):
         Between two calls the stream is the sum of its two parts: the next norm would round that
         sum to the same dtype before it does anything else.
         """
+        if first == 0:
+            hidden_states = self._embedded(hidden_states, positions)
         residual: Tensor | None = None
         for index in range(first, end):
             hidden_states, residual = self.layers[index](positions, hidden_states, residual)
         if end < len(self.layers):
             return hidden_states if residual is None else hidden_states + residual
-        if residual is None:
-            return self.norm(hidden_states)
-        hidden_states, _ = self.norm(hidden_states, residual)
-        return hidden_states
+        return add_norm(self.norm, hidden_states, residual)[0]
+
+    def _embedded(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions)
+        return x if self.embed_norm is None else self.embed_norm(x)
 
 
 class DecoderForCausalLM(CausalLM):
     """A `Decoder` with an output head; a family is a subclass that gives the options."""
 
-    def __init__(self, arch: ModelArch, tp: TPGroup, options: DecoderOptions) -> None:
+    def __init__(
+        self,
+        arch: ModelArch,
+        tp: TPGroup,
+        options: DecoderOptions,
+        layer_type: type[Layer] = DecoderLayer,
+    ) -> None:
         super().__init__(arch, tp)
-        self.model = Decoder(arch, options, tp)
-        self.lm_head = ParallelLMHead(arch.vocab_size, arch.hidden_size, tp)
+        self.logit_scale, self.logit_soft_cap = options.logit_scale, options.logit_soft_cap
+        self.model = Decoder(arch, options, layer_type, tp)
+        self.lm_head = ParallelLMHead(
+            arch.vocab_size, arch.hidden_size, tp, has_bias=options.head_bias
+        )
         if arch.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
 
@@ -186,4 +397,9 @@ class DecoderForCausalLM(CausalLM):
         return self.model.run_layers(hidden_states, positions, first, end)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        return self.lm_head(hidden_states)
+        logits = self.lm_head(hidden_states)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.logit_soft_cap is not None:
+            logits = torch.tanh(logits / self.logit_soft_cap) * self.logit_soft_cap
+        return logits

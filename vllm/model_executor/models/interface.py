@@ -1,13 +1,14 @@
 """What a runner and the loader need of a model. Knows no family."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
+from vllm.model_executor.layers.slice import Source
 
 
 class LoadableModel(nn.Module, ABC):
@@ -19,6 +20,9 @@ class LoadableModel(nn.Module, ABC):
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
     """Beginning of a checkpoint name -> what it is here; the first that fits is replaced."""
 
+    checkpoint_names: ClassVar[Mapping[str, str]] = {}
+    """Part of a checkpoint name -> what it is here; all that occur are replaced."""
+
     ignored_tensors: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     """Ends of checkpoint names that are not weights."""
 
@@ -26,6 +30,18 @@ class LoadableModel(nn.Module, ABC):
         super().__init__()
         self.arch = arch
         self.tp = tp
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """What a tensor of the checkpoint is here: one or several tensors.
+
+        Args:
+            name: after `checkpoint_prefixes` and `checkpoint_names`.
+            source: the tensor.
+
+        Returns:
+            Names and tensors. As it is, unless a family says otherwise.
+        """
+        return ((name, source),)
 
     @property
     @abstractmethod

@@ -6,7 +6,8 @@ from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOption
 
 
 class MistralForCausalLM(DecoderForCausalLM):
-    """Jiang et al. 2023 (arXiv 2310.06825). The windows are in `arch.layer_windows`."""
+    """Mistral 7B, Nemo, Small (Jiang et al. 2023, arXiv 2310.06825). The windows are in
+    `arch.layer_windows`."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions())

@@ -119,7 +119,7 @@ class OPTModel(nn.Module):
 
 
 class OPTForCausalLM(CausalLM):
-    """Zhang et al. 2022 (arXiv 2205.01068)."""
+    """OPT 125M to 66B (Zhang et al. 2022, arXiv 2205.01068)."""
 
     # The checkpoints of 2022 were saved without the level `model`.
     checkpoint_prefixes: ClassVar[dict[str, str]] = {"decoder.": "model.decoder."}

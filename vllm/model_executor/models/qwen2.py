@@ -6,7 +6,8 @@ from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOption
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):
-    """Yang et al. 2024 (arXiv 2407.10671). Later layers may have a sliding window."""
+    """Qwen 1.5 to 2.5, QwQ, DeepSeek-R1-Distill-Qwen (arXiv 2407.10671). Later layers may have a
+    sliding window."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         super().__init__(arch, tp, DecoderOptions(qkv_bias=True))

@@ -29,15 +29,35 @@ _POOLING_DECODERS = {
     )
 }
 
-_BUILT_IN = {
-    **_ENCODERS,
-    **_POOLING_DECODERS,
-    "LlamaForCausalLM": f"{_PACKAGE}.llama:LlamaForCausalLM",
-    "MistralForCausalLM": f"{_PACKAGE}.mistral:MistralForCausalLM",
-    "OPTForCausalLM": f"{_PACKAGE}.opt:OPTForCausalLM",
-    "Qwen2ForCausalLM": f"{_PACKAGE}.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": f"{_PACKAGE}.qwen3:Qwen3ForCausalLM",
+_DECODERS = {
+    name: f"{_PACKAGE}.{module}:{name}"
+    for module, names in {
+        "bloom": ("BloomForCausalLM", "MPTForCausalLM", "MptForCausalLM"),
+        "cohere": ("CohereForCausalLM", "Cohere2ForCausalLM"),
+        "falcon": ("FalconForCausalLM",),
+        "gemma": ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+        "glm": ("GlmForCausalLM", "Glm4ForCausalLM"),
+        "gpt2": ("GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
+        "gpt_neox": ("GPTNeoXForCausalLM", "GPTJForCausalLM"),
+        "granite": ("GraniteForCausalLM",),
+        "llama": ("LlamaForCausalLM",),
+        "mistral": ("MistralForCausalLM",),
+        "mixture": (
+            *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+            "GraniteMoeForCausalLM",
+        ),
+        "olmo": ("OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM"),
+        "opt": ("OPTForCausalLM",),
+        "phi": ("PhiForCausalLM", "Phi3ForCausalLM"),
+        "qwen2": ("Qwen2ForCausalLM",),
+        "qwen3": ("Qwen3ForCausalLM",),
+        "stablelm": ("StableLmForCausalLM",),
+        "starcoder2": ("Starcoder2ForCausalLM",),
+    }.items()
+    for name in names
 }
+
+_BUILT_IN = {**_ENCODERS, **_POOLING_DECODERS, **_DECODERS}
 
 
 class _ModelRegistry:
@@ -93,7 +113,7 @@ class _ModelRegistry:
 
     def _unsupported(self, arch_name: str) -> str:
         names = self.supported()
-        near = sorted(difflib.get_close_matches(arch_name, names, n=3))
+        near = difflib.get_close_matches(arch_name, names, n=3)
         hint = f" (the nearest: {', '.join(near)})" if near else ""
         return (
             f"model architecture {arch_name!r} is not supported{hint}; "

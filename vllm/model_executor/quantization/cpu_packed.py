@@ -15,12 +15,18 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.cpu_linear_method import CPULinear, PackedTable, StoredAs
+from vllm.model_executor.layers.cpu_methods import (
+    CPUExperts,
+    CPULinear,
+    PackedTable,
+    StoredAs,
+)
 from vllm.model_executor.layers.embedding import (
     EmbeddingMethod,
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.ops.cpu.library import load_cpu_kernels
@@ -33,7 +39,10 @@ class CPUPacked(Quantization):
     head_stored_as: ClassVar[StoredAs] = "dense"
 
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
-        return CPULinear(self.stored_as)
+        return CPULinear("dense" if layer.keeps_precision else self.stored_as)
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        return CPUExperts(self.stored_as)
 
     def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
         is_packed = isinstance(layer, ParallelLMHead) and layer.tp.size == 1

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 
@@ -29,6 +30,10 @@ class Quantization:
         """
         return None
 
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        """A method for the experts of this name; None: not in this format."""
+        return None
+
     def finish_model(self, model: nn.Module) -> None:
         """Called once, when all layers have their weights and are finished.
 
@@ -37,9 +42,11 @@ class Quantization:
         """
 
     def method_of(self, name: str, layer: MethodLayer) -> WeightMethod[Any] | None:
-        """`linear_method` or `embedding_method`, as the layer is."""
+        """`linear_method`, `embedding_method` or `experts_method`, as the layer is."""
         if isinstance(layer, ParallelLinear):
             return self.linear_method(name, layer)
         if isinstance(layer, VocabParallelEmbedding):
             return self.embedding_method(name, layer)
+        if isinstance(layer, Experts):
+            return self.experts_method(name, layer)
         return None

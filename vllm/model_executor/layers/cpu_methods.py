@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from vllm.model_executor.layers.embedding import DenseTable, VocabParallelEmbedding
+from vllm.model_executor.layers.experts import DenseExperts, Experts
 from vllm.model_executor.layers.linear import ParallelLinear, UnquantizedLinear
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat, can_pack
+from vllm.ops.cpu.moe import PackedExperts
 
 StoredAs = Literal["dense", "int8", "int4"]
 """Format of a packed weight; dense is the model's dtype."""
@@ -47,6 +49,32 @@ class CPULinear(UnquantizedLinear):
         if not x.is_contiguous() and x.dim() != 2:
             x = x.contiguous()
         return self.packed.linear(x, bias)
+
+
+class CPUExperts(DenseExperts):
+    """Experts whose weights are rearranged or quantized once they are loaded.
+
+    Until then, and where the kernels cannot take them, they work as dense ones.
+    """
+
+    def __init__(self, stored_as: StoredAs = "dense") -> None:
+        self.stored_as = stored_as
+        self.packed: PackedExperts | None = None
+
+    def finish(self, layer: Experts) -> None:
+        gate_up, down = layer.gate_up.data, layer.down.data
+        for weight_format in _FORMATS[self.stored_as]:
+            half = gate_up[0, : layer.intermediate_size]
+            if can_pack(half, weight_format) and can_pack(down[0], weight_format):
+                self.packed = PackedExperts.pack(gate_up, down, weight_format)
+                del layer.gate_up, layer.down
+                layer.slices.clear()
+                return
+
+    def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().apply(layer, x, ids, weights)
+        return self.packed.forward(x, ids, weights)
 
 
 class PackedTable(DenseTable):

@@ -1,0 +1,62 @@
+"""Families that differ in their layers: same greedy tokens as `transformers`, on the CPU and on the
+simulated Gaudi, with chunks and prefix hits.
+"""
+
+from functools import cache
+
+import pytest
+
+from tests.e2e.reference import Reference, assert_same_tokens, generate, random_prompts
+from tests.hpu import FEW_BUCKETS, simulated_hpu
+from tests.tiny_models import MORE_FAMILIES
+from vllm import LLM, SamplingParams
+
+MAX_TOKENS = 6
+PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+SETTINGS = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 96,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+    "enable_chunked_prefill": True,
+    "block_size": 16,
+    "num_gpu_blocks_override": 70,
+}
+ON_A_CARD = ("falcon_rw", "cohere2", "gemma3", "gpt_bigcode", "phi3_short", "qwen2_moe")
+"""ALiBi; no rotations in some layers, and pairs of neighbours; two rotations; learned positions and
+one key/value head; LongRoPE; experts."""
+
+
+@pytest.fixture(scope="module")
+def references(models):
+    """What transformers makes of the prompts, computed once per family."""
+
+    @cache
+    def of(family: str) -> list[Reference]:
+        prompts = random_prompts(10, 90 - MAX_TOKENS, vocab_size=4096)
+        return generate(models(family), prompts, MAX_TOKENS)
+
+    return of
+
+
+def check(folder, want: list[Reference]) -> None:
+    llm = LLM(model=str(folder), **SETTINGS)
+    outputs = llm.generate([r.prompt for r in want], PARAMS, use_tqdm=False)
+    for output, reference in zip(outputs, want, strict=True):
+        assert_same_tokens(output.outputs[0].token_ids, reference)
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_a_family_gives_the_tokens_of_transformers(family, models, references):
+    check(models(family), references(family))
+
+
+@pytest.mark.parametrize("family", ON_A_CARD)
+def test_a_family_gives_the_tokens_of_transformers_on_the_simulated_card(
+    family, models, references
+):
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS) as bridge:
+        before = bridge.counters()
+        check(models(family), references(family))
+        assert bridge.counters().cpu_fallbacks == before.cpu_fallbacks

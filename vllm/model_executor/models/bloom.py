@@ -1,0 +1,109 @@
+"""BLOOM and MPT: ALiBi in place of positions."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import ClassVar
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderOptions,
+    layer_norm,
+    layer_norm_without_bias,
+)
+from vllm.model_executor.models.fused_weights import (
+    qkv_heads,
+    qkv_sizes,
+    split_groups,
+    split_rows,
+)
+
+
+class BloomForCausalLM(DecoderForCausalLM):
+    """BLOOM and BLOOMZ (BigScience 2022, arXiv 2211.05100)."""
+
+    checkpoint_prefixes: ClassVar[dict[str, str]] = {
+        f"{level}{name}": ours
+        for level in ("transformer.", "")
+        for name, ours in {
+            "word_embeddings_layernorm.": "model.embed_norm.",
+            "word_embeddings.": "model.embed_tokens.",
+            "h.": "model.layers.",
+            "ln_f.": "model.norm.",
+        }.items()
+    }
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".self_attention.query_key_value.": ".self_attn.qkv_proj.",
+        ".self_attention.dense.": ".self_attn.o_proj.",
+        ".mlp.dense_h_to_4h.": ".mlp.up_proj.",
+        ".mlp.dense_4h_to_h.": ".mlp.down_proj.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        if arch.hf_config.get("apply_residual_connection_post_layernorm"):
+            raise ConfigError(
+                "apply_residual_connection_post_layernorm is not supported for BloomForCausalLM"
+            )
+        options = DecoderOptions(
+            norm=layer_norm,
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            is_gated=False,
+            alibi_scale=1.0,
+            has_embedding_norm=True,
+        )
+        super().__init__(replace(arch, hidden_act="gelu_new"), tp, options)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Query, key and value are stored as one, head by head."""
+        if ".qkv_proj." not in name:
+            return ((name, source),)
+        return split_groups(name, source, "qkv_proj", qkv_heads(self.arch), self.arch.head_size)
+
+
+class MPTForCausalLM(DecoderForCausalLM):
+    """MPT 7B and 30B (MosaicML 2023, "Introducing MPT-7B")."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        "transformer.wte.": "model.embed_tokens.",
+        "transformer.blocks.": "model.layers.",
+        "transformer.norm_f.": "model.norm.",
+        ".norm_1.": ".input_layernorm.",
+        ".norm_2.": ".post_attention_layernorm.",
+        ".attn.Wqkv.": ".self_attn.qkv_proj.",
+        ".attn.out_proj.": ".self_attn.o_proj.",
+        ".ffn.": ".mlp.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        attention = dict(arch.hf_config.get("attn_config") or {})
+        if arch.num_heads & (arch.num_heads - 1):
+            raise ConfigError(
+                f"MPTForCausalLM has ALiBi slopes for a power of two heads, not {arch.num_heads}"
+            )
+        if not attention.get("alibi", True) or attention.get("qk_ln"):
+            raise ConfigError("MPTForCausalLM needs attn_config with alibi, and without qk_ln")
+        scale = attention.get("softmax_scale")
+        options = DecoderOptions(
+            norm=layer_norm_without_bias,
+            is_gated=False,
+            alibi_scale=1.0,
+            attention_scale=None if scale is None else float(scale),
+            qkv_limit=attention.get("clip_qkv"),
+        )
+        size = int(arch.hf_config.get("expansion_ratio", 4)) * arch.hidden_size
+        super().__init__(replace(arch, hidden_act="gelu", intermediate_size=size), tp, options)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Query, key and value are stored as one."""
+        if ".qkv_proj." not in name:
+            return ((name, source),)
+        return split_rows(name, source, "qkv_proj", qkv_sizes(self.arch))
+
+
+class MptForCausalLM(MPTForCausalLM):
+    """MPT, by the name that transformers gives it."""

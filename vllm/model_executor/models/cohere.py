@@ -1,0 +1,34 @@
+"""Command R and its successors."""
+
+from dataclasses import replace
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    ParallelLayer,
+    layer_norm_without_bias,
+)
+from vllm.model_executor.models.llama import llama_options
+
+
+class CohereForCausalLM(DecoderForCausalLM):
+    """Command R: attention and MLP beside each other, rotations of neighbouring elements, scaled
+    logits."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        config = arch.hf_config
+        if config.get("use_qk_norm"):
+            raise ConfigError("use_qk_norm is not supported for CohereForCausalLM")
+        options = replace(
+            llama_options(arch),
+            norm=layer_norm_without_bias,
+            is_neox=False,
+            logit_scale=float(config.get("logit_scale") or 1.0),
+        )
+        super().__init__(arch, tp, options, ParallelLayer)
+
+
+class Cohere2ForCausalLM(CohereForCausalLM):
+    """Command R7B and Command A: most layers have a window, those without have no rotations."""

@@ -1,0 +1,67 @@
+"""Falcon."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import ClassVar
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    DecoderOptions,
+    Layer,
+    ParallelLayer,
+    ParallelLayerOfTwoNorms,
+    layer_norm,
+)
+from vllm.model_executor.models.fused_weights import qkv_heads, split_groups
+
+
+class FalconForCausalLM(DecoderForCausalLM):
+    """Falcon 7B, 11B, 40B, 180B, and RW with ALiBi (Almazrouei et al. 2023, arXiv 2311.16867)."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        "transformer.word_embeddings.": "model.embed_tokens.",
+        "transformer.h.": "model.layers.",
+        "transformer.ln_f.": "model.norm.",
+        ".ln_attn.": ".input_layernorm.",
+        ".ln_mlp.": ".post_attention_layernorm.",
+        ".self_attention.query_key_value.": ".self_attn.qkv_proj.",
+        ".self_attention.dense.": ".self_attn.o_proj.",
+        ".mlp.dense_h_to_4h.": ".mlp.up_proj.",
+        ".mlp.dense_4h_to_h.": ".mlp.down_proj.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        config = arch.hf_config
+        has_alibi = bool(config.get("alibi", False))
+        has_bias = bool(config.get("bias", False))
+        if has_alibi:
+            arch = replace(arch, layer_ropes=(None,) * arch.num_layers)
+        options = DecoderOptions(
+            norm=layer_norm,
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            mlp_bias=has_bias,
+            is_gated=False,
+            # The slopes are added to the scores before these are scaled.
+            alibi_scale=arch.head_size**-0.5 if has_alibi else 0.0,
+        )
+        arch = replace(arch, hidden_act=config.get("activation") or "gelu")
+        super().__init__(arch, tp, options, _layer_type(arch))
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Query, key and value are stored as one, by key/value heads."""
+        if ".qkv_proj." not in name:
+            return ((name, source),)
+        return split_groups(name, source, "qkv_proj", qkv_heads(self.arch), self.arch.head_size)
+
+
+def _layer_type(arch: ModelArch) -> type[Layer]:
+    config = arch.hf_config
+    if config.get("new_decoder_architecture"):
+        num_norms = config.get("num_ln_in_parallel_attn") or 2
+        return ParallelLayerOfTwoNorms if num_norms == 2 else ParallelLayer
+    return ParallelLayer if config.get("parallel_attn", True) else DecoderLayer

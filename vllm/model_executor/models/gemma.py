@@ -1,0 +1,73 @@
+"""Gemma 1 to 3 (text): GEGLU, scaled embeddings, and norms whose weights are stored less one."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import Tensor
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    DecoderOptions,
+    Layer,
+    SandwichLayer,
+    rms_norm,
+)
+from vllm.model_executor.models.llama import llama_options
+
+
+class _Gemma(DecoderForCausalLM):
+    def __init__(
+        self, arch: ModelArch, tp: TPGroup, layer_type: type[Layer], options: DecoderOptions
+    ) -> None:
+        super().__init__(arch, tp, options, layer_type)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """The weight of a norm is 1 + what is stored."""
+        if name.endswith("norm.weight"):
+            source = source.mapped(_plus_one)
+        return ((name, source),)
+
+
+class GemmaForCausalLM(_Gemma):
+    """Gemma (arXiv 2403.08295)."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        options = replace(llama_options(arch), embedding_scale=arch.hidden_size**0.5)
+        super().__init__(arch, tp, DecoderLayer, options)
+
+
+class Gemma2ForCausalLM(_Gemma):
+    """Gemma 2 (arXiv 2408.00118): every second layer has a window, and scores and logits a
+    soft cap."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, SandwichLayer, _options(arch))
+
+
+class Gemma3ForCausalLM(_Gemma):
+    """Gemma 3, text only (arXiv 2503.19786): five layers with windows to one without, each kind
+    with rotations of its own, and normed heads."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, SandwichLayer, _options(arch, has_head_norm=True))
+
+
+def _options(arch: ModelArch, has_head_norm: bool = False) -> DecoderOptions:
+    config = arch.hf_config
+    scalar = config.get("query_pre_attn_scalar")
+    return replace(
+        llama_options(arch),
+        head_norm=rms_norm if has_head_norm else None,
+        attention_scale=None if scalar is None else float(scalar) ** -0.5,
+        attention_soft_cap=config.get("attn_logit_softcapping"),
+        embedding_scale=arch.hidden_size**0.5,
+        logit_soft_cap=config.get("final_logit_softcapping"),
+    )
+
+
+def _plus_one(weight: Tensor) -> Tensor:
+    return weight.float() + 1

@@ -1,0 +1,79 @@
+"""GPT-2, and GPT BigCode (StarCoder, Granite 20B and 34B Code): learned positions, plain MLPs."""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions, layer_norm
+from vllm.model_executor.models.fused_weights import (
+    qkv_heads,
+    qkv_sizes,
+    split_groups,
+    split_rows,
+)
+
+_LEVELS = {
+    "wte.": "model.embed_tokens.",
+    "wpe.": "model.embed_positions.",
+    "h.": "model.layers.",
+    "ln_f.": "model.norm.",
+}
+
+
+class GPT2LMHeadModel(DecoderForCausalLM):
+    """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")."""
+
+    # The first checkpoints were saved without the level `transformer`.
+    checkpoint_prefixes: ClassVar[dict[str, str]] = {
+        f"{level}{name}": ours for level in ("transformer.", "") for name, ours in _LEVELS.items()
+    }
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".ln_1.": ".input_layernorm.",
+        ".ln_2.": ".post_attention_layernorm.",
+        ".attn.c_attn.": ".self_attn.qkv_proj.",
+        ".attn.c_proj.": ".self_attn.o_proj.",
+        ".mlp.c_fc.": ".mlp.up_proj.",
+        ".mlp.c_proj.": ".mlp.down_proj.",
+    }
+    ignored_tensors: ClassVar[tuple[str, ...]] = (".attn.bias", ".attn.masked_bias")
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        config = arch.hf_config
+        if config.get("scale_attn_by_inverse_layer_idx"):
+            raise ConfigError(
+                f"scale_attn_by_inverse_layer_idx is not supported for {arch.architecture}"
+            )
+        options = DecoderOptions(
+            norm=layer_norm,
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            is_gated=False,
+            attention_scale=None if config.get("scale_attn_weights", True) else 1.0,
+            num_learned_positions=arch.max_position_embeddings,
+        )
+        super().__init__(arch, tp, options)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Weights of layers are stored transposed, and query, key and value as one."""
+        if name.startswith("model.layers.") and len(source.shape) == 2:
+            source = source.mapped(lambda weight: weight.T)
+        if ".qkv_proj." in name:
+            return split_rows(name, source, "qkv_proj", qkv_sizes(self.arch))
+        return ((name, source),)
+
+
+class GPTBigCodeForCausalLM(GPT2LMHeadModel):
+    """StarCoder, Granite 20B and 34B Code (Li et al. 2023, arXiv 2305.06161): GPT-2 with one
+    key/value head for all queries."""
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Query, key and value are stored as one; head by head where each query has its own."""
+        if ".qkv_proj." not in name:
+            return ((name, source),)
+        if self.arch.num_kv_heads == 1:
+            return split_rows(name, source, "qkv_proj", qkv_sizes(self.arch))
+        return split_groups(name, source, "qkv_proj", qkv_heads(self.arch), self.arch.head_size)

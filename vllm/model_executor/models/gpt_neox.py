@@ -1,0 +1,75 @@
+"""GPT-NeoX (Pythia, Dolly, ...) and GPT-J."""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    DecoderOptions,
+    Layer,
+    ParallelLayer,
+    ParallelLayerOfTwoNorms,
+    layer_norm,
+)
+from vllm.model_executor.models.fused_weights import qkv_heads, split_groups
+
+
+class GPTNeoXForCausalLM(DecoderForCausalLM):
+    """GPT-NeoX 20B, Pythia, Dolly 2 (Black et al. 2022, arXiv 2204.06745)."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        "gpt_neox.embed_in.": "model.embed_tokens.",
+        "gpt_neox.layers.": "model.layers.",
+        "gpt_neox.final_layer_norm.": "model.norm.",
+        "embed_out.": "lm_head.",
+        ".attention.query_key_value.": ".self_attn.qkv_proj.",
+        ".attention.dense.": ".self_attn.o_proj.",
+        ".mlp.dense_h_to_4h.": ".mlp.up_proj.",
+        ".mlp.dense_4h_to_h.": ".mlp.down_proj.",
+    }
+    ignored_tensors: ClassVar[tuple[str, ...]] = (
+        *(".attention.bias", ".attention.masked_bias"),
+        ".attention.rotary_emb.inv_freq",
+    )
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        config = arch.hf_config
+        has_bias = bool(config.get("attention_bias", True))
+        is_parallel = config.get("use_parallel_residual", True)
+        layer: type[Layer] = ParallelLayerOfTwoNorms if is_parallel else DecoderLayer
+        options = DecoderOptions(
+            norm=layer_norm, qkv_bias=has_bias, output_bias=has_bias, mlp_bias=True, is_gated=False
+        )
+        super().__init__(arch, tp, options, layer)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Query, key and value are stored as one, head by head."""
+        if ".qkv_proj." not in name:
+            return ((name, source),)
+        return split_groups(name, source, "qkv_proj", qkv_heads(self.arch), self.arch.head_size)
+
+
+class GPTJForCausalLM(DecoderForCausalLM):
+    """GPT-J 6B (Wang and Komatsuzaki 2021)."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        "transformer.wte.": "model.embed_tokens.",
+        "transformer.h.": "model.layers.",
+        "transformer.ln_f.": "model.norm.",
+        ".ln_1.": ".input_layernorm.",
+        ".attn.out_proj.": ".self_attn.o_proj.",
+        ".attn.": ".self_attn.",
+        ".mlp.fc_in.": ".mlp.up_proj.",
+        ".mlp.fc_out.": ".mlp.down_proj.",
+    }
+    ignored_tensors: ClassVar[tuple[str, ...]] = (".attn.bias", ".attn.masked_bias")
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        options = DecoderOptions(
+            norm=layer_norm, mlp_bias=True, is_gated=False, is_neox=False, head_bias=True
+        )
+        super().__init__(arch, tp, options, ParallelLayer)

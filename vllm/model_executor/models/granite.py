@@ -1,0 +1,47 @@
+"""Granite 3 and 4, dense: a Llama with four multipliers."""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    DecoderOptions,
+    add_norm,
+)
+from vllm.model_executor.models.llama import llama_options
+
+
+class GraniteLayer(DecoderLayer):
+    """What attention and MLP put out is scaled before it is added to the residual stream."""
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        scale = float(self.arch.hf_config.get("residual_multiplier", 1.0))
+        normed, residual = add_norm(self.input_layernorm, hidden_states, residual)
+        attended = self.self_attn(positions, normed) * scale
+        normed, residual = add_norm(self.post_attention_layernorm, attended, residual)
+        return self.mlp(normed) * scale, residual
+
+
+class GraniteForCausalLM(DecoderForCausalLM):
+    """Granite 3 and 4, dense (IBM 2024, "Granite 3.0 Language Models"); its multipliers are those
+    of muP (arXiv 2203.03466)."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, granite_options(arch), GraniteLayer)
+
+
+def granite_options(arch: ModelArch) -> DecoderOptions:
+    """Those of Llama, and what is multiplied with what."""
+    config = arch.hf_config
+    return replace(
+        llama_options(arch),
+        attention_scale=float(config.get("attention_multiplier", 1.0)),
+        embedding_scale=float(config.get("embedding_multiplier", 1.0)),
+        logit_scale=1.0 / float(config.get("logits_scaling", 1.0)),
+    )

@@ -1,0 +1,159 @@
+"""Decoders with a mixture of experts in place of the MLP: Mixtral, Qwen MoE, OLMoE, Granite MoE."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.experts import Experts, Router
+from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    DecoderOptions,
+    GatedMLP,
+    rms_norm,
+)
+from vllm.model_executor.models.granite import GraniteLayer, granite_options
+from vllm.model_executor.models.llama import llama_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOptions:
+    """What differs between the families."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Of one expert."""
+    is_normalized: bool = True
+    """The weights of the chosen experts sum to 1."""
+    shared_size: int = 0
+    """Intermediate size of an expert that all tokens use."""
+
+
+class Mixture(nn.Module):
+    """A router, its experts, and maybe one that all tokens use, as much as a gate says.
+
+    Shape: [T, hidden] -> [T, hidden]
+    """
+
+    def __init__(self, arch: ModelArch, options: MixtureOptions, tp: TPGroup) -> None:
+        super().__init__()
+        size = arch.hidden_size
+        self.gate = Router(size, options.num_experts, options.top_k, options.is_normalized)
+        self.experts = Experts(options.num_experts, size, options.intermediate_size, tp)
+        self.shared_expert: GatedMLP | None = None
+        self.shared_expert_gate: ColumnParallelLinear | None = None
+        if options.shared_size:
+            shared = replace(arch, intermediate_size=options.shared_size)
+            self.shared_expert = GatedMLP(shared, False, tp)
+            self.shared_expert_gate = ColumnParallelLinear(size, {"": 1}, TPGroup())
+            self.shared_expert_gate.keeps_precision = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.experts(x, *self.gate.choose(x))
+        if self.shared_expert is None or self.shared_expert_gate is None:
+            return out
+        return out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+
+
+def mixture_options(arch: ModelArch) -> MixtureOptions:
+    """What config.json says, in the words of Mixtral, Qwen, OLMoE and Granite."""
+    config = arch.hf_config
+    return MixtureOptions(
+        num_experts=int(config.get("num_local_experts") or config["num_experts"]),
+        top_k=int(config["num_experts_per_tok"]),
+        intermediate_size=int(config.get("moe_intermediate_size") or arch.intermediate_size),
+        is_normalized=bool(config.get("norm_topk_prob", True)),
+        shared_size=int(config.get("shared_expert_intermediate_size") or 0),
+    )
+
+
+class MixtureLayer(DecoderLayer):
+    """A `DecoderLayer` whose MLP is a `Mixture`, but for the layers that config.json excepts."""
+
+    def make_mlp(
+        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
+    ) -> nn.Module:
+        config = arch.hf_config
+        step = int(config.get("decoder_sparse_step") or 1)
+        if index in (config.get("mlp_only_layers") or ()) or (index + 1) % step:
+            return super().make_mlp(arch, options, index, tp)
+        return Mixture(arch, mixture_options(arch), tp)
+
+
+class MixtralForCausalLM(DecoderForCausalLM):
+    """Mixtral 8x7B and 8x22B (Jiang et al. 2024, arXiv 2401.04088)."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".block_sparse_moe.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w2.": ".down_proj.",
+        ".w3.": ".up_proj.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, DecoderOptions(), MixtureLayer)
+
+
+class Qwen2MoeForCausalLM(DecoderForCausalLM):
+    """Qwen 1.5 and 2 MoE (arXiv 2407.10671), with an expert that all tokens use."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        options = DecoderOptions(qkv_bias=bool(arch.hf_config.get("qkv_bias", True)))
+        super().__init__(arch, tp, options, MixtureLayer)
+
+
+class Qwen3MoeForCausalLM(DecoderForCausalLM):
+    """Qwen 3 MoE (Yang et al. 2025, arXiv 2505.09388)."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        options = replace(llama_options(arch), head_norm=rms_norm)
+        super().__init__(arch, tp, options, MixtureLayer)
+
+
+class GraniteMoeLayer(GraniteLayer):
+    """A `GraniteLayer` whose MLP is a `Mixture`."""
+
+    def make_mlp(
+        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
+    ) -> nn.Module:
+        return Mixture(arch, mixture_options(arch), tp)
+
+
+class GraniteMoeForCausalLM(DecoderForCausalLM):
+    """Granite 3 1B-A400M and 3B-A800M (IBM 2024, "Granite 3.0 Language Models")."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".block_sparse_moe.": ".mlp.",
+        ".router.layer.": ".gate.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, granite_options(arch), GraniteMoeLayer)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """The weights of all experts are stored as one."""
+        if name.endswith(".input_linear.weight"):
+            size = self.arch.intermediate_size
+            parts = {"gate_proj": (0, size), "up_proj": (size, size)}
+            return _by_expert(name.removesuffix("input_linear.weight"), source, parts)
+        if name.endswith(".output_linear.weight"):
+            parts = {"down_proj": (0, self.arch.hidden_size)}
+            return _by_expert(name.removesuffix("output_linear.weight"), source, parts)
+        return ((name, source),)
+
+
+def _by_expert(
+    parent: str, source: Source, parts: dict[str, tuple[int, int]]
+) -> Iterator[tuple[str, Source]]:
+    """Rows of each expert's matrix in [E, rows, columns], by name of the part: (first, count)."""
+    for expert in range(source.shape[0]):
+        matrix = source.rows(expert, 1).mapped(lambda x: x[0])
+        for name, (first, count) in parts.items():
+            yield f"{parent}experts.{expert}.{name}.weight", matrix.rows(first, count)
