@@ -80,7 +80,7 @@ def simulated_hpu(
         thresholds = gc.get_threshold()
         _forget_environment()
         try:
-            with torch._dynamo.config.patch():
+            with torch._dynamo.config.patch(disable=torch._dynamo.config.disable):
                 platform = resolve_platform("hpu")
                 assert isinstance(platform, HPUPlatform)
                 bridge = platform.bridge

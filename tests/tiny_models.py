@@ -131,7 +131,6 @@ _MORE: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     ),
     "olmo": (transformers.OlmoConfig, _DECODER | {"clip_qkv": 0.5}),
     "olmo2": (transformers.Olmo2Config, _DECODER),
-    "olmo3": (transformers.Olmo3Config, _DECODER | {"num_hidden_layers": 4, "sliding_window": 16}),
     "stablelm": (
         transformers.StableLmConfig,
         _DECODER | {"use_qkv_bias": True, "partial_rotary_factor": 0.25},
@@ -182,6 +181,11 @@ _MORE: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         },
     ),
 }
+if hasattr(transformers, "Olmo3Config"):  # not in the oldest transformers that we support
+    _MORE["olmo3"] = (
+        transformers.Olmo3Config,
+        _DECODER | {"num_hidden_layers": 4, "sliding_window": 16},
+    )
 _MOE = _DECODER | {"num_experts_per_tok": 2}
 _MORE |= {
     "mixtral": (transformers.MixtralConfig, _MOE | {"num_local_experts": 4}),

@@ -23,16 +23,6 @@ def _read_by(reader: str, names: str, note: str = "") -> OtherReader:
 
 OTHER_READERS = (
     _read_by(
-        "the Habana bridge: graphs",
-        "PT_HPUGRAPH_DISABLE_TENSOR_CACHE",
-        "graphs are wrapped with `disable_tensor_cache=True` whatever it says",
-    ),
-    _read_by(
-        "the Habana bridge: collectives",
-        "PT_HPU_ENABLE_LAZY_COLLECTIVES",
-        "must be `true` for several cards with HPU graphs; this version uses one card",
-    ),
-    _read_by(
         "the Habana bridge: metrics",
         "PT_HPU_METRICS_GC_DETAILS",
         "set it with VLLM_HPU_LOG_STEP_GRAPH_COMPILATION for more detailed figures",
@@ -61,7 +51,7 @@ OTHER_READERS = (
         "collective libraries and launchers",
         """
         HCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME CCL_ATL_TRANSPORT
-        OMPI_MCA_btl_vader_single_copy_mechanism LOCAL_RANK RANK WORLD_SIZE LOCAL_WORLD_SIZE ID
+        OMPI_MCA_btl_vader_single_copy_mechanism LOCAL_RANK RANK LOCAL_WORLD_SIZE HLS_MODULE_ID ID
         """,
         "this version runs in one process, on one card",
     ),

@@ -189,6 +189,24 @@ class Envs:
         "Read by the Habana bridge: 1 is lazy (HPU graphs), 0 is eager (torch.compile). "
         "Not set: the default of the bridge; of a simulated card 0.",
     )
+    PT_HPUGRAPH_DISABLE_TENSOR_CACHE: bool | None = _execution(
+        None,
+        "Read by the Habana bridge, in place of what the engine asks for: 0 lets every HPU graph "
+        "keep its inputs and intermediate tensors, which takes far more memory, so that fewer "
+        "graphs fit. Not set, 1: graphs keep only their outputs. The bridge knows 1 alone; true is "
+        "passed on as 1.",
+    )
+    PT_HPU_ENABLE_LAZY_COLLECTIVES: bool | None = _execution(
+        None,
+        "Read by the Habana bridge: collectives are recorded as part of graphs. With several "
+        "processes the engine sets it to true, whatever it says.",
+    )
+    WORLD_SIZE: int = _execution(
+        1,
+        "Processes that share the cards, as launchers such as torchrun set it. Above 1, the "
+        "bridge takes the card of this process from LOCAL_RANK.",
+        at_least=1,
+    )
     VLLM_CONTIGUOUS_PA: bool | None = _execution(
         None,
         "Decode reads the KV cache as one slice in place of gathering blocks. "
@@ -222,7 +240,9 @@ class Envs:
     )
     VLLM_T_COMPILE_FULLGRAPH: bool = _execution(False, "torch.compile: a graph break is an error.")
     VLLM_T_COMPILE_DYNAMIC_SHAPES: bool = _execution(
-        False, "torch.compile: let torch choose dynamic shapes."
+        False,
+        "torch.compile: let torch choose dynamic shapes. The bridge still compiles a static "
+        "recipe for each shape that occurs.",
     )
     VLLM_GC_THR_GEN0: int = _execution(
         700,
@@ -334,6 +354,11 @@ if not typing.TYPE_CHECKING:
         if name not in _declared():
             raise AttributeError(f"module 'vllm.envs' has no attribute {name!r}")
         return getattr(get(), name)
+
+
+def export(name: str, value: str) -> None:
+    """Set a variable of other software in this process, before that software reads it."""
+    os.environ[name] = value
 
 
 def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from pytest import MonkeyPatch
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import vllm.ops
 from tests.tiny_models import _FAMILIES
@@ -50,37 +51,38 @@ SHAPES = {
     "merged prefill": PaddedShape(prefill(1, 32, 2), merged_prompts=4),
 }
 
-_CAUSAL = {
-    "LlamaForCausalLM": ("llama", "num_hidden_layers"),
-    "MistralForCausalLM": ("mistral", "num_hidden_layers"),
-    "OPTForCausalLM": ("opt", "num_hidden_layers"),
-    "Qwen3ForCausalLM": ("qwen3", "num_hidden_layers"),
-    # Of two layers, as only one of them has a window.
-    "Qwen2ForCausalLM": ("qwen2", None),
-}
+GENERATORS: dict[str, str] = {}
+"""Architecture -> a family of tiny models that has it."""
+for _family, (_create, _) in _FAMILIES.items():
+    GENERATORS.setdefault(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_create.model_type], _family)
+
+_TWO_LAYERS = ("gemma2", "olmo3", "qwen2", "qwen3_moe")
+"""Families whose second layer differs from the first."""
 
 
-def config_of(architecture: str, dtype: str, **overrides: Any) -> VllmConfig:
-    """An engine's config for a tiny model of an architecture with dummy weights."""
-    if architecture in _CAUSAL:
-        family, layers = _CAUSAL[architecture]
+def _values_of(architecture: str) -> tuple[Any, dict[str, Any]]:
+    """A config class of transformers, and values for a model of as few layers as there can be."""
+    if architecture in GENERATORS:
+        family = GENERATORS[architecture]
         create, values = _FAMILIES[family]
-        values = values if layers is None else values | {layers: 1}
-    elif architecture in REWARD_MODELS:
-        create, values = MODELS["Qwen2ForSequenceClassification"][0], _QWEN
-        values = values | {"num_hidden_layers": 1, "num_labels": REWARD_MODELS[architecture]}
-    else:
-        create, values = MODELS[architecture]
-        values = values | {"num_hidden_layers": 1}
+        return create, values | {"num_hidden_layers": 2 if family in _TWO_LAYERS else 1}
+    if architecture in REWARD_MODELS:
+        create = MODELS["Qwen2ForSequenceClassification"][0]
+        return create, _QWEN | {"num_hidden_layers": 1, "num_labels": REWARD_MODELS[architecture]}
+    create, values = MODELS[architecture]
+    return create, values | {"num_hidden_layers": 1}
+
+
+def config_of(architecture: str, dtype: str) -> VllmConfig:
+    """An engine's config for a tiny model of an architecture with dummy weights."""
+    create, values = _values_of(architecture)
     pooler = None
-    if architecture not in _CAUSAL:
+    if architecture not in GENERATORS:
         is_causal = not is_encoder(architecture)
         pooler = PoolerConfig(
             task="embed", pooling_type="LAST" if is_causal else "MEAN", is_causal=is_causal
         )
-    arch = ModelArch.from_hf(
-        create(**values | overrides).to_dict() | {"architectures": [architecture]}
-    )
+    arch = ModelArch.from_hf(create(**values).to_dict() | {"architectures": [architecture]})
     return VllmConfig(
         model=ModelConfig(model="tiny", path="tiny", arch=arch, dtype=dtype, pooler=pooler),
         cache=CacheConfig(block_size=BLOCK_SIZE),

@@ -76,7 +76,7 @@ def vendor_engine(
     thresholds = gc.get_threshold()
     registry.resolve_platform.cache_clear()
     vendor.calls.clear()
-    with torch._dynamo.config.patch():
+    with torch._dynamo.config.patch(disable=torch._dynamo.config.disable):
         yield vendor
     registry.resolve_platform.cache_clear()
     gc.set_threshold(*thresholds)

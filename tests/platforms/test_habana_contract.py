@@ -2,12 +2,18 @@
 
 import functools
 import inspect
+import os
+import sys
 
 import pytest
 import torch
 
+from tests.hpu import captured_log
 from vllm.platforms.habana.bridge import FusedKernels, HabanaBridge
 from vllm.platforms.habana.real import RealBridge
+from vllm.platforms.hpu import create_hpu_platform
+
+TENSOR_CACHE = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
 
 # Name below `habana_frameworks` -> its documented parameters, in builds 1.19 and later.
 DOCUMENTED = {
@@ -24,6 +30,9 @@ DOCUMENTED = {
     "torch.hpu.metrics.Metric.stats": "self",
     "torch.hpu.random.manual_seed_all": "seed",
     "torch.internal.bridge_config.env_setting": "name, value",
+    "torch.distributed.hccl.initialize_distributed_hpu": (
+        "world_size=None, rank=None, local_rank=None"
+    ),
     "torch.utils.internal.is_lazy": "",
     "torch.hpex.kernels.FusedSDPA.apply": (
         "q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, "
@@ -47,7 +56,10 @@ BRIDGE_CALLS = {
     "device": (lambda b: b.device, []),
     "device_name": (lambda b: b.device_name, [("torch.hpu.get_device_name", 0, ())]),
     "is_lazy": (lambda b: b.is_lazy, []),
-    "collectives_backend": (lambda b: b.collectives_backend, []),
+    "collectives_backend": (
+        lambda b: b.collectives_backend,
+        [("torch.distributed.hccl.initialize_distributed_hpu", 0, ())],
+    ),
     "kernels": (lambda b: b.kernels, []),
     "memory_info": (
         lambda b: b.memory_info(),
@@ -119,6 +131,7 @@ def test_every_method_of_the_protocol_is_in_the_contract():
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_the_stand_in_has_the_documented_signature(vendor, name):
+    import habana_frameworks.torch.distributed.hccl
     import habana_frameworks.torch.hpex.kernels
     import habana_frameworks.torch.hpex.normalization
     import habana_frameworks.torch.hpu.metrics
@@ -128,7 +141,11 @@ def test_the_stand_in_has_the_documented_signature(vendor, name):
     assert str(inspect.signature(named(vendor, name))) == f"({DOCUMENTED[name]})"
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
+# What an import does by itself, and the engine never calls.
+AT_IMPORT = {"torch.distributed.hccl.initialize_distributed_hpu"}
+
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTED if name not in AT_IMPORT])
 def test_the_simulated_card_takes_the_documented_arguments_in_order(lazy, facade, name):
     import habana_frameworks
     import habana_frameworks.torch.hpex.kernels
@@ -178,6 +195,65 @@ def test_an_undocumented_name_or_argument_fails(vendor):
         htcore.mark_step(wait=True)
     with pytest.raises(TypeError):
         FusedSDPA.apply(HEADS, HEADS, HEADS, is_causal=True)  # takes no keywords
+
+
+PEERS = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3", "HABANA_VISIBLE_MODULES": "2,3,6,7"}
+
+
+def open_card(environment, monkeypatch, **variables: str) -> HabanaBridge:
+    """The real card of a process with these variables."""
+    for name in ("HLS_MODULE_ID", "PT_HPU_ENABLE_LAZY_COLLECTIVES", TENSOR_CACHE):
+        monkeypatch.setenv(name, "")  # so that what is set meanwhile is undone
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    environment(**variables)
+    return create_hpu_platform().bridge
+
+
+def test_one_of_several_processes_takes_the_card_of_its_rank_before_it_opens_it(
+    environment, card, vendor, monkeypatch
+):
+    bridge = open_card(environment, monkeypatch, **PEERS)
+    assert [name for name, *_ in vendor.calls] == [
+        "torch.distributed.hccl.initialize_distributed_hpu",
+        "torch.utils.internal.is_lazy",
+    ]
+    assert os.environ["HLS_MODULE_ID"] == "7"
+    assert bridge.collectives_backend == "hccl"
+    assert "hccl" in torch.distributed.Backend.backend_list
+
+
+@pytest.mark.parametrize("said", [{}, {"PT_HPU_ENABLE_LAZY_COLLECTIVES": "0"}], ids=str)
+def test_several_processes_have_lazy_collectives_from_the_import_on(
+    environment, card, vendor, monkeypatch, said
+):
+    open_card(environment, monkeypatch, **PEERS, **said)
+    assert vendor.torch.FLAGS["PT_HPU_ENABLE_LAZY_COLLECTIVES"] == "true"
+
+
+def test_a_single_process_imports_no_collectives(environment, card, vendor, monkeypatch):
+    open_card(environment, monkeypatch)
+    assert "PT_HPU_ENABLE_LAZY_COLLECTIVES" not in vendor.torch.FLAGS
+    assert "habana_frameworks.torch.distributed.hccl" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("value", "passed_on"), [("true", "1"), ("1", "1"), ("false", "0"), ("0", "0")]
+)
+def test_the_tensor_cache_variable_reaches_the_bridge_in_the_form_it_knows(
+    environment, card, vendor, monkeypatch, value, passed_on
+):
+    name = TENSOR_CACHE
+    with captured_log() as log:
+        open_card(environment, monkeypatch, **{name: value})
+    assert os.environ[name] == passed_on
+    assert [line for line in log if name in line] == (
+        [] if passed_on == "1" else [
+            "PT_HPUGRAPH_DISABLE_TENSOR_CACHE=0: HPU graphs keep their inputs and intermediate "
+            "tensors, so fewer of them fit the memory; unset it to keep outputs only"
+        ]
+    )  # fmt: skip
 
 
 def test_metrics_arrive_in_seconds_and_by_operator(vendor, lazy):

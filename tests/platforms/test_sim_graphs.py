@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from vllm.platforms.habana.sim import SimBridge
 from vllm.platforms.habana.sim_card import SimulationError
 from vllm.platforms.habana.sim_graphs import CapturedGraph, input_hash
 
@@ -216,3 +217,18 @@ def test_dataclasses_and_named_inputs_are_told_apart_by_their_fields():
     assert input_hash(Metadata(1)) == input_hash(Metadata(1)) != input_hash(Metadata(2))
     assert input_hash({"a": 1, "b": 2}) != input_hash({"b": 2, "a": 1})
     assert input_hash((None, [1])) == input_hash([None, (1,)])
+
+
+def test_with_the_tensor_cache_a_graph_keeps_all_that_it_makes():
+    held = []
+    for keeps in (False, True):
+        bridge = SimBridge("gaudi2", is_lazy=True, keeps_graph_tensors=keeps)
+        with torch.inference_mode():
+            x, layer = filled(1, rows=1000), nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 1))
+            wrapped = bridge.wrap_in_hpu_graph(layer.to("hpu"))
+            before = bridge.memory_info().free_bytes
+            kept = wrapped(x)
+            held.append(before - bridge.memory_info().free_bytes)
+        assert kept.shape == (1000, 1)
+    inputs, middle = 1000 * 4 * 4, 1000 * 64 * 4
+    assert held[1] - held[0] >= inputs + middle

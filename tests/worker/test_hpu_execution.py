@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
+from tests.hpu import simulated_hpu
+from tests.worker.hpu_helpers import make_config
 from vllm.attention import LaunchContext, share_context
-from vllm.worker.hpu.execution import Execution, LazyExecution
+from vllm.worker.hpu.execution import Execution, LazyExecution, make_execution
 from vllm.worker.hpu.offload import choose_layers
 
 
@@ -83,3 +86,43 @@ def test_a_launch_that_fails_leaves_no_context():
     with pytest.raises(RuntimeError, match="out of memory"):
         execution.run(torch.zeros(1), None)
     assert execution.model.launch_holder.context is None
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Expert()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x) * 2
+
+
+def test_with_dynamic_shapes_a_recipe_is_still_made_for_each_size():
+    with simulated_hpu(PT_HPU_LAZY_MODE=0) as bridge:
+        x = [torch.zeros(n, 4).to("hpu") for n in (5, 6, 7)]
+        with pytest.raises(BackendCompilerFailed, match="sizes are symbols"):
+            symbolic = torch.compile(lambda x: x + 1, backend="hpu_backend", dynamic=True)
+            symbolic(x[0])
+        torch._dynamo.reset()
+        config = make_config(compile_dynamic_shapes=True, regional_compilation=False)
+        execution = make_execution(bridge, Launches(Doubled()), config)
+        before = bridge.counters().compilations
+        for _ in range(2):
+            assert [execution.run(each, None).cpu().sum().item() for each in x] == [40, 48, 56]
+        assert bridge.counters().compilations == before + 3
+
+
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_in_lazy_mode_nothing_is_compiled_by_torch(is_lazy):
+    def refuse(graph, inputs):
+        raise RuntimeError("it was compiled")
+
+    with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy) as bridge:
+        make_execution(bridge, Launches(Doubled()), make_config(hidden_layers_per_graph=1))
+        compiled = torch.compile(lambda x: x + 1, backend=refuse)
+        if is_lazy:
+            assert compiled(torch.zeros(2)).tolist() == [1, 1]
+        else:
+            with pytest.raises(Exception, match="it was compiled"):
+                compiled(torch.zeros(2))
+    assert not torch._dynamo.config.disable

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 from vllm import envs
 from vllm.errors import ConfigError
+from vllm.logger import init_logger
 from vllm.platforms.interface import Platform
 
 if TYPE_CHECKING:
     import torch
 
     from vllm.platforms.habana.bridge import HabanaBridge
+
+logger = init_logger(__name__)
 
 _DEV = Path("/dev")
 
@@ -109,11 +112,30 @@ def _open_simulation(model: str) -> "HabanaBridge":
         is_lazy=bool(settings.PT_HPU_LAZY_MODE),
         is_strict=settings.VLLM_HPU_SIM_STRICT,
         is_vendor=settings.VLLM_HPU_SIM_VENDOR,
+        has_lazy_collectives=_wants_lazy_collectives(settings),
+        keeps_graph_tensors=settings.PT_HPUGRAPH_DISABLE_TENSOR_CACHE is False,
         recipe_cache=settings.PT_HPU_RECIPE_CACHE_CONFIG,
     )
 
 
 def _open_card() -> "HabanaBridge":
+    settings = envs.get()
+    # The library reads both while it is imported or used, so they come before the import.
+    if _wants_lazy_collectives(settings):
+        envs.export("PT_HPU_ENABLE_LAZY_COLLECTIVES", "true")
+    if settings.PT_HPUGRAPH_DISABLE_TENSOR_CACHE is not None:
+        is_off = settings.PT_HPUGRAPH_DISABLE_TENSOR_CACHE
+        envs.export("PT_HPUGRAPH_DISABLE_TENSOR_CACHE", "1" if is_off else "0")
+        if not is_off:
+            logger.warning(
+                "PT_HPUGRAPH_DISABLE_TENSOR_CACHE=0: HPU graphs keep their inputs and intermediate "
+                "tensors, so fewer of them fit the memory; unset it to keep outputs only"
+            )
     from vllm.platforms.habana.real import RealBridge
 
-    return RealBridge()
+    return RealBridge(has_peers=settings.WORLD_SIZE > 1)
+
+
+def _wants_lazy_collectives(settings: envs.Envs) -> bool:
+    """Several processes: a collective inside an HPU graph has to be recorded."""
+    return settings.WORLD_SIZE > 1 or bool(settings.PT_HPU_ENABLE_LAZY_COLLECTIVES)

@@ -105,7 +105,7 @@ class HabanaBridge(Protocol):
 
     @property
     def collectives_backend(self) -> str:
-        """For `torch.distributed.init_process_group`."""
+        """For `torch.distributed.init_process_group`; registered with torch when this returns."""
 
     @property
     def kernels(self) -> FusedKernels: ...

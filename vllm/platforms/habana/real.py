@@ -6,6 +6,7 @@ builds 1.19 and later have in common.
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,9 +23,14 @@ from vllm.platforms.habana.bridge import (
 class RealBridge:
     """The card of this process. Importing the vendor library loads its driver."""
 
-    collectives_backend = "hccl"
-
-    def __init__(self) -> None:
+    def __init__(self, *, has_peers: bool = False) -> None:
+        """
+        Args:
+            has_peers: this process is one of several, each with a card of its own.
+        """
+        if has_peers:
+            # Takes the module id of this rank, which has to be known before the card is opened.
+            import_module("habana_frameworks.torch.distributed.hccl")
         import habana_frameworks.torch as htorch
         import habana_frameworks.torch.core as htcore
         import habana_frameworks.torch.hpu as hthpu
@@ -50,6 +56,11 @@ class RealBridge:
     @property
     def is_lazy(self) -> bool:
         return self._is_lazy
+
+    @property
+    def collectives_backend(self) -> str:
+        import_module("habana_frameworks.torch.distributed.hccl")  # registers the backend
+        return "hccl"
 
     @property
     def kernels(self) -> FusedKernels:

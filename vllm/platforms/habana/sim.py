@@ -39,6 +39,7 @@ class SimBridge:
         is_strict: bool = False,
         is_vendor: bool = False,
         has_lazy_collectives: bool = False,
+        keeps_graph_tensors: bool = False,
         recipe_cache: str | None = None,
     ) -> None:
         """
@@ -49,6 +50,8 @@ class SimBridge:
             is_vendor: let other libraries import this card as `habana_frameworks`.
             has_lazy_collectives: a collective can be part of a graph, as with
                 PT_HPU_ENABLE_LAZY_COLLECTIVES.
+            keeps_graph_tensors: HPU graphs keep their inputs and intermediate tensors, as with
+                PT_HPUGRAPH_DISABLE_TENSOR_CACHE=0.
             recipe_cache: where compiled recipes outlive the process, in the form of
                 PT_HPU_RECIPE_CACHE_CONFIG; None is nowhere.
 
@@ -61,6 +64,7 @@ class SimBridge:
             is_lazy=is_lazy,
             is_strict=is_strict,
             has_lazy_collectives=has_lazy_collectives,
+            keeps_graph_tensors=keeps_graph_tensors,
             recipe_cache=RecipeCache.from_config(recipe_cache) if recipe_cache else None,
         )
         install(

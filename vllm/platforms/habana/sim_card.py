@@ -66,14 +66,17 @@ class SimulatedCard:
         is_lazy: bool,
         is_strict: bool,
         has_lazy_collectives: bool = False,
+        keeps_graph_tensors: bool = False,
         recipe_cache: RecipeCache | None = None,
     ) -> None:
         """
         Args:
             has_lazy_collectives: in lazy mode, they are recorded like any operator.
+            keeps_graph_tensors: a graph holds what its capture made, and not its outputs alone.
         """
         self.spec = spec
         self.has_lazy_collectives = is_lazy and has_lazy_collectives
+        self.keeps_graph_tensors = keeps_graph_tensors
         self._cache = recipe_cache
         self.is_lazy = is_lazy
         self.is_strict = is_strict

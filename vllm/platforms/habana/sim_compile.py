@@ -4,7 +4,8 @@ A graph of Dynamo is functionalised, writes to its inputs are put back in place 
 does so (`sim_graph_rules`), and the rest of them copy their inputs, which the card counts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,22 +13,38 @@ from torch import Tensor, fx
 
 from vllm.platforms.habana.bridge import COMPILE_BACKEND
 from vllm.platforms.habana.sim_capture import functionalise
+from vllm.platforms.habana.sim_card import SimulationError
 from vllm.platforms.habana.sim_device import HpuTensor, active_card
 from vllm.platforms.habana.sim_graph_rules import reinplace
 
 
-def compile_for_card(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+def compile_for_card(
+    graph: fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    options: Mapping[str, object] = MappingProxyType({}),
+) -> Callable[..., Any]:
     """What Dynamo hands over runs as one recipe per set of shapes.
 
-    With dynamic shapes, every set of sizes gets a graph of its own: compilation is static.
+    Where sizes are symbols, every set of sizes gets a graph of its own: compilation is static.
+
+    Args:
+        options: `force_static_compile` is known.
 
     Raises:
         RuntimeError: the card is in lazy mode, where HPU graphs take the place of this.
+        SimulationError: the card is strict, and a size is a symbol without `force_static_compile`.
     """
-    if active_card().is_lazy:
+    card = active_card()
+    if card.is_lazy:
         raise RuntimeError(f"{COMPILE_BACKEND} needs eager mode (PT_HPU_LAZY_MODE=0)")
     programs: dict[tuple[Any, ...], fx.GraphModule] = {}
     is_static = not any(isinstance(x, torch.SymInt) for x in example_inputs)
+    if not is_static and card.is_strict and not options.get("force_static_compile"):
+        raise SimulationError(
+            "sizes are symbols: without force_static_compile a card compiles recipes with dynamic "
+            "shapes, which it does slowly"
+        )
 
     def compiled(*inputs: Any) -> Any:
         key = () if is_static else tuple(map(_kind, inputs))

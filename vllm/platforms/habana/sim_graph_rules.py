@@ -56,6 +56,8 @@ _TYPES: dict[frozenset[torch.dtype], tuple[str, ...]] = {
     frozenset(_FLOAT | {torch.int64, torch.int32}): ("index_reduce",),
     frozenset(_FLOAT | {torch.int16}): ("sort", "topk"),
     frozenset({torch.float32, torch.bfloat16, torch.int32}): ("index_put",),
+    frozenset({torch.float32, torch.bfloat16, torch.int32, torch.int16}): ("stack",),
+    frozenset({torch.float32, torch.bfloat16}): ("logsumexp",),
     frozenset(_MATRIX): (
         *("addmm", "baddbmm", "bmm", "mm", "sdpa_recomp_fwd", "fp8_gemm_v2", "cast_from_fp8"),
         *("cast_to_fp8_v2", "fp8_sdpa_recomp_fwd"),

@@ -43,17 +43,21 @@ class CapturedGraph:
         owned = {x.raw.untyped_storage()._cdata for x in inputs}
         # What was written into an input is there already; nothing must be written to the old one.
         self._is_alias = [x.raw.untyped_storage()._cdata in owned for x in self._static]
-        tape.end([x.raw for x in self._static])
+        outputs_of = [x.raw for x in self._static]
+        num_bytes = capture.num_ops * sim_spec.GRAPH_BYTES_PER_OP
+        if card.keeps_graph_tensors:
+            num_bytes += _storage_bytes(tape.made) - _storage_bytes(outputs_of)
+            num_bytes += _storage_bytes([x.raw for x in inputs])
+        tape.end(outputs_of)
         self._card = card
         self._tape = tape
         self._capture = capture
-        self._lease = Lease(card.memory, capture.num_ops * sim_spec.GRAPH_BYTES_PER_OP)
+        self._lease = Lease(card.memory, max(0, num_bytes))
 
     @property
     def num_bytes(self) -> int:
         """Memory that stays taken: the graph itself and its outputs."""
-        own = {x.raw.untyped_storage()._cdata: x.raw for x in self._static}
-        return self._lease.num_bytes + sum(x.untyped_storage().nbytes() for x in own.values())
+        return self._lease.num_bytes + _storage_bytes([x.raw for x in self._static])
 
     def replay(self, *args: Any, **kwargs: Any) -> Any:
         """Run on new inputs of the same shapes; the outputs are those of the capture, overwritten.
@@ -143,6 +147,11 @@ class HPUGraph:
         """Drop the graph and its memory."""
         self._tape = self._capture = None
         self._static, self._leases = [], []
+
+
+def _storage_bytes(tensors: list[torch.Tensor]) -> int:
+    """Of all storages under these tensors, each counted once."""
+    return sum({s._cdata: s.nbytes() for s in (x.untyped_storage() for x in tensors)}.values())
 
 
 def wrap_in_hpu_graph(

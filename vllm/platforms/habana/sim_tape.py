@@ -100,6 +100,11 @@ class Tape:
                 self._made.append(leaf)
         self._entries.append(_Entry(op, slotted_args, slotted_kwargs, results))
 
+    @property
+    def made(self) -> list[torch.Tensor]:
+        """What was made so far, except views; empty after `end`."""
+        return list(self._made)
+
     def end(self, outputs: Sequence[torch.Tensor]) -> None:
         """Stop recording; `outputs` are what a replay returns, in this order."""
         self._outputs = [self._slots.get(id(x)) for x in outputs]

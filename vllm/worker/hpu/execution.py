@@ -145,8 +145,11 @@ class CompiledExecution(Execution):
         options: dict[str, Any] = {
             "backend": COMPILE_BACKEND,
             "fullgraph": config.hpu.compile_fullgraph,
-            "dynamic": None if config.hpu.compile_dynamic_shapes else False,
+            "dynamic": False,
         }
+        if config.hpu.compile_dynamic_shapes:
+            # torch may trace with symbols; each recipe is still made for the sizes that occur.
+            options |= {"dynamic": None, "options": {"force_static_compile": True}}
         if config.hpu.regional_compilation:
             self._compiled: Any = model
             model.compile_regions(**options)
@@ -177,6 +180,9 @@ def make_execution(bridge: HabanaBridge, model: LaunchModel, config: VllmConfig)
     """The way that the mode of the bridge and `enforce_eager` choose."""
     is_eager, layers = config.model.enforce_eager, config.hpu.hidden_layers_per_graph
     if bridge.is_lazy:
+        # The backend of the bridge has no lazy mode: what a library compiles runs as it is written.
+        dynamo: Any = torch._dynamo.config
+        dynamo.disable = True
         kind = LazyExecution if is_eager else GraphExecution
         return kind(bridge, model, layers)
     return Execution(bridge, model) if is_eager else CompiledExecution(bridge, model, config)
