@@ -59,17 +59,18 @@ def _top_k_floor(
     values = top_values(logits, maxima, width)
     last = (top_k - 1).clamp(0, width - 1)
     if (top_p := metadata.top_p) is not None:
-        position = torch.arange(width, device=logits.device)
+        position = torch.arange(width, dtype=torch.int32, device=logits.device)
         kept = position < top_k
         if floor is not None:
             kept &= values >= floor
         weights = likelihoods(values, top, metadata.temperature).masked_fill(~kept, 0.0)
         sums = weights.cumsum(-1)
         # Token j stays when the likelier ones do not yet have the mass; the likeliest always does.
-        short = (sums < top_p[:, None] * sums[:, -1:]).sum(-1, keepdim=True)
+        is_short = sums < top_p[:, None] * sums[:, -1:]
+        short = is_short.sum(-1, keepdim=True, dtype=torch.int32)
         nucleus = torch.where(top_p[:, None] < 1, short, last)
         last = torch.minimum(last, nucleus)
-    return torch.where(top_k > 0, values.gather(-1, last), float("-inf"))
+    return torch.where(top_k > 0, values.gather(-1, last.long()), float("-inf"))
 
 
 def nucleus_floor(

@@ -99,7 +99,7 @@ class Sampler:
             token_ids, top = self._sample_in_passes(logits, metadata, passes, errors, buffers)
         else:
             token_ids, top = self._sample(logits, metadata, errors, buffers)
-        token_ids, plan = token_ids.int(), metadata.logprobs
+        plan = metadata.logprobs
         host_ids = token_ids.masked_fill((top - top) != 0, -1)  # NaN if top is not finite
         self._end_stage()
         return SamplerOutput(
@@ -153,7 +153,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """As `_sample`, in several passes over parts of the rows."""
         num_rows = logits.shape[0]
-        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        token_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
         top = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
         for indices in passes:
             rows = torch.from_numpy(indices).to(logits.device)
@@ -175,7 +175,7 @@ class Sampler:
         errors: dict[int, str],
         buffers: Buffers | None,
     ) -> tuple[Tensor, Tensor]:
-        """[n] int64 token ids and [n] largest processed logits, which are not finite in a bad row.
+        """[n] int32 token ids and [n] largest processed logits, which are not finite in a bad row.
 
         The last stage, that of the distribution, is not ended yet.
         """
