@@ -8,10 +8,10 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint unit format docs bench clean
+.PHONY: help demo test test-graphs lint unit format docs bench clean
 
 help: ## show the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/.installed ## set up, then generate text with the bundled model
 	$(BIN)/vllm generate --prompt "import os" --prompt "def main(" --prompt "class Queue:" --max-tokens 48
@@ -28,6 +28,10 @@ lint: $(VENV)/.installed-dev ## format, lint, types, architecture
 # no core to run on wait for each other.
 unit: $(VENV)/.installed-dev ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# Every architecture as a card compiles it; a run of the tests captures a few of them.
+test-graphs: $(VENV)/.installed-dev ## the graphs of every architecture, by the rules of the card's compiler
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "exhaustive or not exhaustive" tests/conformance
 
 format: $(VENV)/.installed-dev ## rewrite the sources in the house format
 	$(BIN)/ruff format .

@@ -101,6 +101,7 @@ class SimulatedCard:
         """Memory that is meant to be written in place."""
         self._copied_bytes = 0
         self._num_cache_copies = 0
+        self.num_launches = 0
         self._num_captures = 0
         self._num_replays = 0
         self._num_host_syncs = 0
@@ -282,6 +283,7 @@ class SimulatedCard:
 
     def _launch(self, host_s: float, compute_s: float) -> None:
         if not self.is_compile_only:
+            self.num_launches += 1
             self.clock.launch(host_s, compute_s)
 
     def _compile(self, step: tuple[Signature, ...]) -> None:
