@@ -7,8 +7,14 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
+# The software of a Gaudi image, without a card: tests/vendor/torch-$(VENDOR_TORCH).txt has the pins.
+VENDOR_TORCH ?= 2.6.0
+VENDOR_VENV ?= .venv-vendor-$(VENDOR_TORCH)
+# The image has Python 3.10; another one serves where there is none.
+PYTHON_VENDOR ?= $(firstword $(shell command -v python3.10) $(PYTHON))
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-graphs lint unit format docs bench clean
+.PHONY: help demo test test-graphs test-vendor lint unit format docs bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +38,10 @@ unit: $(VENV)/.installed-dev ## the tests
 # Every architecture as a card compiles it; a run of the tests captures a few of them.
 test-graphs: $(VENV)/.installed-dev ## the graphs of every architecture, by the rules of the card's compiler
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "exhaustive or not exhaustive" tests/conformance
+
+# Not part of `test`: it downloads 3 GB and takes 6 GB of disk for each version.
+test-vendor: $(VENDOR_VENV)/.installed ## the tests on the torch of a Gaudi image: VENDOR_TORCH=2.6.0 or 2.7.1
+	OMP_NUM_THREADS=1 $(VENDOR_VENV)/bin/python -m pytest -q -rs -n 2 --dist worksteal -m "not e2e"
 
 format: $(VENV)/.installed-dev ## rewrite the sources in the house format
 	$(BIN)/ruff format .
@@ -59,4 +69,12 @@ $(VENV)/.installed: $(SOURCES)
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	$(BIN)/python -m pip install -q -r requirements-dev.txt
+	touch $@
+
+VENDOR_PINS := tests/vendor/torch-$(VENDOR_TORCH).txt
+
+$(VENDOR_VENV)/.installed: $(SOURCES) requirements-dev.txt $(VENDOR_PINS)
+	test -d $(VENDOR_VENV) || $(PYTHON_VENDOR) -m venv $(VENDOR_VENV)
+	$(VENDOR_VENV)/bin/python -m pip install -q -c $(VENDOR_PINS) torch
+	$(VENDOR_VENV)/bin/python -m pip install -q -c $(VENDOR_PINS) -e . -r requirements-dev.txt
 	touch $@

@@ -1,8 +1,9 @@
 """Builds the package: what cannot be said in pyproject.toml.
 
-Two things: the requirements depend on the device, and csrc/cpu becomes a plain shared library
-(no Python or torch headers, so one build serves every Python and every torch). Only setuptools
-is needed; torch must never be a build requirement, because build isolation would download it.
+Two things: the requirements depend on the device and on the torch that is there, and csrc/cpu
+becomes a plain shared library (no Python or torch headers, so one build serves every Python and
+every torch). Only setuptools is needed; torch must never be a build requirement, because build
+isolation would download it.
 """
 
 import importlib.util
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,19 +84,37 @@ def has_habana() -> bool:
     so the folders of the interpreter are searched as well."""
     if importlib.util.find_spec("habana_frameworks") is not None:
         return True
-    folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    folders.update(site.getsitepackages())
-    return any((Path(folder) / "habana_frameworks").is_dir() for folder in folders)
+    return any((folder / "habana_frameworks").is_dir() for folder in package_folders())
+
+
+def package_folders() -> list[Path]:
+    """Where the packages of this interpreter are, also inside an isolated build."""
+    paths = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
+    return [Path(path) for path in dict.fromkeys(paths)]
+
+
+def triton_requirement() -> list[str]:
+    """One that keeps to the torch that is installed: xgrammar would bring the newest triton.
+
+    Empty where no torch is installed, or where nothing is known of it.
+    """
+    path = [*sys.path, *map(str, package_folders())]
+    torch = next(iter(distributions(name="torch", path=path)), None)
+    table = runpy.run_path(str(ROOT / "vllm" / "utils" / "triton_range.py"))
+    wanted = table["triton_range"](torch.version) if torch is not None else None
+    if wanted is None:
+        return []
+    return [f"triton{wanted}; platform_system == 'Linux' and platform_machine == 'x86_64'"]
 
 
 def read_requirements(path: Path) -> list[str]:
-    """The requirements of a file: without comments, with the files that `-r` names."""
+    """The requirements of a file and of those that its `-r` lines name, without constraints."""
     requirements = []
     for line in path.read_text().splitlines():
         requirement = line.split("#")[0].strip()
         if requirement.startswith("-r"):
             requirements += read_requirements(path.parent / requirement[2:].strip())
-        elif requirement:
+        elif requirement and not requirement.startswith("-c"):
             requirements.append(requirement)
     return requirements
 
@@ -220,7 +240,10 @@ class PlatformWheel(bdist_wheel):
 if __name__ == "__main__":
     readme = ROOT / "README.md"
     setup(
-        install_requires=read_requirements(ROOT / f"requirements-{target_device()}.txt"),
+        install_requires=[
+            *read_requirements(ROOT / f"requirements-{target_device()}.txt"),
+            *triton_requirement(),
+        ],
         long_description=readme.read_text() if readme.exists() else "",
         long_description_content_type="text/markdown",
         # optional: setuptools accepts that the file was not built

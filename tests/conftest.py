@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.hpu import HAS_SIMULATED_DEVICE, NO_SIMULATED_DEVICE
+from vllm.platforms.habana import sim
 from vllm.structured_output import compiler
 from vllm.utils import deadline_worker
 from vllm.utils.fork_server import ForkServer
@@ -74,6 +76,15 @@ def engines_share_the_process_that_compiles_grammars() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "make_server", make_kept_server)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def simulated_cards_skip_where_torch_has_no_device_for_them() -> Iterator[None]:
+    """So a test need not say that it uses one: making it ends the test, with the reason."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not HAS_SIMULATED_DEVICE:
+            patch.setattr(sim, "install", lambda *_, **__: pytest.skip(NO_SIMULATED_DEVICE))
         yield
 
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
 import torch
 from pytest import MonkeyPatch
+from torch.utils import backend_registration
 
 import vllm.ops
 from vllm import envs
@@ -45,6 +47,15 @@ SMALL_ENGINE = {
     "block_size": 16,
 }
 """Arguments of `LLM` to go with them."""
+
+HAS_SIMULATED_DEVICE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+"""False for the torch of today's Gaudi images (`make test-vendor`)."""
+
+NO_SIMULATED_DEVICE = f"the simulated card needs a newer torch than {torch.__version__}"
+
+needs_simulated_device = pytest.mark.skipif(not HAS_SIMULATED_DEVICE, reason=NO_SIMULATED_DEVICE)
+"""For tests that start a simulated card in another process. In the process of a test, whatever
+makes one skips the test by itself (tests/conftest.py)."""
 
 _OURS = ("VLLM_", "PT_HPU", "HABANA_")
 

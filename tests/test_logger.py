@@ -124,7 +124,7 @@ def test_a_file_configures_logging(tmp_path):
     [
         (None, "No such file or directory"),
         ("{", "Expecting property name"),
-        ("[]", "it must hold a JSON object"),
+        ("[]", "it must contain a JSON object"),
         ("{}", "dictionary doesn't specify a version"),
         (
             json.dumps({**LOGGING_CONFIG, "handlers": {"out": {"class": "no.such.Handler"}}}),

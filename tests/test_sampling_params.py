@@ -155,7 +155,7 @@ def test_a_best_of_that_cannot_be_ranked_is_refused(params, message):
 def test_the_kind_of_output_is_checked_again_after_a_change():
     params = SamplingParams(best_of=2)
     params.output_kind = RequestOutputKind.DELTA
-    with pytest.raises(RequestError, match="only whole outputs can be ranked"):
+    with pytest.raises(RequestError, match="ranking needs complete outputs"):
         params.check_ranking()
 
 

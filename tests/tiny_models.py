@@ -234,7 +234,7 @@ def make_tiny_model(
     create_config, values = _FAMILIES[family]
     config = create_config(**values | overrides)
     model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
-    _randomize(model, seed)
+    randomize(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     # Sampling defaults are no part of a family: tests that need some write their own.
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -242,7 +242,7 @@ def make_tiny_model(
 
 
 @torch.no_grad()
-def _randomize(model: PreTrainedModel, seed: int) -> None:
+def randomize(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, param in sorted(model.named_parameters()):
         values = torch.randn(param.shape, generator=generator)

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
-from tests.tiny_models import _DECODER, VOCAB_SIZE, _randomize
+from tests.tiny_models import _DECODER, VOCAB_SIZE, randomize
 
 _BERT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -62,7 +62,7 @@ def make_pooling_model(architecture: str, folder: Path, **overrides: Any) -> Pat
         return _make_reward_model(architecture, folder, REWARD_MODELS[architecture])
     create_config, values = MODELS[architecture]
     model = getattr(transformers, architecture)(create_config(**values | overrides))
-    _randomize(model, 0)
+    randomize(model, 0)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     return folder

@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # works in a checkout that is not installed
 
+from tests.seeds.table import compatibility as compatibility_lines  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
 from vllm.config.fields import ConfigField, config_fields, config_sections  # noqa: E402
 from vllm.engine.resolve.compat_args import COMPAT_ARGUMENTS, CompatArgument  # noqa: E402
@@ -51,8 +52,8 @@ def _compat_variables() -> Iterator[str]:
     yield from _table("Refused", "variable", "what is not available")
     yield from _compat_rows(available=False)
     yield ""
-    yield "An engine does not start while one of these is set: it would compute something else than"
-    yield "was asked for. (A switch may be set to 0.)"
+    yield "An engine does not start while one of these is set: its results would differ from"
+    yield "what was requested. (A switch may be set to 0.)"
     yield from _table("Recognised without effect", "variables", "why they have no effect")
     yield from _compat_rows(available=True)
     yield ""
@@ -122,7 +123,7 @@ def server_arguments() -> Iterator[str]:
     yield "takes several words after one flag, or the flag several times."
     yield ""
     yield "`--config FILE` names a YAML file of flags without their dashes, of server and engine."
-    yield "What the command line says wins, and a name that is no flag is an error:"
+    yield "The command line has priority, and a name that is not a flag is an error:"
     yield ""
     yield from ("```yaml", "model: /models/Llama-3.1-8B", "max-model-len: 16k", "port: 9000", "```")
     yield from _table("Flags", "flag", "value", "default", "meaning")
@@ -132,6 +133,12 @@ def server_arguments() -> Iterator[str]:
     for argument in SERVER_COMPAT.values():
         reason = argument.reason if argument.available else f"refused: {argument.reason}"
         yield _row(f"`{argument.flag}`", _default(argument.off), reason)
+
+
+def compatibility() -> Iterator[str]:
+    """The page about what documents of vLLM on Gaudi say."""
+    yield _NOTE
+    yield from compatibility_lines()
 
 
 def _compat_section() -> Iterator[str]:
@@ -222,6 +229,7 @@ def supported_models() -> Iterator[str]:
 
 
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
+    "compatibility.md": compatibility,
     "env_variables.md": env_variables,
     "engine_arguments.md": engine_arguments,
     "server_arguments.md": server_arguments,

@@ -5,18 +5,30 @@
 
 The torch of the image belongs to its driver and is on no package index: pip, asked for another
 version, replaces it for good and the card is no longer found. With `pip install -c FILE` (or
-PIP_CONSTRAINT=FILE) pip refuses. Standard library only, so that it runs before any install.
+PIP_CONSTRAINT=FILE) pip refuses. A triton that the image has stays too; where it has none, FILE
+says which ones fit its torch. Standard library only, so that it runs before any install.
 """
 
 import argparse
 import re
+import runpy
 import sys
 from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
 # torch and what is built against it, the bridge, the quantization toolkit.
-_VENDOR = re.compile(r"(torch|habana|lightning-habana|neural-compressor)")
+_VENDOR = re.compile(r"(torch|habana|lightning-habana|neural-compressor|triton$)")
+
+# In an image it lies beside this file, in a checkout in the package.
+_FOLDER = Path(__file__).resolve().parent
+_TRITON_RANGE = runpy.run_path(
+    next(
+        str(path)
+        for folder in (_FOLDER, _FOLDER.parent / "vllm" / "utils")
+        if (path := folder / "triton_range.py").is_file()
+    )
+)
 
 
 def installed() -> dict[str, str]:
@@ -29,9 +41,10 @@ def installed() -> dict[str, str]:
 
 
 def constraints(packages: dict[str, str]) -> list[str]:
-    """Exact pins of the vendor's packages, and the major version of numpy.
+    """Exact pins of the vendor's packages, the major version of numpy, and the range of triton.
 
     Numpy: compiled packages of the image only work with the major version they were built for.
+    Triton: where the image has none, one that fits its torch.
 
     Raises:
         SystemExit: the vendor's torch or bridge is not among `packages`.
@@ -42,7 +55,9 @@ def constraints(packages: dict[str, str]) -> list[str]:
                 f"{needed} is not installed for {sys.executable}: this is not an image of the "
                 f"vendor, or not the Python that it set up"
             )
-    return _pins(packages)
+    wanted = _TRITON_RANGE["triton_range"](packages["torch"])
+    is_open = "triton" not in packages and wanted is not None
+    return [*_pins(packages), *([f"triton{wanted}"] if is_open else [])]
 
 
 def _pins(packages: dict[str, str]) -> list[str]:
@@ -56,10 +71,23 @@ def changes(wanted: Sequence[str], packages: dict[str, str]) -> list[str]:
     """What differs from the constraints, one text per package."""
     now = _pins(packages)
     return [
-        f"{line} is now {packages.get(re.split('[=<]', line)[0], 'gone')}"
+        f"{line} is now {packages.get(re.split('[=<>]', line)[0], 'gone')}"
         for line in wanted
-        if line not in now
+        if line not in now and not _is_in_range(line, packages.get("triton"))
     ]
+
+
+def _is_in_range(line: str, triton: str | None) -> bool:
+    """True for a line with a range of triton that this one, or none, keeps to."""
+    bounds = re.fullmatch(r"triton>=([\d.]+),<([\d.]+)", line)
+    if bounds is None or triton is None:
+        return bounds is not None
+    low, high, found = (_minor(version) for version in (*bounds.groups(), triton))
+    return low <= found < high
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

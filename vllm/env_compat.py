@@ -37,6 +37,10 @@ _IN_PROCESS = (
     "LLM computes in the caller's process, and the engine process of a server is reached by a "
     "socket file of its own"
 )
+_NO_TIMEOUTS = (
+    "no step is given up for its time, however long it compiles, and a dead engine is noticed "
+    "without a timeout; --request-timeout limits a request"
+)
 _QUANTIZATION = "weights and cache are not quantized on a card yet"
 _MULTIMODAL = "this version reads text only"
 _EXPERTS = "this version runs no mixture-of-experts models"
@@ -62,7 +66,7 @@ _FLOAT32_SOFTMAX = (
 )
 _NOT_SLICED = "fused attention is not sliced"
 _NOT_DEFRAGMENTED = "the KV cache is not defragmented"
-_NO_STEP_PROFILE = "single steps are not profiled; VLLM_PROFILER_ENABLED traces all of them"
+_NO_STEP_PROFILE = "POST /start_profile and /stop_profile begin and end a trace of steps"
 _RUNS_AHEAD = (
     "steps are scheduled ahead where that pays, see --async-scheduling; outputs are the same"
 )
@@ -132,7 +136,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored(_RUNS_AHEAD, "VLLM_DELAYED_SAMPLING VLLM_HPU_USE_DELAYED_SAMPLING", same_as=True),
     *_ignored(
-        "tokens that tie at the k-th place are always kept",
+        "tokens that tie at the k-th place are always kept, at no cost",
         "VLLM_HANDLE_TOPK_DUPLICATES",
         same_as=True,
     ),
@@ -150,10 +154,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     *_ignored(_NO_UNLOCKING, "VLLM_DEVELOPER_MODE VLLM_ENABLE_EXPERIMENTAL_FLAGS"),
     # Diagnostics.
     *_ignored("set VLLM_LOGGING_LEVEL=DEBUG instead", "VLLM_DEBUG"),
-    *_ignored(
-        _NO_STEP_PROFILE,
-        "VLLM_PT_PROFILE VLLM_PROFILE_PROMPT VLLM_PROFILE_DECODE VLLM_PROFILE_STEPS",
-    ),
+    *_ignored(_NO_STEP_PROFILE, "VLLM_PROFILE_STEPS"),
     *_ignored("calls of functions are not traced", "VLLM_TRACE_FUNCTION", same_as=False),
     *_ignored("batch sizes are not logged", "VLLM_LOG_BATCHSIZE_INTERVAL"),
     *_ignored(
@@ -235,9 +236,14 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored(_IN_PROCESS, "VLLM_ENABLE_V1_MULTIPROCESSING", same_as=False),
     *_ignored(
-        _IN_PROCESS,
+        _NO_TIMEOUTS,
         """
         VLLM_ENGINE_ITERATION_TIMEOUT_S VLLM_RPC_TIMEOUT VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        """,
+    ),
+    *_ignored(
+        _IN_PROCESS,
+        """
         VLLM_HOST_IP VLLM_PORT VLLM_RPC_BASE_PATH VLLM_WORKER_MULTIPROC_METHOD
         VLLM_MSGPACK_ZERO_COPY_THRESHOLD VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_SLEEP_WHEN_IDLE
         VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_DIST_IDENT

@@ -23,11 +23,6 @@ def _read_by(reader: str, names: str, note: str = "") -> OtherReader:
 
 OTHER_READERS = (
     _read_by(
-        "the Habana bridge: metrics",
-        "PT_HPU_METRICS_GC_DETAILS",
-        "set it with VLLM_HPU_LOG_STEP_GRAPH_COMPILATION for more detailed figures",
-    ),
-    _read_by(
         "the Habana bridge and the graph compiler",
         """
         PT_COMPILE_ONLY_MODE PT_HPU_GPU_MIGRATION PT_HPU_USE_EAGER_FALLBACK

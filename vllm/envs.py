@@ -3,9 +3,9 @@
 One field is one variable: name, type, default and help in one place. Settings a user tunes
 per deployment are config fields; a variable is for what must be known before a config exists
 (logging, device selection) or is part of the compatibility surface.
-Values arrive where they are used inside a config dataclass. Knows no logging: the logger, which
-needs a level from here, also reports the names that have no effect. Those of the Gaudi fork and
-why are in `env_compat`.
+Values arrive where they are used inside a config dataclass. This module does not log: the logger,
+which needs a level from here, also reports the names that have no effect. Those of the Gaudi fork
+and why are in `env_compat`.
 """
 
 import difflib
@@ -80,11 +80,11 @@ class Envs:
         "JSON file for `logging.config.dictConfig`, in place of the handler and the level of "
         "this package.",
     )
-    VLLM_LOGGING_FORMAT: str = _general("text", "Form of the log lines.", ("text", "json"))
+    VLLM_LOGGING_FORMAT: str = _general("text", "Format of the log lines.", ("text", "json"))
     VLLM_ALLOW_LONG_MAX_MODEL_LEN: bool = _general(
         False,
-        "Accept a max_model_len above what config.json of the model allows, if it has rotary "
-        "positions; what it then writes may be of poor quality.",
+        "Accept a max_model_len above what the model's config.json allows, for a model with "
+        "rotary positions; output beyond that length may be of poor quality.",
     )
     VLLM_ASSETS_CACHE: str | None = _general(
         None, "Folder with pictures, sounds and videos for the examples (`vllm.assets`)."
@@ -96,7 +96,7 @@ class Envs:
         10, "Seconds that `vllm.multimodal.utils.fetch_audio` waits for an answer.", at_least=1
     )
     VLLM_API_KEY: str | None = _server(
-        None, "Key that clients must send, where the flag --api-key names none."
+        None, "API key that clients must send, if the flag --api-key is not given."
     )
     VLLM_SERVER_DEV_MODE: bool = _server(
         False,
@@ -253,7 +253,10 @@ class Envs:
     VLLM_GC_THR_GEN1: int = _execution(10, "Second threshold.", at_least=0)
     VLLM_GC_THR_GEN2: int = _execution(10, "Third threshold.", at_least=0)
     VLLM_GC_THR_MULTIPLIER: int = _execution(
-        16, "By how much rarer than usual Python's garbage is collected.", at_least=1
+        16,
+        "Factor for the thresholds of Python's garbage collector: a larger one collects less "
+        "often.",
+        at_least=1,
     )
     VLLM_PROFILER_ENABLED: bool = _diagnostics(
         False, "Write a trace of scheduler, launches and counters that Perfetto opens."
@@ -263,11 +266,28 @@ class Envs:
         "Folder for traces of torch's profiler, begun and ended by start_profile and stop_profile "
         "of the engine, or by POST /start_profile and /stop_profile of the server.",
     )
+    VLLM_PT_PROFILE: str | None = _diagnostics(
+        None,
+        "Profile one launch with torch's profiler, and end: prompt_BATCH_LENGTH_t or "
+        "decode_BATCH_BLOCKS_t; with f at the end, not as an HPU graph. The trace is in "
+        "VLLM_TORCH_PROFILER_DIR, or in the working directory.",
+    )
+    VLLM_PROFILE_PROMPT: str | None = _diagnostics(
+        None, "The same for a prompt: batch,length,blocks of context, such as 1,512,0."
+    )
+    VLLM_PROFILE_DECODE: str | None = _diagnostics(
+        None, "The same for a decode: batch,blocks, such as 4,128."
+    )
     VLLM_HPU_LOG_STEP_GRAPH_COMPILATION: bool = _diagnostics(
         False, "Log the graph compilations of every step that has some."
     )
     VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL: bool = _diagnostics(
         False, "Log the graph compilations of every step."
+    )
+    PT_HPU_METRICS_GC_DETAILS: bool = _diagnostics(
+        False,
+        "Read by the Habana bridge: keep name and time of each compiled recipe. "
+        "VLLM_HPU_LOG_STEP_GRAPH_COMPILATION then logs those of the step.",
     )
     VLLM_HPU_LOG_STEP_CPU_FALLBACKS: bool = _diagnostics(
         False, "Log the CPU fallbacks of every step that has some."
@@ -277,14 +297,16 @@ class Envs:
     )
     VLLM_HPU_SIM: str | None = _simulation(
         None,
-        "Simulate this card: a device `hpu` that computes on the CPU and counts what a card pays.",
+        "Simulate this model of Gaudi card: a device `hpu` that computes on the CPU and counts "
+        "compilations, "
+        "host syncs and copies.",
         ("gaudi2", "gaudi3"),
     )
     VLLM_USE_FAKE_HPU: bool = _simulation(False, "The same as VLLM_HPU_SIM=gaudi2.")
     VLLM_HPU_SIM_STRICT: bool = _simulation(
         False,
-        "A compilation, host sync or dynamic shape in a warmed step fails, and everywhere an index "
-        "out of range and inputs that a graph of a card would take for others.",
+        "Fail on a compilation, host sync or dynamic shape in a warmed step, and anywhere on an "
+        "index out of range or inputs that a card would confuse with those of another graph.",
     )
     VLLM_HPU_SIM_VENDOR: bool = _simulation(
         False,
@@ -372,7 +394,7 @@ def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str])
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """`VLLM_*` names that are set and nobody knows -> the nearest declared name, if one is near."""
+    """`VLLM_*` names that are set and unknown -> the nearest declared name, or None."""
     environ = os.environ if environ is None else environ
     declared = _declared()
     known = declared | COMPAT_VARIABLES.keys()

@@ -32,7 +32,7 @@ class WeightLoadError(ConfigError):
 
 
 class RequestError(VllmError, ValueError):
-    """One request is wrong; every other request goes on.
+    """One request is wrong; other requests are not affected.
 
     Attributes:
         status: HTTP status of the response.
@@ -83,7 +83,7 @@ class RequestTimeoutError(VllmError, TimeoutError):
 
 
 class CapacityError(VllmError, ValueError):
-    """A request needs more than the engine has.
+    """The engine does not have the capacity for a request.
 
     Attributes:
         status: 400 when it can never fit, 503 when it cannot fit now, 409 for what cannot be done
@@ -96,7 +96,7 @@ class CapacityError(VllmError, ValueError):
 
 
 class EngineAsleepError(CapacityError):
-    """A request came while the engine sleeps.
+    """A request arrived while the engine sleeps.
 
     Args:
         tags: the parts that sleep: weights, kv_cache or both.

@@ -16,7 +16,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids, run as they are."""
+    """A prompt as token ids, which are used unchanged."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]

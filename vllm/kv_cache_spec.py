@@ -1,4 +1,4 @@
-"""What the layers of a model keep in the KV cache, and how its blocks are shared out. No torch.
+"""What the layers of a model keep in the KV cache, and the layout of its blocks. Imports no torch.
 
 A layer says what it keeps as a `KVCacheSpec`. Layers that need the same blocks of a request form a
 `KVCacheGroup`, which has block tables of its own: layers with full attention need all blocks of a
@@ -14,7 +14,7 @@ from math import prod
 
 
 class CacheKind(Enum):
-    """Which tokens of a request a layer keeps, and as what."""
+    """What a layer keeps of which tokens of a request."""
 
     FULL = "full attention"
     """Keys and values of all tokens."""
@@ -23,7 +23,7 @@ class CacheKind(Enum):
     LATENT = "latent"
     """One compressed vector for keys and values together, of all tokens."""
     NONE = "none"
-    """Nothing, such as an encoder."""
+    """Nothing, as in an encoder."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class CacheTensor:
     as one on a platform whose cache is flat."""
 
     shape: tuple[int, ...]
-    """Of one token."""
+    """Shape of the entry of one token."""
     dtype: str
     """Name of a torch dtype."""
     itemsize: int
     """Bytes of an element."""
     scale: float = field(default=1.0, compare=False)
-    """What is kept times this is the value."""
+    """The value is the stored number times this."""
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one layer."""
+        """Bytes per token in this tensor."""
         return prod(self.shape) * self.itemsize
 
 
@@ -63,7 +63,7 @@ class KVCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """All tensors together."""
+        """Bytes per token in all tensors."""
         return sum(tensor.bytes_per_token for tensor in self.tensors)
 
 
@@ -93,7 +93,7 @@ FULL_GROUP = KVCacheGroup()
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """How the blocks of the cache are shared out."""
+    """How blocks are divided among the layers."""
 
     block_size: int
     """Tokens per block."""
@@ -118,8 +118,8 @@ def plan_layout(
     Args:
         specs: one per layer, none of them of kind NONE.
         block_size: tokens per block.
-        max_model_len: a window that is as long never passes a token.
-        keeps_all: the device cannot do without any block of a request.
+        max_model_len: a window of this length or more never passes a token.
+        keeps_all: the device needs all blocks of a request.
     """
     by_window: dict[int | None, list[int]] = {}
     for index, spec in enumerate(specs):
@@ -144,7 +144,7 @@ def plan_layout(
 
 
 def _group_size(counts: Sequence[int]) -> int:
-    """Layers per group, so that the fewest places of layers stay empty, then in few groups.
+    """Number of layers per group: with the fewest unused places, then with the fewest groups.
 
     >>> [_group_size(counts) for counts in ([13, 13], [10, 52], [4, 22], [16, 17])]
     [13, 10, 4, 17]

@@ -1,8 +1,8 @@
-"""Log lines of the form `INFO 09-24 17:31:39 file.py:123] message` on the `vllm` logger.
+"""Log lines in the format `INFO 09-24 17:31:39 file.py:123] message` on the `vllm` logger.
 
 Configured on the first `init_logger` call. An application that has put handlers on the `vllm`
 logger by then keeps them, its level and its propagation, and VLLM_CONFIGURE_LOGGING=0 leaves
-everything to it. VLLM_LOGGING_CONFIG_PATH names a file that says it all. With
+everything to it. VLLM_LOGGING_CONFIG_PATH names a file that replaces this configuration. With
 VLLM_LOGGING_FORMAT=json a line is a JSON object.
 """
 
@@ -92,7 +92,7 @@ def init_logger(name: str) -> logging.Logger:
 @cache
 def _configure() -> None:
     """Set up the `vllm` logger and report variables without effect; once per process."""
-    settings = envs.get()  # before any change: a bad value raises
+    settings = envs.get()  # first of all, because a bad value raises
     root = logging.getLogger("vllm")
     if settings.VLLM_LOGGING_CONFIG_PATH is not None:
         _configure_from_file(settings.VLLM_LOGGING_CONFIG_PATH, settings.VLLM_CONFIGURE_LOGGING)
@@ -118,7 +118,7 @@ def _configure_from_file(path: str, is_wanted: bool) -> None:
     try:
         config = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise ValueError("it must hold a JSON object")
+            raise ValueError("it must contain a JSON object")
         logging.config.dictConfig(config)
     # What a wrong setting raises depends on the handler or formatter that it is for.
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError) as error:

@@ -1,6 +1,7 @@
-"""Messages with numpy arrays as msgpack, for whoever sends them to another process.
+"""Encodes messages with numpy arrays as msgpack, to send them to another process.
 
-An array travels as (dtype, shape, bytes). It arrives read-only. Knows no message.
+An array travels as (dtype, shape, bytes). It arrives read-only.
+Independent of the messages themselves.
 """
 
 from typing import Any, TypeVar, get_args, get_origin

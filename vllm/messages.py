@@ -1,10 +1,10 @@
-"""What crosses a layer or a process. Frozen, no torch, no behaviour beyond reading.
+"""The messages between layers and processes. Frozen data without torch; their methods only read.
 
     EngineRequest      InputProcessor -> EngineCore      one validated, tokenised request
     SchedulerOutput    Scheduler -> ModelRunner          who runs, how many tokens, which blocks
     ModelRunnerOutput  ModelRunner -> Scheduler          the sampled tokens
     EngineOutput       EngineCore -> OutputProcessor     what is new for each request
-    SchedulerStats     EngineCore -> metrics             how full it is, and what it has done
+    SchedulerStats     EngineCore -> metrics             numbers of requests and counters
     CacheEvent         KVCacheManager -> subscribers     a change of the prefix cache
 
 A running request has a `row`: its index in every per-request array of the scheduler and of the
@@ -45,19 +45,19 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """A grammar that an output must follow, compiled for one vocabulary."""
 
     backend: str
-    """Whose `content` it is: "xgrammar" or "llguidance"."""
+    """The library that compiled `content`: "xgrammar" or "llguidance"."""
     content: bytes
     key: bytes
-    """Hash of all the rest: equal grammars have equal keys."""
+    """Hash of the other fields: equal grammars have equal keys."""
     vocabulary_key: bytes
-    """Of the vocabulary it was compiled for."""
+    """Key of the vocabulary that it was compiled for."""
 
 
 class TokenEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
     """Embeddings that replace the embeddings of some prompt tokens."""
 
     start: int
-    """Position of the first of them in the prompt."""
+    """Position of the first one in the prompt."""
     shape: tuple[int, int]
     """[n, size of the model's embeddings]; n tokens in a row."""
     dtype: str
@@ -67,7 +67,7 @@ class TokenEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end(self) -> int:
-        """Position after the last of them."""
+        """Position after the last one."""
         return self.start + self.shape[0]
 
 
@@ -77,7 +77,7 @@ class CacheKey(msgspec.Struct, frozen=True, array_like=True):
     start: int
     """First position of the prompt whose keys and values depend on it; 0 for an adapter."""
     key: str
-    """Different for different contents, such as the hash of an image."""
+    """Identifies the content, such as the hash of an image."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +102,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Grammar | None = None
     """None while `sampling_params.guided_decoding` is not compiled, or not set."""
     cache_extra_keys: tuple[CacheKey, ...] = ()
-    """What else decides the content of the KV cache: adapters, media, embeddings. Blocks before
+    """What decides the content of the KV cache besides token ids: adapters, media, embeddings.
+    Blocks before
     the position of a key are shared with requests that do not have it."""
     pooling_params: PoolingParams | None = None
     """Of a request to a pooling model, which samples nothing; None: it generates."""
@@ -119,8 +120,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def follows_output(self) -> bool:
-        """Whether sampling depends on which tokens were generated before, and not on their number
-        alone: penalties, a grammar, bad words of several tokens, code of the user."""
+        """Whether sampling depends on which tokens were generated, and not only on their number:
+        penalties, a grammar, bad words of several tokens, logits processors."""
         params = self.sampling_params
         return (
             bool(params.presence_penalty or params.frequency_penalty)
@@ -139,7 +140,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True):
     output_token_ids: list[int]
     """Tokens sampled before a preemption; empty at first admission."""
     block_ids: list[int]
-    """Its block tables, one per group of layers, after each other; all are equally long."""
+    """Its block tables, one per group of layers, concatenated; all are equally long."""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,20 +167,21 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_scheduled_tokens: IntArray
     """[n] tokens to run, at least 1, drafts included."""
     block_rows: IntArray
-    """[m] rows that get one more block each, in order of their tables. A row that gets several is
-    there as often, and all of its entries are together."""
+    """[m] rows that get one more block each, in the order of their tables. A row that gets several
+    blocks occurs several times; its entries are adjacent."""
     block_ids: IntArray
     """[m * groups] the blocks: one of each row for every group of layers in turn."""
     passed_blocks: list[tuple[int, int, int]] = []
-    """(row, group, n): the first n blocks of the row's table for this group of layers are given
-    back; the null block takes their places."""
+    """(row, group, n): the first n blocks of the row's table for this group of layers are freed;
+    the null block replaces them."""
     num_draft_tokens: IntArray | None = None
-    """[n] drafts among the scheduled tokens of each row, the last ones; None: no row has any."""
+    """[n] number of drafts among the scheduled tokens of each row, which are the last ones; None if
+    no row has drafts."""
     draft_token_ids: IntArray | None = None
-    """[sum of `num_draft_tokens`] the drafts of one row after those of another; None: none."""
+    """[sum of `num_draft_tokens`] the drafts, row by row; None if there are none."""
     shortened_tables: list[tuple[int, int]] = []
-    """(row, n): the row keeps the first n blocks of its table; drafts that were rejected had the
-    others."""
+    """(row, n): the row keeps the first n blocks of its table; the others belonged to rejected
+    drafts."""
 
     @property
     def num_tokens(self) -> int:
@@ -219,7 +221,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     rows: IntArray
     """[m] rows that sampled, in the order of `SchedulerOutput.rows`."""
     token_ids: IntArray
-    """[sum of `num_tokens`] their next tokens, those of one row after those of another."""
+    """[sum of `num_tokens`] their next tokens, row by row."""
     num_tokens: IntArray | None = None
     """[m] tokens of each row; None: one each. A row without drafts has one. A row with d drafts
     has 0 to 1 + d; with 0 it runs its newest token again."""
@@ -244,7 +246,7 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class RunnerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker has done since it started. Counters only grow."""
+    """Counters of a worker since it started. They only grow."""
 
     num_steps: int = 0
     num_useful_tokens: int = 0
@@ -260,14 +262,14 @@ class RunnerStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the engine core after a step. Counters only grow."""
+    """State of the engine core after a step, and counters, which only grow."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
     """Share of the blocks that requests hold, 0 to 1."""
     num_kv_blocks: int = 0
-    """Blocks there are, without the null block."""
+    """Number of blocks, without the null block."""
     num_prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
     num_prefix_hits: int = 0
@@ -277,11 +279,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step brought, for all requests, as parallel lists."""
+    """The results of one step for all requests, as parallel lists."""
 
     request_ids: list[str] = []
     token_ids: list[int] = []
-    """The new tokens, those of one request after those of another."""
+    """The new tokens, request by request."""
     num_tokens: list[int] | None = None
     """New tokens of each entry of `request_ids`, at least 1; None: one each."""
     finished: dict[str, Finished] = {}
@@ -297,30 +299,30 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _CacheEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """Told apart by the name of the class, which is the first entry of the array."""
+    """Base class of the events. The name of the class is the first entry of the array."""
 
 
 class BlockStored(_CacheEvent, frozen=True, kw_only=True):
-    """Blocks that follow each other can be found from now on."""
+    """Consecutive blocks were added to the prefix cache."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Of the block before the first of them; None: they begin a prompt."""
+    """Hash of the block before the first one; None: they begin a prompt."""
     token_ids: list[int]
-    """Of all of the blocks."""
+    """Tokens of all of the blocks."""
     block_size: int
-    """Tokens of each."""
+    """Tokens per block."""
     lora_id: int | None
 
 
 class BlockRemoved(_CacheEvent, frozen=True, kw_only=True):
-    """Blocks cannot be found any more."""
+    """Blocks were removed from the prefix cache."""
 
     block_hashes: list[int]
 
 
 class AllBlocksCleared(_CacheEvent, frozen=True, kw_only=True):
-    """No block can be found any more."""
+    """The prefix cache was emptied."""
 
 
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -1,4 +1,4 @@
-"""What a user gets back: one `RequestOutput` per request, one `CompletionOutput` per sample."""
+"""The results for users: one `RequestOutput` per request, one `CompletionOutput` per sample."""
 
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -64,7 +64,7 @@ class RequestMetrics:
 
 
 class RequestOutput:
-    """The state of one request as its user sees it.
+    """The state of one request as the user sees it.
 
     Attributes:
         request_id: the id the request was added with.
@@ -176,7 +176,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """How many there are."""
+        """Number of entries."""
         return len(self.embedding)
 
 
@@ -192,13 +192,13 @@ class ClassificationOutput:
 
     @property
     def num_classes(self) -> int:
-        """How many there are."""
+        """Number of entries."""
         return len(self.probs)
 
 
 @dataclass
 class ScoringOutput:
-    """How well two texts go together.
+    """The score of a pair of texts.
 
     Attributes:
         score: the cosine of two embeddings, or what a cross-encoder says, 0 to 1.
@@ -212,7 +212,7 @@ _Pooled = TypeVar("_Pooled", PoolingOutput, EmbeddingOutput, ClassificationOutpu
 
 @dataclass
 class PoolingRequestOutput(Generic[_Pooled]):
-    """What a pooling model made of one prompt.
+    """The result of a pooling model for one prompt, with its request.
 
     Attributes:
         request_id: the id the request was added with.
@@ -244,4 +244,4 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
 
 AnyRequestOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
-"""What comes of a request, to a generative model or to a pooling model."""
+"""The output of a request to a generative model or to a pooling model."""

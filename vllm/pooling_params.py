@@ -1,4 +1,5 @@
-"""What a user asks of a pooling model, checked when it is made. Knows no torch and no engine."""
+"""Parameters of a request to a pooling model, checked when they are created. Independent of torch
+and the engine."""
 
 from typing import Any
 
@@ -7,7 +8,7 @@ import msgspec
 from vllm.errors import RequestError
 
 MAX_DIMENSIONS = 2**20
-"""More than any model has; what a given model allows is checked with the request."""
+"""More than any model has. The limit of the model is checked with the request."""
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True):
@@ -23,7 +24,7 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
     additional_data: Any = None
     """Accepted for the API; no model here reads it, and it is not sent to the engine."""
     truncate_prompt_tokens: int | None = None
-    """Cut longer prompts to so many tokens; -1: to what the model takes. None: refuse them."""
+    """Truncate longer prompts to this many tokens; -1: to max_model_len. None: refuse them."""
 
     def __post_init__(self) -> None:
         self._check("dimensions", 1, MAX_DIMENSIONS)
@@ -45,5 +46,5 @@ class PoolingParams(msgspec.Struct, omit_defaults=True):
             )
 
     def clone(self) -> "PoolingParams":
-        """A copy of its own."""
+        """An independent copy."""
         return msgspec.structs.replace(self)

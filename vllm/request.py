@@ -1,4 +1,4 @@
-"""The state of one generation inside the engine core. Knows no text and no device."""
+"""The state of one request inside the engine core. Independent of text and devices."""
 
 from enum import IntEnum
 
@@ -6,7 +6,7 @@ from vllm.messages import EngineRequest
 
 
 class RequestStatus(IntEnum):
-    """Where a request is; a preempted one waits again."""
+    """State of a request. A preempted request waits again."""
 
     WAITING = 0
     RUNNING = 1
@@ -14,13 +14,13 @@ class RequestStatus(IntEnum):
 
 
 class Request:
-    """Tokens wanted, and what the KV cache holds of them.
+    """One request in the engine core: its tokens, and how many of them the KV cache holds.
 
     Attributes:
-        spec: what the user asked, unchanging.
+        spec: the request as the user sent it; never changes.
         token_ids: prompt and the output known so far.
         num_prompt_tokens: how many of them are the prompt.
-        status: where the request is.
+        status: waiting, running or finished.
         row: index in the per-request arrays while running, else -1.
         block_ids: its block table while running, for the first group of layers.
         more_block_ids: its block tables for the other groups, equally long.
@@ -28,8 +28,8 @@ class Request:
         num_cached_blocks: leading blocks that the prefix cache knows.
         num_cached_tokens: prompt tokens found cached at first admission; -1 before it.
         num_prompt_logprobs: prompt positions whose log-probabilities were sent.
-        num_preemptions: times it lost its blocks.
-        takes_drafts: guesses of its next tokens may be verified.
+        num_preemptions: how often it was preempted.
+        takes_drafts: it may have drafts.
         sort_key: requests with smaller keys go first.
     """
 
@@ -70,7 +70,7 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Every token of the prompt has to be computed, cached or not."""
+        """Whether every token of the prompt has to be computed, even if it is cached."""
         return self.spec.sampling_params.prompt_logprobs is not None
 
     @property

@@ -1,4 +1,5 @@
-"""What a user asks of the sampler, checked when it is made. Knows no torch and no engine."""
+"""Sampling parameters of a request, checked when they are created. Independent of torch and the
+engine."""
 
 import copy
 import math
@@ -17,11 +18,12 @@ _SAMPLING_EPS = 1e-5
 _MIN_TEMPERATURE = 0.01
 _MAX_BIAS = 100.0
 _MAX_INTEGER = 2**63 - 1
-"""Of 64 bits, as all integers in messages between processes."""
+"""The largest integer of 64 bits, as in messages between processes."""
 _MAX_QUALNAME_CHARS = 256
 _MAX_SHOWN_CHARS = 100
 _END_TOKENS = "_end_token_ids"
-"""Attribute for the end tokens of the model: no field, so that they are not shown as the user's."""
+"""Attribute for the end tokens of the model. It is not a field, so that they are not shown as the
+user's."""
 _INTEGER_FIELDS = (
     *("n", "best_of", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
     "truncate_prompt_tokens",
@@ -56,7 +58,8 @@ class SamplingType(IntEnum):
 
 
 class GuidedDecodingParams(msgspec.Struct, kw_only=True):
-    """Structured output; at most one kind may be set.
+    """Structured output. At most one of json, regex, choice, grammar, json_object and
+    structural_tag may be set.
 
     Args:
         json: a JSON schema, or its text.
@@ -73,8 +76,8 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
         field: where the user wrote this, for errors; None is here.
 
     Raises:
-        RequestError: (a ValueError) more than one kind is set. What it holds is checked when the
-            request is.
+        RequestError: (a ValueError) more than one kind is set. The content is checked with the
+            request.
     """
 
     json: str | dict[str, Any] | None = None
@@ -95,20 +98,20 @@ class GuidedDecodingParams(msgspec.Struct, kw_only=True):
         given = [kind for kind in kinds if getattr(self, kind) not in (None, False)]
         if len(given) > 1:
             raise RequestError(
-                f"guided decoding takes one kind of constraint, got {', '.join(given)}",
+                f"guided_decoding accepts one kind of constraint, got {', '.join(given)}",
                 param="guided_decoding",
             )
 
 
 class LogitsProcessorConstructor(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A logits processor that the engine core imports and makes by calling what it imported.
+    """A logits processor that the engine core creates by importing a callable and calling it.
 
     Args:
         qualname: "module.name" of a function or class.
         args, kwargs: JSON values to call it with; what it returns is the processor.
 
     Raises:
-        RequestError: (a ValueError) one of them has another form.
+        RequestError: (a ValueError) one of them has the wrong type.
     """
 
     qualname: str
@@ -248,19 +251,19 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     @property
     def is_ranked(self) -> bool:
-        """More outputs are sampled than returned."""
+        """Whether more outputs are sampled than returned."""
         return self.num_sampled > self.n
 
     def check_ranking(self) -> None:
         """Refuse an output kind that cannot be ranked; an engine calls it again.
 
         Raises:
-            RequestError: (a ValueError) deltas of outputs are wanted that may not be returned.
+            RequestError: (a ValueError) deltas are requested of outputs that may not be returned.
         """
         if self.is_ranked and self.output_kind is RequestOutputKind.DELTA:
             raise RequestError(
-                f"best_of ({self.best_of}) must be n ({self.n}) with output_kind DELTA: only "
-                f"whole outputs can be ranked",
+                f"best_of ({self.best_of}) must be n ({self.n}) with output_kind DELTA: ranking "
+                f"needs complete outputs",
                 param="best_of",
             )
 
@@ -273,19 +276,19 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     @property
     def all_stop_token_ids(self) -> set[int]:
-        """The token ids that end the output: the user's, and of the model's those that
-        `update_from_generation_config` knows."""
+        """The token ids that end the output: the user's, and those of the model that
+        `update_from_generation_config` has set."""
         of_model = () if self.ignore_eos else self.__dict__.get(_END_TOKENS, ())
         return {*(self.stop_token_ids or ()), *of_model}
 
     def update_from_generation_config(
         self, generation_config: Mapping[str, Any], model_eos_token_id: int | None = None
     ) -> None:
-        """Take over the tokens with which a model ends an output.
+        """Add the end tokens of a model.
 
-        They belong to `all_stop_token_ids` then, as long as `ignore_eos` is not set; the user's
-        `stop_token_ids` stay as they are. Called again, the last model counts. An engine ends the
-        outputs of its own model without this.
+        They are then part of `all_stop_token_ids`, unless `ignore_eos` is set; the user's
+        `stop_token_ids` do not change. A second call replaces the tokens of the first. An engine
+        does not need this for its own model.
 
         Args:
             generation_config: content of generation_config.json. Of it, `eos_token_id` is read:
@@ -293,7 +296,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             model_eos_token_id: the end token of the tokenizer; None when it has none.
 
         Raises:
-            RequestError: (a ValueError) one of them is no token id.
+            RequestError: (a ValueError) one of them is not a token id.
         """
         found = generation_config.get("eos_token_id")
         given = list(found) if isinstance(found, (list, tuple, set, frozenset)) else [found]
@@ -427,7 +430,7 @@ def _check_range(
         raise RequestError(f"{name} must be a number, got {value!r}", param=name)
     try:
         number = float(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer too large for a float
         raise RequestError(f"{name} must be a number that a float can hold", param=name) from None
     tests = [
         (above is None or number > above, f"above {above}"),
@@ -451,17 +454,17 @@ def _check_integer(name: str, value: Any, *, at_least: int, at_most: int | None 
 
 
 def _as_bool(name: str, value: Any) -> bool:
-    """A Python one; numpy's, 0 and 1 are taken as well."""
+    """A Python bool; numpy's, 0 and 1 are accepted too."""
     try:
         if not isinstance(value, (str, bytes)) and value in (0, 1):
             return bool(value)
     except (TypeError, ValueError, RecursionError):
-        pass  # told below
+        pass  # reported below
     raise RequestError(f"{name} must be true or false, got {type(value).__name__}", param=name)
 
 
 def _as_list(name: str, values: Any) -> list[Any] | None:
-    """A list of its own; None stays None."""
+    """A new list; None stays None."""
     if values is None:
         return None
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
@@ -527,7 +530,7 @@ def _check_strings(name: str, values: Sequence[Any] | None) -> None:
             value.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"{name} has {value!r}, which is no text: {error.reason}", param=name
+                f"{name} has {value!r}, which is not valid text: {error.reason}", param=name
             ) from None
 
 

@@ -1,5 +1,5 @@
 // What the library says of itself, so that nothing of it is written down a second time: the
-// kernels with their types, the structs that they take, and enums.
+// kernels with their types, the structs that they take, enums and constants.
 #pragma once
 
 #include <cstddef>
@@ -38,11 +38,11 @@ struct Kernel {
   void (*choose)(Function);  // another instruction set's
 };
 
-// A struct or an enum.
+// A struct, an enum or a constant.
 struct Type {
   const char* kind;
   const char* name;
-  size_t size;
+  size_t size;       // of a constant: its value
   const char* text;  // the inside of its definition
 };
 

@@ -1,7 +1,6 @@
 // The activations of gated MLPs.
 #pragma once
 
-#include "parallel.h"
 #include "simd.h"
 
 namespace VLLM_ISA {
@@ -14,16 +13,6 @@ inline void silu_and_mul_row(const T* x, T* out, int64_t size) {
     const Vec g = max(splat(-88.0f), load(x + i, count));
     const Vec silu = round_to<T>(g / (1.0f + exp(-g)));
     store(out + i, silu * load(x + size + i, count), count);
-  });
-}
-
-// The same for all rows. x: [rows, 2 * size], gate then up, rows `x_stride` elements
-// apart; out: [rows, size], dense.
-template <typename T>
-void silu_and_mul(const T* x, T* out, int64_t rows, int64_t size, int64_t x_stride,
-                  int num_threads) {
-  parallel_rows(rows, 4 * size, num_threads, [&](int64_t row) {  // e^x costs about 4 passes
-    silu_and_mul_row(x + row * x_stride, out + row * size, size);
   });
 }
 
@@ -54,23 +43,6 @@ inline void gelu_and_mul_row(const T* x, T* out, int64_t size, bool is_tanh) {
     const Vec g = load(x + i, count);
     const Vec activated = round_to<T>(is_tanh ? gelu_tanh(g) : gelu(g));
     store(out + i, activated * load(x + size + i, count), count);
-  });
-}
-
-// See silu_and_mul.
-template <typename T>
-void gelu_and_mul(const T* x, T* out, int64_t rows, int64_t size, int64_t x_stride, int is_tanh,
-                  int num_threads) {
-  parallel_rows(rows, 5 * size, num_threads, [&](int64_t row) {
-    gelu_and_mul_row(x + row * x_stride, out + row * size, size, is_tanh != 0);
-  });
-}
-
-// NaN stays NaN. out may be x.
-template <typename T>
-inline void relu_row(const T* x, T* out, int64_t size) {
-  for_each_vector(size, [&](int64_t i, int64_t count) {
-    store(out + i, max(Vec{}, load(x + i, count)), count);
   });
 }
 

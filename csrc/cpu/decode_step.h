@@ -20,7 +20,7 @@ namespace VLLM_ISA {
 using vllm_cpu::DecodeStepLaunch;
 using vllm_cpu::DecodeStepRows;
 
-constexpr int64_t kNumParams = vllm_cpu::kIsGreedy + 1;
+using vllm_cpu::kNumParams;
 
 inline int64_t width_of_result(const Program& program) {
   return program.buffers[program.out].width;

@@ -5,15 +5,14 @@
 #include <type_traits>
 
 #include "abi.h"
-#include "activation.h"
 #include "attention.h"
 #include "attention_prefill.h"
 #include "cache.h"
 #include "decode_step.h"
 #include "linear_pack.h"
 #include "moe.h"
-#include "norm.h"
 #include "rotary.h"
+#include "row_operations.h"
 #include "sampling_logprobs.h"
 
 namespace VLLM_ISA {
@@ -53,15 +52,12 @@ struct Entry<function> {
   Entry<&name<float>>::row(#name, "f32"), Entry<&name<bf16>>::row(#name, "bf16")
 #define KERNEL_WITHOUT_DTYPE(name) Entry<&name>::row(#name, "-")
 #define STRUCT(...) {"struct", __VA_ARGS__::kName, sizeof(__VA_ARGS__), __VA_ARGS__::kText}
+#define CONSTANT(name) {"constant", #name, size_t(vllm_cpu::name), ""}
 #define ENUM(name) {"enum", name##Text::kName, sizeof(name), name##Text::kText}
 
 // Up to one without a name.
 extern const vllm_cpu::Kernel kernels[] = {
-    KERNEL(rms_norm),
-    KERNEL(fused_add_rms_norm),
-    KERNEL(layer_norm),
-    KERNEL(silu_and_mul),
-    KERNEL(gelu_and_mul),
+    KERNEL(row_operation),
     KERNEL(rotary_embedding),
     KERNEL(reshape_and_cache),
     KERNEL(reshape_and_cache_fp8),
@@ -84,8 +80,14 @@ extern const vllm_cpu::Kernel kernels[] = {
     {},
 };
 
-// What callers tell a kernel, and what it answers. A struct is the same for each dtype.
+// What callers tell a kernel, and what it answers: constants, enums and structs. A struct is the same
+// for each dtype.
 extern const vllm_cpu::Type types[] = {
+    CONSTANT(kPanel),
+    CONSTANT(kMaxBuffers),
+    CONSTANT(kNotPlain),
+    CONSTANT(kNumParams),
+    CONSTANT(kVocabBlock),
     ENUM(vllm_cpu::CacheType),
     ENUM(vllm_cpu::WeightFormat),
     ENUM(vllm_cpu::OperationKind),
@@ -95,6 +97,7 @@ extern const vllm_cpu::Type types[] = {
     STRUCT(vllm_cpu::LinearWeight),
     STRUCT(vllm_cpu::Int4Source),
     STRUCT(vllm_cpu::MoeArgs<float>),
+    STRUCT(vllm_cpu::RowTensors),
     STRUCT(vllm_cpu::Operation),
     STRUCT(vllm_cpu::ProgramBuffer),
     STRUCT(vllm_cpu::Program),

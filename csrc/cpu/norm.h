@@ -1,7 +1,6 @@
 // RMSNorm, alone and with the addition of the residual before it, and LayerNorm.
 #pragma once
 
-#include "parallel.h"
 #include "simd.h"
 
 namespace VLLM_ISA {
@@ -31,18 +30,6 @@ inline void rms_norm_row(const T* x, const T* weight, T* out, int64_t hidden, fl
   });
 }
 
-// x: [rows, heads, hidden], rows `x_stride` elements apart and dense inside; out: dense.
-template <typename T>
-void rms_norm(const T* x, const T* weight, T* out, int64_t rows, int64_t heads, int64_t hidden,
-              int64_t x_stride, float eps, int num_threads) {
-  parallel_rows(rows, heads * hidden, num_threads, [&](int64_t row) {
-    for (int64_t head = 0; head < heads; ++head) {
-      rms_norm_row(x + row * x_stride + head * hidden, weight, out + (row * heads + head) * hidden,
-                   hidden, eps);
-    }
-  });
-}
-
 // residual = x + residual; out = rms_norm(residual). out may be x.
 template <typename T>
 inline void add_rms_norm_row(const T* x, T* residual, const T* weight, T* out, int64_t hidden,
@@ -51,16 +38,6 @@ inline void add_rms_norm_row(const T* x, T* residual, const T* weight, T* out, i
     store(residual + i, load(x + i, count) + load(residual + i, count), count);
   });
   rms_norm_row(residual, weight, out, hidden, eps);
-}
-
-// residual = x + residual; x = rms_norm(residual). Both [rows, hidden], dense, in place.
-template <typename T>
-void fused_add_rms_norm(T* x, T* residual, const T* weight, int64_t rows, int64_t hidden, float eps,
-                        int num_threads) {
-  parallel_rows(rows, 2 * hidden, num_threads, [&](int64_t row) {
-    T* const x_row = x + row * hidden;
-    add_rms_norm_row(x_row, residual + row * hidden, weight, x_row, hidden, eps);
-  });
 }
 
 // out = (x - mean) / sqrt(variance + eps) * weight + bias, rounded once. weight and bias may be null,
@@ -86,15 +63,6 @@ inline void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, i
     if (weight != nullptr) normed = normed * load(weight + i, n);
     if (bias != nullptr) normed = normed + load(bias + i, n);
     store(out + i, normed, n);
-  });
-}
-
-// x, out: [rows, size], dense.
-template <typename T>
-void layer_norm(const T* x, const T* weight, const T* bias, T* out, int64_t rows, int64_t size,
-                float eps, int num_threads) {
-  parallel_rows(rows, 3 * size, num_threads, [&](int64_t row) {
-    layer_norm_row(x + row * size, weight, bias, out + row * size, size, eps);
   });
 }
 

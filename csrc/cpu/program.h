@@ -61,12 +61,12 @@ class ProgramPass {
     const Operation* const end = program_.operations + program_.num_operations;
     const Operation* op = program_.operations;
     while (op < end && status_ == ProgramStatus::kDone) {
-      if (op->kind == OperationKind::attend) {
+      if (OperationKind(op->kind) == OperationKind::attend) {
         attend(*op++);
         continue;
       }
       const Operation* const first = op;
-      while (op < end && op->kind != OperationKind::attend) ++op;
+      while (op < end && OperationKind(op->kind) != OperationKind::attend) ++op;
       share_rows(first, op);
     }
     return status_;
@@ -123,13 +123,13 @@ class ProgramPass {
   // Takes some rows through a run. Operations between two products share a loop.
   void run_rows(const Operation* op, const Operation* end, const Rows& rows, int num_threads) {
     while (op < end) {
-      if (op->kind == OperationKind::linear) {
+      if (OperationKind(op->kind) == OperationKind::linear) {
         multiply_by(*op++, rows, num_threads);
         continue;
       }
       const Operation* const first = op;
       int64_t cost = 0;
-      for (; op < end && op->kind != OperationKind::linear; ++op) cost += rows_.cost_of(*op);
+      for (; op < end && OperationKind(op->kind) != OperationKind::linear; ++op) cost += row_cost(*op);
       // No second thread before each has work for about a microsecond: a team wakes fast.
       parallel_row_ranges(rows.count, 2 * cost, num_threads, [&](int64_t begin, int64_t stop) {
         for (int64_t row = begin; row < stop; row += kRowBlock) {
@@ -200,7 +200,7 @@ class ProgramPass {
   const Program& program_;
   ProgramLaunch& launch_;
   const int num_threads_;
-  const RowOperations<T> rows_;
+  const ProgramRows<T> rows_;
   ProgramStatus status_ = ProgramStatus::kDone;
 };
 

@@ -11,30 +11,9 @@
 
 namespace vllm_cpu {
 
-// Operations of which a row needs no other row: the name, and about how many passes over its
-// num_heads * head_size elements take as long.
-#define VLLM_ROW_OPERATIONS(X) \
-  X(lookup, 10)                \
-  X(lookup_position, 10)       \
-  X(replace, 1)                \
-  X(rms_norm, 2)               \
-  X(add_rms_norm, 2)           \
-  X(layer_norm, 3)             \
-  X(add, 1)                    \
-  X(scale, 1)                  \
-  X(relu, 1)                   \
-  X(silu_and_mul, 4)           \
-  X(gelu_and_mul, 5)           \
-  X(rotate, 1)                 \
-  X(write_cache, 1)
-
-#define VLLM_KIND(name, cost) name,
-VLLM_ENUM(OperationKind, VLLM_ROW_OPERATIONS(VLLM_KIND) linear, attend);
-#undef VLLM_KIND
-
 // One operation. What a kind does not use is 0. T is the type of the buffers.
 VLLM_STRUCT(Operation,
-  OperationKind kind;
+  int64_t kind;         // OperationKind (row_operations.h)
   int64_t x, x_offset;  // buffer of the first operand; the element of a row where it begins
   int64_t y, y_offset;  // the same for the second operand
   int64_t out;          // buffer of the result, whose rows it fills

@@ -31,6 +31,10 @@ VLLM_STRUCT(SampleArgs,
 
 // Indices into the first dimension of params.
 enum Param { kTemperature, kMinP, kTopK, kTopP, kPresence, kFrequency, kRepetition, kIsGreedy };
+constexpr int64_t kNumParams = kIsGreedy + 1;
+
+// A row of logits is looked at in blocks of this many tokens.
+constexpr int64_t kVocabBlock = 128;
 
 template <typename T>
 VLLM_STRUCT(LogprobArgs,

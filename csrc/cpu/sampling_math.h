@@ -1,12 +1,13 @@
 // Arithmetic of sampling, in an order and with roundings that no instruction set changes.
 #pragma once
 
+#include "sampling_args.h"
 #include "simd.h"
 
 namespace VLLM_ISA {
 
-// A row of logits is looked at in blocks of this many tokens.
-constexpr int64_t kVocabBlock = 128;
+using vllm_cpu::kVocabBlock;
+
 constexpr float kInfinity = __builtin_inff();
 
 // a * b + c, rounded once; without such an instruction in double, which misses that in one of

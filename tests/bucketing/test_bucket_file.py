@@ -62,7 +62,7 @@ def test_every_bad_line_is_named_with_its_number():
 
 
 def test_a_file_without_buckets_is_refused():
-    with pytest.raises(ConfigError, match="bucket file f holds no bucket"):
+    with pytest.raises(ConfigError, match="bucket file f contains no bucket"):
         parse_buckets("# nothing\n", "f")
 
 

@@ -177,7 +177,7 @@ def test_no_decode_bucket_is_beyond_what_is_launched_at_once(strategy, contiguou
 
 @pytest.mark.parametrize(
     ("max_model_len", "num_blocks", "num_prefill", "num_decode"),
-    [(2048, 1520, 186, 42), (8192, 4107, 210, 90), (131072, 4107, 242, 158)],
+    [(2048, 1520, 186, 42), (8192, 4107, 210, 90), (131072, 4107, 220, 158)],
 )
 def test_the_default_catalog_is_small(max_model_len, num_blocks, num_prefill, num_decode):
     config = make_config(
@@ -188,6 +188,23 @@ def test_the_default_catalog_is_small(max_model_len, num_blocks, num_prefill, nu
     )
     catalog = plan_buckets(config, num_blocks).catalog
     assert (len(catalog.prefill), len(catalog.decode)) == (num_prefill, num_decode)
+
+
+@pytest.mark.parametrize(("captured", "num_long"), [(2048, 15), (8192, 10), (131072, 0)])
+def test_sequences_beyond_the_captured_length_add_few_prompt_buckets(captured, num_long):
+    """A model of 131,072 tokens that is served with all defaults."""
+    config = make_config(
+        block_size=128,
+        max_model_len=131072,
+        max_num_seqs=4,
+        max_num_batched_tokens=8192,
+        max_seq_len_to_capture=captured,
+    )
+    plan = plan_buckets(config, num_blocks=4107)
+    assert prove(plan.catalog, plan.limits).is_covered
+    beyond = [b for b in plan.catalog.prefill if b.blocks * 128 > captured]
+    assert len(beyond) == num_long
+    assert {b.query_len for b in beyond} <= {128, 256, 512, 1024}
 
 
 def test_a_plan_before_the_blocks_are_known_covers_one_after():

@@ -34,10 +34,10 @@ def test_the_budget_is_kept_and_used(want, extra):
     assert all(got == 1 for got, count in zip(take, want, strict=True) if count == 1)
 
 
-def make_plan(rows: list[int], take: list[int], only_decodes: bool, has_idle: bool) -> Plan:
+def make_plan(rows: list[int], num_tokens: list[int], only_decodes: bool, has_idle: bool) -> Plan:
     return Plan(
         rows=np.array(rows, np.int32),
-        take=np.array(take, np.int32),
+        num_tokens=np.array(num_tokens, np.int32),
         budget=10,
         block_rows=np.empty(0, np.int32),
         block_ids=[],

@@ -41,7 +41,7 @@ def test_the_order_is_one_array_until_somebody_comes_or_goes():
     assert batch.order is before
     batch.add(second, 0, 4)
     both = batch.order
-    assert both is not before and before.tolist() == [first.row], "nobody writes to it"
+    assert both is not before and before.tolist() == [first.row], "it is read-only"
     gone = first.row
     batch.remove([first])
     assert batch.order.tolist() == [second.row] != [gone]

@@ -383,7 +383,7 @@ def test_preemptions_are_warned_of_in_words_that_name_the_cure(monkeypatch):
     loop.add(*(make_request(name, 7, max_tokens=8) for name in "abc"))
     loop.run()
     assert len(lines) == 1, "the first, then every fiftieth"
-    assert lines[0].startswith("Sequence group c is preempted by RECOMPUTE mode")
+    assert lines[0].startswith("Sequence group c is preempted by PreemptionMode.RECOMPUTE mode")
     assert lines[0].endswith("total_num_cumulative_preemption=1")
 
 

@@ -8,13 +8,13 @@ from packaging.utils import canonicalize_name
 
 
 def read_file(path: Path) -> list[Requirement]:
-    """The requirements of a file, with the files that its `-r` lines name."""
+    """The requirements of a file, with the files that its `-r` lines name, without constraints."""
     requirements = []
     for line in path.read_text().splitlines():
         text = line.split("#")[0].strip()
         if text.startswith("-r"):
             requirements += read_file(path.parent / text.removeprefix("-r").strip())
-        elif text:
+        elif text and not text.startswith("-c"):
             requirements.append(Requirement(text))
     return requirements
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 
@@ -81,9 +82,37 @@ def test_every_pip_install_keeps_to_the_packages_of_the_vendor(instructions):
 
 
 @BOTH
-def test_the_image_is_started_without_a_shell(instructions):
+def test_the_image_starts_with_the_entry_script_and_serves_by_default(instructions):
     started = {i.name: json.loads(i.text) for i in instructions if i.name in ("ENTRYPOINT", "CMD")}
-    assert started == {"ENTRYPOINT": ["vllm"], "CMD": ["serve"]}
+    script = "/opt/vllm/image_entrypoint.sh"
+    assert started == {"ENTRYPOINT": ["sh", script], "CMD": ["serve"]}
+
+
+@pytest.mark.parametrize(
+    "arguments, command",
+    [
+        ([], ["serve"]),
+        (["--model", "a b", "--max-num-seqs=4"], ["serve", "--model", "a b", "--max-num-seqs=4"]),
+        (["-tp", "1"], ["serve", "-tp", "1"]),
+        (["serve", "--port", "1"], ["serve", "--port", "1"]),
+        (["generate", "--prompt", "x"], ["generate", "--prompt", "x"]),
+        (["hpu-check"], ["hpu-check"]),
+        (["--help"], ["--help"]),
+        (["--version"], ["--version"]),
+    ],
+)
+def test_flags_alone_start_the_server_and_a_subcommand_is_run(tmp_path, arguments, command):
+    """What `docker run IMAGE ARGUMENTS` comes to."""
+    program = tmp_path / "vllm"
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    done = subprocess.run(
+        ["sh", ROOT / "tools" / "image_entrypoint.sh", *arguments],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout.splitlines()) == (0, command)
 
 
 @BOTH
@@ -103,6 +132,7 @@ def test_the_port_that_is_exposed_is_the_one_that_is_asked_after_health(instruct
         ("vllm/assets/models/stdlib-llama-5m/model.safetensors", False),
         ("csrc/cpu/norm.h", False),
         ("tools/vendor_packages.py", False),
+        ("tools/image_entrypoint.sh", False),
         ("tools/generate_docs.py", True),
         ("vllm/ops/_cpu_kernels.so", True),
         ("vllm/engine/__pycache__/engine_core.cpython-311.pyc", True),

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import sys
 import venv
 from importlib.metadata import distribution
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.dockerfile import DockerfileError
+from tests.docker.dockerfile import DockerfileError, parse
 from tests.docker.image_build import (
     Builder,
     Image,
@@ -42,6 +43,9 @@ def package_folder(tmp_path_factory) -> Path:
     write_full_wheel(distribution("setuptools"), folder)
     write_wheel("torch", "2.13.0", "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n", folder)
     write_wheel("wants_torch", "1", WANTS_TORCH, folder)
+    for version in ("3.1.0", "3.2.0", "3.8.0"):
+        text = f"Metadata-Version: 2.1\nName: triton\nVersion: {version}\n"
+        write_wheel("triton", version, text, folder)
     return folder
 
 
@@ -69,19 +73,49 @@ def pip_settings(package_folder) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module", params=["Dockerfile.hpu", "Dockerfile.hpu.ubi"])
+def steps_of(dockerfile: str) -> tuple[tuple[str, str], ...]:
+    """What `Builder` carries out of a file; one folder stands for the image of every FROM."""
+    instructions = parse((ROOT / dockerfile).read_text())
+    begin = next(i for i, step in enumerate(instructions) if step.name == "FROM")
+    return tuple((step.name, step.text) for step in instructions[begin:] if step.name != "USER")
+
+
+DIFFERENT_BUILDS = {steps_of(name): name for name in ("Dockerfile.hpu.ubi", "Dockerfile.hpu")}
+"""One file of those that have the same steps: it is built once for all of them."""
+
+
+@pytest.fixture(scope="module", params=DIFFERENT_BUILDS.values())
 def image(request, tmp_path_factory, base, pip_settings) -> Image:
     builder = Builder(ROOT, base, tmp_path_factory.mktemp("image"), pip_settings)
     return builder.build(ROOT / request.param)
 
 
-def torch_version(image: Image) -> str:
-    code = "from importlib.metadata import version; print(version('torch'))"
+def installed_version(image: Image, package: str) -> str:
+    code = f"from importlib.metadata import version; print(version('{package}'))"
     return image.run(f'python3 -c "{code}"').stdout.strip()
 
 
 def test_the_torch_of_the_vendor_is_still_there(image):
-    assert torch_version(image) == TORCH
+    assert installed_version(image, "torch") == TORCH
+
+
+def test_the_triton_that_comes_with_a_package_fits_that_torch(image):
+    """xgrammar takes any, and pip would take the newest."""
+    assert installed_version(image, "triton") == "3.2.0"
+
+
+def test_the_requirements_are_not_installed_without_the_constraints(base, pip_settings, tmp_path):
+    for name in ("requirements-hpu.txt", "requirements-common.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    command = f"python3 -m pip install --dry-run -r {tmp_path}/requirements-hpu.txt"
+    done = subprocess.run(
+        ["/bin/sh", "-c", command],
+        env={"PATH": f"{base}/usr/bin:/usr/bin:/bin", "HOME": str(tmp_path), **pip_settings},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "vendor-packages.txt" in done.stderr
 
 
 def test_all_requirements_are_met(image):
@@ -117,7 +151,7 @@ def test_pip_refuses_to_replace_torch_in_the_finished_image(image, pip_settings)
     done = image.run("python3 -m pip install wants_torch", **pip_settings)
     assert done.returncode != 0
     assert "The user requested (constraint) torch==" in done.stdout
-    assert torch_version(image) == TORCH
+    assert installed_version(image, "torch") == TORCH
 
 
 def test_a_step_that_replaces_torch_all_the_same_is_found(image, pip_settings, tmp_path):

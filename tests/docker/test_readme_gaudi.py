@@ -17,13 +17,15 @@ SHELL = "".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).replace("\\\n
 
 
 def commands() -> list[list[str]]:
-    """The arguments of every `vllm` command, here or in a container."""
+    """The arguments of every `vllm` command, here or in a container, where `serve` is implied."""
     found = []
     for line in SHELL.splitlines():
         words = shlex.split(line, comments=True)
         program = "vllm-hpu-env" if words[:2] == ["docker", "run"] else "vllm"
         if program in words:
             arguments = words[words.index(program) + 1 :]
+            if program != "vllm" and arguments and arguments[0].startswith("-"):
+                arguments.insert(0, "serve")
             found.append(arguments[: arguments.index(">")] if ">" in arguments else arguments)
     return [arguments for arguments in found if arguments]
 

@@ -22,6 +22,7 @@ LINES = [
     "torch==2.6.0+hpu.1.21.3.57.gitabc",
     "torch-tb-profiler==0.4.0",
     "numpy<2",
+    "triton>=3.1,<3.3",
 ]
 
 
@@ -38,6 +39,19 @@ def test_the_vendors_packages_are_pinned_and_the_major_version_of_numpy_is_kept(
 
 
 @pytest.mark.parametrize(
+    "packages, lines",
+    [
+        ({"triton": "3.1.0"}, ["triton==3.1.0"]),
+        ({"torch": "2.7.1+hpu.1.22"}, ["triton>=3.1,<3.4"]),
+        ({"torch": "2.99.0"}, []),
+    ],
+)
+def test_triton_stays_as_it_is_or_is_one_that_fits_torch(tool, packages, lines):
+    found = [line for line in tool.constraints({**IMAGE, **packages}) if "triton" in line]
+    assert found == lines
+
+
+@pytest.mark.parametrize(
     "change, text",
     [
         ({"torch": "2.7.0"}, "torch==2.6.0+hpu.1.21.3.57.gitabc is now 2.7.0"),
@@ -46,6 +60,8 @@ def test_the_vendors_packages_are_pinned_and_the_major_version_of_numpy_is_kept(
         ({"habana-torch-plugin": None}, "habana-torch-plugin==1.21.3.57 is now gone"),
         ({"numpy": "2.2.6"}, "numpy<2 is now 2.2.6"),
         ({"numpy": "1.26.5", "setuptools": "80.0"}, None),
+        ({"triton": "3.2.0"}, None),
+        ({"triton": "3.8.0"}, "triton>=3.1,<3.3 is now 3.8.0"),
     ],
 )
 def test_a_change_of_a_pinned_package_is_named(tool, change, text):

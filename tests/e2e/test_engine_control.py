@@ -149,10 +149,10 @@ def test_level_1_notices_a_checkpoint_that_has_changed(llm, expected, folder):
 
 
 def test_a_trace_has_the_steps_that_ran_in_it(llm, folder):
-    with pytest.raises(RequestError, match="no trace has begun"):
+    with pytest.raises(RequestError, match="no trace is being recorded"):
         llm.stop_profile()
     llm.start_profile()
-    with pytest.raises(RequestError, match="has begun already"):
+    with pytest.raises(RequestError, match="is being recorded already"):
         llm.start_profile()
     generate(llm)
     llm.stop_profile()

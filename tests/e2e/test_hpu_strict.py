@@ -1,4 +1,4 @@
-"""100 random requests on a strict simulated card: nothing compiles, only tokens are waited for.
+"""Random requests on a strict simulated card: nothing compiles, only tokens are waited for.
 
 Strict means that a compilation, a fallback or a host sync inside a launch that was warmed up
 fails. The counters say the rest: what happened between launches.
@@ -14,7 +14,7 @@ from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from vllm import LLM, SamplingParams
 from vllm.worker.model_runner import LaunchResult
 
-NUM_REQUESTS = {"HPU graphs": 100, "torch.compile": 30, "eager": 50}
+NUM_REQUESTS = {"HPU graphs": 60, "torch.compile": 30, "eager": 30}
 LOGPROB_COPIES = 3
 """Token ids, log-probabilities and ranks."""
 

@@ -12,7 +12,7 @@ from vllm import LLM, SamplingParams
 
 MAX_MODEL_LEN = 160
 MAX_TOKENS = 16
-NUM_PROMPTS = 50
+NUM_PROMPTS = 36
 
 WHOLE_PROMPTS = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}
 CHUNKS_OF_32 = {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
@@ -61,7 +61,7 @@ def settings_of(family: str, *all_settings: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def references(models):
-    """What transformers makes of the 50 prompts, computed once per family."""
+    """What transformers makes of the prompts, computed once per family."""
 
     @cache
     def of(family: str) -> list[Reference]:

@@ -194,7 +194,7 @@ def test_beam_search_and_pooling_models_refuse_them(models):
     llm = make_llm(models("llama"))
     from vllm.sampling_params import BeamSearchParams
 
-    with pytest.raises(RequestError, match="only generation takes embeddings"):
+    with pytest.raises(RequestError, match="a pooling model does not accept embeddings"):
         llm.beam_search(
             [as_prompt(torch.zeros(3, 64))], BeamSearchParams(beam_width=2, max_tokens=2)
         )

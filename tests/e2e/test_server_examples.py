@@ -1,6 +1,7 @@
 """The examples of clients run as they are, and so do the commands that talk to a server."""
 
 import json
+import runpy
 import subprocess
 import sys
 
@@ -34,10 +35,13 @@ def server(ports):
         yield server
 
 
+def flags_of(server):
+    return ["--url", f"{server.url}/v1", "--api-key", KEY]
+
+
 def run(server, *command, typed=""):
-    flags = ["--url", f"{server.url}/v1", "--api-key", KEY]
     return subprocess.run(
-        [sys.executable, *command, *flags],
+        [sys.executable, *command, *flags_of(server)],
         cwd=ROOT,
         input=typed,
         capture_output=True,
@@ -47,7 +51,8 @@ def run(server, *command, typed=""):
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_and_prints(server, ports, example):
+def test_an_example_runs_and_prints(server, ports, example, monkeypatch, capfd):
+    """In this process, which has imported everything."""
     pytest.importorskip("openai")
     more, shown = (), ""
     if example.stem == "kv_events_subscriber":
@@ -55,10 +60,11 @@ def test_an_example_runs_and_prints(server, ports, example):
         shown = "stored "
     elif example.stem == "prompt_embeds":
         shown = "the same as of the text: True"
-    done = run(server, str(example), *more)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() and shown in done.stdout
-    assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr[-2000:]
+    monkeypatch.setattr(sys, "argv", [str(example), *more, *flags_of(server)])
+    runpy.run_path(str(example), run_name="__main__")
+    out, err = capfd.readouterr()
+    assert out.strip() and shown in out
+    assert "Traceback" not in err and "Warning" not in err, err[-2000:]
 
 
 @pytest.mark.parametrize(

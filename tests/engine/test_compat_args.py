@@ -109,12 +109,25 @@ def test_flags_of_the_fork_are_accepted(capsys):
     [
         ["--enable-lora"],
         ["--kv-transfer-config", "{}"],
-        ["--speculative-config", '{"model": "x"}'],
+        ["--data-parallel-size", "2"],
     ],
 )
 def test_flags_of_missing_features_are_refused(flags):
     with pytest.raises(ConfigError, match="not available in this version"):
         parse(*flags)
+
+
+def test_what_asks_for_speculation_or_several_steps_runs_without(capsys):
+    """Also as earlier versions of the fork wrote it: the outputs are the same."""
+    args = parse(
+        "--num-scheduler-seqs", "8", "--speculative_model", "[ngram]",
+        "--num_speculative_tokens", "5", "--ngram-prompt-lookup-max", "4",
+        "--speculative-config", '{"method": "ngram"}',
+    )  # fmt: skip
+    assert args == EngineArgs()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 5
+    assert all("outputs are the same" in line for line in lines)
 
 
 @pytest.mark.parametrize("text", ["image=1", "image=1,video=0", '{"image": 1}'])

@@ -229,7 +229,7 @@ def test_the_tokenizer_may_be_elsewhere_or_absent(tmp_path):
     ("settings", "message"),
     [
         ({"model": "/no/such"}, "model folder '/no/such' does not exist"),
-        ({"device": "hpu"}, "no Gaudi card is usable"),
+        ({"device": "hpu"}, "no usable Gaudi card"),
         ({"device": "tpu"}, "tpu"),
         ({"block_size": 12}, "block_size must be a power of two, got 12"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
@@ -259,7 +259,7 @@ def test_rope_scaling_makes_the_model_longer():
             {"architectures": ["LlamaForCausalML"], "model_type": "unheard_of"},
             r"'LlamaForCausalML' is not supported \(the nearest: LlamaForCausalLM, ",
         ),
-        ({"model_type": "unheard_of"}, "model_type 'unheard_of' of .* does not know it"),
+        ({"model_type": "unheard_of"}, "model_type 'unheard_of' of .* does not support it"),
     ],
 )
 def test_a_model_nobody_here_can_run_is_refused(tmp_path, changes, message):

@@ -158,5 +158,5 @@ def test_an_activation_that_is_not_there_is_named(activation, tmp_path):
         "RobertaForSequenceClassification",
         sbert_ce_default_activation_function=activation,
     )
-    with pytest.raises(ConfigError, match=f"activation '{activation}'; available: Identity"):
+    with pytest.raises(ConfigError, match=f"function '{activation}'; available: Identity"):
         resolve(folder)

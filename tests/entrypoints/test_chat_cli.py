@@ -94,7 +94,7 @@ def test_a_server_without_these_routes_is_told_with_a_hint(server, capsys, monke
     url = server.url.removesuffix("/v1")
     code, out, err = run(capsys, monkeypatch, "chat", "--url", url, "-q", "Hi")
     assert (code, out) == (2, "")
-    assert err == "error: the server answers 404: Not Found. Does --url end in /v1?\n"
+    assert err == "error: the server answered 404: Not Found. Does --url end in /v1?\n"
 
 
 def test_one_message_is_answered_in_full(server, capsys, monkeypatch):
@@ -144,7 +144,7 @@ NESTED = {"error": {"message": "too long"}}
 def test_a_refusal_is_one_line(server, capsys, monkeypatch, refusal):
     server.refusal = refusal
     code, _, err = run(capsys, monkeypatch, "chat", "--url", server.url, "-q", "Hi")
-    assert (code, err) == (2, "error: the server answers 400: too long\n")
+    assert (code, err) == (2, "error: the server answered 400: too long\n")
 
 
 @pytest.mark.parametrize("refusal", [FLAT, NESTED])

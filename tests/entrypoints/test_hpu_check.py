@@ -1,6 +1,7 @@
 """`vllm hpu-check`: on simulated cards, on ones that compute wrongly, and without any."""
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,8 @@ from tests.platforms.conftest import lazy, vendor  # noqa: F401
 from vllm import envs
 from vllm.attention.backends import hpu_attn
 from vllm.entrypoints.cli.main import main
-from vllm.hpu_check import CHECKS, NAMES, collectives
-from vllm.hpu_check.check import run_check
+from vllm.hpu_check import CHECKS, NAMES, collectives, device
+from vllm.hpu_check.check import Outcome, run_check
 from vllm.hpu_check.programs import check_compile_counting
 from vllm.platforms import hpu
 from vllm.platforms.habana.real import RealBridge
@@ -70,6 +71,28 @@ def test_a_simulated_card_passes_in_both_modes(environment, capsys, variables, s
         assert detail.startswith(skipped.get(name, ""))
     mode = "lazy" if variables is LAZY else "eager"
     assert rows["device"][1].startswith(f"{variables['VLLM_HPU_SIM'].upper()}, {mode} mode, torch ")
+
+
+def test_a_triton_that_breaks_the_compiler_of_torch_is_found(monkeypatch):
+    assert device.check_triton().status == "pass"
+    monkeypatch.setitem(sys.modules, "torch._inductor.freezing", None)
+    monkeypatch.setattr(device, "version", lambda name: "3.8.0")
+    monkeypatch.setattr(torch, "__version__", "2.6.0+hpu.1.21.3")
+    outcome = device.check_triton()
+    assert outcome.status == "fail"
+    assert outcome.detail.startswith(
+        "torch 2.6.0+hpu.1.21.3, triton 3.8.0: torch.compile cannot start ("
+    )
+    assert outcome.detail.endswith("; install 'triton>=3.1,<3.3'")
+
+
+def test_a_triton_of_another_torch_is_found_where_the_compiler_starts_all_the_same(monkeypatch):
+    monkeypatch.setattr(device, "version", lambda name: "3.8.0")
+    monkeypatch.setattr(torch, "__version__", "2.7.1")
+    assert device.check_triton() == Outcome(
+        "fail",
+        "torch 2.7.1, triton 3.8.0: this triton is of another torch; install 'triton>=3.1,<3.4'",
+    )
 
 
 def test_the_table_is_aligned_and_says_what_was_simulated(environment, capsys):

@@ -76,7 +76,7 @@ def test_no_step_runs_after_one_that_failed():
     with pytest.raises(ValueError, match="step 1 is bad"):
         handles[1].result()
     for handle in (handles[2], thread.execute_model(make_step(3))):
-        with pytest.raises(RuntimeError, match=r"a step before it failed.*step 1 is bad"):
+        with pytest.raises(RuntimeError, match=r"an earlier step failed.*step 1 is bad"):
             handle.result()
     assert worker.steps == [0, 1]
     thread.shutdown()

@@ -187,7 +187,7 @@ def test_scales_of_the_kv_cache_reach_their_layer(llama, names, scales):
 def test_a_scale_that_cannot_be_one_is_named(llama, scale):
     name = "model.layers.1.self_attn.k_scale"
     put(llama, tensors_of(llama) | {name: torch.tensor(scale)})
-    with pytest.raises(WeightLoadError, match=rf"{name} is .* not one positive number"):
+    with pytest.raises(WeightLoadError, match=rf"{name} must be one positive number, got"):
         load(llama)
 
 
@@ -242,7 +242,7 @@ class _Trap:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [({"a": _Trap()}, "more than tensors"), ({"a": 1}, "not a dict"), ([1], "not a dict")],
+    [({"a": _Trap()}, "objects other than tensors"), ({"a": 1}, "not a dict"), ([1], "not a dict")],
 )
 def test_a_bin_file_of_something_else_is_refused_and_not_run(llama, content, message):
     torch.save(content, llama / "pytorch_model.bin")

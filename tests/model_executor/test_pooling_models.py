@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny_models import _randomize, make_tiny_model
+from tests.tiny_models import make_tiny_model, randomize
 from tests.tiny_pooling_models import MODELS, hidden_states, make_pooling_model
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
@@ -57,7 +57,7 @@ def states_of(model: PoolingModel) -> torch.Tensor:
 def test_heads_of_other_tasks_are_passed_over(saved_as, loaded_as, tmp_path):
     create, values = MODELS[loaded_as]
     model = getattr(transformers, saved_as)(create(**values))
-    _randomize(model, 0)
+    randomize(model, 0)
     model.save_pretrained(tmp_path)
     config = read_config(tmp_path, architectures=[loaded_as])
     want = hidden_states(tmp_path, saved_as, PROMPT.tolist())
@@ -84,7 +84,7 @@ def test_a_classifier_without_its_head_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"position_embedding_type": "relative_key"}, "supported is absolute"),
+        ({"position_embedding_type": "relative_key"}, "supported: absolute"),
         ({"hidden_act": "quick_gelu_2"}, "'quick_gelu_2' is not supported"),
     ],
 )

@@ -267,8 +267,8 @@ for call in (lambda: packed.linear(x), lambda: experts.forward(*choices)):
         [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True
     )
     assert run.stdout.splitlines() == [
-        "no scratch memory for 1024 rows of a linear layer",
+        "not enough memory for 1024 rows of a linear layer",
         "True",
-        "no scratch memory for 1024 tokens of 2 experts",
+        "not enough memory for 1024 tokens of 2 experts",
         "True",
     ]

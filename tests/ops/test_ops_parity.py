@@ -391,7 +391,7 @@ def test_layouts_that_a_kernel_cannot_walk_are_refused(ops):
     x = torch.randn(8, 3).T
     with pytest.raises(ValueError, match=r"x is not dense: shape \[3, 8\], strides \[1, 3\]"):
         ops.rms_norm(x, torch.ones(8), 1e-5)
-    with pytest.raises(ValueError, match="residual is not dense"):
+    with pytest.raises(ValueError, match="the second operand is not dense"):
         ops.fused_add_rms_norm(torch.randn(3, 8), x, torch.ones(8), 1e-5)
     cache = PagedCache([20], 2, 16, 16, torch.float32)
     cache.keys = cache.keys.transpose(1, 2).contiguous().transpose(1, 2)

@@ -104,6 +104,20 @@ def test_compilations_and_fallbacks_are_counted(bridge):
     assert after.cpu_fallbacks == {"aten::topk": 1}
 
 
+@pytest.mark.parametrize("is_lazy", [True])
+def test_details_of_compilations_name_each_recipe(bridge, environment):
+    environment(PT_HPU_METRICS_GC_DETAILS="1")
+    before = bridge.counters()
+    for length in (3, 4):
+        randn(3, length).to("hpu").mul(2.5)
+        bridge.mark_step()
+    after = bridge.counters()
+    recipes = after.recipes[len(before.recipes) :]
+    assert len({name for name, _ in recipes}) == after.compilations - before.compilations == 2
+    times = sum(micros for _, micros in recipes)
+    assert times == pytest.approx((after.compile_s - before.compile_s) * 1e6, abs=2)
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_causal_attention_with_shared_heads(bridge, num_kv_heads):
     q, k, v = randn(2, 4, 6, 8), randn(2, num_kv_heads, 6, 8), randn(2, num_kv_heads, 6, 8)

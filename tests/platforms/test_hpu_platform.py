@@ -24,7 +24,7 @@ def resolve():
 def test_without_card_and_simulation_auto_is_the_cpu(environment, resolve):
     environment()
     assert resolve("auto").name == "cpu"
-    with pytest.raises(ConfigError, match="VLLM_HPU_SIM=gaudi2 simulates one"):
+    with pytest.raises(ConfigError, match="VLLM_HPU_SIM=gaudi2 to run on a simulated"):
         create_hpu_platform()
 
 
@@ -38,7 +38,7 @@ def test_a_simulated_card_is_chosen(environment, resolve, device, variable):
 
 def test_the_hpu_without_a_card_is_an_error_that_names_the_simulation(environment, resolve):
     environment()
-    with pytest.raises(ConfigError, match=r"no Gaudi card is usable.*VLLM_HPU_SIM=gaudi2"):
+    with pytest.raises(ConfigError, match=r"no usable Gaudi card.*VLLM_HPU_SIM=gaudi2"):
         resolve("hpu")
 
 

@@ -7,6 +7,7 @@ real one is that no call is made that its documentation does not have.
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.e2e.reference import Reference, assert_same_tokens, generate, random_prompts
 from tests.platforms.test_habana_contract import BRIDGE_CALLS, DOCUMENTED, KERNEL_CALLS
@@ -43,6 +44,11 @@ def references(model) -> list[Reference]:
     return generate(model, random_prompts(8, 40, vocab_size=4096), MAX_TOKENS)
 
 
+def num_compiled() -> int:
+    """Graphs of torch.compile in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 @pytest.mark.parametrize(
     ("is_lazy", "enforce_eager"),
     [
@@ -57,6 +63,7 @@ def test_a_generation_makes_documented_calls_only(
 ):
     simulated = SimBridge("gaudi2", is_lazy=is_lazy)
     environment(**FEW_BUCKETS)
+    num_cold_graphs = num_compiled()
     llm = LLM(
         model=str(model),
         dtype="float32",
@@ -70,7 +77,7 @@ def test_a_generation_makes_documented_calls_only(
         num_gpu_blocks_override=32,
     )
     assert isinstance(resolve_platform("hpu").bridge, RealBridge)
-    warm = simulated.counters()
+    warm, num_warm_graphs = simulated.counters(), num_compiled()
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
     outputs = llm.generate([r.prompt for r in references], params, use_tqdm=False)
     for output, reference in zip(outputs, references, strict=True):
@@ -84,4 +91,6 @@ def test_a_generation_makes_documented_calls_only(
     assert ("torch.hpu.wrap_in_hpu_graph" in names) == has_graphs
     assert (simulated.counters().graph_replays > 0) == has_graphs
     assert simulated.counters().compilations == warm.compilations
+    assert num_compiled() == num_warm_graphs
+    assert (num_warm_graphs > num_cold_graphs) == (not is_lazy and not enforce_eager)
     assert simulated.counters().cpu_fallbacks == {}

@@ -130,7 +130,7 @@ def test_a_freed_row_leaves_nothing_behind():
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.0}], ids=["random", "plain greedy"])
 def test_a_row_taken_twice_is_a_bug(params):
     state = make_state([make_request(**params)], VOCAB_SIZE)
-    with pytest.raises(AssertionError, match="row 0 is taken"):
+    with pytest.raises(AssertionError, match="row 0 is already in use"):
         state.add(0, make_request(), [])
     state.remove(0)
     state.add(0, make_request(), [])

@@ -171,7 +171,7 @@ def test_the_backend_is_chosen_by_what_is_asked(compiler, asked, backend):
         (
             {"structural_tag": "{}"},
             "guided_decoding.structural_tag",
-            "has 'structures' and 'triggers'",
+            "must have 'structures' and 'triggers'",
         ),
         ({"json_object": 1}, "guided_decoding.json_object", "must be true"),
     ],
@@ -258,7 +258,7 @@ def test_equal_requests_are_compiled_once(monkeypatch):
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(DeadlineExceeded(), "it takes more than 7 s to compile"), (WorkerDied(), "more memory")],
+    [(DeadlineExceeded(), "it takes more than 7 s to compile"), (WorkerDied(), "too much memory")],
 )
 def test_a_grammar_that_kills_its_process_is_not_tried_again(error, message, monkeypatch):
     def answer(argument: bytes, timeout_s: float) -> bytes:

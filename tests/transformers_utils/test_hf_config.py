@@ -61,9 +61,9 @@ OWN_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.O
 DAMAGED = [
     ("{", r"config\.json is not valid JSON: .* at line 1 column 2"),
     ("[]", r"config\.json holds a JSON list, not an object"),
-    ({**CONFIG, "model_type": "lama"}, "model_type 'lama' of .*: transformers .* does not know"),
+    ({**CONFIG, "model_type": "lama"}, "model_type 'lama' of .*: transformers .* does not support"),
     ({**CONFIG, "model_type": None}, "model_type None of "),
-    ({**CONFIG, **OWN_CODE}, "model_type 'own' of .*: it brings its own code"),
+    ({**CONFIG, **OWN_CODE}, "model_type 'own' of .*: the model has its own code"),
     ({**CONFIG, "hidden_size": "wide"}, "'hidden_size' expected int, got str"),
     ({**CONFIG, "rope_scaling": {"rope_type": "linear"}}, "Missing required keys"),
 ]

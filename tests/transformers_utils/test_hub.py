@@ -147,13 +147,13 @@ def test_a_download_is_found_again_without_a_network(endpoint, tmp_path):
 
 def test_an_unknown_repository_is_named(endpoint, tmp_path):
     message = resolve_in_new_process("org/none", tmp_path, HF_ENDPOINT=endpoint)
-    assert message.startswith("cannot get model 'org/none': there is no such folder here and no")
+    assert message.startswith("cannot get model 'org/none': there is no such folder and no")
 
 
 def test_offline_without_a_download_says_so(tmp_path):
     message = resolve_in_new_process("org/both", tmp_path, HF_HUB_OFFLINE="1")
     assert message == (
-        "cannot get model 'org/both': it is not a folder here and not in the cache, "
+        "cannot get model 'org/both': there is no such folder, it is not in the cache, "
         "and HF_HUB_OFFLINE is set"
     )
 
@@ -161,7 +161,7 @@ def test_offline_without_a_download_says_so(tmp_path):
 def test_an_unreachable_hub_says_so_on_one_line(tmp_path):
     message = resolve_in_new_process("org/both", tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
     assert message.startswith("cannot get model 'org/both': ")
-    assert "the hub is not reached" in message
+    assert "the hub is unreachable" in message
     assert "\n" not in message
 
 
@@ -171,6 +171,6 @@ def test_a_token_is_sent_and_comes_before_that_of_the_environment(endpoint, tmp_
     assert given == "config.json"
     refused = resolve_in_new_process("org/gated", tmp_path / "other", **variables)
     assert refused == (
-        "cannot get model 'org/gated': it is gated; accept its terms on huggingface.co and set "
-        "HF_TOKEN, or give --hf-token"
+        "cannot get model 'org/gated': it is gated; accept its terms on huggingface.co, and set "
+        "HF_TOKEN or --hf-token"
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vllm.utils import process_memory
-from vllm.utils.process_memory import MemoryTrim, can_discard, discard, give_back_memory
+from vllm.utils.process_memory import MemoryTrim, can_discard, discard, release_freed_memory
 
 ONLY_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps the addresses")
 PAGE = mmap.PAGESIZE
@@ -52,7 +52,7 @@ def test_memory_that_is_not_there_is_an_error_and_no_crash():
 
 
 def test_giving_back_works_or_says_that_it_does_not():
-    assert give_back_memory() in (True, False)
+    assert release_freed_memory() in (True, False)
 
 
 def test_those_who_ask_together_are_served_together(monkeypatch):
@@ -65,7 +65,7 @@ def test_those_who_ask_together_are_served_together(monkeypatch):
             calls.append(1)
             loop.call_soon_threadsafe(done.set)
 
-        monkeypatch.setattr(process_memory, "give_back_memory", give_back)
+        monkeypatch.setattr(process_memory, "release_freed_memory", give_back)
         monkeypatch.setattr(process_memory, "DELAY_S", 0.001)
         trim = MemoryTrim()
         for count in (1, 2):

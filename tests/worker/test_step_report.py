@@ -66,6 +66,16 @@ def test_a_compilation_is_reported_with_its_time(lazy, log):
     assert [record.levelname for record in log.records] == ["WARNING"]
 
 
+def test_recipes_are_listed_with_their_times_on_request(lazy, log):
+    compile_something(2)
+    lazy.mark_step()
+    with StepReport(lazy, "some", log_recipes=True).step(describe):
+        compile_something(3)
+    ((name, micros),) = lazy.counters().recipes[1:]
+    assert micros > 0
+    assert f"('AvgTime', {micros}), ('recipe', [('{name}', {micros})])], is_prompt" in log.text
+
+
 def test_the_average_is_per_compilation(lazy, log):
     report = StepReport(lazy, log_compilations="some")
     before = lazy.counters().compile_s

@@ -22,7 +22,8 @@ class AttentionLayer(Protocol):
     sliding_window: int | None
     """Most recent keys a query sees, itself included; None for all."""
     alibi_slopes: Tensor | None
-    """[H] float32: what a token of distance takes from the score of each head; None without."""
+    """[H] float32: ALiBi slopes, subtracted from the score of each head per token of distance; None
+    without ALiBi."""
     logits_soft_cap: float | None
     """C replaces each score s by C * tanh(s / C); None does not."""
     key_scale: float

@@ -10,7 +10,7 @@
     ledger, capture_plan   bytes per class, and which graphs are captured within them
     log_lines              the texts of all this
 
-Knows no torch, no device, no environment variable and no request.
+Independent of torch, devices, environment variables and requests.
 """
 
 from vllm.bucketing.bucket import Bucket, Phase

@@ -17,7 +17,9 @@ from vllm.errors import ConfigError
 MAX_VALUES = 10_000
 """Values of one element, and buckets of one line."""
 
-_FORM = "(batch, query_len, blocks), each an integer, [integers] or range(start, stop[, step])"
+_LINE_FORMAT = (
+    "(batch, query_len, blocks), each an integer, [integers] or range(start, stop[, step])"
+)
 
 
 def parse_buckets(text: str, source: str) -> list[Bucket]:
@@ -40,9 +42,13 @@ def parse_buckets(text: str, source: str) -> list[Bucket]:
         except ValueError as error:
             errors.append(f"line {number} {line.strip()!r}: {error}")
     if errors:
-        raise ConfigError(f"bucket file {source}: {'; '.join(errors)}. A line is {_FORM}")
+        raise ConfigError(
+            f"bucket file {source}: {'; '.join(errors)}. Format of a line: {_LINE_FORMAT}"
+        )
     if not found:
-        raise ConfigError(f"bucket file {source} holds no bucket. A line is {_FORM}")
+        raise ConfigError(
+            f"bucket file {source} contains no bucket. Format of a line: {_LINE_FORMAT}"
+        )
     return list(found)
 
 

@@ -1,4 +1,4 @@
-"""From the configuration of an engine to its catalog: strategy, closure, and their log lines."""
+"""Plans the buckets of an engine from its configuration: strategy, closure, and log lines."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from vllm.bucketing.closure import missing_buckets, prove
 from vllm.bucketing.generate import GeneratedBuckets, buckets_from_file, generate_buckets
 from vllm.bucketing.log_lines import generated_line
 from vllm.bucketing.settings import BucketSettings
-from vllm.bucketing.step_limits import StepLimits, ceil_div
+from vllm.bucketing.step_limits import StepLimits, ceil_div, is_within
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 
@@ -21,7 +21,7 @@ class BucketPlan:
 
     catalog: Catalog
     limits: StepLimits
-    """Of a launch: a step that asks for more is launched in parts."""
+    """Limits of a launch: a larger step is launched in parts."""
     info: tuple[str, ...]
     """Log lines, in their order."""
     warnings: tuple[str, ...]
@@ -35,7 +35,7 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
         num_blocks: KV blocks, the null block included; None before that is known.
 
     Raises:
-        ConfigError: variables or file leave no bucket, or the file cannot be read.
+        ConfigError: the variables or the file give no bucket, or the file cannot be read.
     """
     limits = step_limits(config, num_blocks)
     limits = replace(limits, max_block_refs=limits.usable_blocks)
@@ -65,13 +65,31 @@ def plan_buckets(config: VllmConfig, num_blocks: int | None = None) -> BucketPla
     return BucketPlan(catalog, limits, tuple(info), generated.warnings)
 
 
+def prompt_budgets(config: VllmConfig) -> tuple[int, int] | None:
+    """Token budgets of a step for the smallest prompt bucket, and for all of the smallest batch.
+
+    None: the budget there is has a prompt bucket.
+
+    Raises:
+        ConfigError: as `plan_buckets`.
+    """
+    limits = step_limits(config)
+    generated = _generate(config, limits)
+    buckets = [*generated.prefill, *generated.omitted]
+    if not buckets or any(is_within(bucket, limits) for bucket in buckets):
+        return None
+    fewest = min(bucket.batch for bucket in buckets)
+    tokens = [b.batch * b.query_len for b in buckets if b.batch == fewest]
+    return min(tokens), max(tokens)
+
+
 def _belongs_to_decode(line: str) -> bool:
     """Sorts the lines of prompts before those of decodes."""
     return line.startswith("Decode") or " decode buckets" in line
 
 
 def step_limits(config: VllmConfig, num_blocks: int | None = None) -> StepLimits:
-    """What the scheduler of this configuration can emit."""
+    """Limits of the steps that the scheduler can emit."""
     scheduler, cache = config.scheduler, config.cache
     return StepLimits(
         max_num_seqs=scheduler.max_num_seqs,
@@ -88,13 +106,14 @@ def step_limits(config: VllmConfig, num_blocks: int | None = None) -> StepLimits
 
 
 def _is_range_given(config: VllmConfig) -> bool:
-    """Whether the user has said where decode buckets end."""
+    """Whether the user has set the largest decode bucket."""
     names = (name for name, _ in config.hpu.bucket_variables)
     return config.hpu.bucketing_file is not None or "VLLM_DECODE_BLOCK_BUCKET_MAX" in names
 
 
 def decode_steps(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
-    """Decode buckets between the largest of a strategy and what its batch can ask for.
+    """Additional decode buckets between the largest of a strategy and the largest that its batch
+    can need.
 
     The default ranges end at 2048 tokens per sequence. What is beyond is rare, so each step is a
     quarter larger than the one before; without steps it would be padded to all blocks there are.
@@ -111,7 +130,7 @@ def decode_steps(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
 
 
 def _verifying(decodes: Iterable[Bucket], limits: StepLimits) -> list[Bucket]:
-    """Decode buckets once more, with the query length of launches that verify drafts."""
+    """The decode buckets with the query length of launches that verify drafts."""
     return [
         replace(b, query_len=length) for length in limits.decode_query_lens[1:] for b in decodes
     ]
@@ -136,6 +155,7 @@ def _generate(config: VllmConfig, limits: StepLimits) -> GeneratedBuckets:
             raise ConfigError(f"VLLM_BUCKETING_FROM_FILE={path}: {error}") from None
         return buckets_from_file(text, str(path), limits)
     settings = BucketSettings.resolve(limits, dict(hpu.bucket_variables))
+    settings = replace(settings, max_fine_len=hpu.max_seq_len_to_capture)
     return generate_buckets(
         hpu.bucketing_strategy,
         limits,

@@ -7,7 +7,7 @@ the graph memory that is left.
     min_tokens  ascending by tokens of a launch: prompts mostly run in small batches
     max_bs      largest batch first, then ascending by size: decodes mostly run in the largest
 
-A plan is a generator, which whoever has the device drives. Several ranks that run the same plan
+A plan is a generator, which the owner of the device drives. Several ranks that run the same plan
 with the same answers capture the same graphs, whatever memory each of them has.
 """
 
@@ -24,7 +24,7 @@ CaptureOrder = Literal["min_tokens", "max_bs"]
 _CLASSES = {Phase.PREFILL: MemoryClass.PREFILL_GRAPHS, Phase.DECODE: MemoryClass.DECODE_GRAPHS}
 
 _NO_WEIGHT = 0.001
-"""Stands for the work captured before the first graph, whose estimate is therefore 0 bytes."""
+"""Work before the first captured graph, so that its estimate is 0 bytes."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class CaptureStep:
 
 @dataclass(frozen=True)
 class Capture:
-    """What has become of a graph: the answer to a `CaptureStep`."""
+    """The outcome for a graph: the answer to a `CaptureStep`."""
 
     used_bytes: int | None
     """Memory that it took; None: it was not captured."""
@@ -118,10 +118,10 @@ def capture_graphs(
     decode_order: CaptureOrder = "max_bs",
     estimate: Callable[[Bucket], int] | None = None,
 ) -> CapturePlan:
-    """Plan graphs until their memory is used up.
+    """Plan the capture of graphs until their memory is used up.
 
-    Every byte is booked. A graph that turns out larger than what is left has to be given up, so
-    the budgets of the ledger hold afterwards, whatever the estimates were worth.
+    Every byte is booked. A graph that turns out larger than what is left has to be given up, so the
+    budgets of the ledger hold afterwards even if the estimates were wrong.
 
     Args:
         prefill: prompt buckets.
@@ -141,7 +141,8 @@ def capture_graphs(
     incomplete = [queue for queue in queues if not queue.is_complete]
     if len(incomplete) == 1:
         (done,) = (queue for queue in queues if queue.is_complete)
-        # Also when nothing is left here: it may be on other ranks, which have the same steps.
+        # Also if no memory is left here, because other ranks may have some, and all ranks have the
+        # same steps.
         left = ledger.left(done.memory_class)
         ledger.move(done.memory_class, incomplete[0].memory_class, left)
         yield from incomplete[0].run()
@@ -149,7 +150,7 @@ def capture_graphs(
 
 
 class _Queue:
-    """The graphs of one phase, and what capturing them has taught about their size."""
+    """The graphs of one phase, with an estimate of their size from those captured."""
 
     def __init__(
         self,
@@ -180,7 +181,7 @@ class _Queue:
                 yield from self._try(index, bucket)
 
     def result(self) -> PhaseGraphs:
-        """What has become of the buckets."""
+        """The outcome for all buckets."""
         return PhaseGraphs(
             captured=tuple(self._captured),
             omitted=tuple(self._omitted[b] for b in self._order if b not in self._captured),
@@ -190,7 +191,7 @@ class _Queue:
     def _try(self, index: int, bucket: Bucket) -> Generator[CaptureStep, Capture, None]:
         left = self._ledger.left(self.memory_class)
         needed, is_measured = self._expect(bucket)
-        # An estimate that uses up everything has no room for being wrong; a size that is known has.
+        # An estimate must leave some memory, because it may be too low; a measured size need not.
         is_known = is_measured or self._estimate is not None
         refusal = None
         if needed > left or (needed == left and not is_known):
@@ -210,7 +211,7 @@ class _Queue:
         self._captured[bucket] = used
 
     def _expect(self, bucket: Bucket) -> tuple[int, bool]:
-        """Bytes the graph will take, and whether that was measured."""
+        """Expected bytes of the graph, and whether they were measured."""
         before = self._omitted.get(bucket)
         if before is not None and before.was_captured:
             return before.needed_bytes, True

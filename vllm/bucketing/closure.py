@@ -63,7 +63,7 @@ def prove(catalog: Catalog, limits: StepLimits) -> ClosureReport:
 def missing_buckets(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
     """The buckets to add so that the proof holds, none of which is superfluous; empty if it holds.
 
-    There is one for each size with an uncovered class, unless a larger added bucket covers it too.
+    There is one for each uncovered size, unless a larger added bucket covers it too.
     Sizes are those of the catalog; beyond its largest, the largest that the limits allow, in whole
     blocks.
     """
@@ -73,12 +73,12 @@ def missing_buckets(catalog: Catalog, limits: StepLimits) -> list[Bucket]:
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """Launches that are padded to the same sizes."""
+    """Launches that have the same padded sizes."""
 
     smallest: Bucket | None
-    """The smallest that no bucket covers; None when all are covered."""
+    """The smallest launch that no bucket covers; None if all are covered."""
     needed: Bucket
-    """What would cover all of them."""
+    """A bucket that would cover all of them."""
 
 
 def _classes(catalog: Catalog, limits: StepLimits) -> Iterator[_Class]:
@@ -123,7 +123,7 @@ def _decode_classes(catalog: Catalog, limits: StepLimits) -> Iterator[_Class]:
 
 
 class _Staircase:
-    """Most blocks among the buckets of at least a given size.
+    """Largest number of blocks among the buckets of at least a given size.
 
     Args:
         steps: size and blocks of each bucket.
@@ -139,7 +139,8 @@ class _Staircase:
             self._blocks.append(blocks)
 
     def at(self, size: int) -> int:
-        """Blocks that a launch of this size can have; -1 when it is larger than all buckets."""
+        """Number of blocks that a launch of this size can have; -1 if it is larger than all
+        buckets."""
         # Sizes descend and blocks ascend; the last one that is large enough counts.
         index = bisect_right(self._sizes, -size) - 1
         return self._blocks[index] if index >= 0 else -1

@@ -1,4 +1,4 @@
-"""From strategy and limits to buckets, with what is worth telling about them."""
+"""Generates buckets from a strategy and limits, with log lines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ DEFAULT_MAX_PREFILL_BATCH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedBuckets:
-    """What a strategy or a file gives. Not yet closed: see `vllm.bucketing.closure`."""
+    """The buckets of a strategy or a file. Not yet closed: see `vllm.bucketing.closure`."""
 
     prefill: tuple[Bucket, ...]
     decode: tuple[Bucket, ...]
@@ -49,7 +49,7 @@ def generate_buckets(
 
     Args:
         strategy: `linear` follows the twelve variables, the others only the limits.
-        limits: what a step can ask for.
+        limits: the largest step.
         settings: the twelve variables.
         merged_prefill: prompts are laid end to end in one row (linear only).
         max_prefill_batch: prompts in one launch (exponential only). None: 64, or the sequences of
@@ -57,7 +57,7 @@ def generate_buckets(
         trim_decode: no decode bucket has more blocks than its sequences can have (linear only).
 
     Raises:
-        ConfigError: the variables leave no bucket.
+        ConfigError: the variables give no bucket.
     """
     if strategy == "linear":
         return _linear(limits, settings, merged_prefill, trim_decode)
@@ -86,7 +86,7 @@ def generate_buckets(
 
 
 def buckets_from_file(text: str, source: str, limits: StepLimits) -> GeneratedBuckets:
-    """The buckets of a file, as far as the token budget allows; the others are warned of.
+    """The buckets of a file within the token budget; a warning lists the others.
 
     Raises:
         ConfigError: some lines are not buckets; see `parse_buckets`.
@@ -118,7 +118,7 @@ def _linear(
         settings, notes = merge_prompts(settings, limits)
     prefill = linear_prefill_buckets(settings, limits)
     is_max_given = settings.is_given("VLLM_DECODE_BLOCK_BUCKET_MAX")
-    # A contiguous batch asks for the highest block id, whatever its sequences have.
+    # A contiguous launch needs blocks up to the highest block id of its sequences.
     is_trimmed = trim_decode and not limits.contiguous_pa
     decode = linear_decode_buckets(
         settings,

@@ -1,13 +1,13 @@
-"""Bytes of device memory per class, and the refusal to use more than a class has.
+"""Accounts device memory in bytes per class, and refuses to use more than the budget of a class.
 
-    total = weights + workspace + margin + graphs + KV cache + what no class has
+    total = weights + workspace + margin + graphs + KV cache + unassigned
 
     free     what is left after loading the model and the profiling run
     usable   free * gpu_memory_utilization; the rest is the margin
     graphs   usable * VLLM_GRAPH_RESERVED_MEM, of it VLLM_GRAPH_PROMPT_RATIO for prompts
     KV       the rest of usable, in whole blocks
 
-Measures nothing itself: the numbers come from whoever asks the device.
+Measures nothing itself: the caller passes the numbers of the device.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class MemoryClass(Enum):
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Four significant digits in the largest unit of which there is more than one.
+    """Format bytes with four significant digits, in the largest unit that gives a number above 1.
 
     >>> [format_bytes(n) for n in (0, 1024, 1025, 65536, -258048)]
     ['0 B', '1024 B', '1.001 KiB', '64 KiB', '-252 KiB']
@@ -105,24 +105,24 @@ class MemoryLedger:
 
     @property
     def unassigned_bytes(self) -> int:
-        """What no class has."""
+        """Bytes that no class has."""
         return self.total_bytes - sum(self._budget.values())
 
     @property
     def booked_bytes(self) -> int:
-        """What is in use, over all classes."""
+        """Bytes in use, over all classes."""
         return sum(self._booked.values())
 
     def budget(self, cls: MemoryClass) -> int:
-        """Bytes the class may use."""
+        """Budget of the class in bytes."""
         return self._budget[cls]
 
     def booked(self, cls: MemoryClass) -> int:
-        """Bytes the class uses."""
+        """Bytes in use by the class."""
         return self._booked[cls]
 
     def left(self, cls: MemoryClass) -> int:
-        """Bytes the class may still use."""
+        """Bytes that the class may still use."""
         return self._budget[cls] - self._booked[cls]
 
     def assign(self, cls: MemoryClass, budget_bytes: int) -> None:
@@ -142,10 +142,10 @@ class MemoryLedger:
         self._budget[cls] = budget_bytes
 
     def move(self, source: MemoryClass, target: MemoryClass, num_bytes: int) -> None:
-        """Give budget that one class has left to another.
+        """Move unused budget from one class to another.
 
         Raises:
-            ValueError: the class has less than that left.
+            ValueError: the class has less unused budget.
         """
         if _checked(num_bytes) > self.left(source):
             raise ValueError(
@@ -156,17 +156,17 @@ class MemoryLedger:
         self._budget[target] += num_bytes
 
     def book(self, cls: MemoryClass, num_bytes: int) -> bool:
-        """Use bytes of a class. False, and nothing booked, when it has less left."""
+        """Book bytes of a class. Returns False and books nothing if it has fewer left."""
         if _checked(num_bytes) > self.left(cls):
             return False
         self._booked[cls] += num_bytes
         return True
 
     def release(self, cls: MemoryClass, num_bytes: int) -> None:
-        """Give booked bytes back to their class.
+        """Release booked bytes.
 
         Raises:
-            ValueError: less than that is booked.
+            ValueError: fewer bytes are booked.
         """
         if _checked(num_bytes) > self._booked[cls]:
             raise ValueError(

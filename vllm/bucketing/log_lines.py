@@ -1,6 +1,6 @@
 """The texts that users of the Gaudi stack grep for: buckets, memory, warm-up, graph capture.
 
-Only texts: when they are logged is the runner's business.
+Only texts; the runner decides when they are logged.
 """
 
 from collections.abc import Sequence
@@ -112,7 +112,7 @@ def _listed(phase: Phase, buckets: Sequence[Bucket]) -> str:
 
 
 def _needs_triples(phase: Phase, buckets: Sequence[Bucket]) -> bool:
-    """Whether two of the three sizes do not tell the buckets."""
+    """Whether two of the three sizes are not enough to identify a bucket."""
     if phase is Phase.DECODE:
         return any(bucket.query_len > 1 for bucket in buckets)
     return any(bucket.blocks for bucket in buckets)

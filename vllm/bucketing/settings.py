@@ -47,6 +47,8 @@ class BucketSettings:
     decode_block: BucketRange
     given: tuple[tuple[str, int], ...] = ()
     """The variables that were set, and their values."""
+    max_fine_len: int | None = None
+    """Sequences that are longer have fewer prompt buckets. None: none have."""
 
     @classmethod
     def resolve(

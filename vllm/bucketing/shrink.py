@@ -1,8 +1,8 @@
 """Smaller launches, for when the device has no memory for the largest ones.
 
-A bucket that does not fit is given up. As long as the closure holds without it nothing else
-changes. Otherwise the limits of a launch shrink until it holds again, and what a step has beyond
-them is launched in parts:
+A bucket that does not fit is given up. If the closure holds without it, nothing else changes.
+Otherwise the limits of a launch shrink until it holds again, and larger steps are launched in
+parts:
 
     prefill  fewer tokens of a prompt at a time; the rest of it has the earlier ones as context
     decode   the cache gathered instead of sliced; then fewer blocks, then fewer sequences
@@ -31,8 +31,8 @@ def shrink_launches(
         given_up: none of them, and nothing as large as one of them, is added.
 
     Returns:
-        The catalog, with buckets that smaller launches need, and the largest limits that will do;
-        both as they were if the closure holds. None when no launch is small enough.
+        The catalog, with buckets that smaller launches need, and the largest limits for which the
+        closure holds; both unchanged if it holds already. None when no launch is small enough.
     """
     for phase in Phase:
         if all(shape.phase is not phase for shape in prove(catalog, limits).uncovered):
@@ -54,7 +54,7 @@ def _smaller(phase: Phase, catalog: Catalog, limits: StepLimits) -> Iterator[Ste
 
 
 def _smaller_prefills(catalog: Catalog, limits: StepLimits) -> Iterator[StepLimits]:
-    """Ever shorter parts of prompts, whole blocks or the lengths of buckets."""
+    """Shorter and shorter parts of prompts: whole blocks, or the lengths of buckets."""
     block = limits.block_size
     lengths = {bucket.query_len for bucket in catalog.prefill}
     least = min({block, *lengths})
@@ -64,7 +64,8 @@ def _smaller_prefills(catalog: Catalog, limits: StepLimits) -> Iterator[StepLimi
 
 
 def _smaller_decodes(catalog: Catalog, limits: StepLimits) -> Iterator[StepLimits]:
-    """Without slices; then for ever smaller batches, ever fewer blocks."""
+    """First without contiguous slices; then with smaller batches, each with fewer and fewer
+    blocks."""
     if limits.contiguous_pa:
         limits = replace(limits, contiguous_pa=False)
         yield limits

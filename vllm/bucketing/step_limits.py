@@ -1,17 +1,17 @@
-"""What bounds a scheduler step, and from it the largest shapes a launch can have.
+"""Limits of a scheduler step, and the largest shapes of launches that follow from them.
 
 The bounds hold for every order of arrival, cancellation, preemption and prefix hit, because they
 are taken from configuration alone:
 
     L  longest sequence     min(max_model_len, tokens that all usable blocks hold)
     C  its blocks           ceil(L / block_size)
-    U  usable blocks        num_blocks - 1: block 0 is padding and belongs to nobody
+    U  usable blocks        num_blocks - 1: block 0 is padding and belongs to no request
 
 Decode of n sequences. Sequence i references ceil(len_i / block_size) blocks, C at most. Without
 prefix caching every reference is a block of its own: n*C references, and never more than U. With
 it, sequences share the beginning of their tables, but the block a sequence writes in this step is
-its own: nobody can have found it yet. n sequences hold n such blocks, which leaves U - n to be
-shared, so no table is longer than U - n + 1. One prompt shared by all attains it:
+its own: no other request can have found it yet. n sequences hold n such blocks, which leaves U - n
+to be shared, so no table is longer than U - n + 1. One prompt shared by all attains it:
 
     most references of n sequences = n * min(C, U - n + 1)
 
@@ -31,7 +31,7 @@ from vllm.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class StepLimits:
-    """Facts of the configuration that limit what one step can ask of the device."""
+    """The parts of the configuration that limit a step."""
 
     max_num_seqs: int
     max_model_len: int
@@ -81,7 +81,7 @@ class StepLimits:
 
     @property
     def usable_blocks(self) -> int:
-        """U. When the number of blocks is not known, as many as could ever be wanted."""
+        """U. If the number of blocks is not known, as many as could ever be needed."""
         if self.num_blocks is None:
             return self.max_num_seqs * ceil_div(self.max_model_len, self.block_size)
         return self.num_blocks - 1
@@ -129,7 +129,7 @@ class StepLimits:
         return (1, 1 + self.max_draft_tokens) if self.max_draft_tokens else (1,)
 
     def max_decode_blocks(self, batch: int) -> int:
-        """What a decode of `batch` sequences, `max_decode_batch` at most, can ask for."""
+        """Maximum number of blocks of a decode of `batch` sequences, `max_decode_batch` at most."""
         shared = self.usable_blocks - batch
         if self.enable_prefix_caching:
             refs = batch * min(self.max_blocks_per_seq, shared + 1)
@@ -141,12 +141,12 @@ class StepLimits:
         return max(refs, self.usable_blocks + 1) if self.contiguous_pa else refs
 
     def min_decode_blocks(self, batch: int) -> int:
-        """What a decode of `batch` sequences asks for at least: a block of its own for each."""
+        """Minimum number of blocks of a decode of `batch` sequences: one for each."""
         return batch + 1 if self.contiguous_pa else batch
 
     @property
     def max_blocks(self) -> int:
-        """What a decode of any batch can ask for."""
+        """Maximum number of blocks of a decode of any batch."""
         return max(self.max_decode_blocks(n) for n in range(1, self.max_decode_batch + 1))
 
     @property
@@ -181,7 +181,7 @@ def _check_at_least(name: str, value: int | None, smallest: int) -> None:
 def split_by_token_budget(
     buckets: Sequence[Bucket], limits: StepLimits, config: str
 ) -> tuple[list[Bucket], list[Bucket], str | None]:
-    """Buckets to keep, buckets to omit, and a warning or None.
+    """Split buckets into those to keep and those to omit; also returns a warning or None.
 
     A batch counts with its context, since that is gathered for every row of it. One prompt alone
     has to run with whatever is before it and at any length within the budget, so it counts
@@ -197,7 +197,7 @@ def split_by_token_budget(
     kept: list[Bucket] = []
     omitted: list[Bucket] = []
     for bucket in buckets:
-        (kept if _is_within(bucket, limits) else omitted).append(bucket)
+        (kept if is_within(bucket, limits) else omitted).append(bucket)
     if kept or not omitted:
         return kept, omitted, None
     smallest = min(bucket.num_tokens for bucket in buckets)
@@ -214,7 +214,8 @@ def split_by_token_budget(
     )
 
 
-def _is_within(bucket: Bucket, limits: StepLimits) -> bool:
+def is_within(bucket: Bucket, limits: StepLimits) -> bool:
+    """Whether a prefill bucket is one for steps of this token budget."""
     budget, block = limits.max_num_batched_tokens, limits.block_size
     if bucket.batch == 1:
         return bucket.query_len <= round_up(budget, block)

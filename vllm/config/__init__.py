@@ -1,7 +1,7 @@
-"""Everything the engine is told, as frozen dataclasses composed into `VllmConfig`.
+"""The configuration of the engine: frozen dataclasses, composed into `VllmConfig`.
 
-A field is one truth: its type, default and the docstring below it also make its command-line
-flag (see `vllm.engine.arg_utils`). Nothing here imports torch or touches a device.
+Each setting is defined in one place: type, default and docstring of a field also define its
+command-line flag (see `vllm.engine.arg_utils`). Nothing here imports torch or touches a device.
 """
 
 from vllm.config.cache import CacheConfig

@@ -12,13 +12,13 @@ CacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """How KV memory is cut into blocks and how much of it there is."""
+    """Blocks and memory of the KV cache."""
 
     block_size: int = field(metadata={"auto": True})
     """Tokens per KV block. Not set: 128 on hpu, 16 on cpu."""
 
     gpu_memory_utilization: float = 0.9
-    """Share of the device memory that is free after loading the model to use, 0 to 1."""
+    """Fraction of the device memory that is free after loading the model to use, 0 to 1."""
 
     num_gpu_blocks_override: int | None = None
     """Number of KV blocks, in place of what the memory budget gives."""
@@ -31,7 +31,7 @@ class CacheConfig:
     on cpu only."""
 
     enable_prefix_caching: bool = True
-    """Keep the KV of finished requests and reuse it for requests with the same beginning."""
+    """Keep the KV cache of finished requests, and reuse it for requests with the same prefix."""
 
     prefix_caching_hash_algo: Literal["sha256", "builtin"] = "sha256"
     """Hash of the prefix cache. builtin is accepted and means sha256 too: Python's hash can be
@@ -48,7 +48,7 @@ class CacheConfig:
                 f"gpu_memory_utilization must be above 0 and at most 1, got {given}{hint}"
             )
         if self.num_gpu_blocks_override is not None:
-            # Block 0 is the null block; one more is the least a request can run in.
+            # Block 0 is the null block; a request needs at least one more.
             check_at_least(self, 2, "num_gpu_blocks_override")
         if self.kv_cache_space_bytes is not None:
             check_at_least(self, 1, "kv_cache_space_bytes")

@@ -10,19 +10,19 @@ Device = Literal["auto", "cpu", "hpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
-    """The platform, and how its operators run."""
+    """The device and its threads."""
 
     device: Device = "auto"
     """Device to run on. auto: hpu when a card is there, else cpu."""
 
     bound_cores: tuple[int, ...] | None = field(default=None, metadata={"cli": False})
-    """Cores that the threads of the CPU device are kept to, one thread each; None: any."""
+    """Cores to which the threads of the CPU device are bound, one thread each; None: any."""
 
     counts_threads: bool = field(default=True, metadata={"cli": False})
-    """The CPU device counts its threads; False: OpenMP was told how many."""
+    """The CPU device chooses the number of its threads; False: OpenMP's settings do."""
 
     is_beside_server: bool = field(default=False, metadata={"cli": False})
-    """The engine is in a process of its own, beside one that serves requests on the same cores."""
+    """The engine runs in its own process, next to a server process on the same cores."""
 
     def __post_init__(self) -> None:
         check_one_of(self, "device", ("auto", "cpu", "hpu"))

@@ -2,8 +2,8 @@
 
 Source of the command-line flags, of the keywords of `EngineArgs` and of the reference in docs/.
 A field takes part unless its metadata has `{"cli": False}`. `{"auto": True}` marks a field the
-platform decides when it is not given; `{"aliases": ("-x",)}` adds short flags. Knows neither
-argparse nor the engine.
+platform decides when it is not given; `{"aliases": ("-x",)}` adds short flags. Independent of
+argparse and the engine.
 """
 
 import ast
@@ -31,23 +31,23 @@ _SIZES = frozenset({"max_model_len"})
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigField:
-    """One setting a user can give."""
+    """One setting for users."""
 
     name: str
     kind: FieldKind
     """Kind of value. size: an integer that may be written as 8k; strings: a tuple of them;
     str_or_bool: true where the flag has no value."""
     default: object
-    """None also when the platform decides."""
+    """None, too, if the platform decides."""
     help: str
     choices: tuple[str, ...] = ()
     """All accepted values, or empty."""
     auto: bool = False
-    """The platform decides when the value is not given."""
+    """The platform decides if the value is not given."""
     aliases: tuple[str, ...] = ()
     """Further flags."""
     is_shown: bool = True
-    """False: a secret, which is left out where settings are printed."""
+    """False: a secret, which is not printed with the settings."""
 
     @property
     def flag(self) -> str:
@@ -71,7 +71,7 @@ class ConfigField:
 
 @cache
 def config_sections(config_class: type) -> dict[str, type]:
-    """The config classes that one is composed of, by attribute name."""
+    """The config classes of a composed config, by attribute name."""
     hints = typing.get_type_hints(config_class)
     return {f.name: hints[f.name] for f in fields(config_class)}
 
@@ -126,7 +126,7 @@ def _read_type(annotation: object) -> tuple[FieldKind, tuple[str, ...]]:
 
 
 def _attribute_docs(config_class: type) -> dict[str, str]:
-    """The string below each field, which Python itself does not keep, on one line."""
+    """The docstring of each field, which Python does not keep, on one line."""
     (class_def,) = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body
     assert isinstance(class_def, ast.ClassDef)
     docs = {}
@@ -180,7 +180,7 @@ def _to_float(value: object) -> float:
 def _to_str(value: object) -> str:
     if isinstance(value, (str, os.PathLike)):
         return os.fspath(value)
-    # A torch dtype, recognised by its name: this package must not import torch for it.
+    # A torch dtype is recognised by its name, because this package must not import torch.
     if (name := str(value)).startswith("torch."):
         return name.removeprefix("torch.")
     raise ValueError(f"must be a string, got {value!r}")
@@ -226,7 +226,7 @@ _CONVERTERS: dict[FieldKind, Callable[[object], object]] = {
 
 
 def check_at_least(config: object, smallest: int, *names: str) -> None:
-    """Each named integer field is an int of at least `smallest`."""
+    """Check that each named field is an int of at least `smallest`."""
     for name in names:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
@@ -234,7 +234,7 @@ def check_at_least(config: object, smallest: int, *names: str) -> None:
 
 
 def check_one_of(config: object, name: str, choices: tuple[Any, ...]) -> None:
-    """The named field holds one of `choices`."""
+    """Check that the named field has one of `choices`."""
     value = getattr(config, name)
     if value not in choices:
         accepted = ", ".join(str(choice) for choice in choices)

@@ -1,4 +1,4 @@
-"""What only Gaudi has: buckets, warm-up, graphs, and how their attention is computed.
+"""Settings of Gaudi only: buckets, warm-up, graphs, and attention.
 
 Most values are those of environment variables, under the names that users of Gaudi know. A new
 setting is a field with a docstring, which becomes a flag as everywhere in this folder.
@@ -20,7 +20,7 @@ _NO_FLAG = {"cli": False}
 
 
 VARIABLE = "variable"
-"""Key in the metadata of a field that has the value of one variable as it is."""
+"""Key in the metadata of a field whose value is that of one environment variable."""
 
 
 def _variable(name: str) -> dict[str, Any]:
@@ -32,6 +32,9 @@ def _variable(name: str) -> dict[str, Any]:
 class HPUConfig:
     """Settings of the Gaudi path."""
 
+    max_seq_len_to_capture: int = 8192
+    """Longest sequence that has prompt buckets at every step of the linear strategy. Beyond it
+    there are fewer, and the end of a prompt is launched with more padding."""
     bucketing_strategy: BucketingStrategy = field(default="linear", metadata=_NO_FLAG)
     bucketing_file: str | None = field(default=None, metadata=_variable("VLLM_BUCKETING_FROM_FILE"))
     """Path of a file with the buckets, in place of a strategy."""
@@ -71,13 +74,17 @@ class HPUConfig:
     gc_thresholds: tuple[int, int, int] = field(default=(11200, 160, 160), metadata=_NO_FLAG)
     """For `gc.set_threshold` in the worker: by default 16 times those of Python, because a step
     makes many objects and hardly ever a cycle."""
+    profiled_launch: str | None = field(default=None, metadata=_NO_FLAG)
+    """The launch that is profiled in place of a start; see `vllm.bucketing.profiled`."""
     log_compilations: StepLog = field(default="off", metadata=_NO_FLAG)
+    log_recipes: bool = field(default=False, metadata=_variable("PT_HPU_METRICS_GC_DETAILS"))
+    """A report of compilations lists the recipes, with their times."""
     log_cpu_fallbacks: StepLog = field(default="off", metadata=_NO_FLAG)
 
     def __post_init__(self) -> None:
         check_one_of(self, "bucketing_strategy", ("linear", "exponential", "sparse"))
         check_one_of(self, "prompt_attention", ("fused", "flex", "naive"))
-        check_at_least(self, 1, "hidden_layers_per_graph")
+        check_at_least(self, 1, "hidden_layers_per_graph", "max_seq_len_to_capture")
         for name in ("graph_reserved_mem", "graph_prompt_ratio"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be 0 to 1, got {getattr(self, name)}")

@@ -1,4 +1,4 @@
-"""How weights get from disk into the model."""
+"""Loading of weights."""
 
 import math
 from dataclasses import dataclass, field
@@ -32,9 +32,8 @@ class LoadConfig:
     """Show a progress bar while loading weights."""
 
     cpu_offload_gb: float = 0.0
-    """GiB of weights to keep in the memory of the host, for a model larger than the card: whole
-    layers stay there, and each step copies them to the card. Needs enforce_eager. Without effect
-    on cpu."""
+    """GiB of weights to keep in host memory, for a model larger than the card: whole layers stay
+    there, and each step copies them to the card. Needs enforce_eager. No effect on cpu."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.cpu_offload_gb) and self.cpu_offload_gb >= 0):

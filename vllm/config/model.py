@@ -1,6 +1,6 @@
-"""The model: what the user named, and the facts read from its Hugging Face config.
+"""The model: the user's settings, and the facts from its Hugging Face config.
 
-The one place that knows how config attributes are spelled: `rope_parameters` and `dtype` of
+The only place that knows the names of config attributes: `rope_parameters` and `dtype` of
 transformers 5, `rope_theta`, `rope_scaling` and `torch_dtype` of transformers 4.
 """
 
@@ -15,6 +15,7 @@ from vllm.errors import ConfigError
 
 ModelDType = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 TokenizerMode = Literal["auto", "slow"]
+ModelImpl = Literal["auto", "vllm", "transformers"]
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
@@ -42,7 +43,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArch:
-    """Facts about a decoder that do not depend on its weights."""
+    """The architecture of a model, without its weights."""
 
     architecture: str
     """Class name in the checkpoint, such as LlamaForCausalLM."""
@@ -62,18 +63,19 @@ class ModelArch:
     layer_ropes: tuple[RopeConfig | None, ...]
     """Per layer: its rotations, or None for a layer without."""
     layer_windows: tuple[int | None, ...]
-    """Per layer: most recent keys a query sees, itself included, or None for all."""
+    """Window of each layer: how many of the most recent keys a query sees, itself included; None:
+    all."""
     dtype: str
     """Data type of the checkpoint."""
     hf_config: Mapping[str, Any]
-    """The whole config, for what only one family has."""
+    """The whole config, for keys of single model families."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelArch":
         """Read a Hugging Face config given as a plain dict.
 
         Raises:
-            ConfigError: no architecture, or a needed number is missing or does not divide.
+            ConfigError: no architecture, or a required number is missing or not divisible.
         """
         architectures = config.get("architectures") or ()
         if not architectures:
@@ -138,7 +140,7 @@ class ModelArch:
         kind, factor = self.rope.rope_type, self.rope.scaling.get("factor")
         if kind in ("linear", "dynamic", "yarn") and factor:
             original = self.max_position_embeddings
-            if kind == "yarn":  # max_position_embeddings may be the stretched length already
+            if kind == "yarn":  # max_position_embeddings may already be the extended length
                 original = self.rope.scaling["original_max_position_embeddings"]
             return int(original * factor)
         return self.max_position_embeddings
@@ -254,7 +256,7 @@ def _read_rope(
     if rope_type == "su":  # the first name of longrope
         rope_type = "longrope"
     if rope_type in ("dynamic", "llama3", "yarn", "longrope"):
-        # What the type stretches from; a config that does not say was not stretched yet.
+        # The original length; a config without it was not extended.
         max_positions = _number(config, *_MAX_POSITIONS)
         original = config.get("original_max_position_embeddings")
         if original and rope_type == "longrope":
@@ -277,7 +279,7 @@ _NORM_EPS_KEYS = (
     "norm_eps",
 )
 _DEFAULT_NORM_EPS = 1e-5
-"""What torch adds, too: OPT has no key."""
+"""The default of torch, too: OPT has no such key."""
 
 
 def _read_norm_eps(config: Mapping[str, Any]) -> float:
@@ -302,7 +304,7 @@ def _read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | Non
             raise ConfigError(
                 f"layer_types names {len(layer_types)} layers, num_hidden_layers is {num_layers}"
             )
-        kinds = layer_types[:num_layers]  # longer when num_hidden_layers was overridden
+        kinds = layer_types[:num_layers]  # longer if num_hidden_layers was overridden
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     pattern = config.get("sliding_window_pattern") or _WINDOW_PATTERNS.get(str(model_type))
     if pattern:
@@ -318,13 +320,17 @@ class ModelConfig:
     model: str = ""
     """Folder or Hugging Face name of the model. Not set: the bundled demonstration model."""
 
+    model_impl: ModelImpl = "auto"
+    """Modules that run the model. vllm: those of this package; transformers: those of the
+    transformers library, with the attention and linear layers of this package; auto: transformers
+    for architectures that this package has no modules for."""
+
     task: ModelTask = "auto"
-    """What to run the model for: generate, embed (or embedding), classify, score or reward. auto:
-    what its architecture and files say. A generative model can embed, too."""
+    """Task of the model: generate, embed (or embedding), classify, score or reward. auto: by its
+    architecture and files. A generative model can embed, too."""
 
     served_model_name: tuple[str, ...] = ()
-    """Names that requests may give for the model; the first is that of answers. Not set: as
-    `model`."""
+    """Names of the model in requests; answers have the first one. Not set: as `model`."""
 
     hf_config_path: str | None = None
     """Folder or Hugging Face name whose config.json and generation_config.json are read in place
@@ -353,52 +359,53 @@ class ModelConfig:
     """Branch, tag or commit of the tokenizer."""
 
     dtype: ModelDType = "auto"
-    """Data type of weights and activations. auto: the checkpoint's."""
+    """Data type of weights and activations. auto: that of the checkpoint."""
 
     quantization: str | None = field(default=None, metadata={"aliases": ("-q",)})
-    """Store the weights of an unquantized checkpoint in fewer bits: int8 or int4, on the CPU. Not
-    set: as the checkpoint has them."""
+    """Quantize the weights of an unquantized checkpoint: int8 or int4, on the CPU. Not set: as in
+    the checkpoint."""
 
     seed: int = 0
-    """Seed of requests that bring none."""
+    """Seed for requests without a seed."""
 
     max_model_len: int | None = None
-    """Longest request in tokens, prompt and output together. Not set: what the model allows."""
+    """Maximum number of tokens of a request, prompt and output together. Not set: the model's
+    maximum."""
 
     disable_sliding_window: bool = False
-    """Give every layer of a model with sliding windows full attention; the longest request then
-    has the length of the window."""
+    """Use full attention in every layer of a model with sliding windows; max_model_len is then at
+    most the length of the window."""
 
     max_logprobs: int = 20
-    """Most log-probabilities a request may ask for per token."""
+    """Maximum number of log-probabilities per token that a request may ask for."""
 
     enable_prompt_embeds: bool = False
     """Accept embeddings as prompts in place of tokens (`prompt_embeds`); on cpu only."""
 
     logits_processor_pattern: str | None = None
     """Regular expression that the whole qualified name of a logits processor must match for
-    requests to use it by name. Clients can call everything that it matches, with arguments of
-    their choice: let it match nothing but logits processors. Not set: requests can name none."""
+    requests to use it by name. Clients can call everything that it matches, with any arguments, so
+    it should only match logits processors. Not set: requests cannot name any."""
 
     generation_config: str = "auto"
-    """Where default sampling parameters come from. auto: generation_config.json of the model;
-    vllm: none; else a folder."""
+    """Source of default sampling parameters. auto: generation_config.json of the model; vllm: none;
+    else a folder."""
 
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)
-    """Default sampling parameters (JSON) on top of generation_config."""
+    """Default sampling parameters (JSON) that override generation_config."""
 
     override_pooler_config: Mapping[str, Any] = field(default_factory=dict)
-    """Pooling (JSON) in place of what the model's files say: pooling_type, normalize, softmax,
+    """Pooling settings (JSON) that override the model's files: pooling_type, normalize, softmax,
     step_tag_id, returned_token_ids."""
 
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Values (JSON) to put in place of those in config.json."""
+    """Values (JSON) that override those in config.json."""
 
     enforce_eager: bool = False
     """Neither compile the model nor record graphs."""
 
     enable_sleep_mode: bool = False
-    """Allow sleep mode: `sleep` gives the memory of weights and KV cache back until `wake_up`."""
+    """Allow sleep mode: `sleep` releases the memory of weights and KV cache until `wake_up`."""
 
     arch: ModelArch | None = field(default=None, metadata={"cli": False})
     """Facts read from the model's config; set by the time an engine starts."""
@@ -412,6 +419,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_one_of(self, "dtype", ("auto", "half", "float16", "bfloat16", "float", "float32"))
         check_one_of(self, "tokenizer_mode", ("auto", "slow"))
+        check_one_of(self, "model_impl", get_args(ModelImpl))
         check_one_of(self, "task", get_args(ModelTask))
         if self.max_model_len is not None:
             check_at_least(self, 1, "max_model_len")

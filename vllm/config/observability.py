@@ -1,4 +1,4 @@
-"""What the engine tells about itself while it runs."""
+"""Statistics, traces and events of the engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -22,23 +22,25 @@ class KVEventsConfig:
     """null: events are not published; zmq: a ZMQ PUB socket publishes them."""
 
     endpoint: str = "tcp://*:5557"
-    """Where the events are published. An address with * or ::, and one of ipc or inproc, is bound;
-    to any other the socket connects."""
+    """Where the events are published. The socket binds to an address with * or ::, and to ipc and
+    inproc addresses; it connects to any other address."""
 
     replay_endpoint: str | None = None
-    """Where a ROUTER socket sends earlier events again. Not set: nowhere."""
+    """Address of a ROUTER socket that sends earlier events again. Not set: none."""
 
     buffer_steps: int = 10_000
-    """Batches that are kept to be sent again."""
+    """Number of batches to keep for replay."""
 
     hwm: int = 100_000
-    """Messages that wait for a slow subscriber; it misses further ones."""
+    """Maximum number of messages that wait for a slow subscriber; further ones are dropped for
+    it."""
 
     max_queue_size: int = 100_000
-    """Batches that wait to be published; further ones are dropped, which their numbers show."""
+    """Maximum number of batches that wait to be published; further ones are dropped, which leaves
+    gaps in their numbers."""
 
     topic: str = ""
-    """First frame of every message, by which subscribers choose."""
+    """First frame of every message, by which subscribers filter."""
 
     def __post_init__(self) -> None:
         check_one_of(self, "publisher", ("null", "zmq"))

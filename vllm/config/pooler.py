@@ -1,4 +1,4 @@
-"""How a pooling model makes one result of the hidden states of a prompt."""
+"""Pooling: how a model makes one result from the hidden states of a prompt."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ Activation = Literal["none", "normalize", "softmax", "sigmoid"]
 
 @dataclass(frozen=True, kw_only=True)
 class PoolerConfig:
-    """Pooling of one model, settled with the model's files and what the user said."""
+    """Pooling of one model, resolved from its files and the user's settings."""
 
     task: PoolingTask
     """embed: a vector; classify: a probability per label; score: one number for a pair; reward:
@@ -25,10 +25,10 @@ class PoolerConfig:
     own (ALL), or each that is `step_tag_id` (STEP)."""
 
     activation: Activation = "none"
-    """What is done to the numbers at the end. normalize: length 1."""
+    """Activation function of the result. normalize: scale to length 1."""
 
     is_causal: bool = True
-    """A decoder. Else every token sees every other one, and there is no KV cache."""
+    """The model is a decoder. Otherwise every token sees all others, and there is no KV cache."""
 
     step_tag_id: int | None = None
     """STEP: the token that ends a step."""
@@ -40,10 +40,10 @@ class PoolerConfig:
     """Names of the numbers that a classifier gives, in order; empty when it has no head."""
 
     matryoshka_dimensions: tuple[int, ...] = ()
-    """Sizes that embeddings may be cut to; with `is_matryoshka` and none named: any."""
+    """Sizes to which embeddings may be shortened; empty with `is_matryoshka`: any size."""
 
     is_matryoshka: bool = False
-    """Embeddings may be cut to fewer dimensions."""
+    """Embeddings may be shortened to fewer dimensions."""
 
     def __post_init__(self) -> None:
         check_one_of(self, "pooling_type", ("CLS", "LAST", "MEAN", "ALL", "STEP"))
@@ -55,6 +55,6 @@ class PoolerConfig:
 
     @property
     def needs_whole_prompts(self) -> bool:
-        """Every token of a prompt has to go through the model in one step: neither split over
-        several nor found in the prefix cache."""
+        """Whether all tokens of a prompt have to run in one step, without chunking and prefix
+        caching."""
         return not self.is_causal or self.pooling_type != "LAST"

@@ -11,41 +11,42 @@ SchedulerPolicy = Literal["fcfs", "priority"]
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Who may run together in one step.
+    """Limits and policy of the scheduler.
 
-    Frozen: what the engine starts with is what it runs with.
+    Frozen: the values do not change while the engine runs.
     """
 
     max_model_len: int = field(metadata={"cli": False})
-    """Longest request in tokens, prompt and output together (flag: see ModelConfig)."""
+    """Maximum number of tokens of a request, prompt and output together (flag: see ModelConfig)."""
 
     max_num_seqs: int = field(metadata={"auto": True})
-    """Requests in one step at most. Not set: 256 on cpu, 128 on hpu."""
+    """Maximum number of requests in one step. Not set: 256 on cpu, 128 on hpu."""
 
     max_num_batched_tokens: int = field(metadata={"auto": True})
-    """Tokens in one step at most, over all requests. Not set: 2048 on cpu and 8192 on
+    """Maximum number of tokens in one step, over all requests. Not set: 2048 on cpu and 8192 on
     hpu, or max_model_len when chunked prefill is off."""
 
     enable_chunked_prefill: bool = True
-    """Split a prompt over several steps when the token budget of a step ends."""
+    """Split a prompt over several steps if the token budget of a step is used up."""
 
     max_num_partial_prefills: int = 1
-    """Prompts that may be partly computed at the same time."""
+    """Maximum number of prompts that are partly computed at the same time."""
 
     max_long_partial_prefills: int = 1
     """The same for prompts longer than long_prefill_token_threshold."""
 
     long_prefill_token_threshold: int = 0
-    """Most prompt tokens of one request in one step; 0: no limit, or 4 % of max_model_len when
+    """Maximum number of prompt tokens of one request in one step; 0: no limit, or 4 % of
+    max_model_len when
     max_num_partial_prefills is above 1."""
 
     async_scheduling: bool = True
-    """Schedule a step while the one before is computed, where that hides work of the host worth
-    hiding. Outputs are the same."""
+    """Schedule the next step while the current one is computed, if that saves time. Outputs are the
+    same."""
 
     max_draft_tokens: int = field(default=0, metadata={"cli": False})
-    """Guesses of next tokens that a step may verify for each request; 0: none. A device with
-    static shapes prepares launches of so many tokens more."""
+    """Maximum number of draft tokens that a step verifies for each request; 0: none. A device with
+    static shapes prepares launches with this many more tokens."""
 
     scheduling_policy: SchedulerPolicy = "fcfs"
     """Order of requests: arrival, or the priority given with each request (lower is first)."""
@@ -87,7 +88,7 @@ class SchedulerConfig:
 
     @property
     def prefill_chunk_limit(self) -> int:
-        """Most prompt tokens of one request in one step."""
+        """Maximum number of prompt tokens of one request in one step."""
         if self.long_prefill_token_threshold:
             return self.long_prefill_token_threshold
         if self.max_num_partial_prefills > 1:

@@ -1,4 +1,4 @@
-"""Structured output: which library, how strict, and what compiling a grammar may cost."""
+"""Structured output: library, strictness, and limits for compiling grammars."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -16,26 +16,25 @@ class StructuredOutputConfig:
     """Defaults and limits of structured output."""
 
     guided_decoding_backend: GuidedDecodingBackend = "auto"
-    """Library that enforces JSON schemas, regular expressions and grammars. auto: by what the
-    request needs; guidance is llguidance, outlines and lm-format-enforcer are auto. A request may
-    ask for another one."""
+    """Library that enforces JSON schemas, regular expressions and grammars. auto: chosen for each
+    request; guidance means llguidance, outlines and lm-format-enforcer mean auto. A request may
+    choose another one."""
 
     guided_decoding_disable_fallback: bool = False
-    """Refuse what the chosen library does not enforce, instead of taking the other one."""
+    """Refuse requests that the chosen library does not enforce, instead of using the other one."""
 
     guided_decoding_disable_any_whitespace: bool = False
     """JSON without whitespace that it does not need."""
 
     guided_decoding_disable_additional_properties: bool = False
-    """JSON objects have the properties that their schema names and no others, unless the schema
-    says otherwise by additionalProperties."""
+    """JSON objects have only the properties that their schema names, unless it sets
+    additionalProperties."""
 
     grammar_compile_timeout: float = 10.0
-    """Seconds after which compiling the grammar of a request is given up and the request
-    refused."""
+    """Seconds for compiling the grammar of a request; after them the request is refused."""
 
     grammar_cache_bytes: int = 64 * 2**20
-    """Bytes of compiled grammars that are kept for the next requests."""
+    """Size in bytes of the cache of compiled grammars."""
 
     def __post_init__(self) -> None:
         check_one_of(self, "guided_decoding_backend", get_args(GuidedDecodingBackend))

@@ -15,7 +15,7 @@ from vllm.config.structured_output import StructuredOutputConfig
 
 @dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-    """What one engine runs with; complete and consistent."""
+    """The complete and consistent config of one engine."""
 
     model: ModelConfig
     cache: CacheConfig

@@ -3,8 +3,8 @@
 A block's keys and values depend on every token before them, so its hash covers the hash of the
 block before it, its own token ids, and what else decides the content from a position in it on
 (`CacheKey`: an adapter, an image). The root covers the cache salt. So requests share the blocks
-before the first position at which they differ, whatever it is that differs. SHA-256: a collision
-would show one user another's text, and Python's hash can be made to collide.
+before the first position at which they differ in any of these. SHA-256: a collision would show one
+user another's text, and Python's hash can be made to collide.
 """
 
 from array import array
@@ -47,7 +47,8 @@ def block_hashes(
 
 
 def group_keys(hashes: Iterable[bytes], group: int) -> Iterable[bytes]:
-    """What blocks of a group of layers are found by; those of the first group by their hashes."""
+    """The keys by which blocks of a group of layers are found. The keys of the first group are the
+    hashes."""
     if not group:
         return hashes
     suffix = group.to_bytes(2, "little")
@@ -55,7 +56,7 @@ def group_keys(hashes: Iterable[bytes], group: int) -> Iterable[bytes]:
 
 
 def is_of_first_group(key: bytes) -> bool:
-    """Whether a key is the hash of a block itself."""
+    """Whether a key is one of the first group, so the hash itself."""
     return len(key) == sha256().digest_size
 
 
@@ -69,6 +70,6 @@ def _keys_of_blocks(keys: Sequence[CacheKey], block_size: int, start: int) -> di
 
 
 def _encoded(text: str) -> bytes:
-    """With its length in front, which keeps ("ab", "c") apart from ("a", "bc")."""
+    """The key with its length in front, so that ("ab", "c") and ("a", "bc") differ."""
     data = text.encode("utf-8", "surrogatepass")
     return len(data).to_bytes(8, "little") + data

@@ -1,4 +1,5 @@
-"""Ownership of KV blocks: who holds a block, which is free, which content it still has.
+"""Ownership of KV blocks: who holds a block, which blocks are free, and which content they still
+have.
 
 A block is an integer. Its reference count, its content hash and its place in the free queue
 are entries of lists, so a pool of a million blocks costs a few lists and no objects.
@@ -6,8 +7,8 @@ are entries of lists, so a pool of a million blocks costs a few lists and no obj
     free queue:  [no content, freed last] ... [content, freed first] ... [content, freed last]
                   ^ taken next                                            ^ evicted last
 
-A freed block whose content has a hash stays findable until it is taken again (LRU). One without
-goes to the front: taking it loses nothing.
+A freed block whose content has a hash stays findable until it is allocated again (LRU). A block
+without one goes to the front: nothing is lost when it is allocated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,12 +20,12 @@ from vllm.messages import NULL_BLOCK_ID
 class BlockPool:
     """Reference counts, free queue and prefix cache over `num_blocks` blocks.
 
-    Block 0 is the null block: it belongs to nobody and is never allocated. As nothing else
+    Block 0 is the null block: it belongs to no request and is never allocated. As nothing else
     uses its links, it is the head of the (doubly linked, circular) free queue.
 
     Args:
         num_blocks: the null block included.
-        events: log of the contents that cannot be found any more; None: no log is kept.
+        events: log of contents that were evicted; None: no log is kept.
     """
 
     def __init__(self, num_blocks: int, events: CacheEventLog | None = None) -> None:
@@ -47,7 +48,7 @@ class BlockPool:
         return self.num_blocks - 1
 
     def num_refs(self, block_id: int) -> int:
-        """How many requests hold the block."""
+        """Number of requests that hold the block."""
         return self._num_refs[block_id]
 
     def allocate(self, count: int) -> list[int]:
@@ -78,16 +79,16 @@ class BlockPool:
         return block_ids
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Give up one reference to each block. The first given is evicted first."""
+        """Drop one reference to each block. Blocks given first are evicted first."""
         for block_id in block_ids:
             refs = self._num_refs[block_id] - 1
-            assert refs >= 0, f"block {block_id} is freed more often than taken"
+            assert refs >= 0, f"block {block_id} is freed more often than it was allocated"
             self._num_refs[block_id] = refs
             if refs == 0:
                 self._link(block_id, at_front=self._hash_of[block_id] is None)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks that hold these contents, up to the first that no block holds."""
+        """The blocks with these contents, up to the first content that no block has."""
         found = []
         block_of = self._block_of
         for block_hash in hashes:
@@ -98,22 +99,23 @@ class BlockPool:
         return found
 
     def find_one(self, block_hash: bytes) -> int | None:
-        """The block that holds this content; None: no block does."""
+        """The block with this content, or None."""
         return self._block_of.get(block_hash)
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Take one more reference to each block, out of the free queue where needed."""
+        """Add one reference to each block; free blocks leave the free queue."""
         for block_id in block_ids:
             if self._num_refs[block_id] == 0:
                 self._unlink(block_id)
             self._num_refs[block_id] += 1
 
     def num_free_among(self, block_ids: Sequence[int]) -> int:
-        """How many of the blocks nobody holds."""
+        """How many of the blocks are free."""
         return sum(self._num_refs[block_id] == 0 for block_id in block_ids)
 
     def remember(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> list[int]:
-        """Make the contents of held blocks findable, except those that another block has too.
+        """Make the contents of held blocks findable, except contents that another block already
+        has.
 
         Returns:
             Positions in the arguments of those that are findable now and were not before.
@@ -128,7 +130,7 @@ class BlockPool:
         return stored
 
     def forget(self, hashes: Iterable[bytes]) -> None:
-        """Make contents unfindable, those of held blocks too. Hashes of no block are ignored."""
+        """Make contents unfindable, also those of held blocks. Unknown hashes are ignored."""
         forgotten = []
         for block_hash in hashes:
             block_id = self._block_of.pop(block_hash, None)
@@ -143,7 +145,7 @@ class BlockPool:
             self._events.removed(forgotten)
 
     def forget_all(self) -> bool:
-        """Drop the prefix cache. False, and no change, while any block is held."""
+        """Drop the prefix cache. Returns False and changes nothing while any block is held."""
         if self.num_free != self.num_usable_blocks:
             return False
         self._block_of.clear()

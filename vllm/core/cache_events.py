@@ -1,6 +1,6 @@
 """Events of the prefix cache, for programs that follow it from outside.
 
-The cache appends events in the order in which they happen; the engine takes and publishes
+The cache appends events in the order in which they happen; the engine drains and publishes
 them. A router that knows which blocks an engine holds can send it the requests that share them.
 Where layers form several groups, the events are those of the first group. It has full attention
 if any layer has, so every hit needs its blocks.
@@ -16,7 +16,7 @@ _HASH_BYTES = 8
 
 
 class CacheEventLog:
-    """Events since they were last taken.
+    """The events since the last `drain`.
 
     Args:
         block_size: tokens of a block.
@@ -39,12 +39,12 @@ class CacheEventLog:
         first = 0
         for position, index in enumerate(stored):
             if position + 1 < len(stored) and stored[position + 1] == index + 1:
-                continue  # goes on without a gap
+                continue  # the next block follows directly
             self._append_run(hashes, stored[first], index + 1, token_ids)
             first = position + 1
 
     def removed(self, hashes: Sequence[bytes]) -> None:
-        """Blocks cannot be found any more. Those of further groups of layers are passed over."""
+        """Blocks cannot be found any more. Blocks of further groups of layers are ignored."""
         removed = [public_hash(key) for key in hashes if is_of_first_group(key)]
         if removed:
             self._events.append(BlockRemoved(block_hashes=removed))
@@ -54,7 +54,7 @@ class CacheEventLog:
         self._events.append(AllBlocksCleared())
 
     def drain(self) -> list[CacheEvent]:
-        """The events, which are then forgotten here."""
+        """Return the events and empty the log."""
         events, self._events = self._events, []
         return events
 

@@ -20,10 +20,11 @@ class DraftSource(Protocol):
     """Guesses the next tokens of requests: from their own text, with a smaller model, ..."""
 
     max_drafts: int
-    """Most drafts of a request, at least 1."""
+    """Maximum number of drafts per request, at least 1."""
 
     def propose(self, requests: Sequence[Request]) -> Sequence[Sequence[int]]:
-        """The drafts of each request, in order, inside the vocabulary; it may have none.
+        """Propose drafts for each request, in the order of `requests`. A list may be empty; token
+        ids are inside the vocabulary.
 
         Args:
             requests: all their tokens are known; only read.
@@ -47,13 +48,14 @@ class DraftPlanner:
 
     @staticmethod
     def can_verify(spec: EngineRequest) -> bool:
-        """Whether a request may have drafts. After a draft the sampler knows how many tokens were
-        generated, and not which: a request that depends on them runs token by token."""
+        """Whether a request may have drafts. After a draft, the sampler knows how many tokens were
+        generated but not which ones, so a request whose sampling depends on them runs token by
+        token."""
         return spec.pooling_params is None and not spec.follows_output
 
     def add(self, plan: Plan, num_reserved: int) -> None:
-        """Let decodes of a plan run drafts. They get what is left: no request waits for a token,
-        and none loses its blocks for them.
+        """Add drafts to the decodes of a plan, within the budget and the free blocks that are left:
+        no request waits or is preempted because of drafts.
 
         Args:
             plan: of the running requests; its budget and blocks are used up.
@@ -66,7 +68,7 @@ class DraftPlanner:
         num_computed = running.num_computed[rows]
         is_decode = (num_tokens - num_computed == 1) & (num_computed >= running.num_prompt[rows])
         places = np.flatnonzero(
-            running.takes_drafts[rows] & is_decode & (plan.take == 1) & (room > 0)
+            running.takes_drafts[rows] & is_decode & (plan.num_tokens == 1) & (room > 0)
         )
         if not len(places) or plan.budget <= 0:
             return
@@ -83,7 +85,7 @@ class DraftPlanner:
         plan.add_drafts(drafts)
 
     def _take_blocks(self, request: Request, count: int, plan: Plan, num_reserved: int) -> int:
-        """Extend the table of a request for drafts; how many of them have room."""
+        """Extend the block tables of a request for drafts. Returns how many drafts have room."""
         cache, row = self._cache, request.row
         num_known = len(request.token_ids)
         assert num_known == self._running.num_tokens[row], "a token of the request is in flight"

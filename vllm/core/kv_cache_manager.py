@@ -14,22 +14,21 @@ from vllm.request import Request
 
 
 class KVCacheManager:
-    """Gives blocks to requests and takes them back.
+    """Allocates blocks to requests and frees them.
 
-    A request has a block table for each group of layers. All its tables are equally long; where
-    the window of a group has passed, the null block stands in place of blocks that were given
-    back.
+    A request has a block table for each group of layers. All its tables are equally long; where the
+    window of a group has passed, the null block replaces the blocks that were freed.
 
     Args:
         num_blocks: blocks of the cache, the null block included.
         block_size: tokens per block.
         enable_caching: find and keep shared prefixes.
-        events: log of the changes of the prefix cache; None: no log is kept.
+        events: log of changes of the prefix cache; None: no log is kept.
         groups: of layers; those with full attention first.
 
     Attributes:
         num_groups: how many groups there are.
-        has_windows: blocks are given back while a request runs.
+        has_windows: blocks are freed while a request runs.
     """
 
     def __init__(
@@ -51,15 +50,15 @@ class KVCacheManager:
         self._being_computed: set[int] = set()
 
     def begin_step(self) -> None:
-        """What has been remembered so far is computed by earlier steps."""
+        """Begin to schedule a step: everything remembered so far is computed by earlier steps."""
         self._being_computed.clear()
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens of all groups."""
+        """Number of blocks for `num_tokens` tokens, over all groups."""
         return -(-num_tokens // self.block_size) * self.num_groups
 
     def find_prefix(self, request: Request) -> list[int]:
-        """Cached blocks with the beginning of the request, longest match; takes none of them.
+        """Find the longest cached prefix of the request. Returns its blocks; allocates nothing.
 
         They are the beginnings of its tables, one after the other. A group with a window needs
         only the blocks in the window of the first token that is not cached.
@@ -90,7 +89,8 @@ class KVCacheManager:
         return tables
 
     def _last_missing(self, hashes: list[bytes], num_found: int) -> int | None:
-        """Index of a block without which only blocks before it can be used; None: none lacks."""
+        """Index of the last block that is needed and not cached: only blocks before it can be used.
+        None if no block is missing."""
         size = self.block_size
         for index, group in self._windowed.items():
             first = group.first_block(num_found * size, size)
@@ -101,16 +101,17 @@ class KVCacheManager:
         return None
 
     def num_tokens_in(self, shared: Sequence[int]) -> int:
-        """Tokens that need not be computed with the blocks that `find_prefix` has found."""
+        """Number of tokens in the blocks that `find_prefix` has found; they need not be
+        computed."""
         return len(shared) // self.num_groups * self.block_size
 
     def num_lacking(self, request: Request, shared: Sequence[int]) -> int:
-        """Free blocks that `admit` would need beyond those there are; 0 or less: it can go."""
+        """How many free blocks `admit` lacks; 0 or less: there are enough."""
         need = self.num_blocks_for(len(request.token_ids)) - len(shared)
         return need - self.pool.num_free + self.pool.num_free_among(self._real(shared))
 
     def admit(self, request: Request, shared: Sequence[int]) -> None:
-        """Give a request the shared prefix and room for the rest of its known tokens.
+        """Give a request the shared prefix, and allocate blocks for the rest of its known tokens.
 
         Room for all of them at once: a long prompt that gets its blocks chunk by chunk would
         start, run out half-way, and start again. The caller has checked `num_lacking`.
@@ -132,7 +133,7 @@ class KVCacheManager:
         """Append a block to all tables of each; the caller has checked that they are free.
 
         Returns:
-            The blocks, those of one request for all groups after those of another.
+            The blocks, request by request; those of a request are in the order of the groups.
         """
         num_groups = self.num_groups
         block_ids = self.pool.allocate(len(requests) * num_groups)
@@ -144,11 +145,11 @@ class KVCacheManager:
         return block_ids
 
     def shorten(self, request: Request, num_tokens: int) -> int | None:
-        """Take the blocks beyond the first `num_tokens` tokens back. No prefix-cache key has been
-        made of them: what is beyond the known tokens has none.
+        """Free the blocks beyond the first `num_tokens` tokens. They have no prefix-cache keys,
+        because only known tokens have keys.
 
         Returns:
-            How many entries its tables have left; None: nothing has changed.
+            The new length of its tables; None if nothing has changed.
         """
         num_kept = -(-num_tokens // self.block_size)
         if len(request.block_ids) <= num_kept:
@@ -159,19 +160,20 @@ class KVCacheManager:
         return num_kept
 
     def num_passed(self, positions: IntArray) -> IntArray:
-        """Blocks that windows have passed when a query at each position is the next."""
+        """Number of blocks that windows have passed, over all groups, if the next query is at this
+        position."""
         passed = np.zeros_like(positions)
         for group in self._windowed.values():
             assert group.window is not None
             passed += np.maximum(positions - group.window + 1, 0) // self.block_size
         return passed
 
-    def give_back(self, request: Request, position: int) -> list[tuple[int, int]]:
-        """Give back the blocks that no query at `position` or behind it sees.
+    def free_passed(self, request: Request, position: int) -> list[tuple[int, int]]:
+        """Free the blocks that no query at `position` or later sees.
 
         Returns:
-            (group, number of blocks at the beginning of its table that are null now) where there
-            are more of them.
+            (group, number of null blocks at the beginning of its table) for each group in which
+            that number has grown.
         """
         passed = []
         tables = [request.block_ids, *request.more_block_ids]
@@ -187,7 +189,7 @@ class KVCacheManager:
         return passed
 
     def tables(self, request: Request) -> list[int]:
-        """All block tables of a request, one after the other."""
+        """All block tables of a request, concatenated."""
         return [*request.block_ids, *chain.from_iterable(request.more_block_ids)]
 
     def held(self, request: Request) -> list[int]:
@@ -195,7 +197,7 @@ class KVCacheManager:
         return list(self._real(self.tables(request)))
 
     def _real(self, block_ids: Sequence[int]) -> Sequence[int]:
-        """Less the null blocks, which only windows leave."""
+        """The blocks without null blocks, which only exist where windows have passed."""
         return [b for b in block_ids if b != NULL_BLOCK_ID] if self.has_windows else block_ids
 
     def remember(self, request: Request, num_tokens: int) -> None:
@@ -220,7 +222,7 @@ class KVCacheManager:
         request.num_cached_blocks = end
 
     def forget(self, request: Request) -> None:
-        """Let nobody find the blocks of a request whose computation failed.
+        """Remove the blocks of a failed request from the prefix cache.
 
         Its keys may be NaN, and every request that read them would fail, too. That counts for the
         blocks it has shared as well: they may be where the NaN came from.
@@ -229,11 +231,12 @@ class KVCacheManager:
             self.pool.forget(group_keys(request.block_hashes, index))
 
     def are_computed(self, block_ids: Sequence[int]) -> bool:
-        """False when the step that is being scheduled is what computes some of the blocks."""
+        """Whether earlier steps compute all of the blocks. False if the step that is being
+        scheduled computes some of them."""
         return self._being_computed.isdisjoint(block_ids)
 
     def free(self, request: Request) -> None:
-        """Take all blocks back; the end of the sequence is evicted before its beginning."""
+        """Free all blocks of a request. The end of the sequence is evicted before its beginning."""
         tables = [request.block_ids, *request.more_block_ids]
         block_ids = self._real(list(chain.from_iterable(zip(*tables, strict=True))))
         self.pool.free(reversed(block_ids))
@@ -241,7 +244,7 @@ class KVCacheManager:
         request.num_cached_blocks = 0
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
-        """The hashes of the first `count` blocks, each of them computed once."""
+        """The hashes of the first `count` blocks. Each is computed once and kept."""
         hashes, size = request.block_hashes, self.block_size
         first = len(hashes)
         if first < count:

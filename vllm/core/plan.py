@@ -1,4 +1,4 @@
-"""A step in the making: which rows run how many tokens, under one budget."""
+"""A step that is being planned: which rows run, and how many tokens of each, within one budget."""
 
 from dataclasses import dataclass, field
 
@@ -10,30 +10,33 @@ from vllm.request import Request
 
 @dataclass(slots=True)
 class Plan:
-    """Rows and their tokens, growing while requests are admitted."""
+    """The rows of a step and their tokens. Admitting requests adds rows."""
 
     rows: IntArray
-    take: IntArray
-    """Tokens of each row to run; 0 where the budget did not reach."""
+    num_tokens: IntArray
+    """Tokens of each row to run; 0 if the budget was used up before the row."""
     budget: int
-    """Tokens left."""
+    """Tokens that the step may still run."""
     block_rows: IntArray
-    """Running rows that get one more block each, those of a row together, and the blocks."""
+    """Running rows that get one more block each, and the blocks. The entries of a row are
+    adjacent."""
     block_ids: list[int]
     only_decodes: bool
-    """Each row runs its one token that is not computed; those of new requests may be more."""
+    """Every row runs one token, the only one that is not computed. Becomes False when a request is
+    admitted."""
     has_idle: bool
-    """Some of `take` may be 0."""
+    """Some of `num_tokens` may be 0."""
     new_requests: list[NewRequest] = field(default_factory=list)
     passed_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     """See `SchedulerOutput`."""
     first_admitted: list[Request] = field(default_factory=list)
-    """Those of the new ones that were never admitted before."""
+    """Admitted requests that were never admitted before."""
     drafts: dict[int, list[int]] = field(default_factory=dict)
-    """row -> guesses of its next tokens, which `take` includes."""
+    """row -> guesses of its next tokens, which `num_tokens` includes."""
 
     def add_blocks(self, row: int, count: int, block_ids: list[int]) -> None:
-        """Give a running row so many more blocks, of all groups, behind those it gets already."""
+        """Append `count` more blocks per group to a running row, after those that it already
+        gets."""
         size = len(block_ids) // count
         own = np.flatnonzero(self.block_rows == row)
         end = int(own[-1]) + 1 if len(own) else len(self.block_rows)
@@ -42,54 +45,54 @@ class Plan:
         self.block_ids = self.block_ids[: end * size] + block_ids + self.block_ids[end * size :]
 
     def add_drafts(self, drafts: dict[int, list[int]]) -> None:
-        """Let rows, which run one token each, run drafts behind it."""
+        """Add drafts to rows that run one token each."""
         if not drafts:
             return
         counts = np.array([len(drafts.get(row, ())) for row in self.rows.tolist()], np.int32)
-        self.take = self.take + counts
+        self.num_tokens = self.num_tokens + counts
         self.budget -= int(counts.sum())
         self.drafts = drafts
         self.only_decodes = False
 
     def num_drafts_of(self, rows: IntArray) -> IntArray | None:
-        """Drafts of each row; None: no row of the step has any."""
+        """Number of drafts of each row; None if no row of the step has drafts."""
         if not self.drafts:
             return None
         return np.array([len(self.drafts.get(row, ())) for row in rows.tolist()], np.int32)
 
     def drafts_of(self, rows: IntArray) -> IntArray | None:
-        """The drafts of rows after each other; None: no row of the step has any."""
+        """The drafts of all given rows, concatenated; None if no row of the step has drafts."""
         if not self.drafts:
             return None
         drafts = [token for row in rows.tolist() for token in self.drafts.get(row, ())]
         return np.array(drafts, np.int32)
 
-    def add_rows(self, rows: list[int], take: list[int]) -> None:
-        """Append rows; their tokens are off the budget already."""
+    def add_rows(self, rows: list[int], num_tokens: list[int]) -> None:
+        """Append rows. The caller has already subtracted their tokens from the budget."""
         self.rows = np.concatenate([self.rows, np.array(rows, np.int32)])
-        self.take = np.concatenate([self.take, np.array(take, np.int32)])
+        self.num_tokens = np.concatenate([self.num_tokens, np.array(num_tokens, np.int32)])
         self.only_decodes = False
 
     def decodes_first(self) -> tuple[IntArray, IntArray]:
-        """Rows with something to run and their tokens: single tokens, then those with drafts, then
-        the others."""
-        rows, take = self.rows, self.take
-        if self.has_idle and not (runs := take > 0).all():
-            rows, take = rows[runs], take[runs]
+        """Rows with tokens to run, and their numbers of tokens: rows with one token first, then
+        rows with drafts, then the others."""
+        rows, num_tokens = self.rows, self.num_tokens
+        if self.has_idle and not (runs := num_tokens > 0).all():
+            rows, num_tokens = rows[runs], num_tokens[runs]
         if self.only_decodes:
-            return rows, take
-        several = take > 1
+            return rows, num_tokens
+        several = num_tokens > 1
         if several.any():
             group = several.astype(np.int8)
             if self.drafts:
                 group[several & ~np.isin(rows, list(self.drafts))] = 2
             order = np.argsort(group, kind="stable")
-            rows, take = rows[order], take[order]
-        return rows, take
+            rows, num_tokens = rows[order], num_tokens[order]
+        return rows, num_tokens
 
 
 def share_budget(want: IntArray, budget: int) -> IntArray:
-    """Tokens each row gets of what it wants: decodes first, then the others in their order.
+    """Divide the token budget: rows that want one token first, then the others in their order.
 
     >>> share_budget(np.array([5, 1, 4, 1], np.int32), 8).tolist()
     [5, 1, 1, 1]
@@ -99,6 +102,6 @@ def share_budget(want: IntArray, budget: int) -> IntArray:
     order = np.argsort(want > 1, kind="stable")
     ordered = want[order]
     before = np.cumsum(ordered) - ordered
-    take = np.empty_like(want)
-    take[order] = np.clip(budget - before, 0, ordered)
-    return take
+    num_tokens = np.empty_like(want)
+    num_tokens[order] = np.clip(budget - before, 0, ordered)
+    return num_tokens

@@ -1,4 +1,5 @@
-"""Who gives way: whether a waiting request has room, and which running ones must go for it."""
+"""Preemption policy: whether a waiting request fits, and which running requests to preempt for
+it."""
 
 from collections import Counter
 
@@ -8,10 +9,10 @@ from vllm.request import Request, RequestStatus
 
 
 class PreemptionPolicy:
-    """Decides; it gives and takes nothing.
+    """Decides who is preempted; changes nothing itself.
 
     Args:
-        by_priority: a request may drive out running ones of a lower priority.
+        by_priority: a request may preempt running requests of a lower priority.
         running: the running requests.
         cache: has their blocks.
     """
@@ -22,18 +23,18 @@ class PreemptionPolicy:
         self._cache = cache
 
     def outranks(self, request: Request, other: Request) -> bool:
-        """Whether a request may take the place of another."""
+        """Whether a request may preempt another one."""
         return self.by_priority and request.spec.priority < other.spec.priority
 
     def has_row_for(self, request: Request) -> bool:
-        """A row is free, or held by someone whom a waiting request may drive out."""
+        """Whether a row is free, or held by a request that the waiting one may preempt."""
         running = self._running
         return not running.is_full or self.outranks(request, running.last)
 
     def num_lacking(self, request: Request, shared: list[int]) -> int:
         """How many blocks are lacking for a waiting request; 0 or less: it fits.
 
-        Half as many blocks as requests run are left alone: they will want them soon, and
+        Half as many blocks as requests run stay free: the running requests will need them soon, and
         admitting into the last free block means preempting right afterwards. In simulated loads
         this has a quarter of the preemptions of a reserve of 1 % of all blocks, at the same
         throughput; as many blocks as requests cost 1 to 2 %.
@@ -42,14 +43,14 @@ class PreemptionPolicy:
 
     @property
     def num_reserved(self) -> int:
-        """Free blocks that running requests will want soon."""
+        """Number of free blocks to keep for running requests."""
         return (len(self._running) + 1) // 2 * self._cache.num_groups
 
     def victims(self, request: Request) -> list[Request]:
-        """The least important running requests that have to go for a waiting one.
+        """The running requests to preempt for a waiting one, the least important first.
 
-        None when it fits as it is or waits no more, and none when even all that it outranks would
-        not do.
+        Empty if the request fits already or no longer waits, and if preempting all that it outranks
+        would not be enough.
         """
         if request.status is not RequestStatus.WAITING:
             return []

@@ -21,7 +21,7 @@ class RequestQueue:
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Request]:
-        """The waiting requests, in no order."""
+        """The waiting requests, in no particular order."""
         return (r for _, r in self._heap if r.status is RequestStatus.WAITING)
 
     def push(self, request: Request) -> None:
@@ -43,7 +43,7 @@ class RequestQueue:
         return request
 
     def discard(self, request: Request) -> None:
-        """Forget a waiting request; its status is set to FINISHED."""
+        """Remove a waiting request and set its status to FINISHED."""
         request.status = RequestStatus.FINISHED
         self._num_waiting -= 1
         if len(self._heap) > 2 * self._num_waiting + 64:

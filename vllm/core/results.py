@@ -1,4 +1,5 @@
-"""What the tokens of a step do to their requests: each may get one, several or none."""
+"""Applies the sampled tokens of a step to its requests. A request may get one token, several or
+none."""
 
 from dataclasses import dataclass, field, replace
 
@@ -13,17 +14,17 @@ from vllm.utils.ragged import positions_within
 
 @dataclass(slots=True)
 class StepResult:
-    """The tokens that were appended to the requests of a step, and what they did to them."""
+    """The tokens that were appended to the requests of a step, and which requests they ended."""
 
     request_ids: list[str]
     token_ids: list[int]
-    """Those of one request after those of another."""
+    """Request by request."""
     num_tokens: list[int] | None
     """Tokens of each request, at least 1; None: one each."""
     finished: dict[str, Finished]
-    """Requests whose tokens end them, by id; they still have rows and blocks."""
+    """Requests that have ended, by id; they still have rows and blocks."""
     shortened: dict[int, int] = field(default_factory=dict)
-    """row -> blocks that are left, where blocks of wrong drafts were taken back."""
+    """row -> number of blocks that are left, for rows whose blocks for wrong drafts were freed."""
 
     def logprobs(self, step: Step, output: ModelRunnerOutput) -> dict[str, LogprobRows]:
         """Log-probabilities of the tokens, by request id."""
@@ -38,18 +39,18 @@ class StepResult:
         }
 
 
-def take_in(
+def apply_tokens(
     step: Step,
     token_ids: IntArray,
     counts: IntArray | None,
     running: RunningBatch,
     cache: KVCacheManager,
 ) -> StepResult:
-    """Append tokens to their requests. What follows a token that ends its request is dropped.
+    """Append tokens to their requests. Tokens after one that ends its request are dropped.
 
     Args:
         step: n rows, which belong to the requests that it ran.
-        token_ids: of these rows, those of one after those of another.
+        token_ids: of these rows, row by row.
         counts: [n] tokens of each; None: one each, and none had drafts.
         running: has the requests.
         cache: has their blocks.
@@ -58,8 +59,8 @@ def take_in(
         tokens = token_ids.tolist()
         finished = _append(step, tokens, token_ids, running)
         return StepResult(step.request_ids.copy(), tokens, None, finished)
-    shortened = _take_back(step, counts, running, cache)
-    # A column after the other: the first token of each row, the second of those that have two ...
+    shortened = _undo_drafts(step, counts, running, cache)
+    # Column by column: the first token of each row, then the second token of rows with two ...
     starts = np.cumsum(counts) - counts
     num_before = step.num_tokens - 1
     if step.num_drafts is not None:
@@ -86,7 +87,7 @@ def take_in(
 def _append(
     step: Step, tokens: list[int], token_ids: IntArray, running: RunningBatch
 ) -> dict[str, Finished]:
-    """Append a token to each request; the requests that it ends, by id."""
+    """Append a token to each request. Returns the requests that end with it, by id."""
     for request, token_id in zip(step.requests, tokens, strict=True):
         request.token_ids.append(token_id)
     rows = step.rows
@@ -107,11 +108,11 @@ def _append(
     return finished
 
 
-def _take_back(
+def _undo_drafts(
     step: Step, counts: IntArray, running: RunningBatch, cache: KVCacheManager
 ) -> dict[int, int]:
-    """Undo what was booked for drafts that were wrong, computed tokens and blocks; row -> blocks
-    that are left, where some were taken."""
+    """Undo the computed tokens and the blocks of wrong drafts. Returns row -> number of blocks that
+    are left, where some were freed."""
     if step.num_drafts is None:
         assert (counts == 1).all(), "a row without drafts has one token"
         return {}

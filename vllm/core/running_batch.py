@@ -19,7 +19,7 @@ _sort_key = attrgetter("sort_key")
 
 
 class RunningBatch:
-    """Rows, their requests, and the numbers that scheduling looks at.
+    """The rows, their requests, and the numbers that scheduling needs.
 
     Attributes:
         num_tokens: per row, known tokens plus those that a step in flight will sample.
@@ -30,7 +30,7 @@ class RunningBatch:
         has_stop_tokens: per row, whether further tokens end it.
         num_prompt: per row, tokens of the prompt.
         num_passed: per row, blocks of its tables that sliding windows have passed.
-        takes_drafts: per row, whether guesses of its next tokens may be verified.
+        takes_drafts: per row, whether it may have drafts.
         awaits_result: per row, whether it runs again only when the step in flight has its result.
         num_prompt_logprobs: running requests that want log-probabilities of their prompt.
         num_with_stop_tokens: running requests that further tokens end.
@@ -60,7 +60,7 @@ class RunningBatch:
 
     @property
     def is_full(self) -> bool:
-        """No row is left."""
+        """Whether no row is free."""
         return not self._free_rows
 
     @property
@@ -77,7 +77,7 @@ class RunningBatch:
     def order(self) -> IntArray:
         """[n] rows of the running requests, smallest sort_key first.
 
-        The same array until a request enters or leaves; nobody writes to it.
+        The same array until a request enters or leaves; read-only.
         """
         if self._order is None:
             rows = (request.row for request in self._sorted)
@@ -85,12 +85,12 @@ class RunningBatch:
         return self._order
 
     def at(self, rows: IntArray) -> list[Request]:
-        """The requests of rows that are in use."""
+        """The requests of these rows, which are in use."""
         requests = self._requests
         return [requests[row] for row in rows.tolist()]
 
     def named(self, rows: IntArray) -> tuple[list[Request], list[str]]:
-        """Requests and ids of rows; made once for as long as the same whole batch decodes."""
+        """The requests of these rows and their ids. Cached while the same whole batch decodes."""
         known_rows, requests, ids = self._full_batch
         if rows is not known_rows:
             requests = self.at(rows)
@@ -114,7 +114,7 @@ class RunningBatch:
         }
 
     def add(self, request: Request, num_computed: int, capacity: int) -> None:
-        """Give a request a row; there is one left."""
+        """Give a request a row. The caller has checked that one is free."""
         row = self._free_rows.pop()
         request.row = row
         request.status = RequestStatus.RUNNING
@@ -136,7 +136,7 @@ class RunningBatch:
         self._order = None
 
     def remove(self, requests: Iterable[Request]) -> None:
-        """Take the rows of requests back. Their status is the caller's business."""
+        """Free the rows of requests. The caller sets their status."""
         for request in requests:
             del self._sorted[bisect_left(self._sorted, request.sort_key, key=_sort_key)]
             self._requests[request.row] = None

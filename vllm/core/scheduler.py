@@ -1,4 +1,4 @@
-"""Who runs in the next step, and what becomes of its result.
+"""The scheduler: which requests run in the next step, and the bookkeeping of its result.
 
 A request is tokens computed so far out of tokens wanted. Prefill, chunked prefill, prefix hits,
 decode and the return after preemption are all "schedule n more tokens of this request".
@@ -22,10 +22,10 @@ from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.plan import Plan, share_budget
 from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue
-from vllm.core.results import take_in
+from vllm.core.results import apply_tokens
 from vllm.core.running_batch import RunningBatch
 from vllm.core.step import Step, select_tokens
-from vllm.core.windows import give_back_passed
+from vllm.core.windows import free_passed_blocks
 from vllm.errors import CapacityError, RequestError
 from vllm.logger import init_logger
 from vllm.messages import (
@@ -46,19 +46,19 @@ logger = init_logger(__name__)
 _PREEMPTIONS_PER_WARNING = 50
 _NO_ROWS: IntArray = np.empty(0, np.int32)
 _MAX_PASSED_OVER = 16
-"""Long prompts that a step looks behind for shorter ones."""
+"""How many long prompts of the queue a step may skip to find a shorter one."""
 
 
 class Scheduler:
     """Continuous batching with chunked prefill, prefix caching, priorities and preemption.
 
-    Running requests go first, so that a started answer is never starved by new prompts. When
-    blocks run out, the running request with the largest sort key gives its blocks back and is
+    Running requests go first, so that new prompts never starve a running request. When blocks run
+    out, the running request with the largest sort key is preempted: its blocks are freed, and it is
     computed again later.
 
     Args:
         config: limits of a step.
-        cache: blocks of the KV cache, shared with nobody.
+        cache: the KV cache, owned by this scheduler.
         draft_source: guesses next tokens; None: one token per request and step.
     """
 
@@ -89,12 +89,14 @@ class Scheduler:
         if draft_source is not None:
             self._drafts = DraftPlanner(draft_source, self.running, cache)
         self._shortened: dict[int, int] = {}
-        """Rows whose block tables have become shorter since the last step, and how long."""
+        """Rows whose block tables have become shorter since the last step, and their new
+        lengths."""
         self._preemption = PreemptionPolicy(
             config.scheduling_policy == "priority", self.running, cache
         )
         self._lacks_room: Request | None = None
-        """Lacked only a row or blocks when it was its turn, and may drive others out."""
+        """The waiting request that could not be admitted for lack of a row or blocks; it may
+        preempt others."""
 
     # ---- requests come and go -------------------------------------------------------------
 
@@ -102,14 +104,14 @@ class Scheduler:
         """Refuse a request that could never run.
 
         Raises:
-            RequestError: its id is taken, or its length is not possible.
+            RequestError: its id is in use, or its length is not possible.
             CapacityError: its last token would not fit even an otherwise empty cache.
         """
         num_prompt, limit = len(spec.prompt_token_ids), spec.max_total_tokens
         if spec.request_id in self._requests:
             raise RequestError(f"request {spec.request_id!r} is already being processed")
         if spec.pooling_params is not None:
-            limit -= 1  # the last token is never sampled, and needs no place
+            limit -= 1  # the last token is never sampled and needs no block
         if not 0 < num_prompt < spec.max_total_tokens or limit > self.config.max_model_len:
             raise RequestError(
                 f"the request has {num_prompt} prompt tokens and a limit of {limit} tokens for "
@@ -158,8 +160,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan the next step.
 
-        `rows` is empty when nothing can run: nobody waits or runs, or those who run wait for
-        a step in flight. Such a step holds nothing, and is neither executed nor updated.
+        `rows` is empty when nothing can run: there are no requests, or the running ones wait for a
+        step in flight. Such a step is empty, and is neither executed nor updated.
         """
         if self._lacks_room is not None:
             for victim in self._preemption.victims(self._lacks_room):
@@ -169,8 +171,8 @@ class Scheduler:
         self.cache.begin_step()
         self._remember_prefills(plan)
         if self.cache.has_windows:
-            rows = plan.rows[plan.take > 0]
-            plan.passed_blocks = give_back_passed(self.running, self.cache, rows)
+            rows = plan.rows[plan.num_tokens > 0]
+            plan.passed_blocks = free_passed_blocks(self.running, self.cache, rows)
         if self._drafts is not None:
             self._drafts.add(plan, self._preemption.num_reserved)
         if self.waiting and self._preemption.has_row_for(self.waiting.peek()):
@@ -201,7 +203,7 @@ class Scheduler:
         )
 
     def update(self, output: ModelRunnerOutput) -> EngineOutput:
-        """Take in the result of the oldest step in flight."""
+        """Process the result of the oldest step in flight."""
         step = self._in_flight.popleft()
         assert step.step_id == output.step_id, f"step {output.step_id} is out of order"
         if output.pooled:
@@ -218,7 +220,7 @@ class Scheduler:
             token_ids, counts = select_tokens(token_ids, counts, kept)
         if self._drafts is not None:
             self.running.awaits_result[step.rows] = False
-        result = take_in(step, token_ids, counts, self.running, self.cache)
+        result = apply_tokens(step, token_ids, counts, self.running, self.cache)
         if result.finished:
             self.abort_requests(result.finished)
             finished.update(result.finished)
@@ -236,7 +238,7 @@ class Scheduler:
         )
 
     def stats(self) -> SchedulerStats:
-        """How full it is now, and what it has done; without what the runner knows."""
+        """Numbers of requests, use of the KV cache, and counters; without those of the runner."""
         pool = self.cache.pool
         num_running = len(self.running)
         return SchedulerStats(
@@ -252,7 +254,7 @@ class Scheduler:
     # ---- planning: running requests ----------------------------------------------------------
 
     def _plan_running(self) -> Plan:
-        """Tokens for the running requests; preempts until their blocks fit."""
+        """Plan tokens for the running requests. Preempts requests until the blocks fit."""
         running, size = self.running, self.cache.block_size
         budget = self.config.max_num_batched_tokens
         while True:
@@ -265,10 +267,10 @@ class Scheduler:
                 if self._drafts is not None:
                     want[running.awaits_result[rows]] = 0
             only_decodes = len(rows) <= budget and int(want.max(initial=0)) <= 1
-            take = want
+            num_tokens = want
             if not only_decodes:
-                take = share_budget(np.minimum(want, self._chunk_limit), budget)
-            lack = computed + take - running.capacity[rows]
+                num_tokens = share_budget(np.minimum(want, self._chunk_limit), budget)
+            lack = computed + num_tokens - running.capacity[rows]
             short = (lack > 0).nonzero()[0]
             counts = -(-lack[short] // size)
             if not len(short) or counts.sum() * self.cache.num_groups <= self.cache.pool.num_free:
@@ -282,8 +284,8 @@ class Scheduler:
             block_ids = self.cache.extend(running.at(block_rows))
         return Plan(
             rows=rows,
-            take=take,
-            budget=budget - int(take.sum()),
+            num_tokens=num_tokens,
+            budget=budget - int(num_tokens.sum()),
             block_rows=block_rows,
             block_ids=block_ids,
             only_decodes=only_decodes,
@@ -291,21 +293,21 @@ class Scheduler:
         )
 
     def _remember_prefills(self, plan: Plan) -> None:
-        """Make the blocks that running prompts fill in this step findable."""
-        if plan.only_decodes or not (several := plan.take > 1).any():
+        """Add the blocks that running prompts fill in this step to the prefix cache."""
+        if plan.only_decodes or not (several := plan.num_tokens > 1).any():
             return
         rows = plan.rows[several]
-        after = self.running.num_computed[rows] + plan.take[several]
+        after = self.running.num_computed[rows] + plan.num_tokens[several]
         for request, num_tokens in zip(self.running.at(rows), after.tolist(), strict=True):
             self.cache.remember(request, num_tokens)
 
-    # ---- planning: those who wait ---------------------------------------------------------
+    # ---- planning: waiting requests ---------------------------------------------------------
 
     def _admit(self, plan: Plan) -> None:
-        """Move waiting requests into the batch while rows, blocks and tokens last."""
+        """Admit waiting requests while rows, blocks and tokens are available."""
         config, preemption = self.config, self._preemption
         num_partial, num_long = self._count_partial(plan)
-        takes: list[int] = []
+        counts: list[int] = []
         passed_over: list[Request] = []
         while self.waiting and plan.budget:
             request = self.waiting.peek()
@@ -316,8 +318,8 @@ class Scheduler:
             shared = self.cache.find_prefix(request)
             start = self.cache.num_tokens_in(shared)
             want = len(request.token_ids) - start
-            take = min(want, plan.budget, self._chunk_limit)
-            is_partial = take < want
+            num_tokens = min(want, plan.budget, self._chunk_limit)
+            is_partial = num_tokens < want
             is_long = is_partial and len(request.token_ids) > self._chunk_limit
             if is_partial and not (
                 config.enable_chunked_prefill and num_partial < config.max_num_partial_prefills
@@ -328,22 +330,24 @@ class Scheduler:
                     break
                 passed_over.append(self.waiting.pop())  # shorter prompts may go ahead of it
                 continue
-            if take == 1 and not self.cache.are_computed(shared):
-                break  # a single token runs with the decodes, before what it shares is there
+            if num_tokens == 1 and not self.cache.are_computed(shared):
+                # a single token runs with the decodes, before the blocks that it shares are
+                # computed
+                break
             if self.running.is_full or preemption.num_lacking(request, shared) > 0:
                 self._lacks_room = request if preemption.by_priority else None
-                break  # first come, first served: never pass the head of the queue
+                break  # first come, first served: never skip the head of the queue
             num_partial += is_partial
             num_long += is_long
-            plan.budget -= take
-            takes.append(take)
-            self._enter(self.waiting.pop(), shared, take, plan)
+            plan.budget -= num_tokens
+            counts.append(num_tokens)
+            self._enter(self.waiting.pop(), shared, num_tokens, plan)
         for request in passed_over:
             self.waiting.push(request)
-        if takes:
-            plan.add_rows([new.row for new in plan.new_requests], takes)
+        if counts:
+            plan.add_rows([new.row for new in plan.new_requests], counts)
 
-    def _enter(self, request: Request, shared: list[int], take: int, plan: Plan) -> None:
+    def _enter(self, request: Request, shared: list[int], num_tokens: int, plan: Plan) -> None:
         """Give an admitted request its row and its blocks."""
         start = self.cache.num_tokens_in(shared)
         if request.num_cached_tokens < 0:
@@ -355,7 +359,7 @@ class Scheduler:
         self.running.add(request, start, len(request.block_ids) * self.cache.block_size)
         # Findable at once: the launch that computes these tokens writes all keys and values
         # before it reads any, so the next request in the queue can share them already.
-        self.cache.remember(request, start + take)
+        self.cache.remember(request, start + num_tokens)
         plan.new_requests.append(
             NewRequest(
                 row=request.row,
@@ -366,10 +370,11 @@ class Scheduler:
         )
 
     def _count_partial(self, plan: Plan) -> tuple[int, int]:
-        """Running prompts that this step leaves unfinished, and the long ones among them."""
+        """The number of running prompts that this step does not complete, and how many of them are
+        long."""
         num_tokens = self.running.num_tokens[plan.rows]
         rest = num_tokens - self.running.num_computed[plan.rows]
-        is_partial = (rest > 1) & (rest > plan.take)
+        is_partial = (rest > 1) & (rest > plan.num_tokens)
         return int(is_partial.sum()), int((is_partial & (num_tokens > self._chunk_limit)).sum())
 
     # ---- booking --------------------------------------------------------------------------
@@ -382,7 +387,8 @@ class Scheduler:
         num_scheduled: IntArray,
         plan: Plan,
     ) -> None:
-        """Book a step: its tokens count as computed, the ones it samples as there."""
+        """Book a step: count its tokens as computed, and the tokens that it will sample as
+        known."""
         running = self.running
         prompt_chunks = running.prompt_chunks(rows, num_computed)
         after = num_computed + num_scheduled
@@ -391,7 +397,7 @@ class Scheduler:
             samples = after >= running.num_tokens[rows]
             if not samples.all():
                 rows, after = rows[samples], after[samples]
-        num_tokens = after + 1  # all known ones are computed, and there is one more
+        num_tokens = after + 1  # all known tokens are computed, and one more is sampled
         running.num_tokens[rows] = num_tokens
         if self._drafts is not None:
             running.awaits_result[rows] = running.takes_drafts[rows]
@@ -429,7 +435,7 @@ class Scheduler:
         )
 
     def _finish_failed(self, step: Step, errors: dict[int, str]) -> dict[str, Finished]:
-        """End the requests whose own sampling failed, if they are still there."""
+        """End the requests whose sampling failed, unless they have left already."""
         rows = [row for row in errors if row not in step.removed_rows]
         requests = self.running.at(np.array(rows, np.int32))
         finished = {
@@ -444,14 +450,15 @@ class Scheduler:
     # ---- leaving the batch ----------------------------------------------------------------
 
     def _preempt(self, request: Request) -> None:
-        """Take row and blocks of a running request; it waits to be computed again."""
+        """Preempt a running request: free its row and blocks, and queue it again."""
         self._leave([request], RequestStatus.WAITING)
         self.num_preemptions += 1
         request.num_preemptions += 1
         self.waiting.push(request)
 
     def _leave(self, requests: list[Request], status: RequestStatus) -> None:
-        """Take rows and blocks of running requests; what is in flight for them is dropped."""
+        """Free rows and blocks of running requests. Their results of steps in flight are
+        dropped."""
         rows = [request.row for request in requests]
         for request, num_computed in zip(
             requests, self.running.num_computed[rows].tolist(), strict=True
@@ -470,8 +477,8 @@ class Scheduler:
     def _warn_of_preemption(self, request: Request) -> None:
         if self.num_preemptions % _PREEMPTIONS_PER_WARNING == 0:
             logger.warning(
-                "Sequence group %s is preempted by RECOMPUTE mode because there is not enough KV "
-                "cache space. This can affect the end-to-end performance. Increase "
+                "Sequence group %s is preempted by PreemptionMode.RECOMPUTE mode because there is "
+                "not enough KV cache space. This can affect the end-to-end performance. Increase "
                 "gpu_memory_utilization or tensor_parallel_size to provide more KV cache memory. "
                 "total_num_cumulative_preemption=%d",
                 request.request_id,

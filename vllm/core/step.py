@@ -11,18 +11,18 @@ from vllm.request import Request, RequestStatus
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step in flight. The parallel members have one entry per row that samples a token."""
+    """A step in flight. The lists and arrays have one entry per row that samples a token."""
 
     step_id: int
     rows: IntArray
     requests: list[Request]
     request_ids: list[str]
     num_tokens: IntArray
-    """Tokens of each request, the sampled one included, and its drafts if all were right."""
+    """Tokens of each request, counting the sampled token, and all drafts as if they were right."""
     num_drafts: IntArray | None
-    """Drafts of each request; None: none has any."""
+    """Number of drafts of each request; None if no request has drafts."""
     admitted: list[Request]
-    """Requests whose first admission this step is."""
+    """Requests that are admitted for the first time in this step."""
     started_at: float
     """When it was scheduled, in seconds of `time.time()`; 0 without `admitted`."""
     prompt_chunks: dict[int, tuple[Request, int]]
@@ -48,7 +48,8 @@ class Step:
         )
 
     def num_cached_tokens(self) -> dict[str, int]:
-        """Prefix-cache hits of the requests that came in with this step and are still there."""
+        """Prefix-cache hits of the requests that were admitted in this step and have not left
+        since."""
         return {
             request.request_id: request.num_cached_tokens
             for request in self.admitted
@@ -79,9 +80,9 @@ def select_tokens(
     """The tokens of some rows.
 
     Args:
-        token_ids: of all rows, those of one after those of another.
-        counts: tokens of each; None: one each.
-        places: of the rows, ascending.
+        token_ids: of all rows, row by row.
+        counts: number of tokens of each; None: one each.
+        places: indices of the wanted rows, ascending.
     """
     if counts is None:
         return token_ids[places], None

@@ -1,14 +1,14 @@
-"""Sliding windows give blocks back: what no query will see any more."""
+"""Frees the blocks that sliding windows have passed: no query will see them again."""
 
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.running_batch import RunningBatch
 from vllm.messages import IntArray
 
 
-def give_back_passed(
+def free_passed_blocks(
     running: RunningBatch, cache: KVCacheManager, rows: IntArray
 ) -> list[tuple[int, int, int]]:
-    """Give back the blocks that the windows of layers have passed; see
+    """Free the blocks that the windows of layers have passed; see
     `SchedulerOutput.passed_blocks`.
 
     Args:
@@ -29,5 +29,5 @@ def give_back_passed(
     return [
         (request.row, group, num_blocks)
         for request, position in zip(requests, positions.tolist(), strict=True)
-        for group, num_blocks in cache.give_back(request, position)
+        for group, num_blocks in cache.free_passed(request, position)
     ]

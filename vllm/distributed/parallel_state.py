@@ -13,7 +13,7 @@ def destroy_distributed_environment() -> None:
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Destroy the process groups and free the memory that nobody refers to any more.
+    """Destroy the process groups and free the memory that is no longer referenced.
 
     An engine frees its memory when it is collected, so this is to be called after `del llm`.
 

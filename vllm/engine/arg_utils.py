@@ -1,8 +1,8 @@
 """The arguments of an engine: the keywords of `LLM()` and the flags of the commands.
 
 Every argument is a field of a config class (`vllm.config.fields`); adding a field there adds
-the keyword and the flag. Knows how arguments are written; what they mean for a given model is
-`vllm.engine.resolve.config`. Importing this imports neither torch nor transformers.
+the keyword and the flag. This module parses arguments; `vllm.engine.resolve.config` resolves them
+for a given model. Importing this imports neither torch nor transformers.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _HF_OVERRIDES: dict[str, Callable[[str], object]] = {
     "rope_scaling": lambda text: _FIELDS["hf_overrides"].convert(text),
     "rope_theta": float,
 }
-"""Arguments of the fork that are values of config.json: they go into `hf_overrides`."""
+"""Arguments of the fork that are values of config.json: they are added to `hf_overrides`."""
 
 
 def _with_config_fields(cls: _Class) -> _Class:
@@ -62,7 +62,7 @@ class EngineArgs:
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         settings["model"] = model
-        # An empty value is the fork's way to say "not given".
+        # In the fork, an empty value means "not given".
         overrides = {k: v for k in _HF_OVERRIDES if (v := settings.pop(k, None))}
         if overrides:
             given: Any = _FIELDS["hf_overrides"].convert(settings.get("hf_overrides"))
@@ -86,7 +86,7 @@ class EngineArgs:
         """Add a flag for every argument, grouped by config class, and return the parser."""
         for section in config_sections(VllmConfig).values():
             settings = config_fields(section)
-            if not settings:  # of environment variables alone
+            if not settings:  # only settable by environment variables
                 continue
             group = parser.add_argument_group(section.__name__, (section.__doc__ or "").strip())
             for config_field in settings:
@@ -101,14 +101,14 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
-        """The arguments among those of a parsed command line; others are left alone."""
+        """Take the engine's arguments out of a parsed command line; others are ignored."""
         known = _FIELDS.keys() | _HF_OVERRIDES.keys() | COMPAT_ARGUMENTS.keys()
         return cls(**{name: value for name, value in vars(args).items() if name in known})
 
     def create_engine_config(self) -> VllmConfig:
-        """Read the model's config, ask the platform, and settle every value.
+        """Read the model's config, ask the platform, and resolve every value.
 
-        Downloads the model when it is a name on the hub. Changes nothing here.
+        Downloads the model when it is a name on the hub. Does not change this object.
 
         Raises:
             ConfigError: the engine cannot start with these arguments.
@@ -118,10 +118,10 @@ class EngineArgs:
         return resolve_config(self._settings())
 
     def create_early_config(self) -> VllmConfig | None:
-        """The config, where it takes neither transformers nor a download; else None.
+        """The config, if it needs neither transformers nor a download; else None.
 
         Raises:
-            ConfigError: the engine cannot start with these arguments, as far as that shows
+            ConfigError: the engine cannot start with these arguments, as far as can be found out
                 without them.
         """
         from vllm.engine.resolve.early import resolve_early
@@ -166,10 +166,10 @@ def add_flag(group: argparse._ArgumentGroup, config_field: ConfigField) -> None:
 
 
 def describe_default(config_field: ConfigField) -> str:
-    """The default of a field for its help; empty where the help says it."""
+    """The default of a field for its help text; empty if the help mentions it."""
     default = config_field.default
     if default in (None, "", {}, ()):
-        return ""  # the help says what "Not set" means
+        return ""  # the help explains "Not set"
     if isinstance(default, tuple):
         default = " ".join(default)
     return f"(default: {default})"
@@ -193,7 +193,7 @@ def add_compat_flag(parser: argparse.ArgumentParser, argument: CompatArgument) -
 
 
 def _checked(convert: Callable[[str], object], name: str = "") -> Callable[[str], object]:
-    """`convert` for argparse, which shows the message of one kind of exception only.
+    """Wrap `convert` for argparse, which shows the message of only one type of exception.
 
     It also names the flag, so that `name` is left out at the beginning of the message.
     """

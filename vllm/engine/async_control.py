@@ -1,6 +1,7 @@
-"""What `AsyncLLM` offers besides requests: its settings, its statistics, and calls to the workers.
+"""Methods of `AsyncLLM` that are not about requests: settings, statistics, and calls to the
+workers.
 
-The settings are coroutines, as programs await them.
+The getters of settings are coroutines, because programs await them.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ class AsyncControl:
     # ---- settings -------------------------------------------------------------------------
 
     async def get_vllm_config(self) -> VllmConfig:
-        """What the engine runs with."""
+        """The config of the engine."""
         await self.wait_ready()
         return self.vllm_config
 
@@ -46,7 +47,7 @@ class AsyncControl:
         return (await self.get_vllm_config()).scheduler
 
     async def get_parallel_config(self) -> ParallelConfig:
-        """The part of the config about devices that work together."""
+        """The config of parallelism."""
         return (await self.get_vllm_config()).parallel
 
     async def get_decoding_config(self) -> StructuredOutputConfig:
@@ -54,10 +55,10 @@ class AsyncControl:
         return (await self.get_vllm_config()).structured_output
 
     async def get_lora_config(self) -> None:
-        """None: this version runs no LoRA adapters."""
+        """None: LoRA adapters are not supported."""
 
     async def is_tracing_enabled(self) -> bool:
-        """False: traces of requests are the server's."""
+        """False: the server makes the traces of requests."""
         return False
 
     async def do_log_stats(self, *_: Any) -> None:
@@ -68,7 +69,7 @@ class AsyncControl:
     # ---- LoRA -----------------------------------------------------------------------------
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """This version runs no adapters.
+        """Refuse: adapters are not supported.
 
         Raises:
             RequestError: always.
@@ -76,21 +77,21 @@ class AsyncControl:
         refuse_lora("lora_request")
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """This version runs no adapters; raises as `add_lora`."""
+        """Refuse: adapters are not supported; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """This version runs no adapters; raises as `add_lora`."""
+        """Refuse: adapters are not supported; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     async def list_loras(self) -> set[int]:
-        """The empty set: this version runs no adapters."""
+        """The empty set: adapters are not supported."""
         return set()
 
     # ---- the core and its workers ---------------------------------------------------------
 
     async def reset_prefix_cache(self, device: Any = None) -> bool:
-        """Empty the prefix cache. While requests run it stays as it is, and the result is False."""
+        """Empty the prefix cache. Returns False and changes nothing while requests run."""
         await self.wait_ready()
         return bool(await self._core.call("reset_prefix_cache"))
 
@@ -135,14 +136,15 @@ class AsyncControl:
             results: list[Any] = await asyncio.wait_for(call, timeout)
         except asyncio.TimeoutError:
             raise RequestTimeoutError(
-                f"collective_rpc {method!r} took longer than timeout={timeout} s; the call goes on"
+                f"collective_rpc {method!r} did not finish within timeout={timeout} s; the "
+                f"workers continue the call"
             ) from None
         return results
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and KV cache back to the system until `wake_up`.
+        """Release the memory of weights and KV cache until `wake_up`.
 
-        Cached prefixes are forgotten, and requests are refused meanwhile (status 503). Needs
+        Cached prefixes are dropped, and requests are refused meanwhile (status 503). Needs
         `enable_sleep_mode`.
 
         Args:
@@ -158,7 +160,7 @@ class AsyncControl:
         await self._core.call("sleep", level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again. Requests are taken when all of it is there.
+        """Allocate the memory again. Requests are accepted when all of it is allocated.
 
         Args:
             tags: "weights", "kv_cache" or both; None is both.
@@ -172,7 +174,7 @@ class AsyncControl:
         await self._core.call("wake_up", tags if tags is None else list(tags))
 
     async def is_sleeping(self) -> bool:
-        """Whether weights or KV cache are given back."""
+        """Whether the memory of weights or KV cache is released."""
         await self.wait_ready()
         return bool(await self._core.call("is_sleeping"))
 
@@ -180,7 +182,7 @@ class AsyncControl:
         """Begin a trace of what the workers compute, in the folder VLLM_TORCH_PROFILER_DIR.
 
         Raises:
-            RequestError: that is not set, or a trace has begun already.
+            RequestError: that is not set, or a trace is being recorded already.
         """
         await self.collective_rpc("start_profile")
 
@@ -188,6 +190,6 @@ class AsyncControl:
         """End the trace and write it; returns when the file is complete.
 
         Raises:
-            RequestError: no trace has begun.
+            RequestError: no trace is being recorded.
         """
         await self.collective_rpc("stop_profile")

@@ -56,7 +56,7 @@ _Result = TypeVar("_Result")
 
 
 _GRAMMAR_THREADS = 8
-"""Requests whose grammar is being compiled, or that wait for a compiler."""
+"""Threads for requests whose grammar is being compiled or waits for a compiler."""
 
 
 class AsyncLLM(AsyncControl):
@@ -66,16 +66,16 @@ class AsyncLLM(AsyncControl):
 
     Args:
         engine_args: what to run.
-        limits: of what may wait, and how long.
-        num_restarts: times that a core which died is started again.
+        limits: limits for waiting requests and their time.
+        num_restarts: how often a core that died is restarted.
         config: complete, in place of `engine_args`.
         began: when the caller began to wait for the engine, in seconds of `time.monotonic()`; for
             the log. None is when it starts.
 
     Attributes:
-        stats: the latest that the core has told.
-        metrics: what was counted; None before the model's config has been read.
-        input_processor, output_processor, generation_defaults: there once it has started.
+        stats: the latest statistics of the core.
+        metrics: the metrics; None before the model's config has been read.
+        input_processor, output_processor, generation_defaults: available once it has started.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class AsyncLLM(AsyncControl):
         config: VllmConfig | None = None,
         began: float | None = None,
     ) -> None:
-        assert (engine_args is None) != (config is None), "give one of engine_args and config"
+        assert (engine_args is None) != (config is None), "give either engine_args or config"
         self.stats = SchedulerStats()
         self.metrics: EngineMetrics | None = None
         self._engine_args = engine_args
@@ -117,7 +117,7 @@ class AsyncLLM(AsyncControl):
         usage_context: Any = None,
         stat_loggers: Any = None,
     ) -> "AsyncLLM":
-        """An engine for these arguments; it loads at the latest with the first request.
+        """Make an engine for these arguments. It loads with the first request at the latest.
 
         Raises:
             ConfigError: the engine cannot start with them.
@@ -136,7 +136,7 @@ class AsyncLLM(AsyncControl):
         return self._core.startup
 
     def prepare(self) -> None:
-        """Begin to start the process of the core, beside what its owner does before `start`."""
+        """Start the process of the core in the background, before `start`."""
         self._core.prepare()
 
     async def start(self) -> None:
@@ -155,7 +155,7 @@ class AsyncLLM(AsyncControl):
             await self.startup.wait()
 
     def shutdown(self) -> None:
-        """End the core process now; requests that run end with EngineDeadError."""
+        """End the core process now; running requests end with EngineDeadError."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
@@ -182,7 +182,7 @@ class AsyncLLM(AsyncControl):
     def _begin_start(self) -> "asyncio.Task[None]":
         if self._start_task is None:
             self._start_task = asyncio.get_running_loop().create_task(self._start())
-            # The error of a start that nobody awaits is told to those who wait for readiness.
+            # If nobody awaits the start, its error goes to those who wait for readiness.
             self._start_task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._start_task
 
@@ -202,7 +202,7 @@ class AsyncLLM(AsyncControl):
         return self._config
 
     def _load_frontend(self, config: VllmConfig) -> None:
-        """Tokenizer and what belongs to it."""
+        """Load the tokenizer and make the processors."""
         from vllm.transformers_utils.generation_config import load_generation_defaults
         from vllm.transformers_utils.tokenizer import load_tokenizer
 
@@ -217,7 +217,7 @@ class AsyncLLM(AsyncControl):
         self.output_processor = OutputProcessor(tokenizer, self._recorder)
         if tokenizer is not None and config.model.pooler is None:
             # While the core loads its weights: no request, the first one least of all, waits for
-            # the imports of the libraries that compile.
+            # the imports of the grammar libraries.
             self.input_processor.grammar_compiler.start()
         self._admission = Admission(self._limits, config.scheduler.max_num_seqs)
 
@@ -243,7 +243,7 @@ class AsyncLLM(AsyncControl):
             sampling_params: `output_kind` says what each output holds.
             request_id: comes back in the outputs; free again when the request has ended.
             lora_request, prompt_adapter_request: only None for now.
-            trace_headers: taken, and left to the server's spans.
+            trace_headers: ignored; the server makes the spans.
             priority: a smaller one goes first, where the scheduling policy is "priority".
             data_parallel_rank: only None or 0 for now.
 
@@ -252,7 +252,7 @@ class AsyncLLM(AsyncControl):
 
         Raises:
             RequestError: the request is wrong.
-            CapacityError: it can never fit, or too much waits already (status 503).
+            CapacityError: it can never fit, or too many requests wait (status 503).
             RequestTimeoutError: it took longer than the limits allow.
             EngineDeadError: the core has died.
         """
@@ -290,7 +290,7 @@ class AsyncLLM(AsyncControl):
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
-        """Pool one prompt: what `generate` is for a generative model, for one that pools.
+        """Pool one prompt, with a pooling model.
 
         Yields:
             The result, once.
@@ -329,7 +329,7 @@ class AsyncLLM(AsyncControl):
     async def in_slow_lane(
         self, work: Callable[[InputProcessor], _Result], num_chars: int = 0
     ) -> _Result:
-        """Run what takes long with a tokenizer in a thread; see `Preparation.in_slow_lane`."""
+        """Run slow work with a tokenizer in a thread; see `Preparation.in_slow_lane`."""
         return await self._preparation.in_slow_lane(work, num_chars)
 
     async def _with_grammar(self, request: EngineRequest) -> EngineRequest:
@@ -344,8 +344,8 @@ class AsyncLLM(AsyncControl):
         return await loop.run_in_executor(self._grammar_lane, processor.attach_grammar, request)
 
     def _submit(self, text: str | None, request: EngineRequest) -> RequestStream[Any]:
-        """Send a request to the core; its stream."""
-        # The user's id is free again while outputs of its last request are still on their way.
+        """Send a request to the core. Returns its stream."""
+        # The user's id may be used again while outputs of its last request are still arriving.
         own = replace(request, request_id=f"{request.request_id}-{next(self._core_ids)}")
         core_requests = fan_out(own)
         num_tokens = len(request.prompt_token_ids)
@@ -392,7 +392,7 @@ class AsyncLLM(AsyncControl):
         if core_ids:
             self._core.send(AbortRequests(request_ids=core_ids))
 
-    # ---- what the core says ---------------------------------------------------------------
+    # ---- messages of the core ---------------------------------------------------------------
 
     def _on_output(self, message: CoreOutput) -> None:
         self.stats, output = message.stats, message.output
@@ -444,12 +444,12 @@ class AsyncLLM(AsyncControl):
 
     @property
     def is_loaded(self) -> bool:
-        """Tokenizer and processors are there."""
+        """Whether tokenizer and processors are loaded."""
         return hasattr(self, "_admission")
 
     @property
     def vllm_config(self) -> VllmConfig:
-        """What the engine runs with; not before its start has read the model's config."""
+        """The config of the engine. Available once the start has read the model's config."""
         assert self._config is not None, "the engine has not started"
         return self._config
 
@@ -476,12 +476,12 @@ class AsyncLLM(AsyncControl):
 
     @property
     def core_pid(self) -> int | None:
-        """Process id of the core, while there is one."""
+        """Process id of the core, or None."""
         return self._core.pid
 
     @property
     def num_restarts_done(self) -> int:
-        """Times that the core was started again."""
+        """How often the core was restarted."""
         return self._core.num_restarts_done
 
     @property
@@ -491,22 +491,22 @@ class AsyncLLM(AsyncControl):
 
     @property
     def is_running(self) -> bool:
-        """Requests are computed."""
+        """Whether requests are computed."""
         return self.startup.is_ready
 
     @property
     def is_stopped(self) -> bool:
-        """It was shut down, or has failed."""
+        """Whether it was shut down or has failed."""
         return self._is_shut_down or self.errored
 
     @property
     def errored(self) -> bool:
-        """The engine has failed and cannot serve any more."""
+        """Whether the engine has failed for good."""
         return self.startup.error is not None
 
     @property
     def dead_error(self) -> BaseException:
-        """The error because of which the engine cannot serve."""
+        """The error that stopped the engine."""
         return self._core.dead_error
 
     async def check_health(self) -> None:

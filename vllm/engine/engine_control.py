@@ -1,4 +1,4 @@
-"""What `LLMEngine` offers besides requests: its settings, and calls to the workers."""
+"""Methods of `LLMEngine` that are not about requests: settings, and calls to the workers."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class ControlledCore(Protocol):
-    """What the control of an engine needs of its core; see `EngineCore`."""
+    """The methods of the core that `EngineControl` uses; see `EngineCore`."""
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; False when requests use it."""
+        """Empty the prefix cache; False if requests use it."""
         ...
 
     def collective_rpc(
@@ -63,7 +63,7 @@ class EngineControl:
     # ---- settings -------------------------------------------------------------------------
 
     def get_vllm_config(self) -> VllmConfig:
-        """What the engine runs with."""
+        """The config of the engine."""
         return self.vllm_config
 
     def get_model_config(self) -> ModelConfig:
@@ -75,7 +75,7 @@ class EngineControl:
         return self.vllm_config.scheduler
 
     def get_parallel_config(self) -> ParallelConfig:
-        """The part of the config about devices that work together."""
+        """The config of parallelism."""
         return self.vllm_config.parallel
 
     def get_decoding_config(self) -> StructuredOutputConfig:
@@ -83,10 +83,10 @@ class EngineControl:
         return self.vllm_config.structured_output
 
     def get_lora_config(self) -> None:
-        """None: this version runs no LoRA adapters."""
+        """None: LoRA adapters are not supported."""
 
     def get_tokenizer_group(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer. There is one for all requests, as there are no adapters.
+        """The tokenizer. All requests use the same one, because there are no adapters.
 
         Raises:
             RequestError: the engine runs without a tokenizer.
@@ -94,13 +94,13 @@ class EngineControl:
         return self.get_tokenizer()
 
     def is_tracing_enabled(self) -> bool:
-        """False: traces of requests are the server's."""
+        """False: the server makes the traces of requests."""
         return False
 
     # ---- statistics -----------------------------------------------------------------------
 
     def get_metrics(self) -> list[Metric]:
-        """What was counted since the engine started: the numbers of a server's /metrics.
+        """The metrics since the engine started: those of a server's /metrics.
 
         Raises:
             RequestError: the engine collects no metrics, as `disable_log_stats` is True.
@@ -113,15 +113,15 @@ class EngineControl:
         return read_metrics(self.metrics)
 
     def do_log_stats(self) -> None:
-        """Log the line of statistics of the time since the last call, if there was something to
-        do; nothing with `disable_log_stats`."""
+        """Log statistics since the last call, unless the engine was idle; does nothing with
+        `disable_log_stats`."""
         if self.metrics is not None:
             self._stats_log.log()
 
     # ---- LoRA -----------------------------------------------------------------------------
 
     def add_lora(self, lora_request: Any) -> bool:
-        """This version runs no adapters.
+        """Refuse: adapters are not supported.
 
         Raises:
             RequestError: always.
@@ -129,21 +129,21 @@ class EngineControl:
         refuse_lora("lora_request")
 
     def remove_lora(self, lora_id: int) -> bool:
-        """This version runs no adapters; raises as `add_lora`."""
+        """Refuse: adapters are not supported; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     def pin_lora(self, lora_id: int) -> bool:
-        """This version runs no adapters; raises as `add_lora`."""
+        """Refuse: adapters are not supported; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     def list_loras(self) -> set[int]:
-        """The empty set: this version runs no adapters."""
+        """The empty set: adapters are not supported."""
         return set()
 
     # ---- the core and its workers ---------------------------------------------------------
 
     def reset_prefix_cache(self, device: Any = None) -> bool:
-        """Empty the prefix cache. While requests run it stays as it is, and the result is False."""
+        """Empty the prefix cache. Returns False and changes nothing while requests run."""
         return self.engine_core.reset_prefix_cache()
 
     def reset_mm_cache(self) -> bool:
@@ -162,8 +162,8 @@ class EngineControl:
         Args:
             method: name of a method of the worker or of its `worker_extension_cls`; or a
                 function, which gets the worker as its first argument.
-            timeout: seconds to wait; None waits without limit. It counts where steps run in a
-                thread of their own, and the call itself is not ended.
+            timeout: seconds to wait; None waits without limit. It only has an effect if steps run
+                in a thread; the call itself is not ended.
             args, kwargs: of the call.
 
         Returns:
@@ -178,9 +178,9 @@ class EngineControl:
         return self.engine_core.collective_rpc(method, timeout, args, kwargs)
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and KV cache back to the system until `wake_up`.
+        """Release the memory of weights and KV cache until `wake_up`.
 
-        Cached prefixes are forgotten, and requests are refused meanwhile. Needs
+        Cached prefixes are dropped, and requests are refused meanwhile. Needs
         `enable_sleep_mode`.
 
         Args:
@@ -196,7 +196,7 @@ class EngineControl:
         self.engine_core.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again. Requests are taken when all of it is there.
+        """Allocate the memory again. Requests are accepted when all of it is allocated.
 
         Args:
             tags: "weights", "kv_cache" or both; None is both.
@@ -210,14 +210,14 @@ class EngineControl:
         self.engine_core.wake_up(tags)
 
     def is_sleeping(self) -> bool:
-        """Whether weights or KV cache are given back."""
+        """Whether the memory of weights or KV cache is released."""
         return self.engine_core.is_sleeping()
 
     def start_profile(self) -> None:
         """Begin a trace of what the workers compute, in the folder VLLM_TORCH_PROFILER_DIR.
 
         Raises:
-            RequestError: that is not set, or a trace has begun already.
+            RequestError: that is not set, or a trace is being recorded already.
         """
         self.collective_rpc("start_profile")
 
@@ -225,6 +225,6 @@ class EngineControl:
         """End the trace and write it; returns when the file is complete.
 
         Raises:
-            RequestError: no trace has begun.
+            RequestError: no trace is being recorded.
         """
         self.collective_rpc("stop_profile")

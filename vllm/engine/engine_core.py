@@ -1,4 +1,4 @@
-"""The loop: schedule, execute, update. Knows no text, no HTTP, no device."""
+"""The engine's loop: schedule, execute, update. Independent of text, HTTP and devices."""
 
 import time
 from collections import deque
@@ -36,7 +36,7 @@ _OF_THE_ENGINE = frozenset(
         *("execute_model", "sleep", "wake_up"),
     }
 )
-"""Methods of the workers that only the engine may call, because they change what it knows."""
+"""Methods of the workers that only the engine may call, because they change its own state."""
 
 
 class EngineCore:
@@ -47,7 +47,8 @@ class EngineCore:
         executor: of the workers, which it starts; None: the one that `config` asks for.
         run_ahead: whether to schedule ahead; None: as `config` says, where the executor can do it
             and it is worthwhile.
-        draft_source: guesses next tokens, which steps verify; None: one token per request and step.
+        draft_source: proposes drafts, which steps verify; None: no drafts, one token per request
+            and step.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class EngineCore:
         self._publisher: KVEventPublisher | None = None
         self._events: CacheEventLog | None = None
         if config.observability.kv_events.is_published:
-            # First of all: whether its addresses are free is known before a model is loaded.
+            # First, so that an address in use is reported before the model is loaded.
             self._publisher = KVEventPublisher(config.observability.kv_events)
             self._events = CacheEventLog(config.cache.block_size)
         try:
@@ -86,9 +87,10 @@ class EngineCore:
         self._named_processors = NamedProcessors(config.model.logits_processor_pattern)
         self._in_flight: deque[tuple[int, StepHandleLike]] = deque()
         self._preparing: dict[str, tuple[EngineRequest, Future[None]]] = {}
-        """Requests that are scheduled once what they need is loaded, by id."""
+        """Requests whose resources are still being loaded, by id. They are scheduled afterwards."""
         self._sleeping_tags: list[str] = []
-        # Not the exception: its traceback holds the engine, which then nobody could collect.
+        # Not the exception itself: its traceback references the engine, which could then not be
+        # collected.
         self._failure: str | None = None
 
     def add_request(self, request: EngineRequest) -> None:
@@ -97,7 +99,7 @@ class EngineCore:
         Raises:
             RequestError: a logits processor that it names cannot be used.
             CapacityError: it can never fit the KV cache.
-            EngineAsleepError: weights or KV cache are given back.
+            EngineAsleepError: the engine sleeps.
             EngineDeadError: an earlier step failed.
         """
         self._check_alive()
@@ -122,7 +124,8 @@ class EngineCore:
         self._publish_events()
 
     def has_unfinished_requests(self) -> bool:
-        """Requests wait or run, or a step is in flight, even one of aborted requests only."""
+        """Whether requests wait or run, or a step is in flight, even if all of its requests were
+        aborted."""
         is_busy = self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight)
         return is_busy or bool(self._preparing)
 
@@ -162,8 +165,8 @@ class EngineCore:
         self.scheduler.add_request(request)
 
     def _queue_prepared(self) -> None:
-        """Queue the requests that are prepared. Wait for one of them only when nothing else can
-        run, and then for a moment only: the caller has to read its messages."""
+        """Queue the requests that are prepared. If nothing else can run, wait for one of them, but
+        only briefly, because the caller has to read its messages."""
         if not (self.scheduler.num_unfinished_requests or self._in_flight):
             futures = [future for _, future in self._preparing.values()]
             wait(futures, timeout=_PREPARE_WAIT_S, return_when=FIRST_COMPLETED)
@@ -173,14 +176,14 @@ class EngineCore:
                 self._queue(request)
 
     def _start_step(self) -> None:
-        """Start the next step, if there is something that can run."""
+        """Start the next step, if a request can run."""
         if not self.scheduler.num_unfinished_requests:
             return
         trace = get_trace()
         with trace.span("schedule"):
             step = self.scheduler.schedule()
         if not len(step.rows):
-            assert self._in_flight, "requests wait, none is in flight, and none can be scheduled"
+            assert self._in_flight, "no waiting request can be scheduled"
             return
         try:
             with trace.span("execute", step=step.step_id, rows=len(step.rows)):
@@ -190,7 +193,7 @@ class EngineCore:
         self._in_flight.append((step.step_id, handle))
 
     def _wait(self) -> ModelRunnerOutput:
-        """The result of the oldest step in flight."""
+        """Wait for the result of the oldest step in flight."""
         step_id, handle = self._in_flight.popleft()
         self._run_ahead.wait()
         try:
@@ -205,7 +208,7 @@ class EngineCore:
         """Stop the engine: the state of the workers is unknown after a failure."""
         self._failure = repr(failure)
         if not isinstance(failure, Exception):
-            raise failure  # Ctrl-C stays what it is, for programs that catch every Exception
+            raise failure  # Ctrl-C is raised unchanged, for programs that catch every Exception
         logger.error("step %d failed; the engine stops", step_id, exc_info=failure)
         raise EngineDeadError(f"step {step_id} failed: {self._failure}") from failure
 
@@ -216,17 +219,17 @@ class EngineCore:
         return msgspec.structs.replace(stats, num_waiting=num_waiting, runner=self.executor.stats())
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. While requests run it stays as it is, and the result is False."""
+        """Empty the prefix cache. Returns False and changes nothing while requests run."""
         is_done = self.scheduler.cache.pool.forget_all()
         self._publish_events()
         return is_done
 
     def is_sleeping(self) -> bool:
-        """Weights or KV cache are given back."""
+        """Whether the memory of weights or KV cache is released."""
         return bool(self._sleeping_tags)
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and KV cache back to the system, and forget all prefixes.
+        """Release the memory of weights and KV cache, and drop all prefixes.
 
         Args:
             level: 1 keeps the content of the weights, 2 keeps nothing.
@@ -244,16 +247,16 @@ class EngineCore:
                 f"them end, or abort them, and call sleep again",
                 status=409,
             )
-        while self._in_flight:  # steps whose requests have all left
+        while self._in_flight:  # wait for steps whose requests have all left
             self.scheduler.update(self._wait())
         is_reset = self.reset_prefix_cache()
-        assert is_reset, "no request is left, and blocks are held"
+        assert is_reset, "blocks are still held after the last request has left"
         started = time.perf_counter()
         self._call_and_note("sleep", level)
         logger.info("It took %.6f seconds to fall asleep.", time.perf_counter() - started)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again; requests are taken when all of it is there.
+        """Allocate the memory again; requests are accepted when all of it is allocated.
 
         Args:
             tags: "weights", "kv_cache" or both; None is both.
@@ -279,7 +282,7 @@ class EngineCore:
             )
 
     def _call_and_note(self, method: str, argument: Any) -> None:
-        """Call all workers, then note what sleeps, even if the call failed."""
+        """Call all workers, then update the set of sleeping parts, even if the call failed."""
         try:
             self.executor.collective_rpc(method, args=(argument,))
         finally:
@@ -296,7 +299,7 @@ class EngineCore:
 
         Raises:
             RequestError: the workers have no such method, or only the engine may call it.
-            TimeoutError: the call took longer than `timeout` seconds; the call itself goes on.
+            TimeoutError: the call took longer than `timeout` seconds; the call itself continues.
             EngineDeadError: an earlier step failed.
         """
         self._check_alive()

@@ -1,4 +1,4 @@
-"""One request of a user as requests of the core: one per sample."""
+"""Splits a request of a user into requests of the core, one per sample."""
 
 import copy
 
@@ -20,12 +20,13 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
         own = copy.copy(params)
         own.n, own.best_of = 1, None
         if params.is_ranked and own.logprobs is None:
-            own.logprobs = 0  # they are ranked by the log-probabilities of their tokens
+            own.logprobs = 0  # samples are ranked by the log-probabilities of their tokens
         seed = _wrap_int64(request.seed + index)
         if own.seed is not None:
             own.seed = seed
         if index:
-            own.prompt_logprobs = None  # the same for every sample, and they need a full prefill
+            # they are the same for every sample, and need a full prefill
+            own.prompt_logprobs = None
         requests.append(
             msgspec.structs.replace(
                 request,
@@ -38,7 +39,7 @@ def fan_out(request: EngineRequest) -> list[EngineRequest]:
 
 
 def sample_id(request_id: str, index: int) -> str:
-    """The id in the core of one of several samples of a request."""
+    """The id in the core of one sample of a request with several."""
     return f"{index}_{request_id}"
 
 

@@ -24,7 +24,7 @@ from vllm.messages import CacheEvent, KVEventBatch
 logger = init_logger(__name__)
 
 _LINGER_MS = 1000
-"""How long the sockets may still send when they are closed."""
+"""Milliseconds for sending the rest when the sockets are closed."""
 _CLOSE_POLL_S = 0.1
 _NUMBER_BYTES = 8
 _END_OF_REPLAY = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
@@ -70,7 +70,7 @@ class KVEventPublisher:
         logger.info("events of the KV cache are published at %s", config.endpoint)
 
     def publish(self, events: list[CacheEvent]) -> None:
-        """Send events as one batch; does not wait. A batch that finds the queue full is dropped."""
+        """Send events as one batch without waiting. If the queue is full, the batch is dropped."""
         batch = (self._next_number, time.time(), events)
         self._next_number += 1
         try:
@@ -95,9 +95,9 @@ class KVEventPublisher:
                 self._queue.put(None, timeout=_CLOSE_POLL_S)
                 break
             except queue.Full:
-                continue  # the thread makes room, unless it has died
+                continue  # the thread empties the queue, unless it has died
         self._threads[0].join()
-        self._context.term()  # ends the wait of the other thread, which closes its socket
+        self._context.term()  # wakes the other thread, which closes its socket
 
     def _open(self, kind: int, name: str, endpoint: str, hwm: int) -> "zmq.Socket[bytes]":
         socket: zmq.Socket[bytes] = self._context.socket(kind)

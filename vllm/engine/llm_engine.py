@@ -1,6 +1,6 @@
 """The synchronous engine: requests in, `RequestOutput`s out, one step at a time.
 
-Joins the three parts and decides nothing itself: `InputProcessor` checks and tokenises, the
+Connects three parts: `InputProcessor` checks and tokenises, the
 engine core computes, `OutputProcessor` makes text. Not thread-safe.
 """
 
@@ -38,7 +38,7 @@ logger = init_logger(__name__)
 
 
 class Core(ControlledCore, Protocol):
-    """What the engine needs of its core; see `vllm.engine.engine_core.EngineCore`."""
+    """The methods of the core that the engine uses; see `vllm.engine.engine_core.EngineCore`."""
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; `CapacityError` when it can never fit."""
@@ -70,14 +70,14 @@ class LLMEngine(EngineControl):
 
     Args:
         config: complete and consistent.
-        core: does the computing; belongs to the engine from now on.
-        tokenizer: None works with token ids only.
+        core: computes the requests; owned by the engine from now on.
+        tokenizer: None: only token ids.
         generation_defaults: from the model's generation_config.json.
 
     Attributes:
         vllm_config, model_config, cache_config, scheduler_config, parallel_config,
-        device_config, load_config: what the engine runs with.
-        metrics: what was counted; None with `disable_log_stats`.
+        device_config, load_config: the configs of the engine.
+        metrics: the metrics; None with `disable_log_stats`.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class LLMEngine(EngineControl):
     def from_engine_args(
         cls, engine_args: "EngineArgs", usage_context: Any = None, stat_loggers: Any = None
     ) -> "LLMEngine":
-        """Load what the arguments describe.
+        """Load the engine that the arguments describe.
 
         Args:
             engine_args: of the engine.
-            usage_context, stat_loggers: taken, and without effect.
+            usage_context, stat_loggers: ignored.
 
         Raises:
             ConfigError: the engine cannot start with them.
@@ -138,8 +138,8 @@ class LLMEngine(EngineControl):
         from vllm.transformers_utils.tokenizer import load_tokenizer
 
         generation_defaults = load_generation_defaults(config.model)
-        # Beside the imports of the worker, which take longer, and before the weights: these may
-        # take minutes, for nothing when there is no tokenizer.
+        # In parallel with the imports of the worker, and before the weights, which may take minutes
+        # and would be loaded in vain if there is no tokenizer.
         with ThreadPoolExecutor(1, "tokenizer") as pool:
             loading = pool.submit(load_tokenizer, config.model)
             load_class(resolve_platform(config.device.device).worker_class)
@@ -236,7 +236,7 @@ class LLMEngine(EngineControl):
         if self._recorder is not None:
             self._recorder.end_message(self.engine_core.stats())
         if self.has_unfinished_requests() and not self.engine_core.has_unfinished_requests():
-            # An error is better than waiting for ever.
+            # An error is better than waiting forever.
             lost = ", ".join(self.output_processor.unfinished_request_ids)
             raise EngineDeadError(
                 f"the engine core has nothing left to do, but these requests have not ended: {lost}"
@@ -244,11 +244,11 @@ class LLMEngine(EngineControl):
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Some request has not ended."""
+        """Whether a request has not ended."""
         return self.output_processor.num_unfinished_requests > 0
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests that have not ended; one with several samples counts once."""
+        """Number of requests that have not ended; one with several samples counts once."""
         return self.output_processor.num_unfinished_requests
 
     # ---- the engine itself ----------------------------------------------------------------
@@ -269,7 +269,7 @@ class LLMEngine(EngineControl):
         return self.tokenizer
 
     def set_tokenizer(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Use another tokenizer for requests that come from now on."""
+        """Use another tokenizer for new requests."""
         self.input_processor.tokenizer = tokenizer
         self.output_processor.set_tokenizer(tokenizer)
 

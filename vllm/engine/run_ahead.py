@@ -11,7 +11,7 @@ _DECAY = 0.9
 
 
 class RunAhead:
-    """Measures for how long the device would wait for the host in each step.
+    """Measures how long the device would wait for the host in each step.
 
     The host works from the time a result arrives until it waits for the next one: it processes
     the result, makes outputs, schedules and starts the next step. If it schedules ahead, the
@@ -27,7 +27,7 @@ class RunAhead:
         self._min_share = min_share
         self._host_s = 0.0
         self._step_s: float | None = None
-        """None until two steps have followed each other."""
+        """None until there were two steps in succession."""
         self._wait_began = 0.0
         self._last_result: float | None = None
 

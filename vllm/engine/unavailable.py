@@ -10,10 +10,10 @@ def refuse(**given: Any) -> None:
     """Do nothing when every argument is None, or a list of None.
 
     Args:
-        given: arguments as the caller got them, by name; every one of them has a row below.
+        given: arguments as the caller got them, by name; each has an entry below.
 
     Raises:
-        RequestError: one is given; says what this version does, and what to do.
+        RequestError: an argument is given; the message says what to do.
     """
     for name, value in given.items():
         values = value if isinstance(value, list | tuple) else [value]
@@ -34,7 +34,7 @@ def refuse_lora(param: str) -> NoReturn:
 
 
 _NO_LORA = (
-    "this version runs no LoRA adapters. Merge the adapter into the weights of its model "
+    "LoRA adapters are not supported. Merge the adapter into the weights of its model "
     "(merge_and_unload of peft) and load the merged model"
 )
 
@@ -47,7 +47,7 @@ def _lora(adapter: Any) -> str:
 
 _REASONS: dict[str, Callable[[Any], str]] = {
     "lora_request": _lora,
-    "prompt_adapter_request": lambda _: ": this version runs no prompt adapters. Leave it out",
+    "prompt_adapter_request": lambda _: ": prompt adapters are not supported. Leave it out",
     "mm_processor_kwargs": lambda _: ": this version reads text only. Leave it out",
     "data_parallel_rank": lambda rank: (
         f"={rank}: this version runs one engine, which has rank 0. Leave it out"

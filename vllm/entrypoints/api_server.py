@@ -1,4 +1,4 @@
-"""`python -m vllm.entrypoints.api_server`: POST /generate, as old clients of vLLM speak it.
+"""`python -m vllm.entrypoints.api_server`: POST /generate, for old clients of vLLM.
 
 The body has `prompt`, `stream` and the fields of `SamplingParams`. The answer is
 `{"text": [prompt + output, ...]}`; a stream has one such object per line, and ends with the body
@@ -91,7 +91,7 @@ async def _last(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
             if output.finished:
                 _refuse_failed(output)
                 return output
-    raise RuntimeError("a request ended without a last output")
+    raise RuntimeError("the engine ended a request without a final output")
 
 
 async def _lines(
@@ -106,7 +106,7 @@ async def _lines(
                 has_begun = True
         except Exception as error:
             if not has_begun:
-                raise  # still a response of its own
+                raise  # nothing has been sent yet, so this is a normal error response
             yield msgspec.json.encode(describe_error(error).body()) + b"\n"
 
 
@@ -120,7 +120,7 @@ def _body(prompt: str, output: RequestOutput) -> Mapping[str, Any]:
 
 
 def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
-    """The application of the OpenAI server, with /generate besides; raises as its `load_server`."""
+    """The application of the OpenAI server, plus /generate. Raises like its `load_server`."""
     from vllm.entrypoints.server import app as openai_app
 
     context, app = openai_app.load_server(engine, args)
@@ -129,7 +129,7 @@ def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, Fast
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server as a program of its own; the exit code."""
+    """Run the server as a program. Returns the exit code."""
     from vllm.entrypoints.cli.main import run_command
     from vllm.entrypoints.openai.api_server import run_server
 

@@ -1,4 +1,4 @@
-"""Beam search as a loop of one-token requests; the prefix cache keeps it from recomputing."""
+"""Beam search as a loop of one-token requests; the prefix cache avoids recomputation."""
 
 import math
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -18,9 +18,9 @@ RunAsync = Callable[[list[TokensPrompt], SamplingParams], Awaitable[list[Request
 _Rounds = Generator[
     tuple[list[TokensPrompt], SamplingParams], list[RequestOutput], list[BeamSearchOutput]
 ]
-"""Gives what to run next and takes what came of it."""
+"""Yields what to run next and receives the results."""
 _Rank = tuple[int, float, float]
-"""Orders beams by score, see `_rank`."""
+"""Sort key of beams by score, see `_rank`."""
 
 
 @dataclass
@@ -30,12 +30,12 @@ class _Search:
     num_prompt_tokens: int
     max_tokens: int
     live: list[BeamSearchSequence]
-    """All of the same length, the likeliest first."""
+    """Unfinished beams, all of the same length, the likeliest first."""
     done: list[BeamSearchSequence] = field(default_factory=list)
 
 
 def check_beam_width(width: int, max_logprobs: int, *, name: str, limit: str) -> None:
-    """Refuse a search that needs more log-probabilities per token than the engine gives.
+    """Refuse a search that needs more log-probabilities per token than the engine returns.
 
     Args:
         width: beams to keep.
@@ -67,8 +67,9 @@ def search_beams(
     """Search for every prompt at once.
 
     A sequence scores its summed log-probability divided by `(output tokens) ** length_penalty`,
-    an end token included, as in transformers; any finite penalty will do. It ends with a token of
-    `end_tokens` (finish reason "stop") or after `max_tokens` or at `max_model_len` ("length").
+    an end token included, as in transformers; the penalty may be any finite number. It ends with a
+    token of `end_tokens` (finish reason "stop") or after `max_tokens` or at `max_model_len`
+    ("length").
 
     Args:
         prompts: token ids, at least one each.
@@ -120,7 +121,7 @@ def _search(
         logprobs=_num_logprobs(params.beam_width),
         temperature=params.temperature,
         ignore_eos=params.ignore_eos,
-        detokenize=tokenizer is not None,  # for the texts of the log-probabilities
+        detokenize=tokenizer is not None,  # the texts of the log-probabilities need it
     )
     searches = [
         _Search(len(ids), min(params.max_tokens, max_model_len - len(ids)), [_start(ids)])
@@ -151,7 +152,7 @@ def _advance(
     params: BeamSearchParams,
     end_tokens: frozenset[int],
 ) -> None:
-    """Every live beam by one token, and the best of what results."""
+    """Extend every live beam by one token, and keep the best results."""
     grown: list[BeamSearchSequence] = []
     for beam, output in zip(search.live, outputs, strict=True):
         sample = output.outputs[0]
@@ -180,7 +181,8 @@ def _advance(
 
 
 def _is_decided(search: _Search, params: BeamSearchParams, num_tokens: int) -> bool:
-    """No live beam can still get among the best: its sum only falls, whatever its length."""
+    """Whether no live beam can still become one of the best: its sum of log-probabilities can only
+    decrease."""
     if len(search.done) < params.beam_width:
         return False
     best_length = search.max_tokens if params.length_penalty > 0 else num_tokens + 1
@@ -194,7 +196,7 @@ def _rank_of(beam: BeamSearchSequence, params: BeamSearchParams) -> _Rank:
 
 
 def _rank(cum_logprob: float, num_tokens: int, length_penalty: float) -> _Rank:
-    """A key that orders as the score `cum_logprob / num_tokens ** length_penalty` does.
+    """A sort key with the order of the score `cum_logprob / num_tokens ** length_penalty`.
 
     The power can be too large or too small for a float, so logarithms are compared: those of the
     magnitudes, divided by the size of the penalty where it is above 1, which keeps the order.

@@ -1,7 +1,7 @@
-"""Conversations: checked, converted for the chat template, and rendered as text.
+"""Checks conversations, converts them for the chat template, and renders them as text.
 
-Shared by `LLM.chat` and the server. The text holds the model's special tokens already; it is to
-be tokenised with `add_special_tokens=False`.
+Shared by `LLM.chat` and the server. The text already contains the model's special tokens: tokenise
+it with `add_special_tokens=False`.
 """
 
 import functools
@@ -39,21 +39,21 @@ _OWN_ARGUMENTS = (
     "tokenizer_kwargs",
     "processor_kwargs",
 )
-"""Parameters of the function that renders, which no variable of a template may shadow."""
+"""Parameters of the rendering function, which variables of a template must not override."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """How a conversation becomes a prompt."""
+    """Options for rendering a conversation as a prompt."""
 
     chat_template: str | None = None
     """Jinja template, or the name of one of the tokenizer's. None: the tokenizer's own."""
     content_format: ContentFormat = "auto"
-    """How the template takes content: as a string, or as a list of parts (openai)."""
+    """How the template expects content: as a string, or as a list of parts (openai)."""
     add_generation_prompt: bool = True
-    """End with the beginning of the assistant's answer."""
+    """Add the beginning of the assistant's answer at the end."""
     continue_final_message: bool = False
-    """Leave the last message open, for the model to go on with it."""
+    """Leave the last message open, so that the model continues it."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Functions the model may call, as JSON schemas."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def render_chat(
             tokenize=False,
             **options.template_kwargs,
         )
-    except Exception as error:  # a template is a program from outside; it may raise anything
+    except Exception as error:  # a template is foreign code, which may raise anything
         reason = str(error).strip().splitlines()
         raise RequestError(
             f"the chat template cannot render this conversation: "
@@ -208,9 +208,10 @@ def _read_part(where: str, part: Any) -> str:
 
 
 def _parse_tool_call(where: str, call: Any) -> dict[str, Any]:
-    """The arguments as an object: the API has them as JSON text, templates want the object.
+    """Parse the arguments of a tool call: the API has them as JSON text, templates expect an
+    object.
 
-    A call of a custom tool becomes one of a function with the argument `input`.
+    A call of a custom tool becomes a function call with the argument `input`.
     """
     if _is_mapping(call) and call.get("type") == "custom":
         call = _as_function_call(where, call)
@@ -260,7 +261,7 @@ def _find_template(tokenizer: "PreTrainedTokenizerBase", options: ChatOptions) -
 
 @functools.lru_cache(maxsize=32)
 def reads_content_parts(template: str) -> bool:
-    """Whether a template loops over the content of a message, so that it wants a list of parts.
+    """Whether a template loops over the content of a message, so that it expects a list of parts.
 
     >>> reads_content_parts("{% for m in messages %}{{ m.content }}{% endfor %}")
     False
@@ -285,7 +286,8 @@ def reads_content_parts(template: str) -> bool:
 
 
 def without_generation_tags(template: str) -> str:
-    """A template without the tag of transformers that jinja2 does not know; it changes no text."""
+    """Remove the `generation` tag of transformers, which jinja2 does not know and which changes no
+    text."""
     return re.sub(r"\{%[-+]?\s{0,9}(end)?generation\s{0,9}[-+]?%\}", "", template)
 
 

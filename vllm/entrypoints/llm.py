@@ -61,7 +61,7 @@ class LLM(PoolingMethods, ControlMethods):
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> "LLM":
-        """Generate with an engine that exists; nobody else may step it meanwhile."""
+        """Generate with an existing engine, which must not be used elsewhere meanwhile."""
         llm = cls.__new__(cls)
         llm._start(engine)
         return llm
@@ -112,7 +112,7 @@ class LLM(PoolingMethods, ControlMethods):
         if prompt_token_ids is not None:
             prompts = with_token_ids(prompts, prompt_token_ids)
         if prompts is None:
-            raise RequestError("prompts is missing", param="prompts")
+            raise RequestError("the argument prompts is missing", param="prompts")
         if guided_options_request is not None:
             sampling_params = with_guided_options(
                 sampling_params or self.get_default_sampling_params(), guided_options_request
@@ -195,7 +195,7 @@ class LLM(PoolingMethods, ControlMethods):
         params: BeamSearchParams,
         lora_request: Any = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of every prompt, best first.
+        """Find the likeliest continuations of every prompt, best first.
 
         Needs `max_logprobs` of the engine to be at least twice the beam width.
 
@@ -229,7 +229,7 @@ class LLM(PoolingMethods, ControlMethods):
     @classmethod
     @contextmanager
     def deprecate_legacy_api(cls) -> Iterator[None]:
-        """Show every use of a deprecated argument within the block, where Python would hide it."""
+        """Show all deprecation warnings within the block, also those that Python would hide."""
         with warnings.catch_warnings():
             warnings.simplefilter("always", DeprecationWarning)
             yield
@@ -281,7 +281,7 @@ class LLM(PoolingMethods, ControlMethods):
         return cast(list[RequestOutput], run_requests(self.llm_engine, requests, use_tqdm))
 
     def _params_per_prompt(self, params: Params | None, count: int) -> list[SamplingParams]:
-        """Copies that ask for the final output only; the caller's stay as they are."""
+        """Copies that request only the final output; the caller's objects do not change."""
         if params is None:
             params = self.get_default_sampling_params()
         if not isinstance(params, Sequence):

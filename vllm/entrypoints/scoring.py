@@ -11,10 +11,11 @@ from vllm.messages import FloatArray
 def pair_up(
     text_1: str | Sequence[str], text_2: str | Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Both sides of every pair, of the same length.
+    """Make pairs: two lists of the same length.
 
     Raises:
-        RequestError: there are none, or neither one nor as many on the left as on the right.
+        RequestError: there are no texts, or the left side has neither one text nor as many as the
+            right side.
     """
     first = [text_1] if isinstance(text_1, str) else list(text_1)
     second = [text_2] if isinstance(text_2, str) else list(text_2)
@@ -35,6 +36,6 @@ def pair_up(
 
 
 def cosine(left: FloatArray, right: FloatArray) -> float:
-    """Of the angle between two vectors; 0 when one has no length."""
+    """Cosine of the angle between two vectors; 0 if one of them is zero."""
     lengths = float(np.linalg.norm(left)) * float(np.linalg.norm(right))
     return float(left @ right) / lengths if lengths else 0.0

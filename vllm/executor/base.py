@@ -1,4 +1,4 @@
-"""What the engine core asks of whoever runs the workers, and how workers start.
+"""The interface of executors, which run the workers, and the start sequence of workers.
 
 An executor says how its workers are called (`start_workers`, `call_workers`). The sequence in which
 they start, and what they have to agree on, is the same for all executors and stands here.
@@ -53,12 +53,12 @@ class Executor(ABC):
 
     @abstractmethod
     def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `Worker` on every worker; the results by rank. For the start, when no
-        step is in flight."""
+        """Call a method of `Worker` on every worker. Returns the results by rank. Used during the
+        start, when no step is in flight."""
 
     def allocate(self) -> int:
-        """Allocate KV caches on all workers; the number of blocks, as many as every rank can
-        have."""
+        """Allocate KV caches on all workers. Returns the number of blocks, the largest that fits on
+        every rank."""
         reports: list[MemoryReport] = self.call_workers("measure")
         num_blocks = min(report.num_blocks for report in reports)
         self.cache_windows = reports[0].windows
@@ -96,7 +96,7 @@ class Executor(ABC):
         """Start a step on all workers; at most one other is in flight."""
 
     def prepare(self, request: EngineRequest) -> "Future[None] | None":
-        """Load in the background what the steps of a request need, so that none waits for it.
+        """Load in the background what a request needs, so that no step waits for it.
 
         Returns:
             Done when it is loaded, also when that failed: then the request fails in its first
@@ -128,7 +128,7 @@ class Executor(ABC):
         """
 
     def stats(self) -> RunnerStats:
-        """What the workers have done since they started; nothing where they do not count.
+        """Counters of the workers since the start; all 0 if they do not count.
 
         Every worker runs every step, so the one that counts stands for all of them.
         """
@@ -136,11 +136,11 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Let the workers go. Calling it again does nothing."""
+        """Shut the workers down. Calling it again does nothing."""
 
 
 def _first_reason(reasons: Sequence[str | None]) -> str | None:
-    """Of the ranks' reasons to give a launch up; it names the rank where there are several."""
+    """The first reason of a rank to give up a launch; names the rank if there are several."""
     for rank, reason in enumerate(reasons):
         if reason is not None:
             return reason if len(reasons) == 1 else f"{reason} (rank {rank})"

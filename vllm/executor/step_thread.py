@@ -28,7 +28,7 @@ class _Job:
 
     Args:
         work: runs in the thread.
-        is_step: the state of the worker is not known when it fails.
+        is_step: if it fails, the state of the worker is unknown.
     """
 
     def __init__(self, work: Callable[[], Any], *, is_step: bool) -> None:
@@ -37,11 +37,11 @@ class _Job:
         self._is_step = is_step
 
     def run(self, failure: str | None) -> str | None:
-        """Run it, unless a step before it has failed; the failure, if there is one now."""
+        """Run the job, unless an earlier step has failed. Returns the failure, if there is one."""
         if not self.future.set_running_or_notify_cancel():
             return failure
         if failure is not None:
-            self.future.set_exception(RuntimeError(f"a step before it failed: {failure}"))
+            self.future.set_exception(RuntimeError(f"an earlier step failed: {failure}"))
             return failure
         try:
             self.future.set_result(self._work())
@@ -55,7 +55,8 @@ _Jobs = SimpleQueue[_Job | None]
 
 
 class StepThread:
-    """Makes a worker asynchronous whose `execute_model` returns when the step is done.
+    """Runs a worker whose `execute_model` is synchronous in a thread, so that steps are
+    asynchronous.
 
     All steps run in the same thread: OpenMP keeps a team of threads for each that calls it. After
     a step that fails no other one is run, as the state of the worker is not known.
@@ -72,7 +73,8 @@ class StepThread:
         self._jobs: _Jobs = SimpleQueue()
         thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="step", daemon=True)
         thread.start()
-        # The thread does not hold its owner: it also ends when that is collected, or at exit.
+        # The thread does not reference its owner, so it also ends when the owner is collected, or
+        # at exit.
         self._end = weakref.finalize(self, _end, self._jobs, thread)
 
     def execute_model(self, step: SchedulerOutput) -> "Future[ModelRunnerOutput]":
@@ -81,7 +83,7 @@ class StepThread:
         return self._put(_Job(lambda: worker.execute_model(step).result(), is_step=True))
 
     def call(self, work: Callable[[], Any]) -> "Future[Any]":
-        """Queue a call that runs after the steps before it. Its failure is the call's alone."""
+        """Queue a call that runs after earlier steps. If it fails, only the call fails."""
         return self._put(_Job(work, is_step=False))
 
     def _put(self, job: _Job) -> "Future[Any]":
@@ -97,7 +99,7 @@ def _run_jobs(jobs: _Jobs) -> None:
     failure: str | None = None
     while (job := jobs.get()) is not None:
         failure = job.run(failure)
-        del job  # and with it the worker
+        del job  # this releases the worker too
 
 
 def _end(jobs: _Jobs, thread: threading.Thread) -> None:
@@ -109,6 +111,6 @@ def _end(jobs: _Jobs, thread: threading.Thread) -> None:
         if job is not None:
             job.future.cancel()
     jobs.put(None)
-    # The owner may be collected in the middle of a step: by the thread itself.
+    # The owner may be collected during a step, by this thread itself.
     if thread is not threading.current_thread():
         thread.join()

@@ -14,7 +14,7 @@ from vllm.worker.interface import StepHandleLike, Worker
 
 
 class UniProcExecutor(Executor):
-    """One worker, which is called directly or, where that pays, in a thread of the steps.
+    """One worker, which is called directly or, if that is faster, in a thread for steps.
 
     Args:
         config: of the engine.
@@ -70,11 +70,11 @@ class UniProcExecutor(Executor):
         return [call.result(timeout)]
 
     def stats(self) -> RunnerStats:
-        """What the worker has done."""
+        """Counters of the worker."""
         return self._running_worker.stats()
 
     def shutdown(self) -> None:
-        """Drop the model and its caches, after the step that runs."""
+        """Wait for the running step, then drop the model and its caches."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

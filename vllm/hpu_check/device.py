@@ -1,5 +1,7 @@
 """Checks of the card itself: what it is, its memory, and how data gets there and back."""
 
+import importlib
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -7,8 +9,11 @@ import torch
 
 from vllm.hpu_check.check import Outcome
 from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.utils.triton_range import triton_fits, triton_range
 
 _DRIVER = Path("/sys/module/habanalabs/version")
+_COMPILER = "torch._inductor.freezing"
+"""What the bridge's compiler imports of torch, and with it triton."""
 _MIB = 2**20
 _ALLOCATION_MIB = 256
 
@@ -26,6 +31,26 @@ def describe(bridge: HabanaBridge) -> Outcome:
         f"{bridge.device_name}, {mode} mode, torch {torch.__version__}, "
         f"habana-torch-plugin {plugin}, driver {driver}",
     )
+
+
+def check_triton() -> Outcome:
+    """The compiler of torch can be imported, which it cannot beside the triton of another torch."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "none"
+    found = f"torch {torch.__version__}, triton {triton}"
+    wanted = triton_range(torch.__version__)
+    advice = f"install 'triton{wanted}'" if wanted else "install the triton of this torch"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates names of its own
+            importlib.import_module(_COMPILER)
+    except ImportError as error:
+        return Outcome("fail", f"{found}: torch.compile cannot start ({error}); {advice}")
+    if triton != "none" and not triton_fits(triton, torch.__version__):
+        return Outcome("fail", f"{found}: this triton is of another torch; {advice}")
+    return Outcome("pass", found)
 
 
 def check_memory(bridge: HabanaBridge) -> Outcome:

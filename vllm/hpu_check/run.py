@@ -29,7 +29,7 @@ CHECKS: dict[str, Callable[[HabanaBridge], Outcome]] = {
 }
 """Name -> check of an open card."""
 
-NAMES = ("collectives", "device", *CHECKS)
+NAMES = ("triton fits torch", "collectives", "device", *CHECKS)
 """Of all rows of the report."""
 
 
@@ -40,6 +40,7 @@ def run_checks(platform: HPUPlatform, num_cards: int) -> Iterator[CheckResult]:
         platform: its card must not be open yet: the collectives need all cards.
         num_cards: of this machine.
     """
+    yield run_check("triton fits torch", device.check_triton)
     yield run_check("collectives", lambda: collectives.check_collectives(num_cards))
     opened = run_check("device", lambda: device.describe(platform.bridge))
     yield opened

@@ -1,4 +1,4 @@
-"""How a request names a LoRA adapter. Knows no weights."""
+"""How a request names a LoRA adapter. Independent of weights."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class LoRARequest:
         lora_int_id: its number, 1 or larger; another number for every adapter.
         lora_path: folder or Hugging Face name of its files.
         lora_local_path: the older name of `lora_path`, which is used where that is empty.
-        long_lora_max_len: longest request in tokens, of an adapter that stretches the context.
+        long_lora_max_len: longest request in tokens, for an adapter that extends the context.
         base_model_name: the model that the adapter was made for.
 
     Raises:

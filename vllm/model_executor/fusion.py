@@ -2,7 +2,7 @@
 
 The model itself runs, on symbols instead of tensors (`vllm.ops.cpu.symbols`). So whatever its
 modules compute is what is recorded, whatever family it is of. What cannot be recorded, such as a
-weight that is not packed, leaves the model to its modules. Knows no launch.
+weight that is not packed, leaves the model to its modules. Independent of launches.
 """
 
 import threading

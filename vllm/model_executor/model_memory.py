@@ -1,6 +1,6 @@
 """The memory that a loaded model reads: finding all of it, and putting tensors into other memory.
 
-Knows no files, no launches and no sleep mode.
+Independent of files, launches and sleep mode.
 """
 
 from collections.abc import Callable, Iterator

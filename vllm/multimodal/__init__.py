@@ -1,1 +1,1 @@
-"""Images and sounds on their way to a request. No model of this version takes them yet."""
+"""Images and sounds for requests. No model of this version accepts them yet."""

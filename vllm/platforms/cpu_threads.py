@@ -101,7 +101,7 @@ def count_cores() -> int:
 def count_threads(
     num_threads: int, num_cores: int, weight_bytes: int, *, is_beside_server: bool
 ) -> int:
-    """Threads for the forward pass, where nobody has said how many.
+    """The default number of threads for the forward pass.
 
     Args:
         num_threads: that OpenMP would start; never exceeded.

@@ -76,8 +76,8 @@ def create_hpu_platform() -> HPUPlatform:
     if has_card():
         return HPUPlatform(_open_card)
     raise ConfigError(
-        "no Gaudi card is usable: it needs habana_frameworks and a device under /dev/accel; "
-        "VLLM_HPU_SIM=gaudi2 simulates one"
+        "no usable Gaudi card: it needs habana_frameworks and a device under /dev/accel. Set "
+        "VLLM_HPU_SIM=gaudi2 to run on a simulated card"
     )
 
 

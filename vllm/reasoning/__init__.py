@@ -1,8 +1,8 @@
-"""Reasoning parsers: what of a model's text are its thoughts, and what is the answer."""
+"""Reasoning parsers: split a model's text into reasoning and answer."""
 
 from vllm.reasoning.parsers import ReasoningParser, ReasoningParserManager
 
 __all__ = ["ReasoningParser", "ReasoningParserManager", "names"]
 
 names = ReasoningParserManager.names
-"""Names of all parsers, in the order of the alphabet."""
+"""Names of all parsers in alphabetical order."""

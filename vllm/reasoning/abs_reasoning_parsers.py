@@ -1,4 +1,4 @@
-"""The place where parsers written for vLLM look for their base class."""
+"""The module from which parsers written for vLLM import their base class."""
 
 from vllm.reasoning.parsers import ReasoningParser, ReasoningParserManager
 

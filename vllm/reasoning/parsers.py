@@ -1,6 +1,6 @@
 """Reasoning parsers split the text of a model into reasoning and answer while it grows.
 
-`ReasoningParserManager` finds them by name. Nothing here knows the server or the device.
+`ReasoningParserManager` finds them by name. Independent of the server and the device.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from vllm.utils.parser_registry import ParserRegistry, load_plugin
 class ReasoningParser:
     """Reads one output: thoughts between two markers, then the answer. Never raises for a text.
 
-    Only one run of thoughts is taken, at the beginning: what comes after the first end marker is
-    the answer, whatever it holds.
+    Only reasoning at the beginning is recognised: everything after the first end marker is the
+    answer.
 
     Args:
         tokenizer: the model's; None where there is none.
@@ -54,30 +54,30 @@ class ReasoningParser:
     def feed(
         self, delta_text: str, delta_token_ids: Sequence[int] = ()
     ) -> tuple[str | None, str | None]:
-        """Read on. Returns the new text of (thoughts, answer), each None if there is none.
+        """Read new text. Returns the new (thoughts, answer), each None if there is none.
 
         Args:
             delta_text: what the text grows by.
-            delta_token_ids: the tokens of it; no format here needs them.
+            delta_token_ids: its tokens; no format here needs them.
         """
         self._stream.add(delta_text)
         next(self._steps, None)
         return self._take()
 
     def finish(self) -> tuple[str | None, str | None]:
-        """The text has ended: what was held back, as from `feed`."""
+        """End the text. Returns what was held back, as `feed` does."""
         self._stream.is_complete = True
         next(self._steps, None)
         return self._take()
 
     def split(self, text: str) -> tuple[str | None, str | None]:
-        """(thoughts, answer) of a whole text. The same as feeding it, however it is cut."""
+        """(thoughts, answer) of a complete text. Gives the same as feeding it in any pieces."""
         parser = type(self)(self.tokenizer, is_thinking=self._is_thinking)
         first, last = parser.feed(text), parser.finish()
         return _join(first[0], last[0]), _join(first[1], last[1])
 
     def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> tuple[str | None, str | None]:
-        """(thoughts, answer) of a whole text, with nothing to come."""
+        """(thoughts, answer) of a complete text."""
         return self.split(text)
 
     def extract_reasoning_content(
@@ -87,7 +87,7 @@ class ReasoningParser:
         return self.split(model_output)
 
     def extract_content_ids(self, input_ids: Sequence[int]) -> list[int]:
-        """The output tokens after the end of the thoughts; none before it has come."""
+        """The output tokens after the end of the thoughts; empty before that."""
         ids = list(input_ids)
         if self.tokenizer is None:
             return []
@@ -123,7 +123,7 @@ class ReasoningParser:
         for start in self.starts:
             if (yield from stream.read_literal(start)):
                 return True
-        # White space belongs to what it stands before.
+        # White space belongs to the text after it.
         (self._reasoning if self.is_start_optional else self._content).append(stream.forget())
         return self.is_start_optional
 

@@ -95,7 +95,7 @@ def _have_same_bias(one: EngineRequest, other: EngineRequest) -> bool:
 
 
 class RowConstraints:
-    """Bias and banned tokens of one request, and the end of its output, which bad words need.
+    """Bias and banned tokens of one request, with the end of its output, which bad words need.
 
     Args:
         table: of the request.
@@ -109,18 +109,18 @@ class RowConstraints:
 
     @property
     def is_empty(self) -> bool:
-        """The request never changes a logit."""
+        """Whether the request never changes a logit."""
         table = self._table
         early = len(table.early[0]) if table.min_tokens else 0
         return not (len(table.always[0]) or early or table.last_tokens)
 
     @property
     def needs_output(self) -> bool:
-        """`record` must be called."""
+        """Whether `record` must be called."""
         return bool(self._table.last_tokens)
 
     def record(self, token_id: int) -> None:
-        """A token was generated."""
+        """Record a generated token."""
         self._tail.append(token_id)
         del self._tail[: -self._table.max_prefix]
 
@@ -170,7 +170,7 @@ class LogitEdits:
         return cls(torch.from_numpy(token_ids).to(device), torch.from_numpy(values).to(device))
 
     def __getitem__(self, rows: Tensor) -> "LogitEdits":
-        """Of some rows only; [m] int64."""
+        """Select rows [m] int64."""
         return LogitEdits(self.token_ids[rows], self.values[rows])
 
     def apply(self, logits: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens a row may generate, as bits: allowed_token_ids and structured output.
+"""Bit masks of the tokens that a row may generate: allowed_token_ids and structured output.
 
 A mask over a vocabulary of V tokens is W words of 32 bits, token t in bit t % 32 of word t // 32.
 A launch copies the words of its rows to the device and makes bools of them there.
@@ -50,7 +50,7 @@ class TokenMasks:
     """[32] int32 on the device, of `bit_values`."""
 
     def select(self, indices: npt.NDArray[np.int64]) -> "TokenMasks | None":
-        """Of some rows only, counted anew in the order of indices [k]."""
+        """Select rows by indices [k]; they are renumbered in this order."""
         place = {row: i for i, row in enumerate(self.rows.tolist())}
         found = [(new, place[old]) for new, old in enumerate(indices.tolist()) if old in place]
         if not found:
@@ -86,7 +86,7 @@ class TokenMasks:
 
 
 class TokenMatcher(Protocol):
-    """Follows one output and knows which tokens are allowed next."""
+    """Follows one output and decides which tokens are allowed next."""
 
     @property
     def error(self) -> str | None:
@@ -149,7 +149,7 @@ class MaskFiller:
             part = wanted[start : start + size]
             try:
                 future = self._threads.submit(self._fill, part)
-            except RuntimeError:  # the main thread of the program has ended: `mask` fills them
+            except RuntimeError:  # the main thread has ended: `mask` fills them
                 return
             self._pending.update(dict.fromkeys(part, future))
 

@@ -1,4 +1,4 @@
-"""The sampling parameters of the n rows of one launch. Knows no request and no history."""
+"""The sampling parameters of the n rows of one launch. Independent of requests and history."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -48,7 +48,7 @@ class DrawKeys:
         return exponentials_at(self.keys, self.positions, count)
 
     def __getitem__(self, indices: IndexArray) -> "DrawKeys":
-        """Of some rows only; [m]."""
+        """Select rows [m]."""
         return DrawKeys(self.keys[indices], self.positions[indices])
 
 
@@ -101,7 +101,7 @@ class SamplingMetadata:
     unbounded_top_p: bool = False
     """Host: a row may have top_p without top_k, so that its whole vocabulary is searched."""
     processors: tuple[tuple[int, RowProcessors], ...] = ()
-    """Host: (row of the launch, processors of a user)."""
+    """Host: (row of the launch, logits processors)."""
     edits: LogitEdits | None = None
     """logit_bias, bad_words and min_tokens."""
     masks: TokenMasks | None = None
@@ -111,12 +111,12 @@ class SamplingMetadata:
 
     @property
     def all_greedy(self) -> bool:
-        """All rows are greedy."""
+        """Whether all rows are greedy."""
         return not self.active & Feature.RANDOM
 
     @property
     def changes_logits(self) -> bool:
-        """The distribution of some row is not the model's own."""
+        """Whether the distribution of a row differs from the model's."""
         return bool(self.processors or self.edits or self.masks or self.penalties)
 
     @property
@@ -201,6 +201,6 @@ def needs_params(active: int) -> bool:
 
 
 def has_unbounded_top_p(features: FeatureArray) -> bool:
-    """A row has top_p and no top_k."""
+    """Whether a row has top_p and no top_k."""
     bits = Feature.TOP_P | Feature.TOP_K
     return bool(((features & bits) == Feature.TOP_P).any())

@@ -29,11 +29,11 @@ class Penalties:
 
     @classmethod
     def build(cls, token_ids: IntArray, counts: FloatArray, device: torch.device) -> "Penalties":
-        """From arrays [n, T] on the host that are not written to any more."""
+        """Make it from arrays [n, T] on the host, which must not change afterwards."""
         return cls(torch.from_numpy(token_ids).to(device), torch.from_numpy(counts).to(device))
 
     def __getitem__(self, rows: Tensor) -> "Penalties":
-        """Of some rows only; [m] int64."""
+        """Select rows [m] int64."""
         return Penalties(self.token_ids[rows], self.counts[rows])
 
     def apply(self, logits: Tensor, params: Tensor) -> None:

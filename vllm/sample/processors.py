@@ -30,7 +30,7 @@ class RowProcessors:
         self._processors = [(p, _num_arguments(p)) for p in processors]
 
     def record(self, token_id: int) -> None:
-        """A token was generated."""
+        """Record a generated token."""
         self._output_token_ids.append(token_id)
 
     def apply(self, logits: Tensor) -> None:

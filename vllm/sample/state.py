@@ -1,8 +1,7 @@
-"""What each row of the batch asked of the sampler, and what of its history sampling depends on.
+"""Sampling parameters of each row of the batch, and the history that sampling depends on.
 
 Lives on the host. A structure of arrays over rows, so that a launch is a few numpy gathers and one
-copy to the device; what few requests use is in dictionaries by row, and costs nothing while nobody
-uses it.
+copy to the device; rarely used parameters are in dictionaries by row, and cost nothing if unused.
 """
 
 import numpy as np
@@ -33,9 +32,9 @@ from vllm.sampling_params import SamplingParams
 _DEFAULTS = np.array(NEUTRAL, np.float32)
 
 _EXTREME = 1e30
-"""Numbers beyond it, or below its inverse, do the same as it does but overflow a float32."""
+"""Larger numbers, or smaller ones than its inverse, have the same effect but overflow a float32."""
 
-_INVALID = "no token can be sampled: the logits hold NaN or infinity, or every token is forbidden"
+_INVALID = "no token can be sampled: the logits have NaN or infinity, or every token is forbidden"
 
 
 class SamplingState:
@@ -92,22 +91,23 @@ class SamplingState:
         self._processors: dict[int, RowProcessors] = {}
         self._taken: set[int] = set()
         self._recorded: set[int] = set()
-        """Rows whose sampling depends on their output."""
+        """Rows whose sampling depends on their generated tokens."""
 
     @property
     def padding_row(self) -> int:
-        """A row that nobody takes: in a launch it is greedy and its token is of no interest."""
+        """A row that is never assigned: in a launch it is greedy, and its token is ignored."""
         return self._padding_row
 
     @property
     def row_arrays(self) -> tuple[FeatureArray, FloatArray, KeyArray]:
         """[rows + 1] `Feature` bits, [8, rows + 1] numbers in the order of `Param`, and [rows + 1]
-        keys of random numbers: this object's own, only read, and never replaced."""
+        keys of random numbers: read-only views of this object's arrays, which are never
+        replaced."""
         return self._features, self._params, self._keys
 
     @property
     def has_processors(self) -> bool:
-        """A request brings code of its user, which reads logits on the host."""
+        """Whether a request has logits processors, which read logits on the host."""
         return bool(self._processors)
 
     def add(
@@ -126,14 +126,14 @@ class SamplingState:
             output_token_ids: generated before a preemption; only read.
             matcher: of a request with structured output; it also applies allowed_token_ids.
         """
-        assert row not in self._taken, f"row {row} is taken"
+        assert row not in self._taken, f"row {row} is already in use"
         self._taken.add(row)
         params = request.sampling_params
         self._keys[row] = stream_keys(np.array([request.seed & 2**64 - 1], np.uint64))[0]
         features = self._add_distribution(row, params)
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
             features |= Feature.PENALTIES
-            # Presence and frequency are about the output only.
+            # Presence and frequency penalties only depend on the output.
             known = request.known_prompt_token_ids or []
             prompt = known if params.repetition_penalty != 1 else []
             self._counts.add(row, prompt, output_token_ids)
@@ -167,13 +167,14 @@ class SamplingState:
         return self._last_mask[1]
 
     def _add_distribution(self, row: int, params: SamplingParams) -> int:
-        """Write what becomes tensors; returns the features of a random row, 0 for a greedy one."""
+        """Write the parameters that become tensors. Returns the features of a random row, 0 for a
+        greedy one."""
         values = _DEFAULTS.copy()
         values[Param.PRESENCE] = params.presence_penalty
         values[Param.FREQUENCY] = params.frequency_penalty
         values[Param.REPETITION] = min(max(params.repetition_penalty, 1 / _EXTREME), _EXTREME)
         features = 0
-        # The one likeliest token needs no draw.
+        # With a single candidate, no random draw is needed.
         if params.temperature > 0 and params.top_k != 1:
             features |= Feature.RANDOM
             values[Param.IS_GREEDY] = 0
@@ -194,7 +195,7 @@ class SamplingState:
         return features
 
     def remove(self, row: int) -> None:
-        """The row's request has finished, was cancelled or preempted: the row is free."""
+        """Free the row: its request has finished, was cancelled or preempted."""
         self._taken.discard(row)
         if self._features[row] & Feature.PENALTIES:
             self._counts.remove(row)
@@ -208,7 +209,7 @@ class SamplingState:
         self._num_logprobs[row] = 0
 
     def record(self, rows: IntArray, token_ids: IntArray) -> None:
-        """The rows [n] have generated these tokens [n]."""
+        """Record the generated tokens [n] of rows [n]."""
         if not self._recorded:
             return
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
@@ -224,7 +225,7 @@ class SamplingState:
                 self._filler.accept(row, token_id)
 
     def follows_output(self, rows: IntArray) -> bool:
-        """Whether the next token of any of these rows depends on what `record` is told."""
+        """Whether the next token of any of these rows depends on the recorded tokens."""
         return bool(self._recorded) and not self._recorded.isdisjoint(rows.tolist())
 
     def start_masks(self, rows: IntArray) -> None:
@@ -240,7 +241,7 @@ class SamplingState:
     def metadata(
         self, rows: IntArray, num_output_tokens: IntArray, padded_size: int | None = None
     ) -> SamplingMetadata:
-        """What the sampler needs for the rows that sample in a launch.
+        """Make the metadata of a launch for the rows that sample.
 
         Args:
             rows: [n] in the order of the logits; `padding_row` may be among them, and repeatedly.

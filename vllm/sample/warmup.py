@@ -25,9 +25,8 @@ from vllm.sample.static_shapes import GREEDY, StaticShapes, size_classes
 def warmup_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingMetadata]:
     """Launches of `padded_size` rows that together have every stage of every class.
 
-    Each is made when the iterator is asked for it. The sampled tokens have no meaning. Any finite
-    logits of the model's shape and dtype will do. What a user's logits processor runs is not
-    warmed up.
+    Each is made when the iterator advances. The sampled tokens have no meaning. Any finite logits
+    of the model's shape and dtype can be used. User-supplied logits processors are not warmed up.
 
     Args:
         state: with static shapes.

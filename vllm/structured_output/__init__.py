@@ -11,7 +11,7 @@ In the process that takes requests:
 In the engine core:
 
     matchers     Grammar and tokens so far -> mask of the tokens that may come
-    row_matcher  the same with end tokens, min_tokens and allowed_token_ids of one request
+    row_matcher  the same, plus end tokens, min_tokens and allowed_token_ids of one request
 
 Both:
 

@@ -1,7 +1,7 @@
 """Compiles grammars, in processes that can be killed; see `vllm.utils.deadline_worker`.
 
 A hostile request could make reading the schema or the pattern, compiling, or a step of the output
-take very long, need too much memory, or crash. All of that is tried here first.
+very slow, use too much memory, or crash. So all of it is tried here first.
 """
 
 import json
@@ -28,8 +28,8 @@ _MAX_STEP_S = 0.5
 
 
 def serve(setup: bytes) -> Callable[[bytes], bytes]:
-    """A function from an encoded `GrammarSpec` to an encoded `Grammar`, or to the text of why
-    there is none.
+    """Make a function from an encoded `GrammarSpec` to an encoded `Grammar`, or to an error
+    message.
 
     Args:
         setup: `Vocabulary.encoded`.
@@ -98,7 +98,7 @@ def compile_spec(
 
 
 def _order(spec: GrammarSpec, only_llguidance: str | None) -> list[str]:
-    """Backends to try, best first."""
+    """The backends to try, best first."""
     if spec.kind in ("regex", "choice", "lark"):
         order = ["llguidance", "xgrammar"]
     else:
@@ -119,7 +119,7 @@ def _order(spec: GrammarSpec, only_llguidance: str | None) -> list[str]:
 
 
 def _read(spec: GrammarSpec) -> tuple[Any, str | None]:
-    """What a backend compiles, and why only llguidance enforces it, if so."""
+    """The source for a backend, and the reason if only llguidance enforces it."""
     close = "all" if spec.close_all_objects else "named"
     if spec.kind == "json":
         prepared = PreparedSchema(_parse(spec.text), close_objects=close)
@@ -149,9 +149,9 @@ def _refuse_constant(name: str) -> Any:
 def _read_structural_tag(tag: Any, close: str) -> tuple[Any, str | None]:
     """The tag in the newer format, with every schema inside it prepared."""
     if isinstance(tag, dict) and "structures" in tag:
-        tag = _newer_form(tag)
+        tag = _newer_format(tag)
     if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
-        raise SchemaError("a structural tag has 'structures' and 'triggers', or a 'format'")
+        raise SchemaError("a structural tag must have 'structures' and 'triggers', or a 'format'")
     reasons: list[str] = []
     prepared = _prepare_inside(tag, close, reasons, 0)
     is_simple = tag["format"].get("type") == "triggered_tags"
@@ -160,7 +160,7 @@ def _read_structural_tag(tag: Any, close: str) -> tuple[Any, str | None]:
     return prepared, reasons[0] if reasons else None
 
 
-def _newer_form(tag: dict[str, Any]) -> dict[str, Any]:
+def _newer_format(tag: dict[str, Any]) -> dict[str, Any]:
     try:
         tags = [
             {
@@ -174,7 +174,8 @@ def _newer_form(tag: dict[str, Any]) -> dict[str, Any]:
         triggers = tag["triggers"]
     except (KeyError, TypeError) as error:
         raise SchemaError(
-            f"a structural tag has 'triggers', and 'structures' with begin, schema and end: {error}"
+            f"a structural tag must have 'triggers', and 'structures' with begin, schema and end: "
+            f"{error}"
         ) from None
     return {
         "type": "structural_tag",
@@ -207,7 +208,7 @@ def _try_out(backend: Backend, content: bytes, vocabulary: Vocabulary) -> None:
     """Generate the beginning of an output, as the engine would.
 
     Raises:
-        BackendError: there is no output, the library fails, or it takes too long.
+        BackendError: no output is possible, the library fails, or it takes too long.
     """
     matcher = backend.load(content).matcher()
     rng = random.Random(0)

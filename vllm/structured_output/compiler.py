@@ -1,4 +1,4 @@
-"""Compiles what a request asks for to a `Grammar`, with a cache and a deadline."""
+"""Compiles the structured output of a request to a `Grammar`, with a cache and a deadline."""
 
 import queue
 import threading
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 NUM_WORKERS = 2
-"""Processes that compile; the engine and the server need the rest of the machine."""
+"""Number of processes that compile; the engine and the server need the rest of the machine."""
 
 _ENTRY_BYTES = 1024
-"""What an entry of the cache costs besides its content, roughly."""
+"""Approximate bytes of an entry of the cache besides its content."""
 
 
 class _Refusal(msgspec.Struct, frozen=True):
-    """A grammar that cannot be compiled, and never will."""
+    """A grammar that can never be compiled, with the reason."""
 
     reason: str
 
@@ -48,14 +48,14 @@ _Result = Grammar | _Refusal
 class GrammarCompiler:
     """Compiles for one tokenizer, in processes that are killed when a grammar takes too long.
 
-    They are forked by a process that has the libraries and the vocabulary ready, so that the
-    request after one that cost its process does not wait for imports.
+    They are forked by a process that has already loaded the libraries and the vocabulary, so that
+    after a process was killed the next request does not wait for imports.
 
-    Thread-safe. A call blocks for as long as compiling may take, twice: once until it is its turn.
+    Thread-safe. A call may block for twice the time limit: once for its turn, once for compiling.
 
     Args:
         config: limits and defaults.
-        tokenizer: of the outputs; None refuses everything.
+        tokenizer: of the outputs; None: all requests are refused.
         vocab_size: logits of the model.
 
     Attributes:
@@ -84,35 +84,35 @@ class GrammarCompiler:
     # ---- compiling ------------------------------------------------------------------------
 
     def compile(self, params: GuidedDecodingParams) -> Grammar:
-        """The grammar of a request, from the cache if it can be.
+        """The grammar of a request, from the cache if possible.
 
         Raises:
-            RequestError: it is wrong, nobody enforces all of it, or it takes too much to
-                compile; names the field.
-            CapacityError: (503) others are being compiled, for longer than a request waits.
+            RequestError: it is not valid, no library enforces all of it, or compiling is too
+                costly; names the field.
+            CapacityError: (503) other grammars are being compiled, and the wait was too long.
         """
         spec, field = make_spec(params, self._config), field_of(params)
         result = self._known(spec.key)
         if result is None:
             try:
                 result = self._compile_once(spec)
-            except RequestError as error:  # no grammar can be enforced here
+            except RequestError as error:  # structured output is not possible here
                 raise RequestError(f"{field}: {error}", param=field) from error
         return _grammar_of(result, field)
 
     def cached(self, params: GuidedDecodingParams) -> Grammar | None:
-        """The grammar if it needs no compiling; does not block. Raises as `compile`."""
+        """The grammar if it is in the cache, else None; does not block. Raises as `compile`."""
         spec, field = make_spec(params, self._config), field_of(params)
         result = self._known(spec.key)
         return None if result is None else _grammar_of(result, field)
 
     def start(self) -> None:
-        """Start the processes in the background, so that the first request need not wait for
+        """Start the processes in the background, so that the first request does not wait for
         them."""
         threading.Thread(target=self._start_first, name="grammar-start", daemon=True).start()
 
     def close(self) -> None:
-        """End the processes; what is being compiled fails."""
+        """End the processes. Running compilations fail."""
         self._is_closed = True
         for worker in self._workers:
             worker.close()
@@ -120,7 +120,7 @@ class GrammarCompiler:
             self._server.close()
 
     def _compile_once(self, spec: GrammarSpec) -> _Result:
-        """Compile, or wait for a request that asked for the same a moment ago."""
+        """Compile, or wait for another request that is compiling the same grammar."""
         with self._lock:
             future = self._under_way.get(spec.key)
             is_ours = future is None
@@ -162,7 +162,7 @@ class GrammarCompiler:
             logger.error("compiling a grammar failed: %s", error)
             return _Refusal("it cannot be compiled")
         except WorkerError:
-            return _Refusal("it takes more memory than it may to compile")
+            return _Refusal("it needs too much memory to compile")
         finally:
             self._idle.put(worker)
         result = msgspec.msgpack.decode(answer, type=Grammar | str)

@@ -2,8 +2,8 @@
 
 A copy of the schema is made in which everything is either enforced by one of the two libraries or
 refused with the name of its keyword. Which keywords each library enforces was found by validating
-random outputs; tests/structured_output repeats that. xgrammar goes first: it is faster, and knows a
-plain core of JSON schema. llguidance knows more of it, and refuses by itself what it does not.
+random outputs; tests/structured_output repeats that. xgrammar is preferred: it is faster, and
+supports a plain core of JSON schema. llguidance supports more, and refuses the rest itself.
 """
 
 import math
@@ -38,7 +38,7 @@ _OTHER_FORMATS = {
     *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template"),
     *("json-pointer", "relative-json-pointer", "regex"),
 }
-"""Of the standard. A format of no standard (int32, password) says nothing about the text."""
+"""Standard formats. Other formats (int32, password) are annotations only."""
 
 _NUMBER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _XGRAMMAR_KEYS = {
@@ -49,7 +49,8 @@ _XGRAMMAR_KEYS = {
     "integer": _NUMBER_BOUNDS,
     "number": _NUMBER_BOUNDS,
 }
-"""By type; and with no other constraint beside them: anyOf, $ref, enum and const."""
+"""Keywords by type. anyOf, $ref, enum and const are supported without other constraints beside
+them."""
 
 _ANY_TYPE_KEYS = {
     *("anyOf", "allOf", "oneOf", "$ref", "type", "enum", "const"),
@@ -60,14 +61,14 @@ _EXACT_INTEGERS = 2**53
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be enforced; the message names the keyword and where it stands."""
+    """A schema that cannot be enforced; the message names the keyword and its place."""
 
 
 class PreparedSchema:
     """A schema that can be given to a library.
 
     Args:
-        schema: of the user; only read.
+        schema: of the user; not modified.
         close_objects: "named": objects that name properties have no others unless the schema says
             so; "all": nor have objects that name none.
 
@@ -76,7 +77,7 @@ class PreparedSchema:
         only_llguidance: why xgrammar does not enforce it; None: it does.
 
     Raises:
-        SchemaError: nobody enforces it, or it is no schema.
+        SchemaError: no library enforces it, or it is not a schema.
     """
 
     def __init__(self, schema: object, *, close_objects: str = "named") -> None:
@@ -87,7 +88,7 @@ class PreparedSchema:
             raise SchemaError("the JSON schema 'false' allows no output")
         prepared = self._node({} if schema is True else schema, "the schema", 0)
         assert isinstance(prepared, dict)
-        prepared.pop("x-guidance", None)  # options of llguidance, which are not a user's to give
+        prepared.pop("x-guidance", None)  # options of llguidance, which users must not set
         self.schema: Schema = prepared
 
     # ---- one schema -----------------------------------------------------------------------
@@ -171,13 +172,13 @@ class PreparedSchema:
         if isinstance(least, int) and least > max(1, len(set(_strings(own.get("required"))))):
             is_closed = own.get("additionalProperties") is False and "properties" in own
             if not is_closed or "patternProperties" in own:
-                # A name that comes twice counts once.
+                # A name that occurs twice counts once.
                 raise SchemaError(f"'minProperties' of {where} cannot be enforced")
 
     # ---- xgrammar -------------------------------------------------------------------------
 
     def _check_xgrammar(self, own: Schema) -> None:
-        """Note why xgrammar would not enforce all of a schema, if it would not."""
+        """Note the reason if xgrammar does not enforce all of a schema."""
         if self.only_llguidance is not None:
             return
         asserted = own.keys() & _ANY_TYPE_KEYS
@@ -196,12 +197,12 @@ class PreparedSchema:
         if more := asserted - known - {"type", "anyOf", "$ref"}:
             self._leave_xgrammar(repr(min(more)))
         if kind == "integer" and any(not _is_exact(own[k]) for k in _NUMBER_BOUNDS & own.keys()):
-            self._leave_xgrammar("a bound that is no integer of 53 bits")
+            self._leave_xgrammar("a bound that is not an integer of at most 53 bits")
         if not set(_strings(own.get("required"))) <= set(own.get("properties") or {}):
             self._leave_xgrammar("'required' without 'properties'")
 
     def _check_values(self, asserted: set[str], kind: object, values: list[Any]) -> None:
-        """enum and const: xgrammar looks at nothing else."""
+        """enum and const: xgrammar ignores all other keywords next to them."""
         if len(asserted - {"type"}) > 1:
             self._leave_xgrammar("'enum' or 'const' beside another constraint")
         if kind is not None:
@@ -210,7 +211,7 @@ class PreparedSchema:
                 self._leave_xgrammar("'enum' or 'const' of another type")
 
 
-# ---- older and other ways to say the same --------------------------------------------------------
+# ---- older and equivalent notations --------------------------------------------------------
 
 
 def _tuple_items(own: Schema) -> None:
@@ -223,7 +224,7 @@ def _tuple_items(own: Schema) -> None:
 
 
 def _boolean_bounds(own: Schema) -> None:
-    """Draft 4: exclusiveMinimum is a switch."""
+    """Draft 4: exclusiveMinimum is a boolean."""
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(is_exclusive := own.get(exclusive), bool):
             del own[exclusive]
@@ -232,7 +233,7 @@ def _boolean_bounds(own: Schema) -> None:
 
 
 def _conditions(own: Schema) -> None:
-    """Keywords that say nothing alone."""
+    """Refuse keywords that have no meaning alone."""
     if "if" not in own:
         own.pop("then", None)
         own.pop("else", None)
@@ -276,7 +277,7 @@ _REWRITES: tuple[Callable[[Schema], None], ...] = (
 )
 
 
-# ---- small questions ------------------------------------------------------------------------
+# ---- helpers ------------------------------------------------------------------------
 
 
 def _pattern(pattern: str, where: str) -> str:

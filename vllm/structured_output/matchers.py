@@ -1,4 +1,4 @@
-"""The grammars of the engine core: loaded when first used, kept for the next request."""
+"""The grammars of the engine core: loaded when first used, and cached."""
 
 import threading
 from collections import OrderedDict
@@ -26,10 +26,10 @@ from vllm.transformers_utils.tokenizer import load_tokenizer
 logger = init_logger(__name__)
 
 _LOADED_PER_BYTE = 2
-"""A grammar in memory, in bytes of its content. Roughly: xgrammar's is smaller, llguidance's
-larger, but that one's content is small."""
+"""Approximate memory of a loaded grammar per byte of its content. xgrammar needs less, llguidance
+more, but its content is small."""
 _LOADED_BYTES = 2**18
-"""Of every grammar, however small its content."""
+"""Additional memory of every loaded grammar."""
 
 
 class GrammarMatchers:
@@ -39,7 +39,7 @@ class GrammarMatchers:
     threads of their own, before the request of a grammar is scheduled: `prepare`. Thread-safe.
 
     Args:
-        config: of the engine; has the tokenizer, and how much is kept.
+        config: of the engine; has the tokenizer, and the size of the cache.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -47,11 +47,11 @@ class GrammarMatchers:
         self._has_requests_early = config.device.is_beside_server
         self._cache_bytes = config.structured_output.grammar_cache_bytes
         self._load_lock = threading.Lock()
-        """Held while something is imported or loaded."""
+        """Held during imports and loading."""
         self._vocabulary: Vocabulary | None = None
         self._backends: dict[str, Backend] = {}
         self._lock = threading.Lock()
-        """Of what follows; never held for long."""
+        """Protects the following members; never held for long."""
         self._loading: dict[bytes, Future[None]] = {}
         self._loaded: OrderedDict[bytes, tuple[LoadedGrammar, int]] = OrderedDict()
         self._loaded_bytes = 0
@@ -59,8 +59,8 @@ class GrammarMatchers:
     def preload_beside_weights(self) -> None:
         """In a server, import the libraries and load the tokenizer in the background.
 
-        Called when the weights begin to load: the model's files are waited for then, and there is
-        no step yet that an import could hold up.
+        Called when the weights begin to load: the process waits for the model's files then, and an
+        import cannot delay any step.
         """
         if self._has_requests_early and self._model.pooler is None:
             threading.Thread(target=self._preload, name="grammar-preload", daemon=True).start()
@@ -69,8 +69,8 @@ class GrammarMatchers:
         """Load the grammar of a request in the background.
 
         Returns:
-            Done when it is loaded, or cannot be: then its matcher says why. None: there is nothing
-            to load.
+            A future that is done when the grammar is loaded or has failed; its matcher then has the
+            error. None: there is nothing to load.
         """
         grammar = request.grammar
         if grammar is None:
@@ -87,7 +87,7 @@ class GrammarMatchers:
         return future
 
     def matcher(self, request: EngineRequest, output_token_ids: Sequence[int]) -> RowMatcher:
-        """The matcher of a request; costs nothing yet.
+        """Make the matcher of a request. The grammar is opened later.
 
         Args:
             request: whose `guided_decoding` is set.
@@ -103,7 +103,7 @@ class GrammarMatchers:
             )
         with self._lock:
             loaded = self._find(grammar)
-        if loaded is None:  # dropped since it was prepared, or it cannot be loaded
+        if loaded is None:  # dropped from the cache since it was prepared, or it cannot be loaded
             loaded = self._load(grammar)
         assert self._vocabulary is not None
         return self._vocabulary, loaded.matcher()
@@ -117,7 +117,8 @@ class GrammarMatchers:
     def _load_early(self, grammar: Grammar, future: Future[None]) -> None:
         try:
             self._load(grammar)
-        except Exception as error:  # of a library: the request's failure, which its matcher tells
+        # an error of a library: only the request fails, with the error of its matcher
+        except Exception as error:
             logger.debug("a grammar could not be loaded: %r", error)
         finally:
             with self._lock:

@@ -1,14 +1,14 @@
-"""A regular expression of Python in the dialect of the grammar libraries.
+"""Translates a regular expression of Python to the dialect of the grammar libraries.
 
 `regex_dialects` lets Python's parser read what JavaScript, Rust and others write differently.
 
-They read patterns in the manner of Rust's regex crate, which takes some of Python's for something
-else (nested classes, `\\d` of a newer Unicode) and refuses others. So the pattern is read by
-Python's own parser and written anew, from the few things that are left: characters, classes,
-groups, alternatives, repetition.
+The libraries read patterns like Rust's regex crate, in which some of Python's syntax has another
+meaning (nested classes, `\\d` of a newer Unicode) or is refused. So Python's own parser reads the
+pattern, and it is written again with few elements: characters, classes, groups, alternatives,
+repetition.
 
-Whatever the written pattern matches, `re.fullmatch` of the original matches too. The reverse does
-not hold everywhere: `\\d`, `\\w` and `\\s` are ASCII, and `$` is the very end.
+`re.fullmatch` of the original matches everything that the written pattern matches. The reverse does
+not always hold: `\\d`, `\\w` and `\\s` are ASCII, and `$` is only the very end.
 """
 
 import re
@@ -27,7 +27,8 @@ else:
 
 _MAX_REPEAT = int(codes.MAXREPEAT)
 
-# Fewer characters than Python's class, and more: what is excluded must be excluded wholly.
+# Positive classes have fewer characters than Python's; for negated ones, all of Python's class must
+# be excluded.
 _FEWER = {
     codes.CATEGORY_DIGIT: "0-9",
     codes.CATEGORY_NOT_DIGIT: r"\P{Nd}",
@@ -63,21 +64,21 @@ class Translation(NamedTuple):
 
 
 def translate(pattern: str, *, search: bool = False) -> Translation:
-    """Write a pattern anew.
+    """Translate a pattern.
 
     Args:
         pattern: of Python's `re`.
         search: it may match anywhere in the text, as in a JSON schema: anchors are kept. Else it
-            matches the whole text, and anchors at the ends say nothing.
+            matches the whole text, and anchors at the ends have no effect.
 
     Raises:
-        RegexError: it does not parse, or a look-around, a back-reference or a condition inside
-            the text (an anchor, a word boundary) would have to be enforced.
+        RegexError: it does not parse, or has a look-around, a back-reference or an assertion inside
+            the text (an anchor, a word boundary), which cannot be enforced.
     """
     read = to_python(pattern)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what later versions will read differently
+            warnings.simplefilter("ignore")  # of syntax that will change in later versions
             parsed: Any = parser.parse(read.text, 0)
         writer = _Writer(parsed.state.flags, read, keep_anchors=search)
         text = writer.sequence(list(parsed), at_start=True, at_end=True)
@@ -143,7 +144,7 @@ class _Writer:
         return f"(?:{inside})"
 
     def _repeat(self, least: int, most: int, items: Any) -> str:
-        # What is repeated has something before it and after it.
+        # A repeated part has text before and after it.
         inside = self.sequence(list(items), at_start=False, at_end=False)
         least = int(least)
         if int(most) == _MAX_REPEAT:
@@ -188,7 +189,8 @@ class _Writer:
         return text
 
     def _character(self, code_point: int, *, may_be_property: bool = False) -> str:
-        """Plain, or by its number where it could mean something; or the property it stands for."""
+        """The character itself, or its number if it has a special meaning, or the property that it
+        stands for."""
         if (name := self._properties.get(code_point)) is not None:
             if not may_be_property:
                 raise RegexError(f"{name} is a class, and cannot be the end of a range")

@@ -1,14 +1,14 @@
-r"""What other dialects write differently from Python, so that Python's parser reads it.
+r"""Converts the syntax of other regex dialects, so that Python's parser reads it.
 
-JSON schemas hold patterns of JavaScript, and many users know those of Rust, PCRE or Java:
+JSON schemas contain patterns of JavaScript, and many users know those of Rust, PCRE or Java:
 
-    \p{Lu}  \P{N}  \pL  \p{Script=Greek}    a property of Unicode; a stand-in takes its place
-    \u{1F600}  \x{41}                       a character by its number
+    \p{Lu}  \P{N}  \pL  \p{Script=Greek}    a property of Unicode; replaced by a placeholder
+    character \u{1F600}  \x{41}                       a character by its number
     \ud83d\ude00                            a character as two surrogates
     (?<name>...)                            a named group
     \z                                      the end of the text
 
-It knows nothing of what a pattern means.
+This module does not interpret patterns.
 """
 
 import re
@@ -20,11 +20,11 @@ _BRACED_NUMBER = re.compile(r"\\[ux]\{([0-9A-Fa-f]{1,8})\}")
 _SURROGATES = re.compile(r"\\u([dD][89abAB][0-9A-Fa-f]{2})\\u([dD][c-fC-F][0-9A-Fa-f]{2})")
 _SURROGATE = re.compile(r"\\(?:u|U0000)[dD][89a-fA-F][0-9A-Fa-f]{2}|[\ud800-\udfff]")
 _FIRST_STAND_IN, _LAST_STAND_IN = 0xD800, 0xDFFF
-"""Surrogates, which are no characters: no pattern can mean one."""
+"""Surrogates, which are not characters, so no pattern can mean them."""
 
 
 class RegexError(ValueError):
-    """A pattern is not valid, or cannot be enforced; the message says why."""
+    """A pattern is not valid, or cannot be enforced; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PythonPattern:
     Attributes:
         text: of the pattern.
         properties: stand-in -> the class that it stands for, such as `\\p{L}`.
-        positions: where each character of the text comes from.
+        positions: the position in the original of each character of the text.
     """
 
     text: str
@@ -42,7 +42,7 @@ class PythonPattern:
     positions: list[int]
 
     def describe(self, error: re.error) -> str:
-        """What Python says of the pattern, in terms of what the user wrote."""
+        """Python's error message, in terms of the original pattern."""
         message = error.msg
         for stand_in, name in self.properties.items():
             message = message.replace(chr(stand_in), name)
@@ -59,7 +59,7 @@ def to_python(pattern: str) -> PythonPattern:
     """Write a pattern for Python's parser.
 
     Raises:
-        RegexError: an escape is malformed, or stands for no character.
+        RegexError: an escape is malformed, or is not a character.
     """
     return _Rewriter(pattern).rewrite()
 
@@ -90,7 +90,7 @@ class _Rewriter:
             self._write(1)
         elif pattern[at] == "[":
             self._is_in_class = True
-            # A bracket that comes first is a member.
+            # A bracket at the first place is a member.
             first = at + (2 if pattern.startswith("[^", at) else 1)
             self._write(first - at + pattern.startswith("]", first))
         elif pattern.startswith("(?<", at) and not pattern.startswith(("(?<=", "(?<!"), at):
@@ -141,7 +141,7 @@ class _Rewriter:
         raise RegexError(f"the surrogate at position {self._at} must be part of a pair")
 
     def _write(self, size: int, text: str | None = None) -> None:
-        """Read on by so many characters, and write them or another text."""
+        """Advance by `count` characters, and write them or another text."""
         written = self._pattern[self._at : self._at + size] if text is None else text
         self._pieces.append(written)
         for index in range(len(written)):

@@ -1,4 +1,5 @@
-"""The tokens that one request may generate next: its grammar, end tokens and what else it asks."""
+"""The tokens that a request may generate next, from its grammar, end tokens and other
+parameters."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,16 +15,17 @@ logger = init_logger(__name__)
 
 _BUDGET_S = 2.0
 _BUDGET_PER_TOKEN_S = 0.005
-"""Processor time for the masks of one request. Everybody in the batch waits for them; an ambiguous
-grammar may take longer with every token, and its request ends. Usual is less than 1 ms."""
+"""Processor time for the masks of one request. The whole batch waits for them, and an ambiguous
+grammar may take longer with every token, so its request is ended. Usually it takes less than 1
+ms."""
 
 
 class RowMatcher:
     """Follows one output. All work is done by `fill`, in the thread that calls it.
 
-    The end tokens may come once the output is complete, and before that never. Until `min_tokens`
-    are there, and always with `ignore_eos`, they may come only when nothing else may. A stop token
-    that is text is text: the grammar decides, and it ends the output where it comes.
+    End tokens are only allowed when the output is complete. Before `min_tokens` tokens, and always
+    with `ignore_eos`, they are only allowed if no other token is. For a stop token that is text,
+    the grammar decides; it ends the output.
 
     Args:
         request: has a grammar.
@@ -53,16 +55,16 @@ class RowMatcher:
 
     @property
     def error(self) -> str | None:
-        """Why the output cannot go on; None while it can."""
+        """Why the output cannot continue; None if it can."""
         return self._error
 
     def accept(self, token_id: int) -> None:
-        """A token was generated."""
+        """Add a generated token."""
         self._num_tokens += 1
         self._unread.append(token_id)
 
     def fill(self, mask: IntArray) -> None:
-        """Write the mask [W] of the next token; a failure becomes the `error`."""
+        """Write the mask [W] of the next token. Failures are stored in `error`."""
         try:
             if self._error is None:
                 self._open()
@@ -72,10 +74,10 @@ class RowMatcher:
                 return
         except ValueError as error:
             self._error = f"structured output failed: {error}"
-        except Exception as error:  # of a library: the request's failure, nobody else's
+        except Exception as error:  # an error of a library: only this request fails
             logger.error("structured output of %s failed", self._request_id, exc_info=True)
             self._error = f"structured output failed: {error!r}"
-        mask[:] = -1  # something has to be sampled; nobody will see it
+        mask[:] = -1  # a token has to be sampled, which is never shown
 
     def _open(self) -> None:
         if self._open_grammar is not None:
@@ -113,7 +115,7 @@ class RowMatcher:
             )
 
     def _prepare(self, vocabulary: Vocabulary) -> None:
-        """Masks that stay the same."""
+        """Compute the masks that never change."""
         tokens = vocabulary.tokens
 
         def pack(token_ids: Sequence[int]) -> IntArray:

@@ -1,4 +1,4 @@
-"""The structured output that a request asks for, checked and made comparable. Compiles nothing."""
+"""Checks the structured output of a request and makes it hashable. Compiles nothing."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from vllm.errors import RequestError
 from vllm.sampling_params import GuidedDecodingParams
 
 MAX_TEXT_BYTES = 256 * 2**10
-"""Of a schema, grammar, tag or list of choices, as JSON or text."""
+"""Maximum size of a schema, grammar, tag or list of choices, as JSON or text."""
 MAX_REGEX_BYTES = 32 * 2**10
 
 _BACKENDS = {
@@ -23,8 +23,8 @@ _BACKENDS = {
     "outlines": "auto",
     "lm-format-enforcer": "auto",
 }
-"""Name in a request -> ours. The last two are libraries that are not used here: what they enforce,
-the others do."""
+"""Name in a request -> our name. The last two libraries are not used here; the others enforce the
+same."""
 _OPTIONS = {
     "no-fallback": "disable_fallback",
     "disable-any-whitespace": "disable_any_whitespace",
@@ -35,11 +35,11 @@ _WHITESPACE_ONLY = re.compile(r"(?:\\[nrts ]|[ \n\r\t\[\](){}*+?|,]|(?<=[{,\d])\
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-"""Fields of `GuidedDecodingParams` of which one is set."""
+"""Fields of `GuidedDecodingParams`; exactly one is set."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to compile."""
+    """The grammar to compile."""
 
     kind: str
     """json (a schema), regex, choice (a JSON list), ebnf, lark or structural_tag (JSON)."""
@@ -47,7 +47,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     """auto, xgrammar or llguidance."""
     may_fall_back: bool
-    """Take another backend for what the named one does not enforce."""
+    """Use another backend if the named one does not enforce all of it."""
     any_whitespace: bool
     whitespace_pattern: str | None
     close_all_objects: bool
@@ -59,10 +59,10 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def field_of(params: GuidedDecodingParams) -> str:
-    """The field that errors name: of the request, or of `GuidedDecodingParams`.
+    """The name of the field for errors: of the request, or of `GuidedDecodingParams`.
 
     Raises:
-        RequestError: nothing is asked.
+        RequestError: no field is set.
     """
     return params.field or f"guided_decoding.{_kind_of(params)}"
 
@@ -78,15 +78,15 @@ def _kind_of(params: GuidedDecodingParams) -> str:
 
 
 def _option_of(params: GuidedDecodingParams, name: str, request_name: str) -> str:
-    """What errors name an option: as it is written in a request, or in Python."""
+    """The name of an option for errors, as in a request or in Python."""
     return f"guided_decoding.{name}" if params.field is None else request_name
 
 
 def make_spec(params: GuidedDecodingParams, config: StructuredOutputConfig) -> GrammarSpec:
-    """Check what can be checked at once.
+    """Make the spec, with the checks that are fast.
 
     Raises:
-        RequestError: too large, of the wrong type, or nothing at all; names the field.
+        RequestError: the value is too large, of the wrong type, or missing; names the field.
     """
     field = field_of(params)
     backend_field = _option_of(params, "backend", "guided_decoding_backend")
@@ -122,13 +122,13 @@ def make_spec(params: GuidedDecodingParams, config: StructuredOutputConfig) -> G
 
 
 def _backend(name: Any, field: str) -> tuple[str, set[str]]:
-    """Our name of a backend, and the switches that come with it."""
+    """Our name of a backend, and the options after its colon."""
     word, _, rest = name.partition(":") if isinstance(name, str) else ("", "", "")
     options = [option.strip() for option in rest.split(",") if option.strip()]
     if word not in _BACKENDS or not all(option in _OPTIONS for option in options):
         raise RequestError(
-            f"{field} must be one of {', '.join(_BACKENDS)}, with none or some of "
-            f"the options {', '.join(_OPTIONS)} after a colon; got {name!r:.200}",
+            f"{field} must be one of {', '.join(_BACKENDS)}, optionally with the options "
+            f"{', '.join(_OPTIONS)} after a colon; got {name!r:.200}",
             param=field,
         )
     return _BACKENDS[word], {_OPTIONS[option] for option in options}
@@ -155,7 +155,7 @@ def _text(params: GuidedDecodingParams, field: str) -> tuple[str, str]:
 
 
 def _json_text(value: Any, field: str) -> str:
-    """JSON text as it came, or of the object."""
+    """Return the given JSON text, or encode the object."""
     if isinstance(value, str):
         return value
     if not isinstance(value, (dict, bool)):
@@ -175,7 +175,7 @@ def _choices(value: Any, field: str) -> str:
 
 
 def _whitespace(pattern: Any, field: str) -> str | None:
-    """A pattern between the tokens of JSON; anything but whitespace would not be JSON."""
+    """Check the pattern between the tokens of JSON. It must only match whitespace."""
     if pattern is None:
         return None
     if not isinstance(pattern, str) or len(pattern) > 256:

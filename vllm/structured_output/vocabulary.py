@@ -1,4 +1,4 @@
-"""The bytes of every token: all that a grammar has to know of a tokenizer."""
+"""The bytes of every token, which is all that grammars need of a tokenizer."""
 
 import hashlib
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ class Vocabulary:
     """Tokens of a model; a mask over them has a bit per token, in words of 32."""
 
     tokens: list[bytes]
-    """One per logit. Empty: no text, so no grammar allows it; special tokens and the padding of a
-    vocabulary that is larger than the tokenizer's."""
+    """Bytes of each token, one entry per logit. Empty for special tokens and padding, which have no
+    text, so no grammar allows them."""
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int) -> "Vocabulary":
         """The vocabulary of a tokenizer, for `vocab_size` logits.
 
         Raises:
-            RequestError: there is no tokenizer, or none whose text is the bytes of its tokens.
+            RequestError: there is no tokenizer, or its text is not the bytes of its tokens.
         """
         from vllm.transformers_utils.token_bytes import ByteDecoding, TokenBytes
 
@@ -48,12 +48,12 @@ class Vocabulary:
 
     @classmethod
     def decode(cls, data: bytes) -> "Vocabulary":
-        """From `encoded`."""
+        """Make it from `encoded`."""
         return cls(msgspec.msgpack.decode(data, type=list[bytes]))
 
     @cached_property
     def encoded(self) -> bytes:
-        """For another process."""
+        """Encode it for another process."""
         return msgspec.msgpack.encode(self.tokens)
 
     @cached_property
@@ -63,7 +63,7 @@ class Vocabulary:
 
     @cached_property
     def num_words(self) -> int:
-        """Words of a mask."""
+        """Number of words of a mask."""
         return -(-len(self.tokens) // _WORD_BITS)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Sampling defaults and end tokens that a model brings in generation_config.json."""
+"""Sampling defaults and end tokens in a model's generation_config.json."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -29,7 +29,7 @@ _ALSO_IN_OVERRIDES = {"max_tokens", "eos_token_id", "bos_token_id", "pad_token_i
 
 
 def load_generation_defaults(model_config: ModelConfig) -> dict[str, Any]:
-    """Defaults for requests that leave a sampling parameter open.
+    """Load the defaults for sampling parameters that a request does not set.
 
     Returns:
         Some of the SamplingParams fields temperature, top_p, top_k, min_p, repetition_penalty

@@ -1,4 +1,4 @@
-"""The config.json of a model, completed by transformers with the defaults of its model type."""
+"""Reads config.json, and completes it with the defaults of the model type from transformers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from vllm.transformers_utils.plain_config import complete_plain_config
 
 
 def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says, with `overrides` in place; imports no transformers.
+    """Read config.json and apply `overrides`. Does not import transformers.
 
     Raises:
         ConfigError: no config.json, or broken JSON.
@@ -35,13 +35,13 @@ def complete_hf_config(
     Args:
         raw: values of config.json.
         folder: where it is.
-        trust_remote_code: run the model's own config class when it brings one.
+        trust_remote_code: run the model's own config class, if it has one.
         code_folder: where that class is; None is `folder`.
         code_revision: of the class, where it is in another repository on the hub.
         token: for that repository.
 
     Raises:
-        ConfigError: a model type nobody here knows, or values that transformers refuses.
+        ConfigError: an unknown model type, or values that transformers refuses.
     """
     plain = complete_plain_config(raw)
     if plain is not None:
@@ -52,7 +52,7 @@ def complete_hf_config(
 
     model_type = raw.get("model_type")
     has_own_code = "AutoConfig" in (raw.get("auto_map") or {})
-    # What transformers and a model's own code raise about a bad value has no common type.
+    # The exceptions of transformers and of a model's code have no common type.
     try:
         if has_own_code and trust_remote_code:
             config_class: Any = get_class_from_dynamic_module(
@@ -67,20 +67,20 @@ def complete_hf_config(
     except Exception as error:
         raise ConfigError(f"config.json of '{folder}': {' '.join(str(error).split())}") from error
     fix = (
-        "it brings its own code, which runs with trust_remote_code"
+        "the model has its own code, which runs only with trust_remote_code"
         if has_own_code
-        else f"transformers {__version__} does not know it; a newer one may"
+        else f"transformers {__version__} does not support it; a newer version may"
     )
     raise ConfigError(f"model_type {model_type!r} of '{folder}': {fix}")
 
 
 def _with_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace values; one in the spelling of transformers 4 also reaches `rope_parameters`."""
+    """Replace values. Names of transformers 4 are also applied to `rope_parameters`."""
     merged = {**raw, **overrides}
     rope = raw.get("rope_parameters")
     if isinstance(rope, Mapping) and "rope_parameters" not in overrides:
         if isinstance(overrides.get("rope_scaling"), Mapping):
-            # Moved, not copied: transformers would let it win, without the theta.
+            # Moved, not copied: otherwise transformers would prefer it, and lose theta.
             scaling = merged.pop("rope_scaling")
             rope = {"rope_theta": rope.get("rope_theta"), **scaling}
         if "rope_theta" in overrides:

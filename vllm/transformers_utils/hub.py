@@ -1,4 +1,4 @@
-"""From the name of a model to a local folder, downloading when it is a name on the hub."""
+"""Finds the local folder of a model; downloads it if the name is one on the hub."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ def resolve_model_folder(
     load_format: LoadFormat = "auto",
     token: str | bool | None = None,
 ) -> Path:
-    """The folder of a model: `name` itself when it is one, else a download from the hub.
+    """The folder of a model: `name` itself if it is a folder, else a download from the hub.
 
     Weights are downloaded in one format only, safetensors before pickles; none for "dummy".
     `HF_HUB_OFFLINE`, `HF_TOKEN` and the other variables of huggingface_hub apply; `token` has
@@ -47,10 +47,10 @@ def resolve_model_folder(
 
 
 def find_folder(name: str) -> Path | None:
-    """The folder that a name is the path of; None for a name on the hub, which is not asked.
+    """The local folder of this name; None for a name on the hub. Does not contact the hub.
 
     Raises:
-        ConfigError: the name is a path, and there is no folder.
+        ConfigError: the name is a path, and there is no such folder.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -63,14 +63,14 @@ def find_folder(name: str) -> Path | None:
 
 
 def is_offline() -> bool:
-    """Whether models on the hub are looked for in the cache alone (HF_HUB_OFFLINE)."""
+    """Whether only the cache is used for models on the hub (HF_HUB_OFFLINE)."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def _looks_like_path(name: str) -> bool:
-    """True for what cannot be a hub name, which is `name` or `organisation/name`."""
+    """Whether it cannot be a name on the hub, which is `name` or `organisation/name`."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name
 
 
@@ -94,7 +94,7 @@ def _download(
             ignore_patterns=list(ignore_patterns),
             token=token,
         )
-    # The network, the proxy, the disk and the hub's answers all fail with types of their own.
+    # Network, proxy, disk and hub raise exceptions of different types.
     except Exception as error:
         raise ConfigError(f"cannot get model {name!r}: {_explain(error, revision)}") from error
     return Path(folder)
@@ -104,19 +104,17 @@ def _explain(error: Exception, revision: str | None) -> str:
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
-        return (
-            "it is gated; accept its terms on huggingface.co and set HF_TOKEN, or give --hf-token"
-        )
+        return "it is gated; accept its terms on huggingface.co, and set HF_TOKEN or --hf-token"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            "there is no such folder here and no such repository on the hub, or it needs HF_TOKEN "
-            "or --hf-token"
+            "there is no such folder and no such repository on the hub; a private repository "
+            "needs HF_TOKEN or --hf-token"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"it has no revision {revision!r}"
     if isinstance(error, errors.LocalEntryNotFoundError):
         if constants.HF_HUB_OFFLINE:
-            return "it is not a folder here and not in the cache, and HF_HUB_OFFLINE is set"
+            return "there is no such folder, it is not in the cache, and HF_HUB_OFFLINE is set"
         cause = f" ({error.__cause__})" if error.__cause__ else ""
-        return f"it is not a folder here and not in the cache, and the hub is not reached{cause}"
+        return f"there is no such folder, it is not in the cache, and the hub is unreachable{cause}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,8 +1,8 @@
-"""Configs of the model types that run here and need no transformers to be complete.
+"""Completes the configs of common model types without transformers.
 
 Importing the config classes of transformers takes longer than anything else at the start of a
-small model, and brings torch into processes that do not compute. What is not certain to mean the
-same without them is left to them: other types, values of another type, and whatever they refuse.
+small model, and brings torch into processes that do not compute. Everything else is left to
+transformers: other model types, values of other types, and values that it refuses.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _SIZES = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-"""What every config.json has to say; besides, intermediate_size or, of OPT, ffn_dim."""
+"""Required keys of every config.json; intermediate_size (ffn_dim for OPT) is required too."""
 
 _LLAMA: dict[str, Any] = {
     "num_key_value_heads": None,
@@ -80,8 +80,8 @@ _DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("Roberta", _ROBERTA),
     "xlm-roberta": ("XLMRoberta", _ROBERTA),
 }
-"""Model type -> how its architectures begin, and what the engine reads and a config.json may
-leave out."""
+"""Model type -> prefix of its architectures, and defaults of optional keys that the engine
+reads."""
 
 _ROTARY_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _DEFAULT_THETA = 10000.0
@@ -106,11 +106,11 @@ _ROPE_TYPES: dict[str, tuple[set[str], set[str]]] = {
         {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"},
     ),
 }
-"""Rope type -> numbers it needs, and numbers it may have."""
+"""Rope type -> required numbers, and optional numbers."""
 
 
 def complete_plain_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What config.json says with the defaults of its model type; None: ask transformers.
+    """Complete config.json with the defaults of its model type; None: transformers is needed.
 
     Args:
         raw: config.json, with overrides in place.
@@ -147,7 +147,7 @@ def _is_plain(config: Mapping[str, Any], prefix: str, defaults: Mapping[str, Any
 
 def _is_like(name: str, value: object, default: object) -> bool:
     """Whether a value has the type of its default; those that are None by default are sizes."""
-    if name in _TOKENS:  # have checks of their own
+    if name in _TOKENS:  # checked elsewhere
         return True
     if value is None:
         return default is None or name in _MAY_BE_NULL
@@ -166,7 +166,7 @@ def _has_plain_sizes(config: Mapping[str, Any]) -> bool:
         config["hidden_size"] % num_heads == 0
         and (num_kv_heads is None or (_is_size(num_kv_heads) and num_heads % num_kv_heads == 0))
         and (head_dim is None or _is_size(head_dim))
-        # Of rotary positions, transformers takes no odd size of heads.
+        # transformers refuses an odd head size with rotary positions.
         and (head_dim or config["hidden_size"] // num_heads) % 2 == 0
     )
 
@@ -186,7 +186,7 @@ def _has_plain_layer_types(config: Mapping[str, Any]) -> bool:
 
 
 def _has_plain_labels(config: Mapping[str, Any]) -> bool:
-    """Names of classes 0, 1, ... that agree with their number, or no names at all."""
+    """Whether the labels are those of classes 0, 1, ... and match their number, or are absent."""
     names, count = config.get("id2label"), config.get("num_labels")
     if not (count is None or _is_size(count)):
         return False
@@ -208,7 +208,7 @@ def _has_plain_rope(config: Mapping[str, Any]) -> bool:
     if {"partial_rotary_factor", _ORIGINAL} & config.keys():
         return False
     rope = config.get("rope_parameters")
-    if rope is None:  # as transformers 4 writes it
+    if rope is None:  # in the format of transformers 4
         scaling = config.get("rope_scaling")
         if scaling is not None and not isinstance(scaling, Mapping):
             return False
@@ -228,7 +228,7 @@ def _has_plain_rope(config: Mapping[str, Any]) -> bool:
 
 
 def _renamed(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """With `rope_type` for `type`, its first name; as it is where it has both."""
+    """Rename `type`, the older name, to `rope_type`; unchanged if both are there."""
     if "type" not in scaling or "rope_type" in scaling:
         return {**scaling}
     return {"rope_type" if name == "type" else name: value for name, value in scaling.items()}

@@ -1,4 +1,4 @@
-"""What the files of a sentence-transformers model say besides config.json. Loads no model."""
+"""Reads the files of a sentence-transformers model besides config.json. Loads no model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ _MODES: Mapping[str, PoolingType] = {
     "mean_tokens": "MEAN",
     "lasttoken": "LAST",
 }
-"""Names in 1_Pooling/config.json, without `pooling_mode_`, of the modes that are there."""
+"""Names in 1_Pooling/config.json, without `pooling_mode_`, of the supported modes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentenceTransformersConfig:
-    """The modules behind the transformer."""
+    """The modules after the transformer."""
 
     pooling_type: PoolingType
     normalize: bool
     max_seq_length: int | None
-    """Tokens after which sentence-transformers cuts a text."""
+    """Number of tokens to which sentence-transformers truncates a text."""
 
 
 def read_sentence_transformers_config(folder: Path) -> SentenceTransformersConfig | None:
-    """The modules that modules.json lists; None without that file, or without pooling in it.
+    """Read the modules of modules.json; None without that file, or without pooling in it.
 
     Raises:
-        ConfigError: a file is broken, or has a module or a mode that cannot run here.
+        ConfigError: a file is damaged, or has a module or a mode that is not supported.
     """
     path = folder / "modules.json"
     if not path.is_file():

@@ -2,8 +2,7 @@
 
 Nearly every tokenizer of a language model decodes by joining the bytes of its tokens: byte-level
 BPE (GPT-2, Llama 3, Qwen) and SentencePiece with byte fallback (Llama 2, Mistral, Gemma). For
-those, text can be made token by token at the price of a dictionary look-up, and no prefix has to
-be decoded twice.
+those, text is made token by token with a dictionary look-up, and no prefix is decoded twice.
 """
 
 import json
@@ -28,7 +27,7 @@ _STRIP_ONE_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id -> bytes, filled as tokens are met; empty for an id without a token.
+    """Token id -> bytes, computed at the first use; empty for an id without a token.
 
     Args:
         backend: the tokenizer of the tokenizers library.
@@ -36,7 +35,7 @@ class TokenBytes(dict[int, bytes]):
         skip_special_tokens: special tokens have no bytes.
 
     Attributes:
-        texts: token id -> its text; None where its bytes are no whole characters.
+        texts: token id -> its text; None if its bytes are not complete characters.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class _WholeTexts(dict[int, str | None]):
-    """Filled as tokens are met."""
+    """Token id -> text, computed at the first use."""
 
     def __init__(self, table: TokenBytes) -> None:
         super().__init__()
@@ -75,20 +74,20 @@ class _WholeTexts(dict[int, str | None]):
 
 
 USUAL_TOKEN_BYTES = 8
-"""Texts with fewer bytes per token than this are common; longer tokens are rarer."""
+"""Usual upper limit of bytes per token in a text."""
 _NFC_SHRINK = 3
 """NFC makes a text at most three times shorter: three jamo of nine bytes are one syllable of three
 (https://unicode.org/faq/normalization.html)."""
 _LOSSLESS_SPLITS = {"ByteLevel", "Metaspace", "Digits"}
-"""Pre-tokenizers that leave every byte of the text in some word."""
+"""Pre-tokenizers that keep every byte of the text."""
 
 
 class TextLengthBound:
-    """How many tokens a text has at least, known from its bytes alone.
+    """A lower bound for the number of tokens of a text, computed from its number of bytes.
 
     A token stands for a bounded number of bytes. That holds for tokenizers that keep every byte
-    of a text; those that drop white space, or make one unknown token of a whole word, have no
-    such bound, and every text has at least 0 tokens.
+    of a text; for tokenizers that drop white space, or map a whole word to one unknown token, the
+    bound is 0.
 
     Args:
         tokenizer: whose vocabulary is read, which takes some 0.1 s.
@@ -110,9 +109,10 @@ class TextLengthBound:
         if self._shrink is None:
             return
         added = backend.get_added_tokens_decoder().values()
-        # These take the white space beside them away, however much there is.
+        # These tokens remove any amount of white space next to them.
         self._strips = tuple(t.content for t in added if t.lstrip or t.rstrip)
-        # The mark of SentencePiece counts in full: a text may hold it in place of a space.
+        # The mark of SentencePiece counts with all its bytes, because a text may contain it instead
+        # of a space.
         to_bytes = (
             _byte_level_bytes if isinstance(backend.decoder, decoders.ByteLevel) else str.encode
         )
@@ -137,7 +137,7 @@ def _spec(part: Any) -> dict[str, Any]:
 
 
 def _keeps_every_byte(backend: Tokenizer) -> bool:
-    """Whether each byte of a normalised text is in one of its tokens."""
+    """Whether each byte of a normalised text is part of a token."""
     decoding = ByteDecoding.of(backend)
     if decoding is None or not isinstance(backend.model, models.BPE):
         return False
@@ -160,7 +160,7 @@ def _splits_without_loss(spec: dict[str, Any]) -> bool:
 
 
 def _shrink_of(spec: dict[str, Any]) -> int | None:
-    """By which factor a normalizer shortens texts that are not ASCII at most; None: unknown."""
+    """The largest factor by which a normalizer shortens texts that are not ASCII; None: unknown."""
     if spec.get("type") == "Sequence":
         shrink = 1
         for step in spec["normalizers"]:
@@ -179,7 +179,7 @@ def _shrink_of(spec: dict[str, Any]) -> int | None:
 
 @dataclass(frozen=True)
 class ByteDecoding:
-    """How a tokenizer decodes that joins bytes."""
+    """How a tokenizer decodes tokens by joining bytes."""
 
     is_byte_level: bool
     """Tokens are in the alphabet of byte-level BPE; else SentencePiece with byte fallback."""
@@ -188,7 +188,7 @@ class ByteDecoding:
 
     @classmethod
     def of(cls, backend: Tokenizer) -> "ByteDecoding | None":
-        """None when the tokenizer decodes in another way."""
+        """Detect the decoding of a tokenizer; None if it decodes in another way."""
         if not isinstance(backend.decoder, (decoders.ByteLevel, decoders.Sequence)):
             return None
         spec = json.loads(backend.decoder.__getstate__())
@@ -215,7 +215,7 @@ _ALPHABET = _byte_level_alphabet()
 def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([_ALPHABET[character] for character in token])
-    except KeyError:  # an added token, written as it reads
+    except KeyError:  # an added token, stored as plain text
         return token.encode()
 
 

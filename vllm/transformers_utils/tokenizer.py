@@ -1,4 +1,4 @@
-"""Loading a tokenizer. transformers is imported at the first call: it is slow to import."""
+"""Loads tokenizers. transformers is imported at the first call, because that is slow."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,14 +14,14 @@ AnyTokenizer: TypeAlias = "PreTrainedTokenizerBase"
 """Any tokenizer, in the annotations of programs written for vLLM."""
 
 _GENERIC_TYPES = ("llama", "qwen3")
-"""Model types of which no checkpoint names a class that transformers then replaces."""
+"""Model types for which transformers never replaces the tokenizer class that a checkpoint names."""
 
 _FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
-"""What tokenizers are made of: one of these, at least, is in the folder of a model."""
+"""Files of tokenizers. The folder of a model must have at least one of them."""
 
 
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of an engine, or None where it shall work without one.
+    """Load the tokenizer of an engine; None with skip_tokenizer_init.
 
     Raises:
         ConfigError: there is none, or its files are damaged.
@@ -75,7 +75,7 @@ def get_tokenizer(
                 **kwargs,
             )
     except Exception as error:  # tokenizers raises a plain Exception for a damaged file
-        # The text of a KeyError is a bare key.
+        # The text of a KeyError is only the key.
         own_words = repr(error) if isinstance(error, LookupError) else str(error) or repr(error)
         reason = _what_lacks(Path(tokenizer_name)) or own_words
         raise ConfigError(_failure(tokenizer_name, reason)) from error
@@ -86,7 +86,7 @@ def get_tokenizer(
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Refuse a folder that has no file of a tokenizer. Opens none of them.
+    """Refuse a folder without tokenizer files. Does not open the files.
 
     Raises:
         ConfigError: it has none.
@@ -97,10 +97,10 @@ def check_tokenizer_files(folder: Path) -> None:
 
 
 def _is_generic(folder: Path) -> bool:
-    """Whether `AutoTokenizer` would come to the class that has no code of a model in it.
+    """Whether `AutoTokenizer` would choose the generic class.
 
-    Asking it costs the import of torch and of the config classes of all models, seconds for what
-    two files say. Where they leave a doubt, it is asked.
+    Calling it imports torch and the config classes of all models, which takes seconds. Two small
+    files usually give the same answer; if not, it is called.
     """
     paths = [folder / name for name in ("tokenizer_config.json", "config.json")]
     if not (folder / "tokenizer.json").is_file() or not all(path.is_file() for path in paths):
@@ -115,7 +115,7 @@ def _is_generic(folder: Path) -> bool:
 
 
 def _what_lacks(folder: Path) -> str | None:
-    """Why a folder cannot have a tokenizer; None when it may, or is no folder."""
+    """Why a folder cannot have a tokenizer; None if it may have one, or is not a folder."""
     if not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in _FILES):
         return None
     return f"the folder has none of {', '.join(_FILES)}"

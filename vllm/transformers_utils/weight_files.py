@@ -1,4 +1,4 @@
-"""Which files of a folder hold the weights of its model. Opens none of them; loads no torch."""
+"""Finds the weight files of a model folder. Does not open them, and does not import torch."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def _read_index(path: Path) -> list[Path]:
 
 
 def name_some(names: list[str], most: int = 10) -> str:
-    """The names in one line; after `most` names only the number of the others.
+    """List names in one line; after `most` names only the number of the others.
 
     >>> name_some(["a", "b", "c"], most=2)
     'a, b and 1 more'

@@ -1,4 +1,4 @@
-"""Helpers that know nothing about inference."""
+"""Helpers that are independent of inference."""
 
 from vllm.utils.arguments import FlexibleArgumentParser
 from vllm.utils.counter import Counter, random_uuid

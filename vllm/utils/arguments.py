@@ -1,4 +1,4 @@
-"""An argument parser that takes flags with dashes or underscores and helps with typing errors."""
+"""An argument parser that accepts flags with dashes or underscores, and suggests corrections."""
 
 import argparse
 import difflib
@@ -17,7 +17,7 @@ def flag_of(name: str) -> str:
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """`--max_model_len` is `--max-model-len`; an unknown flag is answered with the nearest one.
+    """`--max_model_len` is `--max-model-len`; the error for an unknown flag names the nearest one.
 
     An error is two lines, without the usage: with dozens of flags that would hide the error.
     Flags cannot be abbreviated, because a new flag would make an old command line ambiguous.
@@ -29,7 +29,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As in argparse, after underscores of flags became dashes."""
+        """As in argparse, after replacing underscores in flags by dashes."""
         return super().parse_known_args(
             _with_dashes(sys.argv[1:] if args is None else args), namespace
         )
@@ -37,7 +37,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
-        """As in argparse; exits with code 2 when something is left over."""
+        """As in argparse; exits with code 2 if there are unknown arguments."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown, parsed)

@@ -1,11 +1,11 @@
-"""Numbers and names for things that must be told apart."""
+"""Unique numbers and names."""
 
 import uuid
 from collections.abc import Iterator
 
 
 class Counter(Iterator[int]):
-    """Whole numbers, one after the other.
+    """Counts 0, 1, 2, ...
 
     Attributes:
         counter: the number that `next` gives.
@@ -20,7 +20,7 @@ class Counter(Iterator[int]):
         return number
 
     def reset(self) -> None:
-        """Begin again with 0."""
+        """Start again with 0."""
         self.counter = 0
 
 

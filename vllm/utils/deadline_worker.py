@@ -1,16 +1,16 @@
-"""Calls that must end: run in a process of their own, which is killed when they do not.
+"""Runs calls with a deadline in a separate process, which is killed at the deadline.
 
-For work on what users send whose cost nobody can know beforehand: compiling a grammar, rendering a
-template. The process answers one call at a time; bytes go in, bytes come out, nothing is pickled.
+For work on user input whose cost is not known beforehand: compiling a grammar, rendering a
+template. The process answers one call at a time; input and output are bytes, nothing is pickled.
 
     parent                                         child
     call    argument                    ->         handler(argument)
             (0, result) or (1, message) <-         or what it raised, as text
 
-A child is forked by a `ForkServer` that has imported everything already, so the next call after
-one that killed its process does not wait for imports. A child outlives neither its parent nor its
-call: it ends when its connection does, and the kernel's alarm ends it if the parent dies in the
-middle of a call.
+A child is forked by a `ForkServer` that has imported everything already, so after a process was
+killed, the next call does not wait for imports. A child outlives neither its parent nor its call:
+it ends when its connection does, and the kernel's alarm ends it if the parent dies in the middle of
+a call.
 """
 
 import os
@@ -56,7 +56,7 @@ def make_server(target: str, setup: bytes = b"", *, start_timeout_s: float = 120
 
     Args:
         target: "module:function"; called once with `setup`, returns the function that answers the
-            calls. What it raises reaches the caller as `CallFailed`.
+            calls. Its exceptions reach the caller as `CallFailed`.
         setup: for `target`.
         start_timeout_s: for the imports and the setup.
     """
@@ -65,13 +65,13 @@ def make_server(target: str, setup: bytes = b"", *, start_timeout_s: float = 120
 
 
 class DeadlineWorker:
-    """One child process, forked by the first call and again after one that killed it.
+    """One child process, forked by the first call, and again after it was killed.
 
     Thread-safe: calls wait for each other.
 
     Args:
         server: forks the process; several workers may share one.
-        max_memory_bytes: what calls may add to the address space of the child.
+        max_memory_bytes: by how much calls may enlarge the address space of the child.
     """
 
     def __init__(self, server: ForkServer, *, max_memory_bytes: int = 2 * 2**30) -> None:
@@ -83,12 +83,12 @@ class DeadlineWorker:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, while there is one."""
+        """Process id of the child, or None."""
         child = self._child
         return None if child is None else child.pid
 
     def start(self) -> None:
-        """Have the process ready for a call; nothing happens if it is.
+        """Start the process if it is not ready for a call.
 
         Raises:
             WorkerError: it cannot be started.
@@ -113,9 +113,9 @@ class DeadlineWorker:
             return self._exchange(self._ready_child(), argument, timeout_s)
 
     def close(self) -> None:
-        """Kill the process, in the middle of a call if need be. A later call starts another."""
+        """Kill the process, even during a call. A later call starts another one."""
         if (child := self._child) is not None:
-            # Ends a call that is under way, and with it the wait for the lock.
+            # Ends a running call, and so the wait for the lock.
             self._server.kill(child)
         with self._lock:
             self._kill()
@@ -138,7 +138,7 @@ class DeadlineWorker:
                 raise WorkerDied(f"the worker process answered with {length} bytes")
             answer = receive(child.connection, length, deadline)
         except BaseException as error:
-            # Half an answer may be under way: nobody must take it for the next one's.
+            # A part of an answer may have been sent, which must not be read as the next answer.
             self._kill()
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
                 raise WorkerDied("the worker process has ended") from error
@@ -154,7 +154,7 @@ class DeadlineWorker:
 
 
 def _is_open(connection: socket.socket) -> bool:
-    """Whether the process at the other end lives; it sends nothing without a call."""
+    """Whether the process at the other end is alive; it sends nothing without a call."""
     connection.settimeout(0)
     try:
         return bool(connection.recv(1, socket.MSG_PEEK))
@@ -179,7 +179,7 @@ def _serve_calls(handler: Handler, connection: socket.socket) -> None:
         signal.setitimer(signal.ITIMER_REAL, timeout_s + ALARM_GRACE_S)
         try:
             answer, status = handler(frame[_LIMITS.size :]), OK
-        except Exception as error:  # whatever it is, it belongs to the caller
+        except Exception as error:  # every error is reported to the caller
             answer, status = (str(error) or repr(error)).encode(errors="replace"), FAILED
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.sendall(HEADER.pack(status, len(answer)) + answer)

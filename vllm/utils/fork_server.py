@@ -1,8 +1,8 @@
-"""A process that has imported what its children need, and forks one in milliseconds.
+"""A process that has imported the modules of its children, so that forking one takes milliseconds.
 
-The libraries that compile grammars take seconds to import. A child that had to be killed would be
-missed for as long, so they are imported once, in a process of one thread that does nothing else
-but fork. Its children share its memory until they write to it.
+The libraries that compile grammars take seconds to import. Replacing a killed child would take as
+long, so they are imported once, in a process with one thread that only forks. Its children share
+its memory until they write to it.
 
     parent                                              fork server
     start   {module:function, setup}           ->       handler = module.function(setup)
@@ -10,7 +10,7 @@ but fork. Its children share its memory until they write to it.
             process id                         <-
     reap    process id                         ->       os.waitpid()
 
-It knows nothing of what the children do: `serve_child` of the caller gets handler and socket.
+Independent of the work of the children: `serve_child` of the caller gets handler and socket.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from vllm.errors import VllmError
 Handler = Callable[[bytes], bytes]
 
 HEADER = struct.Struct("<BQ")
-"""Status and length of what follows."""
+"""Status and length of the following message."""
 OK, FAILED = 0, 1
 ALARM_GRACE_S = 2.0
 """The parent's deadline comes first; the alarm is for when there is no parent."""
@@ -54,7 +54,7 @@ _BOOT = (
 
 
 class WorkerError(VllmError):
-    """A call brought no answer."""
+    """A call got no answer."""
 
 
 class DeadlineExceeded(WorkerError, TimeoutError):
@@ -66,7 +66,7 @@ class WorkerDied(WorkerError):
 
 
 class CallFailed(WorkerError):
-    """The called function raised; the message is its own. The process goes on."""
+    """The called function raised; has its message. The process continues."""
 
 
 class _Start(msgspec.Struct):
@@ -119,7 +119,7 @@ class ForkServer:
 
     @property
     def is_running(self) -> bool:
-        """The process is there; it may still be importing."""
+        """Whether the process exists; it may still be importing."""
         process = self._process
         return process is not None and process.poll() is None
 
@@ -129,7 +129,7 @@ class ForkServer:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process and wait until it can fork; nothing happens if it runs.
+        """Start the process and wait until it can fork; does nothing if it runs.
 
         Raises:
             CallFailed: `target` raised; the message is its own.
@@ -160,9 +160,9 @@ class ForkServer:
             return Child(pid, ours)
 
     def kill(self, child: Child) -> None:
-        """Kill a child, in the middle of a call if need be; the waiting caller gets WorkerDied."""
-        # Without its server a child is another process's to wait for, and its id may be taken by
-        # now. It ends by itself then: when its connection is closed, or by its alarm.
+        """Kill a child, even during a call; the waiting caller gets WorkerDied."""
+        # Without its server, init has reaped the child, and its id may belong to another process.
+        # The child ends by itself: when its connection is closed, or by its alarm.
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
@@ -174,9 +174,9 @@ class ForkServer:
         child.connection.close()
 
     def close(self) -> None:
-        """End the process, also while it starts. A later fork starts another."""
+        """End the process, also while it starts. A later fork starts another one."""
         if (process := self._process) is not None:
-            process.kill()  # ends a start that is under way, and with it the wait for the lock
+            process.kill()  # ends a running start, and so the wait for the lock
         with self._lock:
             self._kill()
 
@@ -225,7 +225,8 @@ def _end(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
 
 
 def send(connection: socket.socket, data: bytes, deadline: float) -> None:
-    """Send all of it; DeadlineExceeded when that takes too long, OSError when nobody reads."""
+    """Send all data; DeadlineExceeded if that takes too long, OSError if the other end is
+    closed."""
     _set_timeout(connection, deadline)
     try:
         connection.sendall(data)
@@ -234,10 +235,10 @@ def send(connection: socket.socket, data: bytes, deadline: float) -> None:
 
 
 def receive(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Exactly so many bytes.
+    """Receive exactly this many bytes.
 
     Raises:
-        DeadlineExceeded: they do not come in time.
+        DeadlineExceeded: they do not arrive in time.
         WorkerDied: the other end is closed.
     """
     parts = bytearray()
@@ -276,13 +277,13 @@ def _serve() -> None:
     signal.setitimer(signal.ITIMER_REAL, start.timeout_s + ALARM_GRACE_S)
     try:
         handler = _find(start.target)(start.setup)
-    except Exception as error:  # whatever it is, it belongs to the parent
+    except Exception as error:  # every error is reported to the parent
         text = (str(error) or repr(error)).encode(errors="replace")
         control.sendall(HEADER.pack(FAILED, len(text)) + text)
         return
     serve_child = _find(start.child)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    # Children share what the collector does not touch.
+    # Children share the memory that the garbage collector does not write to.
     gc.collect()
     gc.freeze()
     control.sendall(HEADER.pack(OK, 0))
@@ -314,4 +315,4 @@ def _run_child(serve_child: "Callable[..., object]", handler: Handler, descripto
         serve_child(handler, socket.socket(fileno=descriptor))
         status = 0
     finally:
-        os._exit(status)  # what runs at the end of a program is the fork server's
+        os._exit(status)  # exit handlers belong to the fork server

@@ -23,7 +23,7 @@ Frames = NDArray[np.uint8]
 """[frames, height, width, 3] in RGB."""
 
 _WAV_FORMS = {1: ("u1", 128, 2**7), 2: ("<i2", 0, 2**15), 4: ("<i4", 0, 2**31)}
-"""Bytes of a sample -> its type, its value for silence, and how far it goes from there."""
+"""Bytes per sample -> type, value of silence, and largest distance from it."""
 _MAX_INT16 = 2**15 - 1
 
 
@@ -51,7 +51,7 @@ def read_wav(data: bytes) -> tuple[Samples, int]:
     Several channels are mixed to one.
 
     Raises:
-        RequestError: it is another kind of file.
+        RequestError: it is not such a file.
     """
     try:
         with wave.open(io.BytesIO(data)) as file:

@@ -1,4 +1,4 @@
-"""Spans for OpenTelemetry collectors. Knows no request and no HTTP.
+"""Sends spans to OpenTelemetry collectors. Independent of requests and HTTP.
 
 The packages of OpenTelemetry are the extra `vllm[otel]`; nothing of them is loaded before a tracer
 is made.
@@ -48,7 +48,7 @@ class Span:
 class Tracer:
     """Makes spans and sends them, in batches from a thread of its own.
 
-    A collector that does not answer costs spans, never requests.
+    If a collector does not answer, spans are lost, but requests are not affected.
 
     Args:
         endpoint: of the collector: gRPC where the port is 4317, else HTTP with protobuf.
@@ -102,7 +102,7 @@ class Tracer:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Refuse an endpoint that no tracer can be made for; sends nothing.
+    """Check that a tracer can be made for the endpoint. Sends nothing.
 
     Raises:
         ConfigError: the packages are not installed, or it is no address.

@@ -1,4 +1,5 @@
-"""Classes that users choose by name and plug-ins add to. Knows no parser."""
+"""A registry of classes that users choose by name and plug-ins extend. Independent of the
+parsers."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +18,8 @@ class ParserRegistry(Generic[ParserT]):
     Args:
         flag: the setting that takes the names, for messages.
         base: what every parser is a subclass of.
-        parsers: those that are there without a plug-in.
-        methods: of which a parser of a plug-in defines one, so that it can read at all.
+        parsers: the built-in ones.
+        methods: a parser of a plug-in must define one of them.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class ParserRegistry(Generic[ParserT]):
         self._methods = methods
 
     def names(self) -> list[str]:
-        """All names, in the order of the alphabet."""
+        """All names in alphabetical order."""
         return sorted(self._parsers)
 
     def get(self, name: str) -> type[ParserT]:
@@ -48,7 +49,7 @@ class ParserRegistry(Generic[ParserT]):
         return self._parsers[name]
 
     def snapshot(self) -> dict[str, type[ParserT]]:
-        """The parsers by name, as they are now."""
+        """The current parsers by name (a copy)."""
         return dict(self._parsers)
 
     @overload
@@ -64,11 +65,11 @@ class ParserRegistry(Generic[ParserT]):
     def register_module(
         self, name: str | Sequence[str] | None = None, force: bool = True, module: Any = None
     ) -> Any:
-        """Make a class the parser of a name; a decorator where `module` is not given.
+        """Register a class as the parser of a name; a decorator if `module` is not given.
 
         Args:
             name: or several; None is the name of the class.
-            force: a name that is taken goes to the new class; else that is a KeyError.
+            force: replace an existing name; otherwise that is a KeyError.
             module: the class.
 
         Raises:
@@ -119,7 +120,7 @@ def load_plugin(flag: str, path: str, registries: Sequence[ParserRegistry[Any]])
         raise ConfigError(f"{flag}: {path} is not a Python file")
     try:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    except Exception as error:  # a program from outside; it may raise anything
+    except Exception as error:  # foreign code, which may raise anything
         raise ConfigError(f"{flag}: {path} fails: {type(error).__name__}: {error}") from error
     if before == [registry.snapshot() for registry in registries]:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""Memory of this process: giving it back to the operating system, and keeping it out of garbage
-collections.
+"""Memory of this process: returns memory to the operating system, and excludes objects from garbage
+collection.
 
-`discard` gives back memory that is still allocated: its addresses stay valid, so kernels of C++
-that hold one never point to memory that is not there. `give_back_memory` gives back what was freed
-and what the allocator of the C library would keep.
+`discard` releases memory that is still allocated: its addresses stay valid, so C++ kernels that
+hold one never point to unmapped memory. `release_freed_memory` releases freed
+memory that the allocator of the C library would keep.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ import sys
 from typing import Any
 
 DELAY_S = 1.0
-"""Of `MemoryTrim`: by then a large request has freed what it held."""
+"""Delay of `MemoryTrim`: a large request has freed its memory by then."""
 
 _CAN_DISCARD = sys.platform == "linux"
-"""Other systems may keep the memory, or what is in it."""
+"""Other systems may keep the memory or its content."""
 
 
 def can_discard() -> bool:
@@ -29,7 +29,7 @@ def can_discard() -> bool:
 
 
 def discard(address: int, num_bytes: int) -> None:
-    """Give memory back; all of its bytes are 0 afterwards, and writing takes memory again.
+    """Release memory. All its bytes are 0 afterwards, and writing allocates it again.
 
     The system has whole pages only: parts of a page at both ends are cleared and kept.
 
@@ -38,7 +38,7 @@ def discard(address: int, num_bytes: int) -> None:
         num_bytes: its size.
 
     Raises:
-        OSError: the system does not take it back, for example because it is locked.
+        OSError: the system refuses, for example because the memory is locked.
     """
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -52,37 +52,38 @@ def discard(address: int, num_bytes: int) -> None:
         raise OSError(error, f"madvise of {end - first} bytes: {os.strerror(error)}")
 
 
-def give_back_memory() -> bool:
-    """Give freed memory back; False where the C library has no call for that, or had nothing."""
+def release_freed_memory() -> bool:
+    """Release freed memory. Returns False if the C library cannot do that, or had nothing to
+    release."""
     trim = getattr(_libc(), "malloc_trim", None)
     return trim is not None and bool(trim(0))
 
 
 class MemoryTrim:
-    """Calls `give_back_memory` a moment after it was asked to, once for all who asked by then."""
+    """Calls `release_freed_memory` after a short delay, once for all requests in that time."""
 
     def __init__(self) -> None:
         self._timer: asyncio.TimerHandle | None = None
 
     def soon(self) -> None:
-        """Ask for it. To be called in an event loop."""
+        """Schedule it. Call this in an event loop."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(DELAY_S, self._begin)
 
     def _begin(self) -> None:
         self._timer = None
-        asyncio.get_running_loop().run_in_executor(None, give_back_memory)
+        asyncio.get_running_loop().run_in_executor(None, release_freed_memory)
 
 
 def keep_for_good() -> None:
-    """Leave all objects that are alive now out of later garbage collections.
+    """Exclude all objects that are alive now from later garbage collections.
 
     Modules, models and tables stay until the end. A full collection that visits them would stop
     the process, and with it all streams, for a quarter of a second.
     """
     gc.collect()
     gc.freeze()
-    # At the end of the process, libraries look for what was never freed, and print it.
+    # At the end of the process, libraries look for unfreed objects and print them.
     atexit.register(gc.unfreeze)
 
 

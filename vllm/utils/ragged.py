@@ -1,4 +1,4 @@
-"""Groups of different sizes that lie after each other in flat arrays."""
+"""Groups of different sizes, concatenated in flat arrays."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 
 def positions_within(counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """The position of each element in its group, for groups of so many elements.
+    """The position of each element in its group, for groups of these sizes.
 
     >>> positions_within(np.array([2, 0, 3])).tolist()
     [0, 1, 0, 1, 2]

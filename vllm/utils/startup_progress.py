@@ -16,7 +16,7 @@ _imported = time.monotonic()
 _MOST_BEFORE_IMPORT_S = 60.0
 _STAT = Path("/proc/self/stat")
 _START_TIME = 19
-"""Its place among the fields of that file behind the name of the program, from 0."""
+"""Index of the field in that file, counted from 0 after the name of the program."""
 
 
 def listen(listener: Listener | None) -> None:
@@ -34,12 +34,12 @@ def report(phase: str, done: int = 0, total: int = 0) -> None:
 def process_start() -> float:
     """When this process began, in seconds of `time.monotonic()`.
 
-    Where the system does not tell, when this module was imported; also where that was long after,
-    so that the program did something else first.
+    If the system does not provide it, or if it is long before the import of this module, because
+    the program did something else first: the time of that import.
     """
     if not _STAT.is_file():
         return _imported
-    # The name may hold spaces and brackets.
+    # The name may contain spaces and brackets.
     fields = _STAT.read_text().rpartition(")")[2].split()
     since_boot = int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot

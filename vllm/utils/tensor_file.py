@@ -1,4 +1,4 @@
-"""Reads the one tensor in a file that a stranger sent, made by `torch.save` or safetensors.
+"""Reads the single tensor in an untrusted file of `torch.save` or safetensors.
 
 `torch.load` is not used, not even with `weights_only=True`: it builds whatever tensor the file
 describes (sparse, quantized, nested, with any sizes and strides) before anyone can check it. Here
@@ -19,7 +19,7 @@ import numpy as np
 _MAX_ENTRIES = 64
 """Files inside a `torch.save` file of one tensor; there are seven today."""
 _MAX_PICKLE_BYTES = 4096
-"""Of its description; a plain tensor needs some 200."""
+"""Maximum size of its description; a plain tensor needs some 200."""
 _ENTRY_SIGN = b"PK\1\2"
 """Begins each entry of the list at the end of a zip file."""
 
@@ -39,7 +39,8 @@ _GLOBALS = {_REBUILD_TENSOR, _REBUILD_PARAMETER, _ORDERED_DICT, *_STORAGE_DTYPES
 
 
 class TensorFileError(ValueError):
-    """The file holds no tensor of the kind that is read; the message says what it holds."""
+    """The file does not contain one tensor of a supported type; the message says what it
+    contains."""
 
 
 class RawTensor(NamedTuple):
@@ -106,9 +107,9 @@ def _read_torch(data: bytes) -> RawTensor:
 
 
 def _check_num_entries(data: bytes) -> None:
-    """Before the list of entries is read, which may be as long as the file.
+    """Check the number before the list of entries is read, which may be as long as the file.
 
-    The number that the file itself gives is not what `zipfile` goes by.
+    `zipfile` does not rely on the number that the file states.
     """
     if data.count(_ENTRY_SIGN) > _MAX_ENTRIES:
         raise TensorFileError("is a zip file, but not a torch.save file")
@@ -166,7 +167,7 @@ def _accepted() -> str:
 
 
 def _read_description(data: bytes) -> _View:
-    """What the pickle of a tensor says.
+    """Read the pickle of a tensor as data.
 
     A pickle is a program for a machine with a stack. Of its operations, those are known here that
     put numbers, texts and tuples on the stack; a call is taken as a description of its result.
@@ -185,7 +186,7 @@ def _read_description(data: bytes) -> _View:
 
 
 class _DescriptionReader:
-    """The stack, and what was put aside to be used again."""
+    """The stack and the memo of the pickle."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -193,7 +194,7 @@ class _DescriptionReader:
         self._memo: dict[int, Any] = {}
 
     def run(self, name: str, argument: Any) -> None:
-        """Follow one operation.
+        """Execute one operation.
 
         Raises:
             TensorFileError: the description of a dense tensor has no such operation.
@@ -215,7 +216,7 @@ class _DescriptionReader:
             raise TensorFileError(f"must hold one dense tensor and nothing else (found {name})")
 
     def _put(self, start: int, make: Callable[[list[Any]], Any]) -> None:
-        """Replace the top of the stack, from `start` on, by what is made of it."""
+        """Replace the top of the stack, from `start` on, by one object made of it."""
         if start < 0:
             raise IndexError("the stack is empty")
         self.stack[start:] = [make(self.stack[start:])]

@@ -1,11 +1,11 @@
-"""Model output as it grows, for parsers that are written as if all of it were there.
+"""A growing text, for parsers that are written as if the text were complete.
 
-A parser is a generator. It reads from a `TextStream`, and where everything is read and more may
-come it waits: `yield from` any method that returns a `Wait`. Whoever owns the stream calls `add`,
-then resumes the generator. What a parser makes of a text cannot depend on how the text was cut,
-as long as it decides by what it has read, never by what happens to be there.
+A parser is a generator. It reads from a `TextStream`, and waits if everything is read and more may
+come: `yield from` any method that returns a `Wait`. The owner of the stream calls `add`, then
+resumes the generator. The result does not depend on how the text was split into pieces, if the
+parser only decides by text that it has read, not by text that happens to be available.
 
-Every character is looked at a bounded number of times: the work is linear in the text.
+Every character is read a bounded number of times, so the work is linear in the text.
 """
 
 import re
@@ -14,13 +14,13 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]
-"""Reads on, waiting for text where it must; the result is what `yield from` gives."""
+"""A generator that waits for text if necessary; `yield from` gives its result."""
 
 _SPACE = re.compile(r"\s+")
 
 
 class Markers:
-    """Fixed texts to look for. None of them may hold another one.
+    """Fixed texts to look for. None of them may contain another one.
 
     Args:
         texts: not empty ones; no texts at all are never found.
@@ -37,7 +37,7 @@ class Markers:
         return self._pattern.search(text, start)
 
     def safe_end(self, text: str, start: int) -> int:
-        """Where the end of a text may be the beginning of a marker; else the text's length.
+        """The position at which a marker may begin at the end of a text; else the text's length.
 
         For texts in which `search` finds nothing.
         """
@@ -66,20 +66,20 @@ class TextStream:
         self._taken: list[str] = []
 
     def add(self, text: str) -> None:
-        """More of the text has come."""
-        # Readers leave no more than a part of a marker unread, so that little is copied.
+        """Append text."""
+        # Readers leave at most a part of a marker unread, so little is copied.
         self.text = self.text[self.position :] + text
         self.position = 0
 
     def consume(self, num_characters: int) -> str:
-        """Read so many characters, which must be there."""
+        """Read this many characters, which must be available."""
         piece = self.text[self.position : self.position + num_characters]
         self.position += num_characters
         self._taken.append(piece)
         return piece
 
     def forget(self) -> str:
-        """What was read since the last call of this method."""
+        """Return the text that was read since the last call of this method."""
         taken, self._taken = self._taken, []
         return "".join(taken)
 
@@ -92,7 +92,7 @@ class TextStream:
         return True
 
     def grow(self) -> Wait[bool]:
-        """Wait for text beyond what is there. False: the text has ended."""
+        """Wait for more text. False: the text has ended."""
         size = len(self.text) - self.position
         while len(self.text) - self.position == size:
             if self.is_complete:
@@ -124,7 +124,7 @@ class TextStream:
         return "".join(pieces)
 
     def read_literal(self, literal: str) -> Wait[bool]:
-        """Read exactly this text, or nothing. Returns whether the stream goes on with it."""
+        """Read exactly this text, or nothing. Returns whether it was there."""
         while not self.text.startswith(literal, self.position):
             num_unread = len(self.text) - self.position
             if num_unread >= len(literal) or not literal.startswith(self.text[self.position :]):
@@ -135,7 +135,7 @@ class TextStream:
         return True
 
     def read_until(self, markers: Markers, sink: Callable[[str], None]) -> Wait[str]:
-        """Read what comes before the first marker.
+        """Read the text before the first marker.
 
         Args:
             markers: where to stop.

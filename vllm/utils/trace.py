@@ -1,10 +1,10 @@
 """Timelines of what the engine does, for ui.perfetto.dev, chrome://tracing and perfetto.habana.ai.
 
 A trace file is the JSON Array Format of Chrome traces. Events reach it in batches, each in one
-write, and a comma stands before its event: what a killed process leaves lacks the closing bracket,
-which viewers do not insist on, and only where the kill interrupts a write half an event more.
+write, and a comma precedes each event. The file of a killed process lacks the closing bracket,
+which viewers accept; if the kill interrupts a write, it also ends with a part of an event.
 
-Knows no request, no step and no device: callers name what they measure.
+Independent of requests, steps and devices: callers name what they measure.
 """
 
 import atexit
@@ -169,7 +169,7 @@ class TraceWriter(Trace):
             self._write(b"\n]\n")
         except OSError as error:
             logger.warning("tracing stops, %s cannot be written: %s", self.path, error)
-            with suppress(OSError):  # the disk is already reported
+            with suppress(OSError):  # the error of the disk is already reported
                 self._file.truncate(self._num_bytes)  # half an event would hide the others
         finally:
             self.is_on = False

@@ -31,16 +31,16 @@ class EmbeddingRows:
         _check_embedding(model)
 
     def add(self, row: int, request: EngineRequest) -> None:
-        """A request has taken the row."""
+        """Place a request in the row."""
         if request.embeddings:
             self._rows[row] = request.embeddings
 
     def remove(self, row: int) -> None:
-        """The row's request has left."""
+        """Clear the row."""
         self._rows.pop(row, None)
 
     def select(self, launch: Launch, starts: IntArray) -> ReplacedTokens | None:
-        """What a launch replaces; None: nothing.
+        """The embeddings that a launch has to replace; None if there are none.
 
         Args:
             launch: n rows.

@@ -13,19 +13,20 @@ from vllm.utils.ragged import positions_within
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """The next tokens of m rows, whose values are not known yet: one each, and up to one more for
-    each draft."""
+    """The next tokens of m rows, whose values are not known yet: one for each row, plus up to one
+    for each draft."""
 
     rows: IntArray
     """[m] no row twice."""
     positions: IntArray
     """[m] of the first token of each."""
     owners: IntArray
-    """[m] whose tokens they are: a row may have another request when they come."""
+    """[m] which request of the row they belong to: the row may have another request when they
+    arrive."""
     num_drafts: IntArray | None = None
-    """[m] drafts of each; None: none has any."""
+    """[m] number of drafts of each; None if no row has drafts."""
     draft_ids: IntArray | None = None
-    """[sum of `num_drafts`] the drafts, those of one row after those of another."""
+    """[sum of `num_drafts`] the drafts, row by row."""
 
 
 class InputBatch:
@@ -54,7 +55,7 @@ class InputBatch:
         self.block_table: IntArray = self.block_tables[0]
         self.num_blocks: IntArray = np.zeros(max_num_seqs, np.int32)
         self._owner: IntArray = np.zeros(max_num_seqs, np.int32)
-        """Counts the requests that a row has had."""
+        """Number of requests that each row has had."""
 
     def update(self, step: SchedulerOutput) -> None:
         """Place new requests, shorten and extend tables, and write drafts behind the known tokens,
@@ -78,8 +79,8 @@ class InputBatch:
         """Append one token to each row, and one for each draft, whose values `record` will tell.
 
         Args:
-            rows: [m] that are sampling, no row twice.
-            num_drafts: [m] drafts of each; None: none has any.
+            rows: [m] rows that sample, distinct.
+            num_drafts: [m] number of drafts of each; None if no row has drafts.
         """
         first = self.num_tokens[rows]
         self.num_tokens[rows] += 1
@@ -97,12 +98,12 @@ class InputBatch:
 
         Args:
             expected: m rows.
-            token_ids: those of one row after those of another.
+            token_ids: row by row.
             counts: [m] tokens of each; None: one each, and none had drafts.
 
         Returns:
-            Row of each token and tokens, less those of rows that have been given to another
-            request since.
+            The row of each token, and the tokens, without those of rows that have another request
+            now.
         """
         rows, positions = expected.rows, expected.positions
         is_same = self._owner[rows] == expected.owners
@@ -130,7 +131,7 @@ class InputBatch:
         self.num_blocks[row] = num_blocks
 
     def _append_blocks(self, rows: IntArray, block_ids: IntArray) -> None:
-        """Entries of a row that occurs several times follow each other, in order."""
+        """Append blocks to tables. Entries of the same row are adjacent and in order."""
         first = np.concatenate(([True], rows[1:] != rows[:-1]))
         starts = np.flatnonzero(first)
         run = np.arange(len(rows)) - np.repeat(starts, np.diff(np.append(starts, len(rows))))

@@ -22,13 +22,14 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     """The device memory of one rank, measured before its KV cache is allocated."""
 
     free_bytes: int
-    """Not used by weights."""
+    """Bytes that are not used by weights."""
     launch_bytes: int = 0
-    """Of it, what launches need while they run."""
+    """Bytes of `free_bytes` that launches need while they run."""
     warm_up_bytes: int = 0
-    """Of it, what is reserved for what the warm-up keeps on the device, such as graphs."""
+    """Bytes of `free_bytes` that are reserved for what the warm-up keeps on the device, such as
+    graphs."""
     block_bytes: int
-    """Of one KV block in all layers of this rank; 0 for a model without a KV cache."""
+    """Bytes of one KV block in all layers of this rank; 0 for a model without a KV cache."""
     windows: tuple[int | None, ...] = (None,)
     """Of the groups of layers that have block tables of their own; None: full attention."""
     num_blocks: int
@@ -39,7 +40,7 @@ class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
     """One launch of a warm-up. All ranks name the same one at the same time."""
 
     phase: str
-    """What the warm-up does, for reports of progress."""
+    """The phase of the warm-up, for progress reports."""
     name: str
     """Of the launch."""
     index: int
@@ -47,7 +48,7 @@ class WarmUpStep(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     """Of the phase. It may change on the way, as launches are given up."""
     given_up: str | None = None
-    """Why it is done without, such as too little memory; None: it is kept."""
+    """Why this launch is given up, such as too little memory; None: it is kept."""
 
 
 class StepHandleLike(Protocol):
@@ -91,7 +92,7 @@ class Worker(Protocol):
         """Finish the last step of the warm-up, and name the next one.
 
         Args:
-            given_up: why some rank has to do without the last step, so that all ranks do;
+            given_up: why some rank cannot run the last step, so that no rank uses it;
                 None: all of them keep it.
 
         Returns:
@@ -104,7 +105,8 @@ class Worker(Protocol):
         ...
 
     def warm_up(self) -> str | None:
-        """Run the step that `next_warm_up` has named; why this rank has to do without it."""
+        """Run the step that `next_warm_up` has named. Returns why this rank cannot run it, or
+        None."""
         ...
 
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
@@ -116,5 +118,5 @@ class Worker(Protocol):
         ...
 
     def stats(self) -> RunnerStats:
-        """Counters since the start; cheap enough to call after every step."""
+        """Counters since the start. Cheap enough to call after every step."""
         ...

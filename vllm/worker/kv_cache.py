@@ -24,14 +24,14 @@ _CACHE_DTYPES = {
 
 
 def cache_dtype(config: VllmConfig) -> torch.dtype:
-    """What the KV cache holds: `--kv-cache-dtype`, or the dtype of the model."""
+    """Data type of the KV cache: `--kv-cache-dtype`, or the dtype of the model."""
     asked = config.cache.kv_cache_dtype
     model_dtype: torch.dtype = getattr(torch, config.model.dtype_name)
     return _CACHE_DTYPES.get(asked, model_dtype)
 
 
 def layers_with_cache(model: nn.Module) -> list[CachedLayer]:
-    """The layers that keep something, in the order of the model; an encoder has none."""
+    """The layers with a KV cache, in the order of the model; an encoder has none."""
     return [
         module
         for module in model.modules()
@@ -47,7 +47,7 @@ def cache_layout(
     *,
     keeps_all: bool = False,
 ) -> KVCacheLayout:
-    """How the blocks of these layers are shared out; see `plan_layout`."""
+    """The layout of the KV cache for these layers; see `plan_layout`."""
     return plan_layout(
         [layer.cache_spec(dtype) for layer in layers],
         config.cache.block_size,
@@ -134,7 +134,7 @@ def check_capacity(
         f"cache more memory, or lower --max-model-len to {capacity}"
         if capacity
         else f"not enough memory for the KV cache: one block takes {block_bytes} bytes ({source}; "
-        f"{free_gib:.2f} GiB free)"
+        f"{free_gib:.2f} GiB free). Give the cache more memory"
     )
 
 

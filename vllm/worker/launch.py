@@ -20,19 +20,20 @@ class Launch:
     num_scheduled_tokens: IntArray
     """[n] tokens of each row in this pass."""
     num_drafts: IntArray | None = field(default=None, kw_only=True)
-    """[n] drafts among them, the last ones; None: no row has any."""
+    """[n] number of drafts among them, which are the last ones; None if no row has drafts."""
 
 
 class LaunchPlanner(Protocol):
     """Splits a step into launches that the device can run."""
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
-        """The launches of a step, in the order they run; together they cover all its rows."""
+        """Plan the launches of a step, in the order in which they run. Together they cover all its
+        rows."""
         ...
 
 
 class RaggedPlanner:
-    """Everything in one launch, nothing padded: for devices that take any shape."""
+    """One launch per step without padding, for devices that accept any shape."""
 
     def plan(self, step: SchedulerOutput) -> list[Launch]:
         """One launch with all rows."""

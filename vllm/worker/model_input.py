@@ -21,14 +21,14 @@ class ModelInput:
     input_ids: Tensor
     """[T] int64."""
     context: LaunchContext
-    """What the layers have to know."""
+    """The launch as the layers see it."""
     sampled: IntArray
     """[m] indices into the launch's rows of those that sample."""
     num_drafts: IntArray | None
-    """[m] drafts of each; None: none has any."""
+    """[m] number of drafts of each; None if no row has drafts."""
     logits_indices: Tensor | None
-    """int64: the tokens whose logits they sample from, the newest token of a row and its drafts;
-    None: all T."""
+    """int64: indices of the tokens whose logits are sampled from: the newest token of a row and its
+    drafts. None: all T."""
 
 
 def build_ragged_input(
@@ -45,7 +45,7 @@ def build_ragged_input(
         launch: which of them run.
         block_size: tokens of a block.
         device: for the tensors.
-        embeddings: of the rows; None: none has any.
+        embeddings: of the rows; None if no row has any.
     """
     rows, start, count = launch.rows, launch.num_computed_tokens, launch.num_scheduled_tokens
     seq_lens = start + count

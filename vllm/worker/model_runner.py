@@ -1,5 +1,5 @@
-"""Runs scheduler steps: batch state, launches, forward, sampling. Each of them is an object of
-its own; this is the order of the calls.
+"""Runs scheduler steps: update the batch, plan launches, run the forward pass, sample. Each part
+has its own class; this module calls them in order.
 """
 
 from collections import defaultdict
@@ -60,15 +60,15 @@ class LaunchResult:
     """The result of one launch, on the device."""
 
     rows: IntArray
-    """[n] row of each row of the logits; one for each position of a row with drafts."""
+    """[n] the row of each row of the logits; a row with drafts occurs once per position."""
     indices: IntArray
-    """[t] those of them that sampled a token, ascending."""
+    """[t] indices of the entries that sampled a token, ascending."""
     sampled: SamplerOutput | None
-    """Of n rows or more; None when t is 0."""
+    """The sampled tokens of n rows or more; None when t is 0."""
     prompt_logprobs: list[tuple[int, PendingLogprobs]]
     num_drafts: IntArray | None = field(default=None, kw_only=True)
-    """[m] drafts of each row of the batch that sampled, which has 1 more of `indices`; None: none
-    has any, and m is t."""
+    """[m] number of drafts of each row of the batch that sampled; the row has one more entry in
+    `indices`. None if no row has drafts; m is t then."""
 
     @property
     def sampled_rows(self) -> IntArray:
@@ -80,7 +80,7 @@ class LaunchResult:
 
 
 PendingLaunch = tuple[LaunchResult, ExpectedTokens]
-"""A launch, and the tokens of `indices` in the batch."""
+"""A launch, and the expected tokens of its `indices` in the batch."""
 
 
 class ModelRunner:
@@ -90,7 +90,7 @@ class ModelRunner:
         config: of the engine.
         model: loaded, on the device.
         device: where it is.
-        grammars: of the worker, that begin to load before the model; None makes others.
+        grammars: of the worker, which begin to load before the model; None makes new ones.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ModelRunner:
         self.prompt_logprobs = PromptLogprobs(model, self.sampler)
         self.planner: LaunchPlanner = RaggedPlanner()
         self.embeddings: EmbeddingRows | None = None
-        """Of requests whose prompts have some; None: the engine takes none."""
+        """Embeddings of requests; None: the engine accepts no embeddings."""
         if config.model.enable_prompt_embeds:
             self.embeddings = EmbeddingRows(model, device)
         self._in_flight: StepHandle | None = None
@@ -137,8 +137,8 @@ class ModelRunner:
         return layers_with_cache(self.model)
 
     def execute(self, step: SchedulerOutput) -> StepHandle:
-        """Start a step. The one before may be in flight, and is waited for where its tokens are
-        needed on the host."""
+        """Start a step. The step before may be in flight; it is waited for if its tokens are needed
+        on the host."""
         if self._in_flight is not None and self._needs_tokens(step):
             self._in_flight.result()
         self._update_state(step)
@@ -148,7 +148,7 @@ class ModelRunner:
         return self._in_flight
 
     def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Launch a step; what is returned waits for its tokens."""
+        """Launch a step. Calling the result waits for its tokens."""
         launches = [self._launch(launch) for launch in self.planner.plan(step)]
         return lambda: self._collect(step.step_id, launches)
 
@@ -158,7 +158,8 @@ class ModelRunner:
         return True
 
     def stats(self) -> RunnerStats:
-        """What it has done; on a device that takes any shape nothing is padded or compiled."""
+        """Counters since the start. Nothing is padded or compiled on a device that accepts any
+        shape."""
         return RunnerStats(num_steps=self._num_steps, num_useful_tokens=self._num_useful_tokens)
 
     def _launch(self, launch: Launch) -> PendingLaunch:
@@ -233,7 +234,8 @@ class ModelRunner:
                 within = positions_within(expected.num_drafts + 1)
                 sampled = sampled[within < np.repeat(counts, expected.num_drafts + 1)]
                 host_ids = host_ids.copy()
-                host_ids[result.indices[within > 0]] = 0  # only a row without a token has failed
+                # only rows without a token can have failed
+                host_ids[result.indices[within > 0]] = 0
                 count_of = dict(zip(expected.rows.tolist(), counts.tolist(), strict=True))
                 found = {row: rows.first(count_of[row]) for row, rows in found.items()}
             token_ids = np.maximum(sampled, 0)

@@ -23,12 +23,12 @@ class PendingLogprobs:
     """Log-probabilities of consecutive positions of one row, still on the device."""
 
     parts: list[LogprobTensors]
-    """Each of consecutive positions, the last with padding after them."""
+    """Parts of consecutive positions; the last part ends with padding."""
     num_positions: int
     num_logprobs: int
 
     def result(self) -> LogprobRows:
-        """On the host; waits for the device."""
+        """Copy to the host; waits for the device."""
         found, logprobs, ranks = (
             np.concatenate([tensor.cpu().numpy() for tensor in column])[: self.num_positions]
             for column in zip(*self.parts, strict=True)
@@ -38,7 +38,7 @@ class PendingLogprobs:
 
 
 def join_logprobs(parts: list[LogprobRows]) -> LogprobRows:
-    """Positions of one row after each other."""
+    """Concatenate the positions of one row."""
     return LogprobRows(
         token_ids=np.concatenate([part.token_ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
@@ -72,16 +72,16 @@ class PromptLogprobs:
 
     @property
     def rows(self) -> Collection[int]:
-        """The rows that want them now; follows what changes."""
+        """The rows that currently want them; a live view."""
         return self._wanted.keys()
 
     def add(self, row: int, request: EngineRequest) -> None:
-        """A request has taken the row."""
+        """Place a request in the row."""
         if request.sampling_params.prompt_logprobs is not None:
             self._wanted[row] = request.sampling_params.prompt_logprobs
 
     def remove(self, row: int) -> None:
-        """The row's request has left."""
+        """Clear the row."""
         self._wanted.pop(row, None)
 
     def compute(

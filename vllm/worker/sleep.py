@@ -1,7 +1,7 @@
-"""Sleep mode: the memory of weights and KV cache is given back, and comes back on demand.
+"""Sleep mode: releases the memory of weights and KV cache, and allocates it again on demand.
 
-What giving back means depends on the device; see `cpu_sleep` and `hpu_sleep`. Knows no requests:
-the engine has made sure that none runs.
+How memory is released depends on the device; see `worker/cpu/sleep` and `worker/hpu/sleep`. Knows
+no requests: the engine has made sure that none runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +16,21 @@ logger = init_logger(__name__)
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
-"""What can sleep, in the order in which it wakes up."""
+"""The parts that can sleep, in the order in which they wake up."""
 
 LEVELS = (1, 2)
 
 
 BuildModel = Callable[[str], nn.Module]
-"""A new model with the weights of a folder, built as the one that runs, in host memory."""
+"""Builds a new model like the running one, with the weights of a folder, in host memory."""
 
 
 class SleepPart(Protocol):
-    """Memory that can be given back."""
+    """Memory that can be released and restored."""
 
     def release(self, *, keep: bool) -> None:
-        """Give the memory back; called again for what is released already when less is to be
-        kept of it.
+        """Release the memory. Called again on released memory if less of its content has to be
+        kept.
 
         Args:
             keep: the content must be the same after `restore`.
@@ -38,7 +38,7 @@ class SleepPart(Protocol):
         ...
 
     def restore(self) -> None:
-        """Allocate the memory again. When this raises, the memory is still given back."""
+        """Allocate the memory again. If this raises, the memory stays released."""
         ...
 
 
@@ -46,7 +46,7 @@ class SleepingWeights(SleepPart, Protocol):
     """The weights of a model, which can also be read again."""
 
     def reload(self, folder: str | None) -> None:
-        """Read the weights again, from another folder if there is one. While they are given back,
+        """Read the weights again, from another folder if one is given. While they are released,
         `restore` will read them from there.
 
         Raises:
@@ -66,7 +66,7 @@ class Sleep:
     def __init__(self, parts: Mapping[str, SleepPart]) -> None:
         self._parts = parts
         self._levels: dict[str, int] = {}
-        """Of the parts that sleep."""
+        """Sleep level of each part that sleeps."""
 
     @property
     def tags(self) -> list[str]:
@@ -74,7 +74,7 @@ class Sleep:
         return [tag for tag in TAGS if tag in self._levels]
 
     def sleep(self, level: int) -> None:
-        """Give the memory of all parts back.
+        """Release the memory of all parts.
 
         Args:
             level: 1 keeps the content of weights, 2 keeps nothing. The KV cache is always lost.
@@ -96,7 +96,7 @@ class Sleep:
             self._levels[tag] = level
 
     def wake_up(self, tags: Sequence[str] | None) -> list[str]:
-        """Take the memory of parts again.
+        """Allocate the memory of parts again.
 
         Args:
             tags: of the parts; None is all of them.

@@ -40,7 +40,7 @@ class TorchProfile:
         """Begin a trace.
 
         Raises:
-            RequestError: there is no folder, or a trace has begun already.
+            RequestError: there is no folder, or a trace is being recorded already.
         """
         if self._folder is None:
             raise RequestError(
@@ -48,7 +48,9 @@ class TorchProfile:
                 "before the engine starts"
             )
         if self._profile is not None:
-            raise RequestError("start_profile: a trace has begun already; end it by stop_profile")
+            raise RequestError(
+                "start_profile: a trace is being recorded already; end it with stop_profile"
+            )
         self._folder.mkdir(parents=True, exist_ok=True)
         profile = _new_profile()
         profile.start()
@@ -56,13 +58,15 @@ class TorchProfile:
         logger.info("Profiling enabled. Traces will be saved to: %s", self._folder)
 
     def stop(self) -> str:
-        """End the trace and write its file; the path of it.
+        """End the trace and write its file. Returns the path.
 
         Raises:
-            RequestError: no trace has begun.
+            RequestError: no trace is being recorded.
         """
         if self._profile is None:
-            raise RequestError("stop_profile: no trace has begun; begin one by start_profile")
+            raise RequestError(
+                "stop_profile: no trace is being recorded; begin one with start_profile"
+            )
         profile, self._profile = self._profile, None
         profile.stop()
         assert self._folder is not None
@@ -72,7 +76,7 @@ class TorchProfile:
         return str(path)
 
     def step(self, step: SchedulerOutput) -> AbstractContextManager[Any]:
-        """The part of the trace in which a step runs; nothing while there is no trace."""
+        """Mark a step in the trace; does nothing while no trace is recorded."""
         if self._profile is None:
             return _NO_SPAN
         return torch.profiler.record_function(
@@ -81,6 +85,6 @@ class TorchProfile:
 
 
 def _new_profile() -> Any:
-    """Of all devices that this torch can profile."""
+    """A new profiler for all devices that this torch can profile."""
     activities = torch.profiler.supported_activities()
     return torch.profiler.profile(activities=activities, record_shapes=True)

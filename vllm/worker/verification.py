@@ -1,4 +1,4 @@
-"""Which of the sampled tokens of rows with drafts are their output."""
+"""Verification of drafts: which of the sampled tokens are output."""
 
 import numpy as np
 
@@ -7,8 +7,8 @@ from vllm.utils.ragged import positions_within
 
 
 def count_accepted(host_ids: IntArray, draft_ids: IntArray, num_drafts: IntArray) -> IntArray:
-    """Tokens of each row: those that equal its drafts, up to the first that does not, which
-    is its output as well.
+    """Number of output tokens of each row: the sampled tokens that equal its drafts, plus the first
+    one that does not.
 
     Args:
         host_ids: sampled tokens, 1 + d for a row with d drafts: what follows its newest token,

@@ -1,4 +1,4 @@
-"""What workers of all devices can do besides loading a model and running steps.
+"""The base class of the workers of all devices: sleep mode, reloading weights, profiling.
 
 Callers reach these methods by name; see `vllm.executor.Executor.collective_rpc`.
 """
@@ -86,14 +86,15 @@ class WorkerBase(ABC):
         return None
 
     def warm_up(self) -> str | None:
-        """Run the step that `next_warm_up` has named; why this rank has to do without it."""
+        """Run the step that `next_warm_up` has named. Returns why this rank cannot run it, or
+        None."""
         raise RuntimeError("no step of a warm-up has been named")
 
     # ---- the model ------------------------------------------------------------------------
 
     @property
     def model_runner(self) -> ModelRunner | PoolingRunner:
-        """What runs the steps, under the name that extensions of workers know."""
+        """The runner of the steps, under the name that extensions of workers use."""
         return self.runner
 
     def get_model(self) -> nn.Module:
@@ -131,17 +132,17 @@ class WorkerBase(ABC):
             self._sleep = Sleep({WEIGHTS: weights, KV_CACHE: cache})
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and KV cache back; no step may be in flight. See `Sleep`."""
+        """Release the memory of weights and KV cache; no step may be in flight. See `Sleep`."""
         assert self._sleep is not None, "sleep mode is off"
         self._sleep.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory again; see `Sleep`."""
+        """Allocate the memory again; see `Sleep`."""
         assert self._sleep is not None, "sleep mode is off"
         self._sleep.wake_up(tags)
 
     def sleeping_tags(self) -> list[str]:
-        """What sleeps: none, or some of weights and kv_cache."""
+        """The parts that sleep: none, or some of weights and kv_cache."""
         return self._sleep.tags if self._sleep is not None else []
 
     # ---- profiling ------------------------------------------------------------------------
@@ -151,7 +152,7 @@ class WorkerBase(ABC):
         self.profile.start()
 
     def stop_profile(self) -> str:
-        """End the trace; the path of its file."""
+        """End the trace. Returns the path of its file."""
         return self.profile.stop()
 
     # ---- for the engine -------------------------------------------------------------------
@@ -161,5 +162,5 @@ class WorkerBase(ABC):
         return self.grammars.prepare(request)
 
     def stats(self) -> RunnerStats:
-        """What the runner has done."""
+        """Counters of the runner."""
         return self.runner.stats()

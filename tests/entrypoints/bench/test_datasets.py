@@ -135,8 +135,8 @@ def test_what_does_not_fit_the_model_is_left_out(tmp_path):
     ("name", "text", "message"),
     [
         ("sharegpt", "{", "is not JSON"),
-        ("sharegpt", "{}", "has no prompt when it is read as sharegpt"),
-        ("text", "\n \n", "has no prompt when it is read as text"),
+        ("sharegpt", "{}", "contains no prompt in the format sharegpt"),
+        ("text", "\n \n", "contains no prompt in the format text"),
         ("jsonl", '{"prompt": "a"}\n{', "line 2: not JSON"),
         ("jsonl", '{"prompt": ["a"]}', "line 1: 'prompt' must be a text or a list of token ids"),
         ("jsonl", '{"prompt": [true]}', "line 1: 'prompt' must be"),

@@ -132,7 +132,7 @@ def test_a_model_tag_wins_over_the_file(config_file):
         ("port: [1]", "port must be an integer"),
         ("port: many", "port must be an integer"),
         ("max-num-seqs: 3\nmax_num_seqs: 4", "twice"),
-        ("- port", "must hold names with values"),
+        ("- port", "must map names of flags to values"),
         ("port: [", "cannot read"),
         ("config: other.yaml", "'config'"),
         ("api-key: 3", "api_key must be one or more strings"),

@@ -239,7 +239,7 @@ def test_items_of_custom_calls_become_messages():
             },
             "allows the custom 'x'",
         ),
-        ({"tools": [{"type": "web_search"}]}, "only functions and custom tools"),
+        ({"tools": [{"type": "web_search"}]}, "declare functions or custom tools"),
     ],
 )
 def test_a_response_refuses_what_is_wrong_by_its_name(fields, message):

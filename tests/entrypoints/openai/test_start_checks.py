@@ -82,7 +82,7 @@ def test_a_config_that_takes_neither_hub_nor_transformers_is_complete():
         (["--ssl-certfile", "/etc/passwd"], "ssl_certfile='/etc/passwd' cannot be used: .*PEM"),
         (["--ssl-ca-certs", "x"], "ssl_ca_certs needs ssl_certfile"),
         (["--api-key", "a\n"], "api_key has a line break"),
-        (["--chat-template", "/no/such"], "chat_template='/no/such' is not a file .*No such file"),
+        (["--chat-template", "/no/such"], "is neither a file .*No such file"),
         (["--chat-template", "{{ a"], "line 1 is not valid Jinja: unexpected end of template"),
         (["--chat-template", "\n{% foo %}"], "line 2 is not valid Jinja: Encountered unknown tag"),
         (["--chat-template", "{{ a | foo }}"], "line 1 is not valid Jinja: No filter named 'foo'"),
@@ -91,7 +91,7 @@ def test_a_config_that_takes_neither_hub_nor_transformers_is_complete():
         (["--tool-call-parser", "hermse"], "tool_call_parser 'hermse' is not one of "),
         (["--reasoning-parser", "r1"], "reasoning_parser 'r1' is not one of "),
         (["--tool-parser-plugin", "/no/plug-in.py"], "there is no file /no/plug-in.py"),
-        (["--lora-modules", "a=/b"], "lora_modules is not available in this version: .* Merge"),
+        (["--lora-modules", "a=/b"], "lora_modules is not available: .* Merge"),
         (["--otlp-traces-endpoint", "http://h:x"], "otlp_traces_endpoint='http://h:x'"),
     ],
 )

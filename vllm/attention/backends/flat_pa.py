@@ -174,7 +174,7 @@ def flat_paged_attention(
     queries = queries.view(-1, num_kv_heads, query.shape[1] // num_kv_heads, head_size)
     parts = _fetch(key_cache, value_cache, blocks)
     scores = [_scores(part, queries, blocks, scale, alibi_slopes) for part in parts]
-    if isinstance(normaliser, (float, int)):
+    if isinstance(normaliser, (float, int)):  # a union breaks the graph before torch 2.10
         out, total = _attend(parts, scores, normaliser, blocks, query.dtype)
         factor = (sum_of_rows(total, blocks) + _TINY).reciprocal()
     else:

@@ -1,1 +1,1 @@
-"""From what users send to requests of the engine core."""
+"""Converts users' prompts and parameters to requests of the engine core."""

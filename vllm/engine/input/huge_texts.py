@@ -1,7 +1,7 @@
-"""Texts of megabytes, tokenised in a process that ends with the request.
+"""Tokenises texts of megabytes in a process that can be killed.
 
-No tokenizer can be stopped in the middle of a text, and one of 10 MB takes it a gigabyte. A process
-can be killed when the client leaves, and gives everything back when it ends.
+A tokenizer cannot be stopped in the middle of a text, and needs a gigabyte for 10 MB. A process can
+be killed when the client leaves, and releases all its memory when it ends.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class HugeTexts:
     async def encode(
         self, tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_tokens: bool
     ) -> list[int]:
-        """Token ids of a text. Cancelled, the process that computes them is killed.
+        """Token ids of a text. If this is cancelled, the process is killed.
 
         Args:
             tokenizer: a fast one (of the library tokenizers).
@@ -68,12 +68,12 @@ class HugeTexts:
                 ) from None
             finally:
                 if worker.pid is None:
-                    server.close()  # which may be starting: nobody shall wait for its imports
+                    server.close()  # which may be starting: do not wait for its imports
                 worker.close()
                 server.close()
 
     def shutdown(self) -> None:
-        """Take no more texts."""
+        """Accept no more texts."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -86,7 +86,7 @@ def _as_list(data: bytes) -> list[int]:
 
 
 def start(setup: bytes) -> Callable[[bytes], bytes]:
-    """The handler of the worker: a flag and UTF-8 in, token ids as int32 out."""
+    """Make the handler of the worker: input is a flag and UTF-8, output is token ids as int32."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(setup.decode())

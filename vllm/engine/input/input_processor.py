@@ -1,7 +1,8 @@
-"""From what a user sends to an `EngineRequest`: tokenised, checked against model and limits.
+"""Converts a user's request to an `EngineRequest`: tokenises it and checks it against model and
+limits.
 
-What can be wrong with a request is found here, before the core sees it. Only whether it fits
-the KV cache is for the core to say.
+All errors of a request are found here, before the core sees it. Only the core knows whether it fits
+the KV cache.
 """
 
 import copy
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONG_TEXT_CHARS = 16 * 1024
-"""From here on a text takes so long to tokenise that a server does it in a thread, and so does
-whatever else takes as long to prepare."""
+"""A text of this length takes so long to tokenise that a server does it in a thread. The same limit
+holds for other slow preparation."""
 
 _PROMPT_TYPES = (
     "a string, a list of token ids, {'prompt': str} or {'prompt_token_ids': list of int}"
@@ -56,7 +57,7 @@ class TokenizedPrompt:
     text: str | None
     cache_salt: str | None = None
     embeddings: tuple[TokenEmbeddings, ...] = ()
-    """In place of the tokens, which are placeholders then."""
+    """The embeddings, or None. The tokens are placeholders then."""
 
 
 class InputProcessor:
@@ -64,8 +65,8 @@ class InputProcessor:
 
     Args:
         config: complete and consistent.
-        tokenizer: None takes token ids only.
-        generation_defaults: what the model's generation_config.json says; of it, only
+        tokenizer: None: only token ids are accepted.
+        generation_defaults: from the model's generation_config.json; of it, only
             "eos_token_ids" is used here: end tokens besides the tokenizer's.
     """
 
@@ -88,26 +89,27 @@ class InputProcessor:
         self._pooler = config.model.pooler
         self._length_bound: TextLengthBound | None = None
         self._bad_words: tuple[list[str], list[list[int]]] | None = None
-        """The newest bad words and their tokens: the prompts of one request share them."""
+        """Cache of the newest bad words and their tokens, which the prompts of one request
+        share."""
         self.pooling = PoolingInput(config, self)
         self.prompt_embeds = PromptEmbeds(config.model, self._max_model_len)
         self._config_end_tokens = _as_ids(config.model.resolved_arch.hf_config.get("eos_token_id"))
         self._default_end_tokens = _as_ids(generation_defaults.get("eos_token_ids"))
-        # Requests without a seed draw theirs from here, so that an offline run can be repeated.
+        # Requests without a seed get one from here, so that an offline run is reproducible.
         self._seeds = random.Random(config.model.seed)
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output together."""
+        """Maximum number of tokens of prompt and output together."""
         return self._max_model_len
 
     def with_tokenizer(self, tokenizer: "PreTrainedTokenizerBase | None") -> "InputProcessor":
-        """One for the same engine with a tokenizer of its own, for another thread."""
+        """A processor for the same engine with its own tokenizer, for another thread."""
         return InputProcessor(self._config, tokenizer, self._generation_defaults)
 
     @property
     def end_tokens(self) -> tuple[int | None, frozenset[int]]:
-        """The token that ends an output silently, and further ones of the model.
+        """The end token that is not reported as a stop reason, and further end tokens of the model.
 
         The first is the tokenizer's, or config.json's when there is none. The others come from
         generation_config.json and are reported as stop reason, like a user's stop tokens.
@@ -141,7 +143,7 @@ class InputProcessor:
             The prompt's text, None when it is not known, and the request.
 
         Raises:
-            RequestError: something is wrong with it; names what, and the accepted values.
+            RequestError: the request is wrong; names the field and the accepted values.
         """
         refuse_generation(self._pooler)
         self._check_params(params)
@@ -195,7 +197,7 @@ class InputProcessor:
         """`process` for a pooling model; see there.
 
         Raises:
-            RequestError: something is wrong with the request, or the model generates.
+            RequestError: the request is wrong, or the model generates text.
         """
         return self.pooling.process(
             request_id, prompt, params, arrival_time=arrival_time, priority=priority
@@ -209,7 +211,7 @@ class InputProcessor:
 
         Raises:
             RequestError: the grammar is not valid, cannot be enforced, or is too costly to compile.
-            CapacityError: (503) too many others are being compiled.
+            CapacityError: (503) too many grammars are being compiled.
         """
         guided = request.sampling_params.guided_decoding
         if guided is None or request.grammar is not None:
@@ -225,14 +227,15 @@ class InputProcessor:
         return None if grammar is None else _with_grammar(request, grammar)
 
     def close(self) -> None:
-        """End the processes that compile grammars; what they compile fails."""
+        """End the processes that compile grammars. Running compilations fail."""
         with self._compiler_lock:
             if self._compiler is not None:
                 self._compiler.close()
 
     @property
     def grammar_compiler(self) -> GrammarCompiler:
-        """Compiles for the tokenizer of now. Made when first used; its processes come later."""
+        """The compiler for the current tokenizer, made when first used. Its processes start
+        later."""
         with self._compiler_lock:
             if self._compiler is None or self._compiler.tokenizer is not self.tokenizer:
                 self._compiler = GrammarCompiler(
@@ -246,7 +249,7 @@ class InputProcessor:
         Args:
             prompt: of any prompt type.
             max_tokens: a text that certainly has more tokens is refused before it is tokenised;
-                None refuses none.
+                None: no limit.
 
         Raises:
             RequestError: its type is not known, or it has no tokens, or one that is not in the
@@ -260,7 +263,7 @@ class InputProcessor:
         return TokenizedPrompt(self._check_prompt_ids(prompt), None)
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of a part of a text, without those that begin or end a prompt."""
+        """Number of tokens of a part of a text, without special tokens at its ends."""
         assert self.tokenizer is not None
         encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
         return len(encoded["input_ids"])
@@ -277,13 +280,14 @@ class InputProcessor:
             )
         if "encoder_prompt" in prompt:
             raise RequestError(
-                "this version runs no models with an encoder and a decoder: send a prompt without "
+                "models with an encoder and a decoder are not supported: send a prompt without "
                 f"'encoder_prompt', as {_PROMPT_TYPES}",
                 param="prompt",
             )
         if prompt.get("prompt_embeds") is not None:
             raise RequestError(
-                "prompt_embeds: only generation takes embeddings; send text or token ids here",
+                "prompt_embeds: a pooling model does not accept embeddings as a prompt. Send text "
+                "or token ids",
                 param="prompt_embeds",
             )
         if unknown := [key for key in prompt if key not in _KEYS | _MEDIA_KEYS]:
@@ -328,10 +332,10 @@ class InputProcessor:
             )
         if not text:
             bos = self.tokenizer.bos_token_id
-            hint = "" if bos is None else f"; to begin with nothing, send the token ids [{bos}]"
+            hint = "" if bos is None else f"; to generate from nothing, send the token ids [{bos}]"
             raise RequestError(f"the prompt is empty{hint}", param="prompt")
         self.check_length(text, max_tokens)
-        # verbose: the tokenizer would log of prompts longer than *it* thinks the model takes.
+        # verbose: the tokenizer would warn about prompts longer than its own limit.
         encoded = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         return self._check_prompt_ids(encoded["input_ids"])
 
@@ -401,8 +405,8 @@ class InputProcessor:
             make_spec(params.guided_decoding, self._structured_output)  # raises
             if self.tokenizer is None or self.end_tokens == (None, frozenset()):
                 raise RequestError(
-                    "structured output needs a tokenizer with an end token, and this engine has "
-                    "none",
+                    "structured output needs a tokenizer with an end-of-sequence token; this "
+                    "engine has none",
                     param=field_of(params.guided_decoding),
                 )
         for name in ("stop", "bad_words"):
@@ -424,7 +428,7 @@ class InputProcessor:
         )
 
     def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word as it begins a text and as it follows another word."""
+        """Tokenise each word in two ways: at the beginning of a text, and after another word."""
         if not words:
             return []
         if self._bad_words is None or self._bad_words[0] != words:
@@ -433,7 +437,7 @@ class InputProcessor:
 
     def _encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         assert self.tokenizer is not None
-        word_of: dict[str, str] = {}  # text -> the word it comes of, each text once
+        word_of: dict[str, str] = {}  # text -> the word that it belongs to; each text once
         for word in words:
             stem = word.lstrip()
             for text in (stem, " " + stem) if stem else (word,):
@@ -460,7 +464,7 @@ def _cache_salt_of(prompt: Mapping[str, Any]) -> str | None:
 
 
 def _check_without_tokens(params: SamplingParams) -> None:
-    """Refuse what needs the tokens of a prompt that has none."""
+    """Refuse parameters that need the prompt's tokens, if the prompt is embeddings."""
     if not isinstance(params, SamplingParams):
         return
     for name in ("prompt_logprobs", "truncate_prompt_tokens"):
@@ -471,7 +475,8 @@ def _check_without_tokens(params: SamplingParams) -> None:
 def _with_grammar(request: EngineRequest, grammar: Grammar) -> EngineRequest:
     """The request with its grammar, and with a JSON schema as text.
 
-    A schema may hold integers beyond 64 bits, which no message to the core can.
+    The schema becomes text because it may have integers beyond 64 bits, which messages to the core
+    cannot.
     """
     params = request.sampling_params
     guided = params.guided_decoding
@@ -488,12 +493,12 @@ def _as_ids(value: int | Sequence[int] | None) -> list[int]:
 
 
 def _as_int(token_id: Any, position: int) -> int:
-    """An integer of any kind, such as numpy's, as a Python one."""
+    """Convert an integer of any type, such as numpy's, to a Python int."""
     if not isinstance(token_id, bool):
         try:
             return operator.index(token_id)
         except TypeError:
-            pass  # told below, with its position
+            pass  # reported below, with its position
     raise RequestError(
         f"token ids must be integers, got {type(token_id).__name__} {token_id!r} "
         f"at position {position} of the prompt",

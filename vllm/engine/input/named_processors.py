@@ -1,6 +1,6 @@
-"""Logits processors that a request names: which names are allowed, and what they stand for.
+"""Logits processors that a request names: checks the names and imports the callables.
 
-Names cross the socket between the processes, code never does. The API process only checks the
+Only names are sent between the processes, never code. The API process only checks the
 names; the engine core, where processors run, imports them.
 """
 
@@ -15,7 +15,7 @@ from vllm.sampling_params import LogitsProcessorConstructor, SamplingParams
 from vllm.utils.imports import load_name
 
 _ANY_FAILURE = (Exception, SystemExit)
-"""Exceptions of code that a request names; they must not end the engine."""
+"""Exceptions that the named code may raise; they must not end the engine."""
 
 
 class NamedProcessors:
@@ -29,7 +29,7 @@ class NamedProcessors:
         self._pattern = None if pattern is None else re.compile(pattern)
 
     def check(self, params: SamplingParams) -> None:
-        """Look at the names only; nothing is imported.
+        """Check the names only; nothing is imported.
 
         Raises:
             RequestError: a name is not allowed.
@@ -42,8 +42,8 @@ class NamedProcessors:
         """The request with a callable for every name; the request itself when it names none.
 
         Raises:
-            RequestError: a name is not allowed or cannot be imported, or what it names is no
-                processor and makes none.
+            RequestError: a name is not allowed or cannot be imported, or the named object neither
+                is nor returns a processor.
         """
         processors = request.sampling_params.logits_processors or ()
         if all(_name_of(processor) is None for processor in processors):
@@ -87,7 +87,7 @@ class NamedProcessors:
 
 
 def _name_of(processor: Any) -> str | None:
-    """The qualified name of what a request names; None for a callable."""
+    """The qualified name, or None for a callable."""
     if isinstance(processor, LogitsProcessorConstructor):
         return processor.qualname
     return processor if isinstance(processor, str) else None

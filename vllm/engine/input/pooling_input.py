@@ -1,4 +1,4 @@
-"""From what a user sends to a pooling model to an `EngineRequest`."""
+"""Converts a request to a pooling model to an `EngineRequest`."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -23,34 +23,34 @@ _CALLS = {
     "score": "LLM.score, POST /score or /rerank",
     "reward": "LLM.reward or LLM.encode, POST /pooling",
 }
-"""Task -> how it is asked for."""
+"""Task -> the methods and routes for it."""
 
 
 def refuse_generation(pooler: PoolerConfig | None) -> None:
     """Refuse a model that does not generate text.
 
     Raises:
-        RequestError: it is run for a pooling task; says what to call.
+        RequestError: it runs a pooling task; names the right methods.
     """
     if pooler is not None:
         raise RequestError(
-            f"this model does not generate: it is run with task {pooler.task!r}. Use "
+            f"this model does not generate text: it runs with task {pooler.task!r}. Use "
             f"{_CALLS[pooler.task]}; or, for a model that can generate, start it with "
             f"task='generate'"
         )
 
 
 def require_task(pooler: PoolerConfig | None, *tasks: str) -> PoolerConfig:
-    """The pooling of a model that is run for one of these tasks; without any, of any task.
+    """The pooler of the model, which must run one of these tasks; any task if none is given.
 
     Raises:
-        RequestError: it is not; says what to call, or how to start it.
+        RequestError: it does not; names the right methods, or how to start the model.
     """
     wanted = " or ".join(map(repr, tasks))
     if pooler is None:
         advice = f"task={tasks[0]!r}" if tasks else "task='embed'"
         raise RequestError(
-            f"this model generates, and has no result for whole prompts. Use LLM.generate or "
+            f"this model generates text and does not pool prompts. Use LLM.generate or "
             f"LLM.chat, POST /v1/completions or /v1/chat/completions; or start it with {advice} "
             f"if the model can do that"
         )
@@ -63,10 +63,10 @@ def require_task(pooler: PoolerConfig | None, *tasks: str) -> PoolerConfig:
 
 
 def require_scores(pooler: PoolerConfig | None) -> PoolerConfig:
-    """The pooling of a model that can score pairs.
+    """The pooler of a model that can score pairs.
 
     Raises:
-        RequestError: it neither embeds nor is a classifier with one label.
+        RequestError: the model is neither for embeddings nor a classifier with one label.
     """
     found = require_task(pooler, "score", "embed", "classify")
     if found.task != "embed" and len(found.labels) != 1:
@@ -122,7 +122,7 @@ class PoolingInput:
             raise RequestError(
                 f"This model's maximum context length is {self._max_model_len} tokens. However, "
                 f"the prompt has {len(token_ids)} tokens. Please reduce its length, or set "
-                f"truncate_prompt_tokens (-1: to the most there can be).",
+                f"truncate_prompt_tokens (-1: to the maximum context length).",
                 param="prompt",
             )
         return tokenized.text, EngineRequest(
@@ -177,7 +177,8 @@ class PoolingInput:
         return self._max_model_len if most == -1 else most
 
     def _truncate(self, prompt: PromptType, tokenized: "TokenizedPrompt", most: int) -> list[int]:
-        """A text by its beginning, special tokens kept; token ids by their end."""
+        """Truncate a prompt: of a text the beginning is kept with special tokens, of token ids the
+        end."""
         if not isinstance(prompt, (str, dict)):
             return tokenized.token_ids[-most:]
         add_special_tokens = True

@@ -1,4 +1,4 @@
-"""Cutting tokenised texts to a length, special tokens kept.
+"""Truncates tokenised texts to a length, keeping special tokens.
 
 The tokenizer's own truncation is a setting of an object that threads share; this only reads.
 """
@@ -25,7 +25,7 @@ def encode(
         text: the first text.
         other: the second one of a pair, or None.
         most: tokens; None is no limit. Of a pair the longer text is cut first.
-        add_special_tokens: False takes the text as it is.
+        add_special_tokens: False adds none.
 
     Returns:
         Token ids, and types of those of a pair; None where the `model_input_names` of the
@@ -47,7 +47,7 @@ def encode(
 def _parts(
     tokenizer: "PreTrainedTokenizerBase", encoded: Any, token_ids: list[int]
 ) -> list[int | None]:
-    """Which text each token is of; None: it is special."""
+    """The text that each token belongs to; None for special tokens."""
     if tokenizer.is_fast:
         parts: list[int | None] = encoded.sequence_ids(0)
         return parts
@@ -56,7 +56,7 @@ def _parts(
 
 
 def _kept(parts: list[int | None], most: int, *, is_left: bool) -> list[int]:
-    """Places of the tokens that stay, in order."""
+    """Positions of the tokens that are kept, in order."""
     places = [[i for i, part in enumerate(parts) if part == text] for text in (0, 1)]
     room = most - parts.count(None)
     if room < 1:

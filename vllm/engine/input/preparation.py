@@ -1,7 +1,7 @@
-"""How requests are prepared for the core without keeping the event loop from others.
+"""Prepares requests for the core without blocking the event loop.
 
-What is quick is done at once. Long texts and lists take a slow lane; texts that are certainly too
-long are refused before they are tokenised, and huge ones are left to a process.
+Quick work is done at once. Long texts and lists go to a thread (a slow lane); texts that are
+certainly too long are refused before they are tokenised, and huge ones go to a process.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,11 +29,11 @@ _Processed = tuple[str | None, EngineRequest]
 
 _NO_PARAMS = PoolingParams()
 _PIECE_CHARS = 64 * 1024
-"""Size of the pieces in which a text is counted that may be too long."""
+"""Size of the pieces in which the tokens of a possibly too long text are counted."""
 
 
 class Preparation:
-    """Tokenises and checks requests; what it does for a request ends when that is cancelled.
+    """Tokenises and checks requests; cancelling a request stops its preparation.
 
     Args:
         source: gives the processor of the event loop, once there is one.
@@ -50,7 +50,7 @@ class Preparation:
         return self._source()
 
     def shutdown(self) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         self._slow_lane.shutdown()
         self._huge_lane.shutdown()
         self._huge_texts.shutdown()
@@ -61,7 +61,7 @@ class Preparation:
         params: SamplingParams | PoolingParams,
         process: Callable[[PromptType, InputProcessor], _Processed],
     ) -> _Processed:
-        """What `process` makes of a prompt, in a slow lane where that takes long.
+        """Run `process` on a prompt, in a slow lane if that takes long.
 
         Args:
             prompt: of any prompt type.
@@ -77,10 +77,10 @@ class Preparation:
         is_truncated = params.truncate_prompt_tokens is not None
         is_pooling = isinstance(params, PoolingParams)
         if not is_truncated:
-            num_output = 0 if is_pooling else 1  # an output needs room for a token at least
+            num_output = 0 if is_pooling else 1  # an output needs room for at least one token
             max_model_len = self._processor.max_model_len
             await self._refuse_long_text(prompt, max_model_len - num_output)
-        if not (is_truncated and is_pooling):  # these keep special tokens when they are cut
+        if not (is_truncated and is_pooling):  # truncation keeps their special tokens
             prompt = await self._encode_huge_text(prompt)
         return await self.in_slow_lane(partial(process, prompt), cost)
 
@@ -109,7 +109,7 @@ class Preparation:
 
         Args:
             prompt: of any prompt type.
-            is_long: it is one of many, so that all of them take long.
+            is_long: it is one of many prompts, which take long together.
             max_tokens: see there.
         """
         cost = preparation_cost(prompt, _NO_PARAMS)
@@ -125,9 +125,8 @@ class Preparation:
     async def _refuse_long_text(self, prompt: PromptType, max_tokens: int) -> None:
         """Refuse a text with far more than `max_tokens` tokens, before all of it is tokenised.
 
-        Only texts of unusually many bytes per token are looked at, piece by piece, so that one
-        whose client leaves is left alone. Pieces have a few tokens more than the whole: refused
-        is what has twice as many as allowed.
+        Only texts with unusually many bytes are counted, piece by piece, so that cancelling stops
+        it. Pieces have a few more tokens than the whole text, so it is refused at twice the limit.
 
         Raises:
             TextTooLongError: it has.
@@ -149,11 +148,11 @@ class Preparation:
     async def in_slow_lane(
         self, work: Callable[[InputProcessor], _Result], num_chars: int = 0
     ) -> _Result:
-        """Run what takes long with a tokenizer, in a thread that has one of its own.
+        """Run slow work with a tokenizer, in a thread with its own tokenizer.
 
         Args:
             work: what to do.
-            num_chars: how long the text is, if there is one: huge ones wait for each other only.
+            num_chars: how long the text is, if there is one: huge ones have a lane of their own.
         """
         lane = self._huge_lane if num_chars >= HUGE_TEXT_CHARS else self._slow_lane
         return await lane.run(work)

@@ -1,7 +1,7 @@
-"""Prompts that are embeddings: from what a user sends to `TokenEmbeddings`, checked.
+"""Prompts that are embeddings: checks them and converts them to `TokenEmbeddings`.
 
-Takes tensors of torch and arrays of numpy, and, from clients, base64 of a file with one tensor.
-Loads no torch: a tensor brings its own methods.
+Accepts tensors of torch, arrays of numpy, and base64 of a file with one tensor. Does not import
+torch: a tensor has its own methods.
 """
 
 import base64
@@ -25,7 +25,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 """Finite number of each dtype of a model."""
 _CHUNK_ELEMENTS = 2**20
-"""Numbers that are looked at together."""
+"""How many numbers are checked at a time."""
 
 
 class PromptEmbeds:
@@ -47,7 +47,7 @@ class PromptEmbeds:
 
         Args:
             value: a tensor of torch or an array of numpy [T, embedding size]; base64 of a
-                `torch.save` or safetensors file with such a tensor; or what this has returned.
+                `torch.save` or safetensors file with such a tensor; or a result of this method.
 
         Raises:
             RequestError: the engine takes no embeddings, or `value` is something else.
@@ -62,7 +62,7 @@ class PromptEmbeds:
         tensor = _decode(value) if isinstance(value, (str, bytes)) else _copy(value)
         shape = tensor.shape
         if len(shape) == 3 and shape[0] == 1:
-            shape = shape[1:]  # as transformers has it, with a batch of one
+            shape = shape[1:]  # as in transformers, with a batch dimension of 1
         if len(shape) != 2 or shape[1] != self._size or not shape[0]:
             raise _refused(
                 f"the tensor has shape {list(tensor.shape)}, and must have [tokens, {self._size}]: "
@@ -74,7 +74,7 @@ class PromptEmbeds:
         return TokenEmbeddings(start=0, shape=shape, dtype=tensor.dtype, data=tensor.data)
 
     def _check_length(self, value: Any) -> None:
-        """Before it is decoded or copied."""
+        """Check the length before the value is decoded or copied."""
         longest = self._max_model_len * self._size * 8
         if isinstance(value, (str, bytes)) and len(value) > 2 * longest + 2**16:
             raise _refused(
@@ -98,7 +98,7 @@ class PromptEmbeds:
 
 
 def cache_keys(embeddings: Iterable[TokenEmbeddings]) -> tuple[CacheKey, ...]:
-    """What the prefix cache tells embeddings apart by, from the position where each begins."""
+    """Keys of the prefix cache for these embeddings, by the position where each begins."""
     return tuple(CacheKey(part.start, _hash_of(part)) for part in embeddings)
 
 
@@ -120,7 +120,7 @@ def _decode(value: str | bytes) -> RawTensor:
 
 
 def _copy(value: Any) -> RawTensor:
-    """A tensor of torch, on any device, or an array."""
+    """Copy a tensor of torch, on any device, or an array."""
     if isinstance(value, np.ndarray):
         found, dtype = value, str(value.dtype)
     elif type(value).__module__.partition(".")[0] == "torch":
@@ -141,7 +141,7 @@ def _copy(value: Any) -> RawTensor:
 
 
 def _bits(bfloats: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Of numbers that are bfloat16 without loss, which numpy does not have."""
+    """The bits of numbers that are exact in bfloat16, a type that numpy lacks."""
     return (np.ascontiguousarray(bfloats).view(np.uint32) >> 16).astype(np.uint16)
 
 

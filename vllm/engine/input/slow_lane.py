@@ -1,7 +1,7 @@
-"""Where requests are prepared that are expensive to prepare: away from the event loop.
+"""Threads for requests that are slow to prepare, so that the event loop is not blocked.
 
-A request is expensive when its texts and lists are long, whichever of them. What takes a thread
-waits for its turn there; a request whose client leaves gives its turn up.
+A request is slow if any of its texts and lists are long. Requests wait for the thread in turn; a
+cancelled request leaves the queue.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from vllm.sampling_params import GuidedDecodingParams, SamplingParams
 _Result = TypeVar("_Result")
 
 HUGE_TEXT_CHARS = 2**20
-"""Texts from here on have a lane of their own: they take seconds."""
+"""Texts of at least this length use their own lane: they take seconds."""
 _IDS_PER_CHAR = 8
-"""Token ids that are checked in the time in which a character is tokenised."""
+"""Number of token ids that are checked in the time of tokenising one character."""
 _SPACE = re.compile(r"\s")
 _MAX_WORD_CHARS = 4096
-"""A text without white space for so long is cut anywhere."""
+"""A text without white space for this many characters is split anywhere."""
 _WORD_CHARS = 32
-"""Bad words cost as much as so many characters more than they have."""
+"""Cost of a bad word in characters, besides its length."""
 
 
 class SlowLane:
@@ -43,12 +43,12 @@ class SlowLane:
         self._processor: InputProcessor | None = None
 
     async def run(self, work: Callable[[InputProcessor], _Result]) -> _Result:
-        """Run `work` in the thread. Cancelled before its turn comes, it is not run at all."""
+        """Run `work` in the thread. If cancelled before its turn, it is not run."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, lambda: work(self._own_processor()))
 
     def shutdown(self) -> None:
-        """Take no more work, and drop what waits."""
+        """Accept no more work, and drop the waiting work."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _own_processor(self) -> InputProcessor:
@@ -59,24 +59,24 @@ class SlowLane:
 
 
 def preparation_cost(prompt: PromptType, params: SamplingParams | PoolingParams) -> int:
-    """How expensive a request is to prepare, in characters of text. Cheap to compute."""
+    """The cost of preparing a request, in characters of text. Cheap to compute."""
     cost = 0
     if isinstance(params, SamplingParams):
         lists = (params.stop_token_ids, params.allowed_token_ids, params.logit_bias)
         cost += sum(len(given or ()) for given in lists) // _IDS_PER_CHAR
         cost += sum(len(word) + _WORD_CHARS for word in params.bad_words or ())
         if params.guided_decoding is not None:
-            cost += _form_size(params.guided_decoding)
+            cost += _grammar_size(params.guided_decoding)
     if (text := text_of(prompt)) is not None:
         return cost + len(text)
     if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
-        return cost + LONG_TEXT_CHARS  # megabytes to check and to hash
+        return cost + LONG_TEXT_CHARS  # megabytes have to be checked and hashed
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     return cost + (len(ids) // _IDS_PER_CHAR if isinstance(ids, (list, tuple)) else 0)
 
 
 def text_of(prompt: PromptType) -> str | None:
-    """The text that has to be tokenised, if there is one."""
+    """The text that has to be tokenised, or None."""
     if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None:
         return None
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
@@ -84,10 +84,10 @@ def text_of(prompt: PromptType) -> str | None:
 
 
 def split_at_spaces(text: str, num_chars: int) -> Iterator[str]:
-    """The text in pieces of about `num_chars`, which begin with white space where there is some.
+    """Split a text into pieces of at least `num_chars`, before white space if it is not far away.
 
-    >>> list(split_at_spaces("one two three", 4))
-    ['one two', ' three']
+    >>> list(split_at_spaces("one two three four", 8))
+    ['one two three', ' four']
     """
     start = 0
     while start < len(text):
@@ -98,8 +98,8 @@ def split_at_spaces(text: str, num_chars: int) -> Iterator[str]:
         start = end
 
 
-def _form_size(guided: GuidedDecodingParams) -> int:
-    """Characters of texts and parts of objects, counted up to where it does not matter."""
+def _grammar_size(guided: GuidedDecodingParams) -> int:
+    """Approximate size of a grammar or schema in characters, counted up to a limit."""
     size = 0
     left: list[Any] = [guided.json, guided.regex, guided.choice, guided.grammar]
     left.append(guided.structural_tag)

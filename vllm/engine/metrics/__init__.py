@@ -1,1 +1,1 @@
-"""What an engine has done, in numbers."""
+"""Metrics of an engine."""

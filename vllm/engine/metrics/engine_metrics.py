@@ -1,8 +1,7 @@
-"""What one engine has done, counted for Prometheus, the log and the status page.
+"""The metrics of one engine, for Prometheus, the log and the status page.
 
-The names are those that dashboards of the field ask for; docs/metrics.md lists them. Counting is
-on the path of every step, so it only adds numbers; see `vllm.engine.metrics.registry`. Knows no
-HTTP.
+The names are the usual ones, which dashboards expect; docs/metrics.md lists them. Every step
+counts, so counting only adds numbers; see `vllm.engine.metrics.registry`. Independent of HTTP.
 """
 
 from collections import deque
@@ -18,7 +17,7 @@ from vllm.engine.metrics.registry import Histogram, MetricSet
 from vllm.messages import FinishReason, RunnerStats, SchedulerStats
 
 NUM_RECENT = 50
-"""Finished requests that are remembered."""
+"""How many finished requests are kept."""
 
 # fmt: off
 _FIRST_TOKEN_S = (
@@ -38,20 +37,21 @@ _NUM_OUTPUTS = (1, 2, 5, 10, 20)
 
 @dataclass(slots=True)
 class IterationStats:
-    """What one message of the engine core brought."""
+    """Statistics of one message of the engine core."""
 
     num_prompt_tokens: int
     """Of requests whose prompt was completed."""
     num_generation_tokens: int
     first_token_latencies: Sequence[float]
-    """Seconds from arrival to first token, of requests that got theirs."""
+    """Seconds from arrival to first token, of requests that got their first token."""
     inter_token_latencies: Sequence[float]
-    """Seconds since the token before, of all other tokens."""
+    """Seconds since the previous token, for all other tokens."""
 
 
 @dataclass(slots=True)
 class FinishedRequestStats:
-    """One request that has ended. Times are in seconds of `time.time()`; None: never happened."""
+    """One request that has ended. Times are in seconds of `time.time()`; None: it did not
+    happen."""
 
     finish_reason: str
     """A word of `FinishReason`."""
@@ -78,7 +78,7 @@ class FinishedRequestStats:
 
     @property
     def first_token_s(self) -> float | None:
-        """From arrival to the first token."""
+        """Seconds from arrival to the first token."""
         return _between(self.arrival, self.first_token)
 
     @property
@@ -88,7 +88,7 @@ class FinishedRequestStats:
 
 
 class EngineMetrics:
-    """Everything that is counted about one engine.
+    """All metrics of one engine.
 
     Args:
         model_name: label of every sample.
@@ -97,8 +97,8 @@ class EngineMetrics:
 
     Attributes:
         model_name, config: as given.
-        stats: the latest that the core has told.
-        recent: requests that ended last, the oldest first.
+        stats: the latest statistics of the core.
+        recent: the last finished requests, the oldest first.
         history: tokens of the last seconds.
     """
 
@@ -115,29 +115,31 @@ class EngineMetrics:
         metrics = self._metrics = MetricSet(self._labels)
         self._prompt_tokens = metrics.counter("vllm:prompt_tokens", "Prompt tokens computed.")
         self._generation_tokens = metrics.counter("vllm:generation_tokens", "Tokens generated.")
-        self._restarts = metrics.counter(
-            "vllm:engine_restarts", "Times that the engine process was started again."
-        )
+        self._restarts = metrics.counter("vllm:engine_restarts", "Restarts of the engine process.")
         self._success = metrics.counters(
             "vllm:request_success", "Requests that have ended, by reason.", "finished_reason"
         )
         for reason in FinishReason:
             self._success.cell(str(reason))
         self._step_tokens = metrics.histogram(
-            "vllm:iteration_tokens_total", "Tokens of one step.", _STEP_TOKENS
+            "vllm:iteration_tokens_total", "Tokens per engine step.", _STEP_TOKENS
         )
         self._first_token = metrics.histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
+            "vllm:time_to_first_token_seconds",
+            "Seconds from arrival to the first token.",
+            _FIRST_TOKEN_S,
         )
         self._next_token = metrics.histogram(
-            "vllm:time_per_output_token_seconds", "From one token to the next.", _NEXT_TOKEN_S
+            "vllm:time_per_output_token_seconds",
+            "Seconds from one token to the next.",
+            _NEXT_TOKEN_S,
         )
         self._requests = _RequestHistograms(metrics, config.scheduler.max_model_len)
 
     # ---- counting -------------------------------------------------------------------------
 
     def record_output(self, stats: SchedulerStats, iteration: IterationStats) -> None:
-        """One message of the core, with what it brought."""
+        """Count one message of the core."""
         self.stats = stats
         self._counters.update(stats)
         num_prompt, num_generated = iteration.num_prompt_tokens, iteration.num_generation_tokens
@@ -153,13 +155,13 @@ class EngineMetrics:
             self._next_token.observe_all(iteration.inter_token_latencies)
 
     def record_finished(self, request: FinishedRequestStats) -> None:
-        """A request has ended, for whatever reason."""
+        """Count a request that has ended for any reason."""
         self.recent.append(request)
         self._success.cell(request.finish_reason).add()
         self._requests.observe(request)
 
     def record_restart(self) -> None:
-        """The core has died and another one is started: what it tells begins at 0."""
+        """The core was restarted: its counters begin at 0."""
         self._restarts.add()
         self._counters.restart()
         self.stats = SchedulerStats()
@@ -178,30 +180,30 @@ class EngineMetrics:
 
     @property
     def num_restarts(self) -> int:
-        """Times that the core was started again."""
+        """How often the core was restarted."""
         return int(self._restarts.value)
 
     @property
     def totals(self) -> SchedulerStats:
-        """`stats`, with counters that go back to before the last restart of the core."""
+        """`stats`, with counters over all restarts of the core."""
         return self._counters.totals(self.stats)
 
     def metric_sets(self) -> list[MetricSet]:
-        """All of it, to be exposed now."""
+        """All metrics, for exposition."""
         return [self._core_metrics(), self._metrics]
 
     def _core_metrics(self) -> MetricSet:
-        """What the core counts."""
+        """The metrics of the core."""
         metrics, totals = MetricSet(self._labels), self.totals
         for name, help, value in (
-            ("num_requests_running", "Requests in the batch.", totals.num_running),
-            ("num_requests_waiting", "Requests that wait for a place.", totals.num_waiting),
+            ("num_requests_running", "Running requests.", totals.num_running),
+            ("num_requests_waiting", "Waiting requests.", totals.num_waiting),
             ("gpu_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", totals.kv_cache_usage),
         ):
             metrics.gauge(f"vllm:{name}", help).value = value
         runner = totals.runner
         for name, help, value in (
-            ("num_preemptions", "Requests that lost their blocks.", totals.num_preemptions),
+            ("num_preemptions", "Preemptions of requests.", totals.num_preemptions),
             ("gpu_prefix_cache_queries", "Prompt tokens looked up.", totals.num_prefix_queries),
             ("gpu_prefix_cache_hits", "Prompt tokens found cached.", totals.num_prefix_hits),
             ("useful_tokens", "Tokens of requests run by the model.", runner.num_useful_tokens),
@@ -240,20 +242,28 @@ class _RequestHistograms:
         )
         self._max_tokens = histogram("request_params_max_tokens", "max_tokens asked for.", sizes)
         self._n = histogram("request_params_n", "Outputs asked for.", _NUM_OUTPUTS)
-        self._total = histogram("e2e_request_latency_seconds", "Arrival to end.", _REQUEST_S)
-        self._queue = histogram("request_queue_time_seconds", "Arrival to first step.", _REQUEST_S)
+        self._total = histogram(
+            "e2e_request_latency_seconds", "Seconds from arrival to end.", _REQUEST_S
+        )
+        self._queue = histogram(
+            "request_queue_time_seconds", "Seconds from arrival to the first step.", _REQUEST_S
+        )
         self._inference = histogram(
-            "request_inference_time_seconds", "First step to last token.", _REQUEST_S
+            "request_inference_time_seconds",
+            "Seconds from the first step to the last token.",
+            _REQUEST_S,
         )
         self._prefill = histogram(
-            "request_prefill_time_seconds", "First step to first token.", _REQUEST_S
+            "request_prefill_time_seconds",
+            "Seconds from the first step to the first token.",
+            _REQUEST_S,
         )
         self._decode = histogram(
-            "request_decode_time_seconds", "First token to last token.", _REQUEST_S
+            "request_decode_time_seconds", "Seconds from the first to the last token.", _REQUEST_S
         )
 
     def observe(self, request: FinishedRequestStats) -> None:
-        """One request; what never happened to it is not observed."""
+        """Observe one request; times that are None are skipped."""
         longest = request.max_num_generation_tokens
         self._prompt.observe(request.num_prompt_tokens)
         self._generated.observe(request.num_generation_tokens)
@@ -274,21 +284,21 @@ class _RequestHistograms:
 
 
 class _CoreCounters:
-    """Counters of a core process, kept over its restarts."""
+    """Counters of the core that continue over its restarts."""
 
     def __init__(self) -> None:
         self._zero = _counters_of(SchedulerStats())
         self._base = self._last = self._zero
 
     def update(self, stats: SchedulerStats) -> None:
-        """The core tells these now; one that has gone down means that it is a new core."""
+        """Take the latest counters. If one has decreased, the core is a new one."""
         now = _counters_of(stats)
         if any(map(lt, now, self._last)):
             self.restart()
         self._last = now
 
     def restart(self) -> None:
-        """What comes next starts at 0."""
+        """The next counters start at 0."""
         self._base = tuple(map(add, self._base, self._last))
         self._last = self._zero
 
@@ -305,7 +315,7 @@ class _CoreCounters:
 
 
 def one_two_five(most: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, ... up to `most`."""
+    """Bounds 1, 2, 5, 10, 20, 50, ... up to `most`."""
     bounds, power = [1], 1
     while bounds[-1] <= most:
         bounds += [2 * power, 5 * power, 10 * power]
@@ -319,5 +329,5 @@ def _counters_of(stats: SchedulerStats) -> tuple[int, ...]:
 
 
 def _between(start: float | None, end: float | None) -> float | None:
-    """Seconds; not below 0, for the clock of a machine may be set back."""
+    """Seconds between two times; not below 0, because the clock may be set back."""
     return None if start is None or end is None else max(0.0, end - start)

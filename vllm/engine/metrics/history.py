@@ -1,4 +1,4 @@
-"""Tokens per second of the last minutes, for who looks at the server now. Knows no Prometheus."""
+"""Tokens per second of the last minutes, for the status page. Independent of Prometheus."""
 
 import time
 from collections import deque
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 HISTORY_S = 120
-"""Seconds that are kept."""
+"""Length of the history in seconds."""
 
 
 class Rates(NamedTuple):
@@ -25,11 +25,11 @@ class RateHistory:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # One more than is shown: the second that runs.
+        # One more than is shown: the current second.
         self._seconds: deque[list[int]] = deque(maxlen=HISTORY_S + 1)
 
     def add(self, num_prompt_tokens: int, num_generation_tokens: int) -> None:
-        """Count tokens of now."""
+        """Count tokens of the current second."""
         now = int(self._clock())
         if not self._seconds or self._seconds[-1][0] != now:
             self._seconds.append([now, 0, 0])

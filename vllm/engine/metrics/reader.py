@@ -1,4 +1,4 @@
-"""What `get_metrics` returns: the numbers of /metrics as objects.
+"""The results of `get_metrics`: the metrics of /metrics as objects.
 
 Metrics have the same names as in /metrics; counters lack the ending `_total`.
 """
@@ -27,7 +27,7 @@ class Counter(Metric):
 
 @dataclass
 class Vector(Metric):
-    """Numbers that only grow, one per position. No metric of this engine is one."""
+    """Numbers that only grow, one per position. This engine has no such metric."""
 
     values: list[int]
 
@@ -41,7 +41,7 @@ class Gauge(Metric):
 
 @dataclass
 class Histogram(Metric):
-    """Numbers of observations, by size."""
+    """Number of observations per bucket."""
 
     count: int
     sum: float
@@ -50,7 +50,7 @@ class Histogram(Metric):
 
 
 def read_metrics(metrics: EngineMetrics) -> list[Metric]:
-    """All that is counted about an engine, as it is now.
+    """Read all metrics of an engine.
 
     Labels of values are labels of the objects, so that a counter with labels gives several.
     """

@@ -1,8 +1,8 @@
-"""Counters, gauges and histograms that cost next to nothing to count, and their exposition.
+"""Counters, gauges and histograms with very low cost per count, and their exposition.
 
-Cells are plain numbers; what Prometheus wants to read is made of them when somebody scrapes. Not
-thread-safe: counted and scraped on one event loop. Only this module knows the Prometheus client,
-and it knows nothing of what is counted.
+Cells are plain numbers; the Prometheus format is made when somebody scrapes. Not thread-safe: count
+and scrape on one event loop. Only this module uses the Prometheus client, and it does not depend on
+the metrics themselves.
 """
 
 from bisect import bisect_left
@@ -35,10 +35,10 @@ class Number:
 
 
 class Histogram:
-    """Observations by size.
+    """Observations counted in buckets.
 
     Args:
-        bounds: ascending upper bounds, inclusive; infinity comes by itself.
+        bounds: ascending upper bounds, inclusive; infinity is added.
     """
 
     __slots__ = ("_bounds", "_counts", "_sum")
@@ -54,7 +54,7 @@ class Histogram:
         self._sum += value
 
     def observe_all(self, values: Sequence[float]) -> None:
-        """Many at once."""
+        """Add many observations."""
         counts, bounds = self._counts, self._bounds
         for value in values:
             counts[bisect_left(bounds, value)] += 1
@@ -62,7 +62,7 @@ class Histogram:
 
     @property
     def sum(self) -> float:
-        """Of all observations."""
+        """Sum of all observations."""
         return self._sum
 
     def buckets(self) -> list[tuple[str, float]]:
@@ -203,12 +203,12 @@ def process_collectors() -> list[Collector]:
 
 
 def expose(collectors: Iterable[Collector], accept: str = "") -> tuple[bytes, str]:
-    """What a scrape answers.
+    """The response to a scrape.
 
     Args:
         collectors: in the order of the page; they are not kept.
-        accept: header of the scrape. OpenMetrics for who takes it, Prometheus' text otherwise;
-            nothing else of the header is looked at, or repeated.
+        accept: header of the scrape. OpenMetrics if the scraper accepts it, Prometheus' text format
+            otherwise.
 
     Returns:
         Body and content type.
@@ -217,7 +217,7 @@ def expose(collectors: Iterable[Collector], accept: str = "") -> tuple[bytes, st
     for collector in collectors:
         registry.register(collector)
     if "application/openmetrics-text" in accept:
-        # The default would write the colons of our names as underscores, in this format only.
+        # The default would replace the colons of our names by underscores, only in this format.
         body = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)
         return body, openmetrics.CONTENT_TYPE_LATEST
     return text_format.generate_latest(registry), text_format.CONTENT_TYPE_PLAIN_0_0_4

@@ -1,4 +1,4 @@
-"""One line of statistics every ten seconds while something runs."""
+"""Logs a line of statistics every ten seconds while requests run."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ INTERVAL_S = 10.0
 
 
 class StatsLog:
-    """Logs what an engine did since the line before; an idle one is not mentioned.
+    """Logs statistics since the previous line, unless the engine was idle.
 
     Args:
         metrics: of the engine.

@@ -1,4 +1,4 @@
-"""From what happens to requests to the numbers of `EngineMetrics`, one message at a time."""
+"""Records events of requests in `EngineMetrics`, one message at a time."""
 
 from vllm.engine.metrics.engine_metrics import EngineMetrics, FinishedRequestStats, IterationStats
 from vllm.engine.output.output_state import RequestState, SampleState
@@ -6,10 +6,10 @@ from vllm.messages import SchedulerStats
 
 
 class StatsRecorder:
-    """Collects what one message of the core brings, and books it at its end.
+    """Collects the events of one message of the core, and records them at its end.
 
     Args:
-        metrics: where it is booked.
+        metrics: where they are recorded.
     """
 
     def __init__(self, metrics: EngineMetrics) -> None:
@@ -17,8 +17,8 @@ class StatsRecorder:
         self._begin()
 
     def tokens(self, sample: SampleState, count: int, now: float) -> None:
-        """A sample got tokens; to be called before its request is told the time. Tokens that come
-        together share the time since the ones before them."""
+        """Record tokens of a sample; called before its `last_token_time` is updated. Tokens that
+        arrive together share the time since the previous ones."""
         self._num_tokens += count
         last, sample.last_token_time = sample.last_token_time, now
         if last is not None:
@@ -30,11 +30,12 @@ class StatsRecorder:
             self._first_token.append(now - times.arrival_time)
 
     def request(self, request: RequestState, now: float) -> None:
-        """A request has ended."""
+        """Record a request that has ended."""
         samples, params, times = request.samples, request.params, request.metrics
         counts = [len(sample.token_ids) for sample in samples]
         if times.first_token_time is None and times.first_scheduled_time is not None:
-            self._num_prompt_tokens += request.num_prompt_tokens  # pooled: it has no first token
+            # a pooling request has no first token
+            self._num_prompt_tokens += request.num_prompt_tokens
         self.metrics.record_finished(
             FinishedRequestStats(
                 finish_reason=samples[0].finish_reason or "abort",
@@ -54,7 +55,7 @@ class StatsRecorder:
         )
 
     def end_message(self, stats: SchedulerStats) -> None:
-        """Book what was collected."""
+        """Record what was collected."""
         self.metrics.record_output(
             stats,
             IterationStats(

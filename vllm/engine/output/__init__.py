@@ -1,1 +1,1 @@
-"""From tokens of the engine core to what users get."""
+"""Converts tokens of the engine core to outputs for users."""

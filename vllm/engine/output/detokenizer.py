@@ -1,4 +1,4 @@
-"""Text from tokens as they come: never half a character, never a character twice."""
+"""Incremental detokenisation: never returns a part of a character, nor a character twice."""
 
 import codecs
 from collections.abc import Callable, Container, Sequence
@@ -11,27 +11,29 @@ if TYPE_CHECKING:
 
 _UNKNOWN = "\ufffd"
 _MAX_INCOMPLETE = 3
-"""Marks that an incomplete character may read as: one per byte, and four bytes are complete."""
+"""Largest number of U+FFFD that an incomplete character decodes to: one per byte, and four bytes
+are complete."""
 _CONTEXT_TOKENS = 8
-"""Tokens that decide how the next one joins, such as with a space."""
+"""How many previous tokens decide how the next one is joined, such as with a space."""
 
 
 class Detokenizer(Protocol):
     """The text of one sample."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that is certain now. Empty while a character is incomplete."""
+        """Add a token. Returns the text that is final now; empty while a character is
+        incomplete."""
         ...
 
     def flush(self) -> str:
-        """What incomplete bytes at the end of the output read as: U+FFFD."""
+        """Return the rest at the end of the output. Incomplete bytes become U+FFFD."""
         ...
 
 
 class ByteDetokenizer:
-    """For tokenizers that join bytes.
+    """For tokenizers that decode by joining bytes.
 
-    Equals decoding all tokens at once, but for one thing: where byte tokens of a SentencePiece
+    Equals decoding all tokens at once, with one exception: where byte tokens of a SentencePiece
     tokenizer form no valid UTF-8, its decode turns every character of that run of byte tokens
     into U+FFFD, also those which were complete and may have been shown; here they stay.
 
@@ -48,7 +50,7 @@ class ByteDetokenizer:
         self._texts = table.texts
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
         self._is_complete = True
-        """The bytes so far end with a character."""
+        """Whether the bytes so far end with a complete character."""
         self._strip = strips_first_space
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -75,7 +77,7 @@ class WindowDetokenizer:
 
     Args:
         decode: token ids -> text; a token's text may depend on a few tokens before it.
-        shown_ids: tokens that have text; the others are passed over.
+        shown_ids: tokens that have text; other tokens are skipped.
         prompt_token_ids: what the output follows.
     """
 
@@ -87,7 +89,7 @@ class WindowDetokenizer:
     ) -> None:
         self._decode = decode
         self._shown_ids = shown_ids
-        # Special tokens at the end of a prompt are few: chat markers.
+        # A prompt ends with few special tokens: chat markers.
         end = [token_id for token_id in prompt_token_ids[-64:] if token_id in shown_ids]
         self._window = end[-_CONTEXT_TOKENS:]
         self._num_shown = len(decode(self._window))
@@ -115,7 +117,7 @@ class WindowDetokenizer:
 
 
 class DetokenizerFactory:
-    """Makes detokenizers for one tokenizer, and keeps what they share."""
+    """Makes detokenizers for one tokenizer, and caches what they share."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
@@ -124,7 +126,7 @@ class DetokenizerFactory:
         self._decoding = ByteDecoding.of(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
         self._shown_ids: dict[bool, frozenset[int]] = {}
         if self._decoding is None:
-            # Kept: transformers computes both sets anew, and slowly, each time it is asked.
+            # Kept: transformers computes both sets again at each call, slowly.
             known = frozenset(tokenizer.get_vocab().values())
             special = frozenset(tokenizer.all_special_ids)
             self._shown_ids = {False: known, True: known - special}
@@ -139,9 +141,10 @@ class DetokenizerFactory:
         """A detokenizer for output that follows a prompt.
 
         Args:
-            prompt_token_ids: the prompt; its text is not repeated. None: some text, not known.
+            prompt_token_ids: the prompt; its text is not part of the result. None: the prompt is
+                text that is not known.
             skip_special_tokens: leave special tokens out of the text.
-            spaces_between_special_tokens: only tokenizers written in Python know it.
+            spaces_between_special_tokens: only has an effect with tokenizers written in Python.
         """
         if self._decoding is not None:
             table = self._table(skip_special_tokens)

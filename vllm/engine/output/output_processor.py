@@ -1,4 +1,5 @@
-"""From the core's tokens to `RequestOutput`s: text, stop strings, log-probabilities, samples."""
+"""Converts the core's tokens to `RequestOutput`s: text, stop strings, log-probabilities,
+samples."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,11 +31,11 @@ class OutputProcessor:
     """The outputs of all unfinished requests.
 
     A request that fails in the core ends with finish reason "error" and the message as its stop
-    reason; the others go on.
+    reason; others are not affected.
 
     Args:
-        tokenizer: None leaves every text empty.
-        recorder: told of tokens and of requests that end.
+        tokenizer: None: all texts are empty.
+        recorder: records tokens and requests that end.
     """
 
     def __init__(
@@ -45,26 +46,26 @@ class OutputProcessor:
         self._recorder = recorder
         self._requests: dict[str, RequestState] = {}
         self._samples: dict[str, SampleState] = {}
-        """By id in the core."""
+        """Sample by its id in the core."""
         self._detokenizers: DetokenizerFactory | None = None
         self.set_tokenizer(tokenizer)
 
     def set_tokenizer(self, tokenizer: "PreTrainedTokenizerBase | None") -> None:
-        """Use another tokenizer for requests that come from now on."""
+        """Use another tokenizer for new requests."""
         self._detokenizers = None if tokenizer is None else DetokenizerFactory(tokenizer)
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Requests whose user waits for more."""
+        """Number of requests that have not ended."""
         return len(self._requests)
 
     @property
     def unfinished_request_ids(self) -> list[str]:
-        """Their ids, oldest first."""
+        """Ids of the requests that have not ended, oldest first."""
         return list(self._requests)
 
     def request_id_of(self, core_id: str) -> str | None:
-        """The user's id for a request of the core that has not ended; None: there is none."""
+        """The user's id of a request of the core; None if it is unknown or has ended."""
         sample = self._samples.get(core_id)
         return None if sample is None else sample.request.request_id
 
@@ -105,11 +106,11 @@ class OutputProcessor:
         self._requests[request_id] = request
 
     def process(self, output: EngineOutput) -> tuple[list[AnyRequestOutput], list[str]]:
-        """Take in one step of the core.
+        """Process one step of the core.
 
         Returns:
-            Outputs for the users, and ids of core requests to abort: their text has reached a
-            stop string, which the core cannot see.
+            Outputs for the users, and ids of core requests to abort: their text contains a stop
+                string, which the core cannot see.
         """
         now = time.time()
         samples, finished, recorder = self._samples, output.finished, self._recorder
@@ -144,7 +145,7 @@ class OutputProcessor:
         return self._outputs(news, now), stopped
 
     def abort(self, request_ids: Iterable[str]) -> tuple[list[AnyRequestOutput], list[str]]:
-        """End requests with reason "abort"; ids that are not there are passed over.
+        """End requests with reason "abort"; unknown ids are ignored.
 
         Returns:
             Their last outputs, and ids of core requests to abort.
@@ -157,11 +158,12 @@ class OutputProcessor:
         return self._outputs(requests, time.time()), [sample.core_id for sample in running]
 
     def _take_details(self, output: EngineOutput) -> None:
-        """What comes besides tokens, for the few requests that have it."""
+        """Process the data besides tokens, which few requests have."""
         samples = self._samples
         for core_id, num_tokens in output.num_cached_tokens.items():
             sample = samples.get(core_id)
-            # Of several samples the first tells what earlier requests had left in the cache.
+            # Of several samples, the first one shows how much earlier requests had left in the
+            # cache.
             if sample is not None and sample.request.num_cached_tokens is None:
                 sample.request.num_cached_tokens = num_tokens
         for core_id, scheduled_time in output.scheduled_times.items():
@@ -186,7 +188,7 @@ class OutputProcessor:
         sample.end(end)
 
     def _outputs(self, requests: Iterable[RequestState], now: float) -> list[AnyRequestOutput]:
-        """Outputs of requests with news, and farewell to those that are finished."""
+        """Make the outputs of changed requests, and drop the state of finished ones."""
         outputs = []
         for request in requests:
             is_finished = request.num_running == 0
@@ -200,7 +202,7 @@ class OutputProcessor:
         return outputs
 
     def _text_of(self, params: SamplingParams) -> TextOf | None:
-        """What tells the text of a token in log-probabilities; None where none is wanted."""
+        """The function token id -> text for log-probabilities; None if no text is wanted."""
         if self._detokenizers is None or not params.detokenize:
             return None
         return self._detokenizers.text_of
@@ -223,7 +225,7 @@ class OutputProcessor:
 
 
 def _tokens_of_each(output: EngineOutput) -> Iterator[tuple[str, Sequence[int]]]:
-    """The requests with new tokens, by their id in the core, and these."""
+    """Yields the core's id and the new tokens of each request."""
     if output.num_tokens is None:
         yield from zip(output.request_ids, zip(output.token_ids, strict=True), strict=True)
         return

@@ -1,7 +1,7 @@
-"""What has come of a user's request so far: one `SampleState` per sample, one `RequestState`.
+"""The output state of a user's request: one `RequestState`, and one `SampleState` per sample.
 
-Tokens only pile up here until somebody has to see them: the text of a request whose user wants the
-final output is made once, at its end.
+Tokens are only collected until they are needed: if the user wants only the final output, the text
+is made once, at the end.
 """
 
 from vllm.engine.output.logprobs import TextOf, to_dicts
@@ -17,8 +17,8 @@ from vllm.outputs import (
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 _MOST_ROWS_KEPT = 8
-"""Positions of a sample whose log-probabilities are made dicts together. All of them at the end
-would take seconds: there may be a hundred samples of thousands of tokens."""
+"""How many positions of log-probabilities are kept as arrays before they become dicts. Converting
+all at the end could take seconds, with a hundred samples of thousands of tokens."""
 
 
 class SampleState:
@@ -27,8 +27,8 @@ class SampleState:
     Attributes:
         core_id: its id in the core.
         token_ids: output tokens so far; the caller appends.
-        is_watched: has to be read token by token, to stream it or to find a stop string.
-        last_token_time: in seconds of `time.time()`, where somebody records it.
+        is_watched: is read token by token, for streaming or stop strings.
+        last_token_time: in seconds of `time.time()`, if it is recorded.
     """
 
     __slots__ = (
@@ -79,7 +79,7 @@ class SampleState:
 
     @property
     def has_news(self) -> bool:
-        """Something was not in any output yet."""
+        """Whether it has data that no output has contained yet."""
         if self.finish_reason is not None:
             return not self._is_end_sent
         return len(self.token_ids) > self._num_sent_tokens
@@ -88,7 +88,8 @@ class SampleState:
         """Keep the log-probabilities of the next positions."""
         if len(self._new_logprobs) >= _MOST_ROWS_KEPT:
             self._convert_logprobs()
-        self._new_logprobs.append(rows)  # the newest stay as they are: a stop string may cut them
+        # the newest stay arrays, because a stop string may cut them
+        self._new_logprobs.append(rows)
 
     def read(self, num_tokens: int) -> str | None:
         """Make text of the first `num_tokens` output tokens; the stop string if it ends there."""
@@ -98,7 +99,7 @@ class SampleState:
         return self._text.append(new)
 
     def read_newest(self, count: int) -> str | None:
-        """As `read` for all tokens, of which only the last `count` were not read."""
+        """As `read` for all tokens, if only the last `count` were not read yet."""
         if self._text is None:
             return None
         self._num_read += count
@@ -109,7 +110,7 @@ class SampleState:
         num_tokens = len(self.token_ids)
         is_stop = finished.reason is FinishReason.STOP
         if is_stop and not self.request.params.include_stop_str_in_output:
-            num_tokens -= 1  # the text of a stop token is left out, as that of a stop string
+            num_tokens -= 1  # the text of a stop token is left out, like that of a stop string
         if (matched := self.read(num_tokens)) is not None:
             self.end_at_stop_string(matched)
             return
@@ -119,7 +120,7 @@ class SampleState:
         self._set_end(finished.reason, stop_reason)
 
     def end_at_stop_string(self, string: str) -> None:
-        """`read` has found a stop string. Tokens behind it that came with it are dropped."""
+        """End the sample at the stop string that `read` has found. Tokens after it are dropped."""
         assert self._text is not None
         num_behind = len(self.token_ids) - self._text.num_tokens
         if num_behind:
@@ -131,7 +132,7 @@ class SampleState:
 
     @property
     def cumulative_logprob(self) -> float:
-        """Sum over the tokens whose log-probabilities have come."""
+        """Sum over the tokens whose log-probabilities have arrived."""
         if self._new_logprobs:
             self._convert_logprobs()
         return self._cumulative_logprob
@@ -177,7 +178,7 @@ class SampleState:
     def _convert_logprobs(self) -> None:
         num_top = self.request.params.logprobs
         for rows in self._new_logprobs:
-            if num_top is None:  # the user wants none: the sum alone, to rank the samples
+            if num_top is None:  # only the sum is needed, to rank the samples
                 self._cumulative_logprob += float(rows.logprobs[:, 0].sum())
                 continue
             for entries in to_dicts(rows, num_top, self._text_of):
@@ -187,7 +188,7 @@ class SampleState:
 
 
 class RequestState:
-    """A user's request: its samples and what they share.
+    """A user's request: its samples and their shared state.
 
     Args:
         request_id: the user's.
@@ -245,7 +246,7 @@ class RequestState:
             self._prompt_logprobs += to_dicts(rows, self.params.prompt_logprobs, text_of)
 
     def output(self) -> AnyRequestOutput:
-        """The request as its user shall see it now; in a delta, only samples with news."""
+        """The output for the user now; with deltas, only samples with new data."""
         samples, prompt_logprobs = self.samples, self._prompt_logprobs
         is_delta, is_finished = self._is_delta, self.num_running == 0
         if is_delta and (len(samples) > 1 or not samples[0].has_news):
@@ -273,7 +274,7 @@ class RequestState:
         return output
 
     def _best(self) -> list[SampleState]:
-        """The `n` likeliest samples, the likeliest first; those that failed come last."""
+        """The `n` likeliest samples, the likeliest first; failed ones come last."""
         ranked = sorted(
             self.samples,
             key=lambda sample: (

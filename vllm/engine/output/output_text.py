@@ -1,4 +1,5 @@
-"""The text of one sample: detokenised, cut at a stop string, held back where it may yet be cut."""
+"""The text of one sample: detokenised and cut at a stop string. Text that may still be cut is held
+back."""
 
 from collections.abc import Sequence
 
@@ -15,9 +16,9 @@ class OutputText:
         min_tokens: output tokens before which no stop string ends the output.
 
     Attributes:
-        text: what is known; once finished, all of it.
+        text: the text so far; complete once finished.
         num_shown: characters of it that will not change and may be shown.
-        num_tokens: tokens taken in, where there are stop strings.
+        num_tokens: tokens processed, if there are stop strings.
     """
 
     __slots__ = ("_detokenizer", "_min_tokens", "_stop", "num_shown", "num_tokens", "text")
@@ -33,11 +34,11 @@ class OutputText:
         self.num_shown = 0
 
     def append(self, token_ids: Sequence[int]) -> str | None:
-        """Take in new output tokens.
+        """Add new output tokens.
 
         Returns:
-            The stop string that ends the output, or None. The text is cut then, and complete, and
-            the tokens behind it are not taken in.
+            The stop string that ends the output, or None. The text is then cut and complete, and
+            tokens after it are ignored.
         """
         if self._stop is None:
             self.text += self._detokenizer.push(token_ids)
@@ -49,7 +50,7 @@ class OutputText:
         return None
 
     def finish(self) -> None:
-        """No token and no stop string will come: show what was held back."""
+        """End the text: nothing more comes, so held back text is shown."""
         self.text += self._detokenizer.flush()
         self.num_shown = len(self.text)
 

@@ -1,4 +1,4 @@
-"""What has come of a request to a pooling model."""
+"""The output state of a request to a pooling model."""
 
 from vllm.engine.output.output_state import RequestState
 from vllm.messages import FloatArray
@@ -17,7 +17,7 @@ class PoolingState(RequestState):
     result: FloatArray | None = None
 
     def output(self) -> AnyRequestOutput:
-        """The result, or why there is none."""
+        """The output with the result, or with the reason why there is none."""
         error = None
         if self.result is None:
             reason = self.samples[0].stop_reason

@@ -1,4 +1,4 @@
-"""What a consumer of one request has not taken yet."""
+"""The queue of outputs between the engine and the consumer of a request."""
 
 import asyncio
 from collections import deque
@@ -13,7 +13,7 @@ class RequestStream(Generic[_Output]):
     Bounded by the request itself: a request has no more outputs than tokens.
 
     Attributes:
-        is_finished: its last output, or an error, was put in.
+        is_finished: the last output, or an error, was added.
     """
 
     __slots__ = ("_error", "_outputs", "_waiter", "is_finished")
@@ -31,7 +31,7 @@ class RequestStream(Generic[_Output]):
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, after what was put in before."""
+        """End the stream with an error, after the outputs that were added before."""
         self._error = error
         self.is_finished = True
         self._wake()

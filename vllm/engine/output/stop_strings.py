@@ -1,4 +1,4 @@
-"""Strings that end an output, found while its text grows. Knows no tokens."""
+"""Finds stop strings in a growing text. Independent of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,9 +33,9 @@ class StopStrings:
         self.is_shown = is_shown
 
     def find(self, text: str, num_new: int) -> StopMatch | None:
-        """The stop string that was complete first, among those that end in the new characters.
+        """Find the stop string that was complete first, among those that end in the new characters.
 
-        Of several complete at the same character, the one that starts first. That is what
+        If several are complete at the same character, the one that starts first. That is what
         reading character by character finds, so it does not matter how tokens cut the text.
 
         Args:
@@ -53,7 +53,7 @@ class StopStrings:
         return first
 
     def num_held(self, text: str) -> int:
-        """Characters at the end of a text that may yet turn out to begin a stop string.
+        """Number of characters at the end of a text that may be the beginning of a stop string.
 
         >>> StopStrings(["</end>"]).num_held("value</e")
         3

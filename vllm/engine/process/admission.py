@@ -1,4 +1,4 @@
-"""Admission control: requests beyond the limits are refused at once, instead of served late."""
+"""Admission control: requests beyond the limits are refused at once."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ class AdmissionLimits:
     """Limits of waiting requests. None: no limit."""
 
     max_queued_requests: int | None = None
-    """Waiting requests, beside those of a full batch."""
+    """Maximum number of waiting requests, besides those of a full batch."""
     max_queued_tokens: int | None = None
-    """Prompt tokens of requests that have not begun."""
+    """Maximum number of prompt tokens of waiting requests."""
     request_timeout: float | None = None
     """Seconds after which a request is ended."""
 
@@ -22,21 +22,20 @@ class Admission:
     """Counts waiting and running requests.
 
     Args:
-        limits: to keep.
-        max_num_seqs: requests that run at a time.
+        limits: to keep. max_num_seqs: requests that run at a time.
     """
 
     def __init__(self, limits: AdmissionLimits, max_num_seqs: int) -> None:
         self.limits = limits
         self._max_num_seqs = max_num_seqs
         self._waiting: dict[str, int] = {}
-        """Id in the core -> prompt tokens."""
+        """Id in the core -> number of prompt tokens."""
         self._running: set[str] = set()
         self._waiting_tokens = 0
 
     @property
     def num_waiting(self) -> int:
-        """Requests sent to the core that it has not begun."""
+        """Number of requests sent to the core that have not begun."""
         return len(self._waiting)
 
     def check(self, num_requests: int, num_prompt_tokens: int) -> None:
@@ -65,12 +64,12 @@ class Admission:
                 )
 
     def add(self, core_id: str, num_prompt_tokens: int) -> None:
-        """A request was sent to the core."""
+        """Count a request that was sent to the core."""
         self._waiting[core_id] = num_prompt_tokens
         self._waiting_tokens += num_prompt_tokens
 
     def begin(self, core_ids: Iterable[str]) -> None:
-        """The core computes them."""
+        """Mark requests that the core has begun to compute."""
         for core_id in core_ids:
             num_tokens = self._waiting.pop(core_id, None)
             if num_tokens is not None:
@@ -78,7 +77,7 @@ class Admission:
                 self._running.add(core_id)
 
     def end(self, core_ids: Iterable[str]) -> None:
-        """They have ended; unknown ids are passed over."""
+        """Remove requests that have ended; unknown ids are ignored."""
         for core_id in core_ids:
             self._waiting_tokens -= self._waiting.pop(core_id, 0)
             self._running.discard(core_id)

@@ -29,15 +29,14 @@ _MAX_KILL_WAIT_S = 5.0
 driver, or while it frees much memory."""
 
 _CHILD_DEFAULTS = {"GOMP_SPINCOUNT": "1000", "KINETO_LOG_LEVEL": "99"}
-"""OpenMP threads that wait for the next loop give their core to the API process sooner; torch's
-profiler does not write lines of its own between those of the log."""
+"""Environment of the process. Waiting OpenMP threads release their core to the API process sooner;
+torch's profiler does not write its own lines into the log."""
 
 
 class CoreClient:
-    """Starts a core at construction and speaks with it.
+    """Starts a core when constructed, and exchanges messages with it.
 
-    Constructed and configured in any thread; the other methods belong to the event loop of
-    `attach`.
+    Construct and configure it in any thread; call the other methods in the event loop of `attach`.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,8 @@ class CoreClient:
         return self.process.pid
 
     def configure(self, config: VllmConfig, models: dict[str, str]) -> None:
-        """Send the config, with which the process loads the model. Until then it imports modules.
+        """Send the config, with which the process loads the model. Before that, the process imports
+        modules.
 
         Args:
             config: of the engine.
@@ -81,8 +81,8 @@ class CoreClient:
 
         Args:
             on_message: called with each message, in order.
-            on_death: called once when the process has ended, after its last message, with what
-                is known of the cause; not after `close`.
+            on_death: called once when the process has ended, after its last message, with the cause
+                as far as it is known; not after `close`.
         """
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
@@ -97,7 +97,7 @@ class CoreClient:
         """Send a message; one to a core that has ended is dropped.
 
         Raises:
-            RequestError: it holds what cannot be sent.
+            RequestError: it contains something that cannot be sent.
         """
         data = encode(message)
         if self._is_closed:
@@ -105,13 +105,15 @@ class CoreClient:
         with contextlib.suppress(zmq.Again):  # the other end is closed: `on_death` will report it
             self._socket.send(data, zmq.NOBLOCK)
         assert self._loop is not None
-        # ZMQ signals events by edges: the send may have consumed that of an arrived message.
+        # ZMQ's file descriptor is edge-triggered: sending may have consumed the event of an arrived
+        # message.
         self._loop.call_soon(self._read)
 
     def close(self) -> None:
-        """Kill the process and release all. Calling it again does nothing.
+        """Kill the process and release all resources. Calling it again does nothing.
 
-        A process that does not end within seconds is left to a thread: the event loop goes on.
+        If the process does not end within seconds, a thread waits for it, so that the event loop
+        continues.
         """
         if self._is_closed:
             return
@@ -137,7 +139,7 @@ class CoreClient:
     def _reap(self) -> None:
         """Wait for the process, then close our end of its standard input.
 
-        Not before: a thread may still write the config to a process that no longer reads.
+        Not earlier: a thread may still be writing the config to it.
         """
         self.process.wait()
         assert self.process.stdin is not None

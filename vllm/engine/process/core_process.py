@@ -2,8 +2,8 @@
 
 Reads its first message, the configuration, from standard input, and all others from a ZMQ
 socket that its parent has bound. Between two steps it handles the messages that have arrived; a
-step never waits for a client. Standard input stays open as long as the parent lives: at its end
-this process ends, however the parent died.
+step never waits for a client. Standard input stays open as long as the parent lives: when it ends,
+this process ends too, however the parent died.
 """
 
 import os
@@ -66,7 +66,7 @@ class CoreLoop:
     Args:
         core: started.
         receive: the next message, as bytes; None when there is none and it must not wait.
-        send: takes messages as they are.
+        send: sends a message object.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class CoreLoop:
             raise error
         text = f"the request cannot be read by the engine: {error}"
         for request_id in ids:
-            # The parent knows one of the two ids: of the request, or of its first sample.
+            # The parent knows one of the two ids: that of the request or that of its first sample.
             for known_id in (request_id, sample_id(request_id, 0)):
                 self._send(
                     Refused(request_id=known_id, message=text, status=400, is_capacity=False)
@@ -154,23 +154,24 @@ class CoreLoop:
 
     def _call(self, message: CallCore) -> CallResult:
         try:
-            assert message.name in CALLS, f"EngineCore has no call {message.name}"
+            assert message.name in CALLS, f"the engine core has no method {message.name}"
             args, kwargs = decode_arguments(message.arguments)
             value = getattr(self._core, message.name)(*args, **kwargs)
             encoded = encode_value(f"the result of {message.name}", value)
             return CallResult(call_id=message.call_id, value=encoded)
-        except Exception as error:  # reported to the caller; the loop goes on
+        except Exception as error:  # reported to the caller; the loop continues
             if not isinstance(error, (RequestError, CapacityError)):
                 logger.exception("call %s failed", message.name)
             return CallResult(call_id=message.call_id, error=CallError.of(error))
 
 
 def main(address: str) -> int:
-    """Run a core until it fails, if it is not killed before; the exit code."""
-    # The parent decides when to end, also when the terminal or a service manager signals all.
+    """Run a core until it fails or is killed. Returns the exit code."""
+    # Ignore signals that a terminal or service manager sends to all processes: the parent decides
+    # when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    import_module("torch")  # takes seconds, which the parent needs to read the model's config
+    import_module("torch")  # takes seconds; meanwhile the parent reads the model's config
     start = decode_to_core(_read_first())
     assert isinstance(start, StartCore)
     threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
@@ -214,7 +215,7 @@ def _run(
     except EngineDeadError as error:  # logged where the step failed
         send(CoreFailed(message=str(error), is_config_error=False))
         return 1
-    except Exception as error:  # the edge of the process: whatever it is, the parent must know
+    except Exception as error:  # last resort: the parent must be told about any error
         traceback.print_exc()
         send(CoreFailed(message=f"{type(error).__name__}: {error}", is_config_error=False))
         return 1
@@ -230,7 +231,7 @@ def _start_core(start: StartCore) -> EngineCore:
         ModelRegistry.register_model(name, place)
     startup_progress.report("starting the worker")
     config = start.config
-    # In the log of a server, a progress bar is noise.
+    # Progress bars do not belong in the log of a server.
     load = replace(
         config.load, use_tqdm_on_load=config.load.use_tqdm_on_load and sys.stderr.isatty()
     )
@@ -258,8 +259,8 @@ def _read_exactly(size: int) -> bytes:
 
 
 def _end_with_parent(address: str) -> None:
-    # Not through sys.stdin: the interpreter cannot end while a thread waits inside of that.
-    os.read(_STDIN, 1)  # returns when the other end is closed everywhere
+    # Not through sys.stdin: the interpreter cannot exit while a thread waits in it.
+    os.read(_STDIN, 1)  # returns when all copies of the other end are closed
     socket_folder.remove(address)
     os._exit(1)
 

@@ -1,6 +1,6 @@
 """Starts the process of an engine core, notices when it dies, and restarts it if allowed.
 
-Everything but the start of a process happens in one event loop.
+Everything except starting a process happens in one event loop.
 """
 
 import asyncio
@@ -38,15 +38,15 @@ class CoreSupervisor:
     """One core process at a time.
 
     Args:
-        num_restarts: times that a core which died is started again.
+        num_restarts: how often a core that died is restarted.
         on_output: called with the output of each step.
         on_refused: called with each request that the core refuses.
         on_lost: called with the error of a core that has died: all of its requests are lost.
 
     Attributes:
         startup: state of the start.
-        num_restarts_done: times that a core was started again.
-        death_callbacks: called once each when the core is dead for good.
+        num_restarts_done: how often a core was restarted.
+        death_callbacks: called once when the core is dead and will not be restarted.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class CoreSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the core, while there is one."""
+        """Process id of the core, or None."""
         return None if self._core is None else self._core.pid
 
     def prepare(self) -> None:
-        """Begin to start the process, which imports what it needs until `start` configures it."""
+        """Start the process in the background. It imports modules until `start` configures it."""
         if self._spawning is None:
             self._spawning = asyncio.get_running_loop().create_task(self._start_process())
             # `start` raises it.
@@ -113,7 +113,7 @@ class CoreSupervisor:
         self.startup.set_ready()
 
     def _resolve(self, resolve: Callable[[], VllmConfig]) -> VllmConfig:
-        """Run `resolve`, and tell what it waits for. In a thread."""
+        """Run `resolve` in a thread, and report its progress."""
         startup_progress.listen(self.startup.report)
         try:
             return resolve()
@@ -121,7 +121,7 @@ class CoreSupervisor:
             startup_progress.listen(None)
 
     def send(self, message: ToCore) -> None:
-        """Send a message to the core that runs.
+        """Send a message to the running core.
 
         Raises:
             EngineDeadError: none runs.
@@ -132,7 +132,7 @@ class CoreSupervisor:
 
     @property
     def dead_error(self) -> BaseException:
-        """Why nothing can be computed now."""
+        """The reason why nothing can be computed now."""
         return self.startup.error or EngineDeadError(
             f"the engine is not ready: {self.startup.phase}"
         )
@@ -142,7 +142,7 @@ class CoreSupervisor:
 
         Args:
             name: of the call.
-            args, kwargs: what msgpack can hold.
+            args, kwargs: values that msgpack can encode.
 
         Raises:
             RequestError: the arguments cannot be sent, or the call refuses them.
@@ -161,7 +161,7 @@ class CoreSupervisor:
             self._calls.pop(call_id, None)
 
     def stop(self, error: EngineDeadError) -> None:
-        """End the core now and for good. Those who wait get the error."""
+        """End the core for good. Everyone who waits gets the error."""
         self._is_stopped = True
         if self._restart_task is not None:
             self._restart_task.cancel()
@@ -172,13 +172,13 @@ class CoreSupervisor:
     # ---- internals ------------------------------------------------------------------------
 
     async def _start_process(self) -> "asyncio.Future[None]":
-        """A process that waits for its config; the future is done when it is ready."""
+        """Start a process that waits for its config. The future is done when it is ready."""
         self._failure = None
         self.startup.report(_IMPORTING)
         spawned = asyncio.get_running_loop().run_in_executor(None, CoreClient)
         try:
             core = await asyncio.shield(spawned)
-        except asyncio.CancelledError:  # the loop ends; the thread goes on
+        except asyncio.CancelledError:  # the loop ends, the thread continues
             spawned.add_done_callback(lambda future: future.result().close())
             raise
         if self._is_stopped:
@@ -221,7 +221,7 @@ class CoreSupervisor:
         error = self._error_of(cause)
         self._release()
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)  # told to whoever starts it
+            self._ready.set_exception(error)  # reported to the caller of `start`
         else:
             logger.error("%s", error)
             self._lose(error)
@@ -234,7 +234,7 @@ class CoreSupervisor:
         return EngineDeadError(f"the engine process has failed: {self._failure.message}")
 
     def _lose(self, error: BaseException) -> None:
-        """All requests of the core are lost; start another one, or give up."""
+        """Fail all requests of the core; start another core, or give up."""
         self._fail_calls(error)
         if self._restarts_left > 0:
             self._restarts_left -= 1
@@ -253,7 +253,7 @@ class CoreSupervisor:
             ready = await self._start_process()
             await self._configure()
             await ready
-        except Exception as error:  # also of the system: no memory, no process, no disk
+        except Exception as error:  # also errors of the system: no memory, no process, no disk
             self._release()
             if not self._is_stopped:
                 logger.error("the engine could not be started again: %s", error)

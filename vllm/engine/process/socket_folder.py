@@ -1,6 +1,6 @@
 """The folder of the socket between a client and its core.
 
-The client makes it. Whichever of the two processes outlives the other removes it.
+The client makes it. The process that ends last removes it.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ _MAX_SOCKET_PATH = 100
 
 
 def make_address() -> str:
-    """The address of a socket in a new folder; nothing is bound to it yet."""
+    """Make a folder and return the address of a socket in it; nothing is bound to it yet."""
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     if len(bytes(folder / _SOCKET)) > _MAX_SOCKET_PATH:
         folder.rmdir()
@@ -27,7 +27,7 @@ def make_address() -> str:
 def remove(address: str) -> None:
     """Remove the socket and the folder that `make_address` made.
 
-    Every other address is left alone, and so is a folder that holds anything but the socket.
+    Any other address is ignored. A folder with other files is not removed.
     """
     socket = Path(address.removeprefix(_SCHEME))
     is_ours = socket.name == _SOCKET and socket.parent.name.startswith(_PREFIX)

@@ -8,10 +8,10 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _MIN_ETA_DONE = 2
-"""Units of work that must be done before an estimate is worth telling."""
+"""Units of work that must be done before an estimate is shown."""
 
 _LOG_INTERVAL_S = 10.0
-"""Between two lines about the progress of one phase."""
+"""Seconds between two lines about the progress of one phase."""
 
 _NOT_STARTED = "waiting to start"
 _ENDS = ("ready", "failed")

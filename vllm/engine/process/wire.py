@@ -16,11 +16,12 @@ from vllm.message_codec import decode_array, encode_array
 from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
 START_LENGTH = struct.Struct("<Q")
-"""On standard input, before `StartCore`: its length in bytes. Other messages have frames of ZMQ."""
+"""Header of `StartCore` on standard input: its length in bytes. Other messages are frames of
+ZMQ."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Told apart by the name of the class."""
+    """Base class of the messages; the name of the class is the tag."""
 
 
 class StartCore(_Message, frozen=True, kw_only=True):
@@ -32,14 +33,14 @@ class StartCore(_Message, frozen=True, kw_only=True):
 
 
 class AddRequests(_Message, frozen=True, kw_only=True):
-    """Queue requests. A request is sent once however many samples it wants: the core makes them
-    (`fan_out`). `Refused` answers for each request that the core refuses."""
+    """Queue requests. A request is sent once, for all its samples: the core splits it (`fan_out`).
+    The core answers `Refused` for each request that it refuses."""
 
     requests: list[EngineRequest]
 
 
 class AbortRequests(_Message, frozen=True, kw_only=True):
-    """Forget requests; unknown ids are passed over."""
+    """Abort requests; unknown ids are ignored."""
 
     request_ids: list[str]
 
@@ -50,11 +51,11 @@ class CallCore(_Message, frozen=True, kw_only=True):
     call_id: int
     name: str
     arguments: bytes = b""
-    """`encode_arguments` of them; empty: none."""
+    """Arguments from `encode_arguments`; empty: none."""
 
 
 class CoreProgress(_Message, frozen=True, kw_only=True):
-    """The start has come this far."""
+    """Progress of the start."""
 
     phase: str
     done: int
@@ -63,21 +64,21 @@ class CoreProgress(_Message, frozen=True, kw_only=True):
 
 
 class CoreReady(_Message, frozen=True, kw_only=True):
-    """Requests are computed from now on."""
+    """The core is ready to compute requests."""
 
     stats: SchedulerStats
 
 
 class CoreFailed(_Message, frozen=True, kw_only=True):
-    """The core ends."""
+    """The core has failed and ends."""
 
     message: str
     is_config_error: bool
-    """The settings are wrong: starting again will not help."""
+    """The settings are wrong, so a restart will not help."""
 
 
 class CoreOutput(_Message, frozen=True, kw_only=True):
-    """One step."""
+    """The output of one step."""
 
     output: EngineOutput
     stats: SchedulerStats
@@ -97,7 +98,7 @@ class Refused(_Message, frozen=True, kw_only=True):
 
 
 class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Why a call has failed; the engine goes on."""
+    """Why a call has failed; the engine continues."""
 
     message: str
     kind: Literal["request", "capacity", "worker"]
@@ -107,7 +108,7 @@ class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @classmethod
     def of(cls, error: Exception) -> "CallError":
-        """For an exception that the call has raised."""
+        """Make one for an exception of the call."""
         if isinstance(error, RequestError):
             return cls(message=str(error), kind="request", status=error.status)
         if isinstance(error, CapacityError):
@@ -124,7 +125,7 @@ class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class CallResult(_Message, frozen=True, kw_only=True):
-    """What came of a `CallCore`."""
+    """The result of a `CallCore`."""
 
     call_id: int
     value: bytes = b"\xc0"
@@ -133,8 +134,7 @@ class CallResult(_Message, frozen=True, kw_only=True):
 
 
 def ids_of_requests(data: bytes) -> list[str]:
-    """The ids in a message of `AddRequests` that holds something of a wrong type; none for any
-    other message."""
+    """The ids in an `AddRequests` message with a value of a wrong type; none for other messages."""
     name, *fields = msgspec.msgpack.decode(data)
     if name != AddRequests.__name__:
         return []
@@ -142,14 +142,14 @@ def ids_of_requests(data: bytes) -> list[str]:
 
 
 def encode_value(what: str, value: Any) -> bytes:
-    """A value of a user as msgpack.
+    """Encode a user's value as msgpack.
 
     Args:
-        what: the value is, for the message.
+        what: name of the value, for the error message.
         value: None, numbers, text, bytes, and lists and dicts of these.
 
     Raises:
-        RequestError: it holds something else.
+        RequestError: it contains something else.
     """
     try:
         return msgspec.msgpack.encode(value)
@@ -166,7 +166,7 @@ def encode_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
 
 
 def decode_arguments(data: bytes) -> tuple[list[Any], dict[str, Any]]:
-    """What `encode_arguments` has made; no bytes are no arguments."""
+    """Decode the result of `encode_arguments`; empty bytes are no arguments."""
     return msgspec.msgpack.decode(data, type=_Arguments) if data else ([], {})
 
 
@@ -191,7 +191,7 @@ def _encode_extra(value: Any) -> Any:
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_extra).encode
-"""A message as bytes. Raises RequestError when it holds code of a user."""
+"""Encode a message. Raises RequestError if it contains a user's code."""
 
 decode_to_core = msgspec.msgpack.Decoder(ToCore, dec_hook=decode_array).decode
 """Bytes as a message to the core."""

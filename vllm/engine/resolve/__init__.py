@@ -1,1 +1,1 @@
-"""From arguments to the config of an engine."""
+"""Resolves arguments to the config of an engine."""

@@ -1,9 +1,9 @@
 """Engine arguments of the vLLM 0.9 Gaudi fork that are not fields of our configs.
 
 Scripts written for it must keep working as far as they honestly can. An argument that tunes
-something this engine does not have, or does by itself, is accepted with a warning that says
-so. An argument that asks for a feature not built yet is an error: running without it would
-give other results, or none, without saying why.
+something that this engine lacks, or does by itself, is accepted with a warning. An argument that
+requests a missing feature is an error: without the feature, the results would differ, or there
+would be none.
 """
 
 import json
@@ -25,17 +25,17 @@ class CompatArgument:
 
     name: str
     off: Any
-    """Its default there. Its type decides what values the flag takes."""
+    """Its default in the fork. Its type decides which values the flag accepts."""
     reason: str
     """Why it has no effect, or why it is not available; a clause without a full stop."""
     available: bool
     """True: accepted without effect. False: refused unless set to `off`."""
     also_off: tuple[Any, ...] = ()
-    """Further values that ask for nothing."""
+    """Further values that have no effect."""
     aliases: tuple[str, ...] = ()
     read: Callable[[Any], Any] | None = None
-    """Checks what was given and makes its value. Raises ConfigError with what comes after the
-    argument's name in the message."""
+    """Checks and converts a given value. Raises ConfigError with the message without the argument's
+    name."""
 
     @property
     def flag(self) -> str:
@@ -68,14 +68,16 @@ def _read_limits(given: Any) -> dict[str, Any]:
 
 
 _V0_ONLY = "it belongs to the V0 scheduler, which does not exist here"
+_ONE_STEP = "every step is scheduled; --async-scheduling hides the time of it, outputs are the same"
+_NO_DRAFTS = "the model computes every token itself, without a draft; the outputs are the same"
 _NO_CUDA_GRAPHS = "there are no CUDA graphs here"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
 _TEXT_ALONE = "this version reads text only"
-_LORA_OFF = "it only matters with LoRA adapters, which this version does not run"
-_PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which this version does not run"
+_LORA_OFF = "it only matters with LoRA adapters, which are not supported"
+_PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which are not supported"
 _DP_OFF = f"it only matters with data parallelism, and {ONE_DEVICE}"
 _MERGE = (
-    "the engine runs no LoRA adapters; merge the adapter into the weights of its model "
+    "LoRA adapters are not supported; merge the adapter into the weights of its model "
     "(merge_and_unload of peft) and load the merged model"
 )
 
@@ -102,10 +104,11 @@ _ARGUMENTS = (
     _ignored(
         "use_padding_aware_scheduling",
         False,
-        "the scheduler knows no padding: a step is cut into launches that have a bucket",
+        "the scheduler does not count padding: a step is split into launches that fit a bucket",
     ),
     _ignored("max_num_prefill_seqs", None, "prefills are limited by max_num_batched_tokens"),
-    _ignored("num_scheduler_steps", 1, "every step is scheduled; the outputs are the same"),
+    _ignored("num_scheduler_steps", 1, _ONE_STEP),
+    _ignored("num_scheduler_seqs", 1, _ONE_STEP),
     _ignored("scheduler_delay_factor", 0.0, _V0_ONLY),
     _ignored("num_lookahead_slots", 0, _V0_ONLY),
     _ignored("multi_step_stream_outputs", True, _V0_ONLY),
@@ -118,7 +121,6 @@ _ARGUMENTS = (
     _ignored("enable_multimodal_encoder_data_parallel", False, _TEXT_ALONE),
     _ignored("disable_cascade_attn", False, "there is no cascade attention here"),
     _ignored("calculate_kv_scales", False, "scales of the KV cache are those of the checkpoint"),
-    _ignored("max_seq_len_to_capture", 8192, _NO_CUDA_GRAPHS),
     _ignored("max_context_len_to_capture", None, _NO_CUDA_GRAPHS),
     _ignored("cuda_graph_sizes", (512,), _NO_CUDA_GRAPHS),
     _ignored("disable_custom_all_reduce", False, "there is no custom all-reduce here"),
@@ -158,6 +160,20 @@ _ARGUMENTS = (
     ),
     _ignored("weights_padding", False, "weights are laid out as the kernels of the device need"),
     _ignored("enable_lora_bias", False, _LORA_OFF),
+    _ignored("speculative_config", None, _NO_DRAFTS),
+    _ignored("speculative_model", None, _NO_DRAFTS),
+    _ignored("speculative_model_quantization", None, _NO_DRAFTS),
+    _ignored("num_speculative_tokens", 0, _NO_DRAFTS),
+    _ignored("speculative_draft_tensor_parallel_size", 1, _NO_DRAFTS, aliases=("-spec-draft-tp",)),
+    _ignored("speculative_max_model_len", 0, _NO_DRAFTS),
+    _ignored("speculative_disable_by_batch_size", 0, _NO_DRAFTS),
+    _ignored("speculative_disable_mqa_scorer", False, _NO_DRAFTS),
+    _ignored("ngram_prompt_lookup_max", 0, _NO_DRAFTS),
+    _ignored("ngram_prompt_lookup_min", 0, _NO_DRAFTS),
+    _ignored("spec_decoding_acceptance_method", "rejection_sampler", _NO_DRAFTS),
+    _ignored("typical_acceptance_sampler_posterior_threshold", 0.09, _NO_DRAFTS),
+    _ignored("typical_acceptance_sampler_posterior_alpha", 0.3, _NO_DRAFTS),
+    _ignored("disable_logprobs_during_spec_decoding", True, _NO_DRAFTS),
     _ignored("max_loras", 1, _LORA_OFF),
     _ignored("max_lora_rank", 16, _LORA_OFF),
     _ignored("max_cpu_loras", None, _LORA_OFF),
@@ -172,12 +188,6 @@ _ARGUMENTS = (
     _ignored("data_parallel_rpc_port", None, _DP_OFF),
     _ignored("data_parallel_backend", "mp", _DP_OFF),
     _missing(
-        "model_impl",
-        "auto",
-        "models run with the classes of this package, which README.md lists",
-        also_off=("vllm",),
-    ),
-    _missing(
         "config_format",
         "auto",
         "a model is described by a config.json as transformers writes it; hf_config_path names one "
@@ -190,16 +200,11 @@ _ARGUMENTS = (
         "the loaders that load_format names have no settings",
     ),
     _missing("qlora_adapter_name_or_path", None, _MERGE),
-    _missing(
-        "speculative_config",
-        None,
-        "the model computes every token itself, without a draft; the outputs are the same",
-    ),
     _missing("enable_lora", False, _MERGE),
     _missing(
         "enable_prompt_adapter",
         False,
-        "the engine runs no prompt adapters; a system prompt can hold instructions",
+        "prompt adapters are not supported; put instructions into a system prompt",
     ),
     _missing("data_parallel_size", 1, ONE_DEVICE, aliases=("-dp",)),
     _missing(
@@ -232,10 +237,10 @@ COMPAT_ARGUMENTS: Mapping[str, CompatArgument] = {a.name: a for a in _ARGUMENTS}
 
 
 def accept(name: str, value: Any) -> None:
-    """Take an argument of `COMPAT_ARGUMENTS` as far as it can be taken; None is "not given".
+    """Check an argument of `COMPAT_ARGUMENTS`, and warn that it has no effect; None is "not given".
 
     Raises:
-        ConfigError: it asks for a feature that is not available.
+        ConfigError: it requests a feature that is not available.
     """
     argument = COMPAT_ARGUMENTS[name]
     if value is None:

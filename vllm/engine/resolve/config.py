@@ -1,6 +1,6 @@
-"""From arguments to the complete config of an engine: model files, platform and limits.
+"""Resolves arguments to the complete config of an engine, with model files, platform and limits.
 
-Every value a user leaves open is settled here, once, before any process starts.
+Every value that the user did not set is decided here, once, before any process starts.
 """
 
 import math
@@ -27,13 +27,17 @@ from vllm.config import (
 )
 from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
-from vllm.config.model import ModelDType
-from vllm.engine.resolve.hpu import refuse_variables, resolve_hpu_config
+from vllm.config.model import ModelDType, ModelImpl
+from vllm.engine.resolve.hpu import fit_token_budget, refuse_variables, resolve_hpu_config
 from vllm.engine.resolve.model_options import check_quantization, resolve_offload, resolve_windows
 from vllm.engine.resolve.pooling import resolve_pooler
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
-from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.models.registry import (
+    BY_TRANSFORMERS,
+    ModelRegistry,
+    is_known_to_transformers,
+)
 from vllm.platforms import Platform, resolve_platform
 from vllm.platforms.cpu_threads import parse_cores, usable_cores
 from vllm.transformers_utils.hf_config import complete_hf_config, read_hf_config
@@ -50,8 +54,8 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     """The config of an engine.
 
     Args:
-        settings: a value for every field of the config classes that is a user's to give; None
-            where the platform or the model decides.
+        settings: a value for every field of the config classes that users can set; None if the
+            platform or the model decides.
 
     Raises:
         ConfigError: the engine cannot start with these settings.
@@ -83,9 +87,8 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     hpu = resolve_hpu_config(
         _section(HPUConfig, settings), enable_prefix_caching=cache.enable_prefix_caching
     )
-    # Last, so that no weights are downloaded for settings that are wrong.
-    return VllmConfig(
-        model=replace(model, path=str(_model_folder(model, load, load.load_format))),
+    config = VllmConfig(
+        model=model,
         cache=cache,
         scheduler=scheduler,
         parallel=_section(ParallelConfig, settings),
@@ -95,10 +98,16 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         structured_output=_section(StructuredOutputConfig, settings),
         observability=observability,
     )
+    if platform.name == "hpu":
+        config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
+    # Last, so that no weights are downloaded for settings that are wrong.
+    path = str(_model_folder(model, load, load.load_format))
+    return replace(config, model=replace(model, path=path))
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse what is wrong with settings whatever the model is. Reads no file, asks no hub.
+    """Check everything that does not depend on the model. Reads no files, and does not contact the
+    hub.
 
     Raises:
         ConfigError: a value is out of range, or two of them contradict each other.
@@ -124,8 +133,8 @@ def _check_prompt_embeds(model: ModelConfig, platform: Platform) -> None:
         return
     if not platform.can_replace_embeddings:
         raise ConfigError(
-            f"enable_prompt_embeds=True is not available on the device {platform.name!r}, whose "
-            "launches take no embeddings. Leave it out, or use device='cpu'"
+            f"enable_prompt_embeds=True is not available on the device {platform.name!r}, which "
+            f"does not accept embeddings as prompts. Leave it out, or use device='cpu'"
         )
     if model.pooler is not None:
         raise ConfigError(
@@ -187,7 +196,7 @@ def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
     if asked.hf_config_path is not None:
         config_folder = _metadata_folder(asked.hf_config_path, asked.revision, load)
     raw = read_hf_config(config_folder, asked.hf_overrides)
-    check_architecture(raw, config_folder)
+    check_architecture(raw, config_folder, asked.model_impl)
     arch = _read_arch(asked, load, raw, config_folder)
     arch, window = resolve_windows(asked, arch)
     arch = _allow_long_positions(asked.max_model_len, arch)
@@ -228,7 +237,7 @@ def _read_arch(
         elif "AutoConfig" in (raw.get("auto_map") or {}):
             source = asked.hf_config_path or model_name(asked)
             code_folder = _metadata_folder(source, asked.code_revision, load)
-    return ModelArch.from_hf(
+    arch = ModelArch.from_hf(
         complete_hf_config(
             raw,
             folder,
@@ -238,6 +247,10 @@ def _read_arch(
             token=load.hf_token,
         )
     )
+    runs_as = _class_of(arch.architecture, asked.model_impl)
+    if runs_as == BY_TRANSFORMERS:
+        logger.info("%s runs with the modules of transformers", arch.architecture)
+    return replace(arch, architecture=runs_as)
 
 
 def model_name(asked: ModelConfig) -> str:
@@ -256,8 +269,8 @@ def _model_folder(asked: ModelConfig, load: LoadConfig, load_format: LoadFormat)
     )
 
 
-def check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
-    """Refuse what no model class runs, before transformers is even imported.
+def check_architecture(raw: Mapping[str, Any], folder: Path, model_impl: ModelImpl) -> None:
+    """Refuse unsupported architectures, before transformers is imported if that is possible.
 
     Raises:
         ConfigError: config.json names no architecture, or one that is not supported.
@@ -265,12 +278,31 @@ def check_architecture(raw: Mapping[str, Any], folder: Path) -> None:
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ConfigError(f"config.json of '{folder}' has no 'architectures'")
-    if names[0] not in ModelRegistry.supported():
-        ModelRegistry.resolve(names[0])  # raises, and lists what is supported
+    _class_of(names[0], model_impl)
+
+
+def _class_of(architecture: str, model_impl: ModelImpl) -> str:
+    """The name in the registry of what runs an architecture.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    is_ours = architecture in ModelRegistry.supported()
+    if is_ours and model_impl != "transformers":
+        return architecture
+    if model_impl != "vllm" and is_known_to_transformers(architecture):
+        return BY_TRANSFORMERS
+    if is_ours:
+        raise ConfigError(
+            f"model_impl='transformers': the installed transformers has no decoder "
+            f"{architecture}. Leave model_impl out"
+        )
+    ModelRegistry.resolve(architecture)  # raises, and lists what is supported
+    raise AssertionError("unreachable")
 
 
 def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> str | None:
-    """A local folder, or None when there is to be no tokenizer."""
+    """The folder of the tokenizer, or None without a tokenizer."""
     if asked.skip_tokenizer_init:
         return None
     if asked.tokenizer is None and asked.tokenizer_revision in (None, asked.revision):
@@ -294,24 +326,24 @@ def _resolve_dtype(asked: ModelConfig, arch: ModelArch) -> ModelDType:
 
 
 def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelArch:
-    """The model with positions up to `max_model_len`, where VLLM_ALLOW_LONG_MAX_MODEL_LEN is set.
+    """The model with positions up to `max_model_len`, if VLLM_ALLOW_LONG_MAX_MODEL_LEN is set.
 
-    As it is where that cannot be: a learned position embedding has no more rows, and yarn has its
-    length from its factor.
+    Unchanged if that is impossible: a learned position embedding has a fixed number of rows, and
+    the length of yarn follows from its factor.
     """
     derived = arch.derived_max_model_len
     if max_model_len is None or max_model_len <= derived:
         return arch
     if not envs.get().VLLM_ALLOW_LONG_MAX_MODEL_LEN or arch.rope is None:
         return arch
-    # The scaling factor may be a fraction: one position more than it rounds to.
+    # One more position, because the scaling factor may be a fraction.
     positions = math.ceil(max_model_len * arch.max_position_embeddings / derived) + 1
     longer = replace(arch, max_position_embeddings=positions)
     if longer.derived_max_model_len < max_model_len:
         return arch
     logger.warning(
         "max_model_len (%d) is more than the %d tokens the model's config.json allows, as "
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1: what it writes beyond them may be of poor quality",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1: output beyond that length may be of poor quality",
         max_model_len,
         derived,
     )
@@ -319,10 +351,10 @@ def _allow_long_positions(max_model_len: int | None, arch: ModelArch) -> ModelAr
 
 
 def resolve_max_model_len(asked: ModelConfig, arch: ModelArch) -> int:
-    """The length that was asked for, or what the model allows.
+    """The requested length, or the model's maximum.
 
     Raises:
-        ConfigError: the model takes fewer tokens.
+        ConfigError: the model supports fewer tokens.
     """
     derived = arch.derived_max_model_len
     if asked.max_model_len is None:
@@ -351,7 +383,7 @@ def _describe_excess(max_model_len: int, arch: ModelArch) -> str:
 
 
 def _for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[str, Any]:
-    """The settings as pooling needs them: where all of a prompt counts, it runs in one step."""
+    """The settings for pooling: if all tokens of a prompt are pooled, it has to run in one step."""
     if not pooler.needs_whole_prompts:
         return settings
     logger.info(

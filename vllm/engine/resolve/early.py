@@ -28,7 +28,7 @@ from vllm.transformers_utils.weight_files import find_files
 
 
 def resolve_early(settings: Mapping[str, Any]) -> VllmConfig | None:
-    """The config of an engine; None where it takes a download, or transformers.
+    """The config of an engine; None if it needs a download or transformers.
 
     Args:
         settings: as for `resolve_config`.
@@ -46,7 +46,7 @@ def resolve_early(settings: Mapping[str, Any]) -> VllmConfig | None:
         return None
     if folders[0] is not None:
         raw = read_hf_config(folders[0], settings["hf_overrides"])
-        check_architecture(raw, folders[0])
+        check_architecture(raw, folders[0], settings["model_impl"])
         if complete_plain_config(raw) is None:
             _check_length(asked, raw)
             return None
@@ -58,11 +58,11 @@ def resolve_early(settings: Mapping[str, Any]) -> VllmConfig | None:
 def _check_length(asked: ModelConfig, raw: Mapping[str, Any]) -> None:
     """Refuse a length that config.json does not allow, whatever transformers adds to it."""
     if not raw.keys() & {"rope_theta", "rope_parameters"}:
-        return  # the type of its positions is one of the things that transformers adds
+        return  # transformers may add the type of its positions
     try:
         arch = ModelArch.from_hf(raw)
     except (ConfigError, TypeError, ValueError):
-        return  # resolve_config will say what is missing, or find that nothing is
+        return  # resolve_config will report what is missing, if anything
     resolve_max_model_len(asked, arch)
 
 

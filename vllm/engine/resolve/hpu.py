@@ -1,9 +1,12 @@
-"""The settings of Gaudi out of environment variables, checked against each other."""
+"""Reads the Gaudi settings from environment variables, and checks them against each other."""
 
 from dataclasses import fields, replace
 from typing import cast
 
 from vllm import envs
+from vllm.bucketing.bucket_plan import prompt_budgets
+from vllm.bucketing.profiled import parse_profiled
+from vllm.config import VllmConfig
 from vllm.config.hpu import (
     VARIABLE,
     BucketingStrategy,
@@ -25,12 +28,12 @@ def resolve_hpu_config(asked: HPUConfig, *, enable_prefix_caching: bool) -> HPUC
     """The settings of this process.
 
     Args:
-        asked: fields that have flags are kept; those of variables are read.
+        asked: fields with flags are kept; fields of variables are read from the environment.
         enable_prefix_caching: of the KV cache.
 
     Raises:
-        ConfigError: two variables contradict each other, or one of the Gaudi fork asks for a
-            feature without which the engine would compute something else.
+        ConfigError: two variables contradict each other, or one of the Gaudi fork requests a
+            missing feature that changes results.
     """
     refuse_variables()
     settings = envs.get()
@@ -49,6 +52,7 @@ def resolve_hpu_config(asked: HPUConfig, *, enable_prefix_caching: bool) -> HPUC
         prompt_attention=_prompt_attention(settings),
         softmax_const_norm=_const_norm(settings),
         gc_thresholds=_gc_thresholds(settings),
+        profiled_launch=_profiled_launch(settings),
         log_compilations=_step_log(
             settings.VLLM_HPU_LOG_STEP_GRAPH_COMPILATION,
             settings.VLLM_HPU_LOG_STEP_GRAPH_COMPILATION_ALL,
@@ -59,8 +63,36 @@ def resolve_hpu_config(asked: HPUConfig, *, enable_prefix_caching: bool) -> HPUC
     )
 
 
+def fit_token_budget(config: VllmConfig, *, is_given: bool) -> VllmConfig:
+    """The config with a budget of a step that the smallest prompt bucket fits.
+
+    A budget that nobody has given becomes that of the longest bucket: who asks for prompts of
+    32,768 tokens in one launch is not to get them cut at the default.
+
+    Args:
+        config: for a card.
+        is_given: the user has set max_num_batched_tokens.
+
+    Raises:
+        ConfigError: the variables leave no bucket, or the file with them cannot be read.
+    """
+    scheduler, budgets = config.scheduler, prompt_budgets(config)
+    if budgets is None:
+        return config
+    smallest, largest = budgets
+    budget = smallest if is_given else largest
+    logger.warning(
+        "max_num_batched_tokens is raised from %d to %d: the smallest prompt bucket has %d tokens. "
+        "To keep it, lower VLLM_PROMPT_SEQ_BUCKET_MIN or VLLM_PROMPT_BS_BUCKET_MIN",
+        scheduler.max_num_batched_tokens,
+        budget,
+        smallest,
+    )
+    return replace(config, scheduler=replace(scheduler, max_num_batched_tokens=budget))
+
+
 def refuse_variables() -> None:
-    """Refuse variables of the Gaudi fork without which the engine would compute something else.
+    """Refuse variables of the Gaudi fork that request missing features that change results.
 
     Raises:
         ConfigError: one is set.
@@ -105,12 +137,39 @@ def _prompt_attention(settings: envs.Envs) -> PromptAttention:
 
 
 def _gc_thresholds(settings: envs.Envs) -> tuple[int, int, int]:
-    """Those that are set as they are; the defaults of Python multiplied."""
+    """The thresholds: the given values, or Python's defaults times the multiplier."""
     given = (settings.VLLM_GC_THR_GEN0, settings.VLLM_GC_THR_GEN1, settings.VLLM_GC_THR_GEN2)
     if given != _GC_DEFAULTS:
         return given
     first, second, third = (value * settings.VLLM_GC_THR_MULTIPLIER for value in _GC_DEFAULTS)
     return first, second, third
+
+
+def _profiled_launch(settings: envs.Envs) -> str | None:
+    """The launch to profile, in the form of VLLM_PT_PROFILE."""
+    found = [settings.VLLM_PT_PROFILE] if settings.VLLM_PT_PROFILE else []
+    lists = (
+        ("VLLM_PROFILE_PROMPT", settings.VLLM_PROFILE_PROMPT, "prompt", 3),
+        ("VLLM_PROFILE_DECODE", settings.VLLM_PROFILE_DECODE, "decode", 2),
+    )
+    for name, text, phase, num_sizes in lists:
+        if text is None:
+            continue
+        sizes = [size.strip() for size in text.split(",")]
+        if len(sizes) != num_sizes or not all(size.isdecimal() for size in sizes):
+            form = "1,512,0: batch, length and blocks of context"
+            form = form if phase == "prompt" else "4,128: batch and blocks"
+            raise ConfigError(f"{name}={text!r} must be like {form}")
+        found.append("_".join([phase, *sizes, "t"]))
+    if len(found) > 1:
+        raise ConfigError(
+            "VLLM_PT_PROFILE, VLLM_PROFILE_PROMPT and VLLM_PROFILE_DECODE each name the one launch "
+            "to profile. Set one of them"
+        )
+    for text in found:
+        parse_profiled(text)
+        return text
+    return None
 
 
 def _const_norm(settings: envs.Envs) -> float | None:

@@ -9,13 +9,13 @@ from vllm.logger import init_logger
 from vllm.platforms import Platform
 
 _DTYPES = ("bfloat16", "float32")
-"""Of models whose weights can be rounded."""
+"""Dtypes of models whose weights can be quantized."""
 
 
 def check_quantization(model: ModelConfig, platform: Platform) -> None:
-    """Refuse a quantization that this model or platform has not.
+    """Refuse a quantization that the model or the platform does not support.
 
-    A checkpoint that is quantized says so itself; naming its own format again changes nothing.
+    A checkpoint that is quantized says so itself; naming that format again has no effect.
 
     Args:
         model: with its arch and a dtype that is not "auto".
@@ -51,7 +51,7 @@ logger = init_logger(__name__)
 
 
 def resolve_offload(load: LoadConfig, model: ModelConfig, platform: Platform) -> LoadConfig:
-    """`load` with the offload that the device can have.
+    """Resolve `cpu_offload_gb` for the device.
 
     Raises:
         ConfigError: the model runs in a way that needs all weights on the device.

@@ -1,4 +1,4 @@
-"""What a model is run for, and how it pools: architecture, files of the model, the user's word."""
+"""Decides the task of a model and its pooling, from architecture, model files and user settings."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +23,8 @@ _QWEN_PRM_STEP = 151651
 def resolve_pooler(
     asked: ModelConfig, arch: ModelArch, folder: Path
 ) -> tuple[PoolerConfig | None, int | None]:
-    """How the model pools; None when it generates. And the length its files recommend, in tokens.
+    """The pooling of the model, or None if it generates, and the length that its files recommend,
+    in tokens.
 
     Raises:
         ConfigError: the model cannot do the task, or `override_pooler_config` is wrong.
@@ -53,7 +54,7 @@ def resolve_pooler(
 
 
 def _tasks_of(arch: ModelArch, *, has_modules: bool) -> tuple[ModelTask, ...]:
-    """What an architecture can do; the first is what it is run for when nobody says."""
+    """The tasks of an architecture; the first one is the default."""
     name = arch.architecture
     if name.endswith(_CLASSIFIER):
         is_scorer = len(_labels(arch)) == 1
@@ -110,7 +111,7 @@ def _labels(arch: ModelArch) -> tuple[str, ...]:
 
 
 def _classifier_activation(arch: ModelArch, labels: tuple[str, ...]) -> Activation:
-    """What config.json says, for sentence-transformers or for transformers."""
+    """The activation in config.json, of sentence-transformers or transformers."""
     config = arch.hf_config
     named = (config.get("sentence_transformers") or {}).get("activation_fn")
     named = named or config.get("sbert_ce_default_activation_function")
@@ -123,7 +124,8 @@ def _classifier_activation(arch: ModelArch, labels: tuple[str, ...]) -> Activati
         kind = str(named).rpartition(".")[2]
         if kind not in known:
             raise ConfigError(
-                f"config.json has the activation {named!r}; available: {', '.join(known)}"
+                f"config.json names the unsupported activation function {named!r}; available: "
+                f"{', '.join(known)}"
             )
         return known[kind]
     if config.get("problem_type") == "regression":

@@ -1,6 +1,6 @@
-"""Errors in Anthropic's format, for its routes: which type, which body.
+"""Errors in Anthropic's format: their types and bodies.
 
-What an error is, and its status, is decided by `errors`; here it is only worded otherwise.
+The module `errors` decides about error and status; this one only writes them in another format.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ _TYPES = {
 def error_body(info: ErrorInfo) -> dict[str, Any]:
     """The body of an error.
 
-    Of an error in the server, whose type is always api_error, `code` tells the kind.
+    For an error in the server, whose type is always api_error, `code` names the kind.
     """
     default = "invalid_request_error" if info.status < 500 else "api_error"
     kind = _TYPES.get(info.status, default)
@@ -39,35 +39,35 @@ def error_body(info: ErrorInfo) -> dict[str, Any]:
 
 
 def error_event(error: BaseException) -> bytes:
-    """The end of a stream that fails midway."""
+    """The event that ends a stream that fails midway."""
     return event(error_body(describe_error(error)), "error")
 
 
 class AnthropicRoute(BodyRoute):
-    """A route that answers with these bodies whatever its handler raises."""
+    """A route whose errors have these bodies, whatever its handler raises."""
 
     def get_route_handler(self) -> Handler:
-        """The handler of FastAPI, which reads and checks the body, with its errors caught."""
+        """FastAPI's handler, which reads and checks the body, with its errors caught."""
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
             try:
                 return await handle(request)
             except ClientDisconnected:
-                raise  # nobody reads an answer
-            except Exception as error:  # the edge of the server: one request fails, others go on
+                raise  # the client has left: no answer is needed
+            except Exception as error:  # last resort: only this request fails
                 return _error_response(error)
 
         return answer
 
 
 class AnthropicStream(EventStream):
-    """A stream that answers with these bodies when its events raise before the first one."""
+    """A stream whose error before the first event has such a body."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
-        except Exception as error:  # the edge of the server, as above; nothing has been sent yet
+        except Exception as error:  # last resort, as above; nothing has been sent yet
             await _error_response(error)(scope, receive, send)
 
 

@@ -1,6 +1,6 @@
-"""Conversations and tools in Anthropic's format, checked and turned into those of the chat API.
+"""Checks conversations and tools in Anthropic's format, and converts them to the chat API.
 
-Pure functions; they know no engine and no framework.
+Pure functions, independent of engine and framework.
 """
 
 import json
@@ -19,7 +19,7 @@ _BLOCKS = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
-"""Role -> types of blocks that it may have."""
+"""Role -> types of content blocks that its messages may have."""
 _CHOICES: dict[str, Literal["none", "auto", "required"]] = {
     "none": "none",
     "auto": "auto",
@@ -46,13 +46,13 @@ def as_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool] | None:
     """Tools in the format of the chat API; None when there are none.
 
     Raises:
-        RequestError: a tool is malformed, or one that the server would have to run.
+        RequestError: a tool is malformed, or is a server-side tool.
     """
     return [_read_tool(f"tools.{i}", tool) for i, tool in enumerate(tools or ())] or None
 
 
 def as_tool_choice(choice: Mapping[str, Any] | None) -> tuple[ToolChoice | None, bool]:
-    """The choice in the format of the chat API, and whether several calls are allowed.
+    """The tool choice in the format of the chat API, and whether parallel calls are allowed.
 
     Raises:
         RequestError: it is malformed.
@@ -73,7 +73,7 @@ def as_tool_choice(choice: Mapping[str, Any] | None) -> tuple[ToolChoice | None,
 
 
 def _read_turn(where: str, turn: InputMessage, names: dict[str, str]) -> list[Message]:
-    """Messages of one turn. Results of tools are messages of their own, before the user's.
+    """The messages of one turn. Tool results become separate messages before the user's.
 
     Args:
         where: for errors.
@@ -135,8 +135,8 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> Tool:
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise RequestError(
-            f"{where}.type {kind!r:.80} is not available: this server runs no tools of its own; "
-            "describe the tool with name and input_schema",
+            f"{where}.type {kind!r:.80} is not available: server-side tools are not supported; "
+            f"declare a tool of the client with name and input_schema",
             param=f"{where}.type",
         )
     schema = tool.get("input_schema")
@@ -155,7 +155,7 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> Tool:
 
 
 def _read_text(where: str, content: Any) -> str:
-    """Text of content that may hold nothing else."""
+    """The text of content in which only text is allowed."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -175,7 +175,7 @@ def _block_type(where: str, block: Any, known: Sequence[str]) -> str:
         raise RequestError(f"{where} must be an object with a type", param=where)
     if kind not in known:
         raise RequestError(
-            f"{where}: a block of type {kind!r:.80} is not available here; one of "
+            f"{where}: a block of type {kind!r:.80} is not supported here; supported: "
             f"{', '.join(known)}",
             param=f"{where}.type",
         )

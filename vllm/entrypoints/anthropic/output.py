@@ -1,7 +1,7 @@
-"""Answers in Anthropic's format: content blocks made of what the model says, and stream events.
+"""Answers in Anthropic's format: content blocks of the model's output, and stream events.
 
-Knows neither engine nor framework: `MessageWriter` is fed with the parsed parts of a turn, in
-their order, and gives events as JSON objects. An answer that is not streamed goes the same way.
+Independent of engine and framework: `MessageWriter` gets the parsed parts of a turn in their order,
+and returns events as JSON objects. An answer that is not streamed is made in the same way.
 """
 
 import uuid
@@ -21,7 +21,7 @@ _DELTAS = {
 
 
 class MessageWriter:
-    """Grows one message.
+    """Builds one message piece by piece.
 
     Args:
         message_id: of the message.
@@ -40,20 +40,20 @@ class MessageWriter:
             "usage": describe_usage(0, 0, 0),
         }
         self._block: dict[str, Any] | None = None
-        """The block that grows; the last one of the content."""
+        """The open block, which is the last one of the content; None if there is none."""
         self._parts: list[str] = []
         self._call_index = -1
 
     @property
     def has_calls(self) -> bool:
-        """Whether a call of a tool is among the blocks."""
+        """Whether one of the blocks is a tool call."""
         return self._call_index >= 0
 
     def begin(self, usage: Mapping[str, int]) -> list[Event]:
-        """The message begins.
+        """Begin the message.
 
         Args:
-            usage: of `describe_usage`, as far as it is known.
+            usage: from `describe_usage`, as far as it is known.
         """
         self.message["usage"] = usage
         return [
@@ -62,17 +62,17 @@ class MessageWriter:
         ]
 
     def add_reasoning(self, delta: str) -> list[Event]:
-        """More of what the model thinks."""
+        """Add reasoning."""
         # A signature would let Anthropic's servers trust a block; here nothing depends on it.
         events = self._enter({"type": "thinking", "thinking": "", "signature": ""})
         return [*events, self._delta(delta)]
 
     def add_text(self, delta: str) -> list[Event]:
-        """More of the answer."""
+        """Add text of the answer."""
         return [*self._enter({"type": "text", "text": ""}), self._delta(delta)]
 
     def add_tool_call(self, delta: Mapping[str, Any]) -> list[Event]:
-        """More of a call.
+        """Add a delta of a tool call.
 
         Args:
             delta: {"index", "id", "function": {"name", "arguments"}}, as in the chat API: id and
@@ -93,7 +93,7 @@ class MessageWriter:
     def finish(
         self, stop_reason: str, stop_sequence: str | None, usage: Mapping[str, int]
     ) -> list[Event]:
-        """The end of the message.
+        """End the message.
 
         Args:
             stop_reason: of `describe_stop`.
@@ -110,7 +110,7 @@ class MessageWriter:
         return [*events, {"type": "message_stop"}]
 
     def _enter(self, block: dict[str, Any]) -> list[Event]:
-        """Events that end another block and begin this one; none when one like it is open."""
+        """Events that end the open block and begin this one; none if a block like it is open."""
         if self._block is not None and self._block["type"] == block["type"]:
             return []
         events = self._close()
@@ -145,7 +145,7 @@ class MessageWriter:
 def describe_usage(
     num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int
 ) -> dict[str, int]:
-    """`usage` of a message: prompt tokens out of the cache are counted apart from the others."""
+    """`usage` of a message: cached prompt tokens are counted separately."""
     return {
         "input_tokens": num_prompt_tokens - num_cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -174,7 +174,7 @@ def describe_stop(
 
 
 def _read_arguments(text: str) -> dict[str, Any]:
-    """Arguments of a call; what the model left unfinished is no object, and becomes none."""
+    """The arguments of a call as an object; {} if the model did not complete them."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):

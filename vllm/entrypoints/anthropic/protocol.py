@@ -1,6 +1,6 @@
-"""Bodies of the routes in Anthropic's format: POST /v1/messages and /v1/messages/count_tokens.
+"""Request bodies in Anthropic's format: POST /v1/messages and /v1/messages/count_tokens.
 
-What lies inside content blocks is checked where it is read.
+The content of blocks is checked in `input`.
 """
 
 from typing import Annotated, Literal
@@ -29,13 +29,13 @@ class InputMessage(RequestModel):
 
 
 class MessagesMetadata(RequestModel):
-    """About the request; without influence on it."""
+    """Information about the request, without any effect."""
 
     user_id: Annotated[str, StringConstraints(max_length=256)] | None = None
 
 
 class ThinkingConfig(RequestModel):
-    """Whether the model shall think first; what comes of it is up to the chat template."""
+    """Whether the model shall reason first. The effect depends on the chat template."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[Int64, Field(ge=1)] | None = None
@@ -50,7 +50,7 @@ class OutputConfig(RequestModel):
 
 
 class Conversation(RequestBody):
-    """What the prompt is made of."""
+    """The fields that make the prompt."""
 
     messages: ListOf[InputMessage] = Field(min_length=1)
     model: str | None = None

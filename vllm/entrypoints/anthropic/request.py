@@ -1,6 +1,6 @@
-"""A request in Anthropic's format as a request of the chat API.
+"""Converts a request in Anthropic's format to one of the chat API.
 
-Pure functions; they know no engine. Every refusal names the field as the client wrote it.
+Pure functions, independent of the engine. Every error names the field as the client wrote it.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k")
 
 
 def as_chat_request(request: MessagesRequest) -> ChatCompletionRequest:
-    """The chat request that makes the answer.
+    """The equivalent chat request.
 
     Raises:
         RequestError: a block, a tool or a format is not available, or fields contradict each other.
@@ -32,9 +32,10 @@ def as_chat_request(request: MessagesRequest) -> ChatCompletionRequest:
 
 
 def prompt_fields(conversation: Conversation) -> dict[str, Any]:
-    """The fields of a chat request that decide about its prompt.
+    """The fields of a chat request that determine its prompt.
 
-    A last turn of the assistant is the beginning of the answer: the model goes on with it.
+    If the last turn is the assistant's, it is the beginning of the answer, and the model continues
+    it.
 
     Raises:
         RequestError: see `as_chat_request`.
@@ -73,7 +74,8 @@ def _response_format(conversation: Conversation) -> dict[str, Any] | None:
 
 
 def _template_kwargs(conversation: Conversation) -> dict[str, Any] | None:
-    """Thinking and effort under the names that templates know; a template ignores the others."""
+    """Thinking and effort under the names that chat templates use; a template ignores names that it
+    does not know."""
     kwargs: dict[str, Any] = {}
     if conversation.thinking is not None:
         kwargs["enable_thinking"] = conversation.thinking.type != "disabled"

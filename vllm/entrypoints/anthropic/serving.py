@@ -1,4 +1,4 @@
-"""The API of Anthropic's clients: POST /v1/messages, and the count of tokens before it."""
+"""Anthropic's API: POST /v1/messages and /v1/messages/count_tokens."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -41,7 +41,7 @@ _ERRORS = error_responses(400, 404, 500, 503, body=AnthropicError)
 
 @router.post(PATH, responses=STREAMED | _ERRORS)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
-    """Answer a conversation; as one message or as a stream of events."""
+    """Answer a conversation, as one message or as a stream of events."""
     context = get_context(request)
     message_id = f"msg_{random_id()}"
     chat = await off_loop.run(partial(as_chat_request, body))
@@ -59,7 +59,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 
 @router.post(PATH + "/count_tokens", responses=_ERRORS)
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
-    """Tokens of the prompt that a message would be made from."""
+    """Count the prompt tokens that a request would have."""
     context = get_context(request)
     check_model(context, body.model)
     fields, name = prompt_fields(body), "output_config.format"
@@ -80,7 +80,7 @@ async def _write_at_once(turn: ChatTurn, writer: MessageWriter) -> None:
 
 
 async def _write_events(turn: ChatTurn, writer: MessageWriter) -> AsyncGenerator[list[Event], None]:
-    """The events of a message, those of a step of the engine at a time; none before the first."""
+    """The events of a message, one list per engine step; nothing before the first output."""
     async with aclosing(turn.stream()) as deltas:
         is_begun = False
         async for delta in deltas:
@@ -113,14 +113,14 @@ def _usage(turn: ChatTurn, num_output_tokens: int | None = None) -> dict[str, in
 
 
 async def _encoded(events: AsyncGenerator[list[Event], None]) -> AsyncGenerator[bytes, None]:
-    """The events as they are sent. An error is raised before the first, and an event after it."""
+    """The encoded events. An error before the first event is raised; later it becomes an event."""
     is_begun = False
     async with aclosing(events):
         try:
             async for few in events:
                 is_begun = True
                 yield b"".join(encode_event(event, event["type"]) for event in few)
-        except Exception as error:  # the edge of the server: the client learns it as an event
+        except Exception as error:  # last resort: the client gets it as an event
             if not is_begun:
                 raise
             yield error_event(error)

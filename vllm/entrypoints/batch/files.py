@@ -1,4 +1,4 @@
-"""Where the lines of a batch come from, and where its records go: files, streams and URLs."""
+"""Input and output of a batch: files, streams and URLs."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _TIMEOUT_S = 60.0
-"""For a server to send some more of the input, or to take some more of the output."""
+"""Seconds for a server to send or to accept more data."""
 
 _STDOUT = ("-", "/dev/stdout")
 
@@ -29,13 +29,13 @@ def _is_url(text: str) -> bool:
 
 @contextlib.contextmanager
 def open_input(source: str) -> Iterator[IO[bytes]]:
-    """The input, which can be read twice.
+    """Open the input, so that it can be read twice.
 
     Args:
-        source: a file, also one that can be read only once, or an http(s) URL.
+        source: a file, a pipe, or an http(s) URL.
 
     Raises:
-        ConfigError: it is not there, or cannot be downloaded.
+        ConfigError: it does not exist, or cannot be downloaded.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -46,7 +46,7 @@ def open_input(source: str) -> Iterator[IO[bytes]]:
                 shutil.copyfileobj(lines, copy)
                 copy.seek(0)
                 lines = cast(IO[bytes], copy)
-        except OSError as error:  # URLError and HTTPError are such
+        except OSError as error:  # URLError and HTTPError are subclasses
             verb = "download" if _is_url(source) else "read"
             raise ConfigError(f"cannot {verb} {source!r}: {_explain(error)}") from None
         yield lines
@@ -60,12 +60,12 @@ def _open_source(source: str) -> IO[bytes]:
 
 @contextlib.contextmanager
 def open_output(target: str, folder: str | None = None) -> Iterator[IO[bytes]]:
-    """Where the records go.
+    """Open the output.
 
-    A file takes its name when everything is written, and a URL gets everything with one PUT. When
-    it does not come to that, what was written stays in a file, and the log says in which. Every
-    write is in it at once: a process that is killed loses none. Standard output, pipes and devices
-    are written to directly.
+    A file gets its name when everything is written, and a URL gets everything with one PUT. If the
+    batch fails before, the records stay in a temporary file, which the log names. Every write is
+    flushed, so a killed process loses none. Standard output, pipes and devices are written to
+    directly.
 
     Args:
         target: a file, `-`, or an http(s) URL.
@@ -73,7 +73,7 @@ def open_output(target: str, folder: str | None = None) -> Iterator[IO[bytes]]:
             the system for temporary files.
 
     Raises:
-        ConfigError: there can be no such file, or the server does not take the records.
+        ConfigError: the file cannot be written, or the server refuses the records.
     """
     if _is_url(target):
         opened = _open_upload(target, folder)
@@ -102,7 +102,7 @@ def _open_file(path: Path) -> Iterator[IO[bytes]]:
 @contextlib.contextmanager
 def _open_upload(url: str, folder: str | None) -> Iterator[IO[bytes]]:
     if not urlsplit(url).hostname:
-        raise ConfigError(f"cannot write {url!r}: it names no host")
+        raise ConfigError(f"cannot write {url!r}: the URL has no host")
     try:
         fd, name = tempfile.mkstemp(prefix="vllm-batch-", suffix=".jsonl", dir=folder)
     except OSError as error:
@@ -158,5 +158,5 @@ def _kept_when_broken_off(path: Path) -> Iterator[None]:
 
 def _explain(error: OSError) -> str:
     if isinstance(error, urllib.error.HTTPError):
-        return f"the server answers {error.code} {error.reason}"
+        return f"the server answered {error.code} {error.reason}"
     return error.strerror or str(error)

@@ -1,4 +1,4 @@
-"""Calls the application as a client would, without a socket between."""
+"""Calls the application like a client, without a socket."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Message
 
 
 async def call_app(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
-    """POST a JSON body to a route that does not stream. Cancelling it is hanging up.
+    """POST a JSON body to a route that does not stream. Cancelling it disconnects the client.
 
     Args:
         app: the application.

@@ -1,6 +1,6 @@
-"""The lines of OpenAI's batch files: a request each on the way in, a record each on the way out.
+"""The lines of OpenAI's batch files: each input line is a request, each output line a record.
 
-Every line that is not blank gives one record, whatever is wrong with it.
+Every line that is not blank gives one record, even if it is not valid.
 """
 
 import asyncio
@@ -27,29 +27,29 @@ class _Line(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """What of a body is looked at here; the route checks the rest."""
+    """The parts of a body that are checked here; the route checks the rest."""
 
     stream: Any = None
 
 
 class _CustomId(msgspec.Struct):
-    """What is left of a line with other faults."""
+    """The id of a line that is not valid otherwise."""
 
     custom_id: str | None = None
 
 
 @dataclass(slots=True)
 class BatchCounts:
-    """How far a batch has come."""
+    """Progress of a batch."""
 
     num_written: int = 0
     failures: Counter[str] = field(default_factory=Counter)
-    """How many requests failed, by what was said about them."""
+    """Number of failed requests by error message."""
     _waiting: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def num_failed(self) -> int:
-        """Requests without an answer."""
+        """Number of failed requests."""
         return self.failures.total()
 
 
@@ -60,8 +60,8 @@ async def run_lines(
 
     Args:
         app: the server's application; its engine is ready.
-        lines: of the input. Read as they are needed.
-        sink: gets one record after the other, with a newline, in the order of the input.
+        lines: of the input, read as needed.
+        sink: gets the records, each with a newline, in the order of the input.
         max_concurrent: requests at once.
 
     Raises:
@@ -93,19 +93,20 @@ async def _work(
         if record["error"] is not None:
             counts.failures[_reason(record["error"])] += 1
         waiting[index] = msgspec.json.encode(record) + b"\n"
-        # A record waits for those of the lines before it.
+        # A record waits for the records of the lines before it.
         while (ready := waiting.pop(counts.num_written, None)) is not None:
             sink(ready)
             counts.num_written += 1
 
 
 async def answer_line(app: ASGIApp, line: bytes) -> dict[str, Any]:
-    """The record of a line, as JSON values. Never raises for what the line or the route does."""
+    """The record of a line, as JSON values. Errors of the line or the route become part of the
+    record."""
     try:
         request = _read_line(line)
         status, body = await call_app(app, request.url, bytes(request.body))
         answer = msgspec.json.decode(body)
-    except Exception as error:  # this line's record says what happened; the others go on
+    except Exception as error:  # becomes this line's record; other lines are not affected
         info = describe_error(error)
         return _record(_custom_id(line), info.status, None, info.body())
     if status != 200:
@@ -114,10 +115,10 @@ async def answer_line(app: ASGIApp, line: bytes) -> dict[str, Any]:
 
 
 def _read_line(line: bytes) -> _Line:
-    """A line that may be sent.
+    """Read a line and check that it can be sent.
 
     Raises:
-        RequestError: it may not.
+        RequestError: it cannot.
     """
     try:
         request = msgspec.json.decode(line, type=_Line)

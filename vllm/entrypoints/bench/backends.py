@@ -22,7 +22,7 @@ class BenchRequest:
     """Text, or token ids."""
     max_tokens: int
     num_prompt_tokens: int | None = None
-    """Where it is known beforehand; results use what the server says."""
+    """If it is known beforehand; results use the server's count."""
 
 
 @dataclass(slots=True)
@@ -32,18 +32,18 @@ class RequestRecord:
     start_s: float
     """When it was sent."""
     lag_s: float = 0.0
-    """By how much that was too late, by the plan of arrivals."""
+    """Delay against the planned arrival."""
     output_s: list[float] = field(default_factory=list)
-    """When each piece with text came."""
+    """When each piece with text arrived."""
     end_s: float = 0.0
-    """When the response had ended, or had failed."""
+    """When the response ended or failed."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
     """Why it failed; None when it completed."""
     is_cut: bool = False
-    """Ended by this side before its end: neither completed nor failed."""
+    """Whether this side ended it early: neither completed nor failed."""
     text: list[str] = field(default_factory=list)
 
     @property
@@ -58,7 +58,7 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first one; None when there is no second one."""
+        """Time per output token after the first one; None without a second token."""
         if self.num_output_tokens < 2:
             return None
         return (self.output_s[-1] - self.output_s[0]) / (self.num_output_tokens - 1)
@@ -170,7 +170,7 @@ class _StreamReader:
                 self._take(_DECODER.decode(data), received_s)
 
     def finish(self) -> str | None:
-        """What was wrong with the whole stream."""
+        """What is wrong with the complete stream, or None."""
         if self._error is not None:
             return self._error
         if not self._is_done:
@@ -206,7 +206,7 @@ class _StreamReader:
 
 
 def _output_of(choice: _Choice) -> str:
-    """The text of a piece; of a tool call, that there is one."""
+    """The text of a piece; for a tool call, whether there is one."""
     if choice.text is not None:
         return choice.text
     delta = choice.delta

@@ -24,7 +24,7 @@ class DatasetArgs:
     path: str | None = None
     num_prompts: int
     input_len: int = 1024
-    """Tokens of a random prompt, on average, besides its prefix."""
+    """Average tokens of a random prompt, without its prefix."""
     output_len: int | None = None
     """Tokens to ask for. None: what the file says, or 128."""
     range_ratio: float = 0.0
@@ -63,16 +63,16 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_pr
         "--dataset-name",
         type=lambda name: _DATASET_NAMES.get(name, name),
         choices=DATASETS,
-        help="not set: random, or what the name of the file says (.json is sharegpt, .jsonl is "
-        "jsonl, others are text)",
+        help="format of the prompts (default: by the extension of the file, .json is sharegpt, "
+        ".jsonl is jsonl, others are text; random without a file)",
     )
-    add("--dataset-path", metavar="FILE", help="file of prompts")
+    add("--dataset-path", metavar="FILE", help="file with prompts")
     add(
         "--num-prompts",
         type=int,
         default=num_prompts,
         metavar="N",
-        help=f"requests (default: {num_prompts})",
+        help=f"number of requests (default: {num_prompts})",
     )
     add(
         "--random-input-len",
@@ -80,7 +80,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_pr
         type=int,
         default=input_len,
         metavar="N",
-        help=f"prompt tokens (default: {input_len})",
+        help=f"tokens of each prompt (default: {input_len})",
     )
     add(
         "--random-output-len",
@@ -89,26 +89,26 @@ def add_dataset_flags(parser: argparse.ArgumentParser, *, input_len: int, num_pr
         "--custom-output-len",
         type=int,
         metavar="N",
-        help="output tokens; not set: what the file says, or 128",
+        help="tokens of each output (default: as in the file, else 128)",
     )
     add(
         "--random-range-ratio",
         type=float,
         default=0.0,
         metavar="X",
-        help="random lengths vary by this share of themselves, up and down (default: 0)",
+        help="random lengths differ by up to this fraction from the given length (default: 0)",
     )
     add(
         "--random-prefix-len",
         type=int,
         default=0,
         metavar="N",
-        help="tokens that all random prompts begin with (default: 0)",
+        help="tokens of a prefix that all random prompts share (default: 0)",
     )
 
 
 def read_dataset_flags(args: argparse.Namespace) -> DatasetArgs:
-    """What `add_dataset_flags` has read, with the seed of the benchmark.
+    """The arguments from the flags of `add_dataset_flags`, with the seed of the benchmark.
 
     Raises:
         ConfigError: a flag is out of its range.

@@ -1,4 +1,4 @@
-"""What is asked of the model: drawn token ids, or prompts of a file.
+"""The requests of a benchmark: random token ids, or prompts of a file.
 
 random    ids drawn from the vocabulary
 sharegpt  JSON: [{"conversations": [{"value": question}, {"value": answer}, ...]}, ...]
@@ -53,7 +53,7 @@ def random_requests(args: DatasetArgs, token_ids: Sequence[int]) -> list[BenchRe
 def random_texts(args: DatasetArgs, tokenizer: "PreTrainedTokenizerBase") -> list[BenchRequest]:
     """Prompts as text: words drawn from the vocabulary, of the wanted number of tokens.
 
-    Text of some tokenizers does not come back as the same tokens; then it is near the number.
+    Some tokenizers do not give the same tokens back for the text; the number is then approximate.
     """
     rng = random.Random(args.seed)
     words = _words(tokenizer, rng)
@@ -73,7 +73,7 @@ def ordinary_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 
 def _words(tokenizer: "PreTrainedTokenizerBase", rng: random.Random) -> list[int]:
-    """Tokens that are still themselves when they were text: any that have neighbours are near."""
+    """Tokens that stay the same when they are decoded and encoded again."""
     ids = ordinary_ids(tokenizer)
     rng.shuffle(ids)
     words: list[int] = []
@@ -89,7 +89,7 @@ def _words(tokenizer: "PreTrainedTokenizerBase", rng: random.Random) -> list[int
 def _text_of(
     ids: list[int], words: list[int], tokenizer: "PreTrainedTokenizerBase", rng: random.Random
 ) -> tuple[str, int]:
-    """The text of about these ids, and the tokens it has."""
+    """A text for about these ids, and its tokens."""
     wanted = len(ids)
     for _ in range(_MAX_ATTEMPTS):
         text = cast(str, tokenizer.decode(ids))
@@ -116,7 +116,7 @@ def file_requests(
     tokenizer: "PreTrainedTokenizerBase | None",
     max_model_len: int | None = None,
 ) -> list[BenchRequest]:
-    """Requests of a file in an order drawn by the seed; again from the start when it is short.
+    """Requests of a file in random order by the seed; repeated if the file has too few.
 
     Args:
         args: with a path.
@@ -143,7 +143,7 @@ def file_requests(
             f"none of the {len(items)} requests in {args.path!r} (read as {args.name}) fits the "
             f"context length of the model"
             if items
-            else f"{args.path!r} has no prompt when it is read as {args.name}"
+            else f"{args.path!r} contains no prompt in the format {args.name}"
         )
     return [requests[i % len(requests)] for i in range(args.num_prompts)]
 

@@ -16,22 +16,22 @@ import httptools
 from vllm.errors import ConfigError
 
 OnBody = Callable[[bytes, float], None]
-"""Takes a piece of a body and when it came, in seconds of `time.perf_counter()`."""
+"""Called with each piece of a body and its arrival time, in seconds of `time.perf_counter()`."""
 
 _MAX_KEPT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Response:
-    """What came back, when all of it had come."""
+    """A complete response."""
 
     status: int
     body: bytes
-    """Empty when it went to `on_body`; at most 1 MiB of it otherwise."""
+    """Empty if it was passed to `on_body`; otherwise at most 1 MiB of it."""
 
 
 class HttpClient:
-    """Requests to one server, each on a connection of its own while it runs.
+    """Sends requests to one server; each running request has its own connection.
 
     Args:
         base_url: `http://host:port/prefix` or `https://...`.
@@ -40,7 +40,7 @@ class HttpClient:
         connect_timeout_s: for one connection.
 
     Raises:
-        ConfigError: the URL is not like that, or a header has a line break.
+        ConfigError: the URL has another form, or a header has a line break.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class HttpClient:
         return await self._exchange(await self._connect(), message, on_body)
 
     def close(self) -> None:
-        """Close the connections that no request uses."""
+        """Close the idle connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
@@ -136,7 +136,7 @@ class _Connection(asyncio.Protocol):
         self._kept_bytes = 0
         self._has_head = self._has_length = False
         self.has_response = False
-        """Whether any byte of a response to the last request has come."""
+        """Whether any byte of a response to the last request has arrived."""
 
     @property
     def is_open(self) -> bool:

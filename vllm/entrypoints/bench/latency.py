@@ -1,4 +1,4 @@
-"""`vllm bench latency`: one batch of fixed lengths, again and again."""
+"""`vllm bench latency`: repeats one batch of requests with fixed lengths."""
 
 import argparse
 import time
@@ -23,7 +23,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         ("--input-len", 32, "tokens of each prompt"),
         ("--output-len", 128, "tokens of each output"),
         ("--num-iters", 30, "measured runs of the batch"),
-        ("--num-iters-warmup", 10, "runs before those, which are not measured"),
+        ("--num-iters-warmup", 10, "warm-up runs before them, not measured"),
     ):
         text = f"{help} (default: {default})"
         group.add_argument(flag, type=int, default=default, metavar="N", help=text)
@@ -31,10 +31,10 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure; a table on stdout, JSON where it was asked for.
+    """Run the benchmark. Prints a table to stdout, and JSON if requested.
 
     Raises:
-        RequestError: n and temperature do not go together.
+        RequestError: n and temperature contradict each other.
         ConfigError: a number is too small, or the engine cannot start.
     """
     for name in ("batch_size", "input_len", "output_len", "num_iters"):
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _time_batch(llm: "LLM", args: argparse.Namespace, num_tokens: int, seed: int) -> float:
-    """Seconds; each seed has prompts of its own, so that none is in the prefix cache."""
+    """Seconds for one batch. Each seed has other prompts, so that none is in the prefix cache."""
     vocab_size = llm.llm_engine.vllm_config.model.resolved_arch.vocab_size
     dataset = DatasetArgs(
         name="random", num_prompts=args.batch_size, input_len=args.input_len, seed=seed

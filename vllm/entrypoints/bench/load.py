@@ -1,6 +1,6 @@
 """Sends requests at their planned times, and shows the progress.
 
-Knows neither HTTP nor what is in a request.
+Independent of HTTP and of the content of requests.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ def arrival_times(
     """Times in ascending order; the first one is 0.
 
     Gaps have a gamma distribution with mean 1 / `request_rate` and coefficient of variation
-    1 / sqrt(`burstiness`): 1 is a Poisson process, less comes in bursts, more is more even.
+    1 / sqrt(`burstiness`): 1 is a Poisson process, less gives bursts, more gives even gaps.
 
     Args:
         count: requests.
         request_rate: per second; infinity sends all at once.
-        burstiness: above 0; infinity makes all gaps alike.
+        burstiness: above 0; infinity makes all gaps equal.
     """
     if math.isinf(request_rate):
         return [0.0] * count
@@ -40,18 +40,18 @@ def arrival_times(
 
 
 Send = Callable[[BenchRequest, RequestRecord], Awaitable[None]]
-"""Sends one request and fills its record; raises nothing but cancelling."""
+"""Sends one request and fills its record; raises only CancelledError."""
 
 
 @dataclass
 class LoadRun:
-    """A load, while it runs and afterwards."""
+    """State and result of a load."""
 
     records: list[RequestRecord] = field(default_factory=list)
     """One per request that was sent, in the order of sending."""
     num_running: int = 0
     peak_running: int = 0
-    """Most requests in flight at a time."""
+    """Largest number of requests in flight at a time."""
     start_s: float = 0.0
     end_s: float = 0.0
     is_interrupted: bool = False
@@ -131,7 +131,7 @@ async def run_load(
     finally:
         sending.cancel()
         stopping.cancel()
-        # A task that never ran a line has no record, and is no request that was sent.
+        # A task that was cancelled before it began has no record: its request was not sent.
         for task in list(tasks):
             task.cancel()
         ended = await asyncio.gather(sending, stopping, *tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""What the benchmarks without a server share."""
+"""Shared code of the benchmarks without a server."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ def make_llm(args: argparse.Namespace) -> "LLM":
 
 
 def sampling(num_tokens: int, args: argparse.Namespace) -> "SamplingParams":
-    """`num_tokens` tokens, whatever the model says; nothing is detokenised, as in no server."""
+    """Sampling parameters for exactly `num_tokens` tokens, without detokenisation."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -30,7 +30,7 @@ def sampling(num_tokens: int, args: argparse.Namespace) -> "SamplingParams":
 
 
 def facts(llm: "LLM") -> dict[str, Any]:
-    """What a result depends on: model, device, threads."""
+    """The facts that a result depends on: model, device, threads."""
     import torch
 
     config = llm.llm_engine.vllm_config
@@ -51,7 +51,9 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, default=0.0, metavar="X", help="(default: 0, greedy)"
     )
     group.add_argument(
-        "--disable-detokenize", action="store_true", help="do not make text of the tokens"
+        "--disable-detokenize", action="store_true", help="do not detokenise the outputs"
     )
-    parser.add_argument("--output-json", metavar="FILE", help="write JSON; - is stdout")
+    parser.add_argument(
+        "--output-json", metavar="FILE", help="write the result as JSON; - is stdout"
+    )
     EngineArgs.add_cli_args(parser)

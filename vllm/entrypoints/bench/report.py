@@ -1,4 +1,4 @@
-"""How results are shown and kept: a table for people, one JSON object for programs."""
+"""Writes results: a table for people, one JSON object for programs."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from vllm.version import __version__
 
 
 def machine() -> dict[str, Any]:
-    """What a result depends on besides its settings."""
+    """The machine: facts that a result depends on besides the settings."""
     has_affinity = hasattr(os, "sched_getaffinity")
     return {
         "cpus": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
@@ -66,7 +66,7 @@ def write_json(result: Mapping[str, Any], target: str) -> None:
 
 
 def emit(result: Mapping[str, Any], rows: Iterable[Sequence[object]], output: str | None) -> None:
-    """The table on stdout; or, when stdout is to hold JSON only, on stderr.
+    """Print the table to stdout, or to stderr if the JSON goes to stdout.
 
     Args:
         result: what is written as JSON.
@@ -79,10 +79,10 @@ def emit(result: Mapping[str, Any], rows: Iterable[Sequence[object]], output: st
 
 
 def check_writable(target: str | None) -> None:
-    """Find out before the run that its result could not be written.
+    """Check before the run that its result can be written.
 
     Raises:
-        ConfigError: it could not.
+        ConfigError: it cannot.
     """
     if target is None or target == "-":
         return

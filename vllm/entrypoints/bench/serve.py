@@ -1,4 +1,4 @@
-"""`vllm bench serve`: load for a running server, and how it bore it."""
+"""`vllm bench serve`: sends load to a running server and measures latency and throughput."""
 
 import argparse
 import asyncio
@@ -36,9 +36,9 @@ _PATHS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send the load; a table on stdout, progress on stderr, JSON where it was asked for.
+    """Send the load. Prints a table to stdout, progress to stderr, and JSON if requested.
 
-    Ctrl-C ends the load and shows what there is until then.
+    Ctrl-C ends the load and shows the results so far.
 
     Returns:
         The exit code: 0, 1 when no request completed, 130 when it was interrupted.
@@ -75,7 +75,7 @@ async def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], LoadRun]:
         return await _measure_with(client, args)
     finally:
         client.close()
-        await asyncio.sleep(0)  # a closed connection is gone in the next turn of the loop
+        await asyncio.sleep(0)  # connections are closed in the next turn of the event loop
 
 
 async def _measure_with(
@@ -124,7 +124,7 @@ async def _measure_with(
 
 
 async def _warm_up(send: Send, requests: Sequence[BenchRequest], count: int) -> None:
-    """Send the first request `count` times, which also shows that requests of this kind work."""
+    """Send the first request `count` times, which also checks that such requests work."""
     for _ in range(count):
         warmup = LoadRun()
         await run_load(warmup, send, requests[:1], [0.0])
@@ -255,7 +255,7 @@ def _rows(result: dict[str, Any], args: argparse.Namespace) -> Iterator[Sequence
         yield (metric.upper(), *(result[f"{name}_{metric}_ms"] for name in names))
     if (result["server"] or {}).get("compilations_after_warmup"):
         count = result["server"]["compilations_after_warmup"]
-        yield "NOT STEADY", f"the server compiled {count:.0f} times in this run: repeat it"
+        yield "NOT STEADY", f"the server compiled {count:.0f} graphs in this run: run it again"
 
 
 def _save(result: dict[str, Any], load: LoadRun, args: argparse.Namespace) -> None:

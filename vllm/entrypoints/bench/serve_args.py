@@ -22,7 +22,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Settle what the flags say together.
+    """Check the flags, and resolve those that depend on each other.
 
     Raises:
         ConfigError: a value is out of its range or is not written as documented.
@@ -55,28 +55,40 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         default="openai",
         help="openai: /v1/completions; openai-chat: /v1/chat/completions (default: openai)",
     )
-    add("--base-url", metavar="URL", help="in place of host and port, such as https://host/path")
+    add("--base-url", metavar="URL", help="URL of the server, instead of --host and --port")
     add(
         "--host",
         default="127.0.0.1",
         metavar="TEXT",
         help="host of the server (default: 127.0.0.1)",
     )
-    add("--port", type=int, default=8000, metavar="N", help="its port (default: 8000)")
-    add("--endpoint", metavar="PATH", help="path of the requests, if it is not the usual one")
-    add("--model", metavar="TEXT", help="not set: the first that the server lists")
-    add("--served-model-name", metavar="TEXT", help="in requests, if it is not --model")
-    add("--api-key", metavar="KEY", help="sent as Authorization: Bearer KEY; not set: VLLM_API_KEY")
+    add("--port", type=int, default=8000, metavar="N", help="port of the server (default: 8000)")
+    add("--endpoint", metavar="PATH", help="path of the endpoint, if the server has another one")
+    add("--model", metavar="TEXT", help="model to use (default: the first that the server lists)")
     add(
-        "--header", action="append", default=[], metavar="KEY=VALUE", help="header; may be repeated"
+        "--served-model-name",
+        metavar="TEXT",
+        help="name of the model in requests, if it is not --model",
     )
-    add("--insecure", action="store_true", help="accept any TLS certificate")
+    add(
+        "--api-key",
+        metavar="KEY",
+        help="API key, sent as Authorization: Bearer KEY (default: VLLM_API_KEY)",
+    )
+    add(
+        "--header",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="further HTTP header; may be repeated",
+    )
+    add("--insecure", action="store_true", help="do not verify the TLS certificate")
     add(
         "--ready-check-timeout-sec",
         type=float,
         default=600.0,
         metavar="X",
-        help="seconds to wait for a server that does not answer yet; 0: none (default: 600)",
+        help="seconds to wait until the server answers; 0: do not wait (default: 600)",
     )
 
 
@@ -95,23 +107,23 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="X",
-        help="of the gaps between requests: 1 is a Poisson process, less comes in bursts, more is "
-        "more even (default: 1)",
+        help="regularity of arrivals: 1 is a Poisson process, less gives bursts, more gives even "
+        "gaps (default: 1)",
     )
     add(
         "--max-concurrency",
         type=int,
         metavar="N",
-        help="most requests in flight; with --request-rate inf, as many all the time",
+        help="maximum number of concurrent requests",
     )
     add(
         "--num-warmups",
         type=int,
         default=1,
         metavar="N",
-        help="requests before the load that are not counted (default: 1)",
+        help="warm-up requests before the load, not counted (default: 1)",
     )
-    add("--disable-tqdm", action="store_true", help="no progress bar")
+    add("--disable-tqdm", action="store_true", help="do not show a progress bar")
 
 
 def _add_request_flags(parser: argparse.ArgumentParser) -> None:
@@ -137,12 +149,21 @@ def _add_request_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="draw token ids below this, without a tokenizer; not for chat",
     )
-    add("--ignore-eos", action="store_true", help="go on until the output has its length")
+    add(
+        "--ignore-eos",
+        action="store_true",
+        help="ignore the end token, so that outputs have the requested length",
+    )
     add("--temperature", type=float, default=0.0, metavar="X", help="(default: 0, greedy)")
     add("--top-p", type=float, metavar="X", help="nucleus sampling")
     add("--top-k", type=int, metavar="N", help="0 is off")
     add("--logprobs", type=int, metavar="N", help="log-probabilities per token")
-    add("--extra-body", default="{}", metavar="JSON", help="further fields of every request")
+    add(
+        "--extra-body",
+        default="{}",
+        metavar="JSON",
+        help="further fields of every request body, as JSON",
+    )
 
 
 def _add_result_flags(parser: argparse.ArgumentParser) -> None:
@@ -165,14 +186,18 @@ def _add_result_flags(parser: argparse.ArgumentParser) -> None:
         "--metric-percentiles",
         default="90,99",
         metavar="LIST",
-        help="besides mean and median (default: 90,99)",
+        help="percentiles to report besides mean and median (default: 90,99)",
     )
     add("--output-json", metavar="FILE", help="write the result as JSON; - is stdout")
-    add("--save-result", action="store_true", help="write it to a file with a name of its own")
+    add("--save-result", action="store_true", help="write the result to a file named after the run")
     add("--result-dir", metavar="FOLDER", help="of --save-result")
     add("--result-filename", metavar="FILE", help="of --save-result")
-    add("--save-detailed", action="store_true", help="also times and text of every request")
-    add("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="to be kept with the result")
+    add(
+        "--save-detailed",
+        action="store_true",
+        help="include the times and the text of every request in the result",
+    )
+    add("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="stored with the result")
 
 
 def _percentiles(text: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""What a running server says about itself: its model, and counters before and after a load."""
+"""Asks a running server for its model, and for its counters before and after a load."""
 
 import asyncio
 import re
@@ -83,7 +83,7 @@ def _first_model(client: HttpClient, response: Response) -> ServedModel:
 
 
 async def read_counters(client: HttpClient) -> dict[str, float] | None:
-    """Counters of a server of ours, by our names; None when it has none to show."""
+    """Counters of a server of this package by name; None for other servers."""
     try:
         response = await client.request("GET", "/metrics")
     except OSError:
@@ -99,7 +99,7 @@ async def read_counters(client: HttpClient) -> dict[str, float] | None:
 def difference(
     before: dict[str, float] | None, after: dict[str, float] | None
 ) -> dict[str, float] | None:
-    """What counters have grown by."""
+    """By how much counters have grown."""
     if before is None or after is None:
         return None
     return {name: after[name] - value for name, value in before.items() if name in after}

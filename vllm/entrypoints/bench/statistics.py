@@ -1,4 +1,4 @@
-"""Figures of a load. Names of results are those that scripts of this field read."""
+"""Statistics of a load. The names of results are the usual ones, which scripts read."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,8 @@ def percentile_name(percentile: float) -> str:
 def describe(
     values: Sequence[float], percentiles: Sequence[float], digits: int = 3
 ) -> dict[str, Any]:
-    """Mean, median, standard deviation and percentiles (linear between values); None of nothing."""
+    """Mean, median, standard deviation and percentiles (linear between values); None without
+    values."""
     import numpy as np
 
     names = [percentile_name(p) for p in percentiles]
@@ -79,7 +80,7 @@ def summarize(
     failed = [r for r in run.records if not r.is_cut and r.error is not None]
     duration_s = max(run.duration_s, 1e-9)
     num_input = sum(r.num_prompt_tokens for r in done)
-    # What a request that was cut off or failed had received took time, but is not counted.
+    # Output of failed or interrupted requests took time, but is not counted.
     num_output = sum(r.num_output_tokens for r in done)
     num_pieces = sum(len(r.output_s) for r in done)
     result: dict[str, Any] = {
@@ -107,7 +108,8 @@ def summarize(
 
 
 def _count_good(records: Sequence[RequestRecord], limits: Mapping[str, float]) -> int:
-    """Requests within all limits; one without a second token has nothing to be late with."""
+    """Number of requests within all limits. A limit for later tokens does not apply to a request
+    with one token."""
 
     def is_good(record: RequestRecord) -> bool:
         ms = {

@@ -1,4 +1,4 @@
-"""`vllm bench throughput`: all requests are there at the start; there is no server."""
+"""`vllm bench throughput`: submits all requests at once to an engine, without a server."""
 
 import argparse
 import time
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add all flags."""
     add_dataset_flags(parser, input_len=512, num_prompts=1000)
-    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    parser.add_argument("--disable-tqdm", action="store_true", help="do not show a progress bar")
     offline.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure; a table on stdout, JSON where it was asked for.
+    """Run the benchmark. Prints a table to stdout, and JSON if requested.
 
     Raises:
-        RequestError: n and temperature do not go together.
+        RequestError: n and temperature contradict each other.
         ConfigError: a flag is out of its range, a file cannot be used, or the engine cannot start.
     """
     dataset = read_dataset_flags(args)

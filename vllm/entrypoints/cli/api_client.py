@@ -1,4 +1,4 @@
-"""What `vllm chat` and `vllm complete` need of an OpenAI server: its models, and streamed answers.
+"""The client of `vllm chat` and `vllm complete` for an OpenAI server: models and streamed answers.
 
 Standard library alone: the official client is a large dependency for two commands.
 """
@@ -19,7 +19,7 @@ from vllm.utils import FlexibleArgumentParser
 _PREFIX = "/v1"
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_LINE_BYTES = 16 * 2**20
-"""Of one event; a longer one is no answer to a terminal."""
+"""Limit for one event."""
 
 
 class ApiClient:
@@ -51,7 +51,7 @@ class ApiClient:
             response = self._send(connection, "GET", "/models", None)
             models = _read_json(response).get("data")
         if not isinstance(models, list) or not models:
-            raise RequestError("the server lists no model: give --model-name")
+            raise RequestError("the server lists no model; name one with --model-name")
         return str(models[0].get("id"))
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -104,7 +104,7 @@ class ApiClient:
         data = None if body is None else json.dumps(body).encode()
         try:
             connection.connect()
-            connection.sock.settimeout(None)  # an answer may take its time
+            connection.sock.settimeout(None)  # no timeout: an answer may take long
             target = self._url.path.rstrip("/") + path
             connection.request(method, target, data, self._headers)
             return connection.getresponse()
@@ -150,7 +150,7 @@ def _read_json(response: http.client.HTTPResponse) -> dict[str, Any]:
 
 
 def _describe_refusal(response: http.client.HTTPResponse) -> str:
-    return f"the server answers {response.status}: {_message_of(_read_json(response))}"
+    return f"the server answered {response.status}: {_message_of(_read_json(response))}"
 
 
 def _message_of(body: Mapping[str, Any]) -> str:
@@ -161,7 +161,7 @@ def _message_of(body: Mapping[str, Any]) -> str:
 
 
 def text_of(chunk: Mapping[str, Any]) -> str:
-    """The text that a chunk of a chat or of a completion brings."""
+    """The text in a chunk of a chat or a completion."""
     choices = chunk.get("choices") or [{}]
     delta = choices[0].get("delta")
     text = choices[0].get("text") if delta is None else delta.get("content")
@@ -173,19 +173,18 @@ def add_client_flags(parser: FlexibleArgumentParser) -> None:
     parser.add_argument(
         "--url",
         default="http://localhost:8000/v1",
-        help="address of the server, with the /v1 of its routes (default: "
-        "http://localhost:8000/v1)",
+        help="URL of the server, including /v1 (default: http://localhost:8000/v1)",
     )
     parser.add_argument(
         "--model-name",
         metavar="NAME",
-        help="model to use; not given: the first that the server lists",
+        help="model to use (default: the first that the server lists)",
     )
     parser.add_argument(
-        "--api-key", metavar="KEY", help="API key that the server asks for; not given: VLLM_API_KEY"
+        "--api-key", metavar="KEY", help="API key of the server (default: VLLM_API_KEY)"
     )
     parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="most tokens that an answer may have"
+        "--max-tokens", type=int, metavar="N", help="maximum number of tokens in an answer"
     )
     parser.add_argument(
         "--temperature", type=float, metavar="X", help="sampling temperature; 0: greedy"
@@ -193,7 +192,7 @@ def add_client_flags(parser: FlexibleArgumentParser) -> None:
 
 
 def connect(args: argparse.Namespace) -> tuple[ApiClient, dict[str, Any]]:
-    """A client, and the fields that all its requests have.
+    """Make a client, and the fields that all its requests share.
 
     Raises:
         ConfigError: the server cannot be reached.
@@ -208,7 +207,7 @@ def connect(args: argparse.Namespace) -> tuple[ApiClient, dict[str, Any]]:
 
 
 def write_answer(chunks: Iterator[dict[str, Any]]) -> str:
-    """Show an answer as it comes; Ctrl-C ends it early. Returns what has come."""
+    """Print an answer as it arrives; Ctrl-C ends it early. Returns the text."""
     parts: list[str] = []
     with contextlib.closing(chunks) as source:  # type: ignore[type-var]
         try:
@@ -234,7 +233,8 @@ def answer_prompts(quick: str | None, greeting: str, ask: Callable[[str], None])
 
     Raises:
         ConfigError: the server cannot be reached.
-        RequestError: it refuses `quick`; of those that are read, the next may do better.
+        RequestError: it refuses `quick`. A refused prompt of the user is reported, and the next one
+            is read.
     """
     if quick is not None:
         ask(quick)

@@ -6,9 +6,9 @@ from importlib import import_module
 from vllm.utils import FlexibleArgumentParser
 
 _BENCHMARKS = {
-    "serve": "load a running server and show throughput and latencies",
-    "latency": "time one batch from its first token in to its last token out",
-    "throughput": "time many prompts that are all there at the start",
+    "serve": "send requests to a running server; report throughput and latency",
+    "latency": "measure the latency of one batch, without a server",
+    "throughput": "measure the throughput of many prompts, without a server",
 }
 
 
@@ -36,7 +36,7 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> int | None:
-    """Run one benchmark, or show what there is; returns the exit code."""
+    """Run one benchmark, or list the benchmarks. Returns the exit code."""
     if args.benchmark is None:
         args.print_help()
         return 0

@@ -13,18 +13,21 @@ def add_parser(
     """Declare the subcommand and return its parser."""
     parser = subparsers.add_parser(
         "chat",
-        description="Talk to a model on a server. Ctrl-C ends an answer, Ctrl-D the conversation.",
+        description="Chat with a model on a running server. Ctrl-C stops an answer, Ctrl-D ends "
+        "the conversation.",
     )
     add_client_flags(parser)
     parser.add_argument(
-        "--system-prompt", metavar="TEXT", help="system message that the conversation begins with"
+        "--system-prompt",
+        metavar="TEXT",
+        help="system message at the beginning of the conversation",
     )
     parser.add_argument("-q", "--quick", metavar="TEXT", help="send one message and exit")
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
-    """Talk until the input ends.
+    """Chat until the input ends.
 
     Raises:
         ConfigError: the server cannot be reached.

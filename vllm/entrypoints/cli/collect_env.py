@@ -1,4 +1,4 @@
-"""`vllm collect-env`: what a bug report needs to say about a machine."""
+"""`vllm collect-env`: facts about the machine for a bug report."""
 
 import argparse
 import os
@@ -77,7 +77,7 @@ def _cpu_facts() -> Iterator[tuple[str, str]]:
             keys.setdefault(key.strip(), value.strip())
     flags = set((keys.get("flags") or keys.get("Features") or "").split())
     yield "CPU", keys.get("model name") or platform.processor() or platform.machine()
-    yield "CPU flags", " ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none that matter"
+    yield "CPU flags", " ".join(flag for flag in _CPU_FLAGS if flag in flags) or "none of interest"
     usable = f"{len(os.sched_getaffinity(0))} of " if hasattr(os, "sched_getaffinity") else ""
     yield "CPU cores", f"{usable}{os.cpu_count()}"
 
@@ -116,7 +116,7 @@ def _describe_kernels() -> str:
     if not envs.get().VLLM_CPU_KERNELS:
         return "off: VLLM_CPU_KERNELS=0"
     try:
-        library = load_cpu_kernels()  # logs why when it fails
+        library = load_cpu_kernels()  # logs the reason if it fails
     except ConfigError as error:
         return f"refused: {error}"
     if library is None:

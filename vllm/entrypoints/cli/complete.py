@@ -1,4 +1,4 @@
-"""`vllm complete`: text that a model on a server continues."""
+"""`vllm complete`: completes text with a model on a server."""
 
 import argparse
 
@@ -12,15 +12,16 @@ def add_parser(
     """Declare the subcommand and return its parser."""
     parser = subparsers.add_parser(
         "complete",
-        description="Let a model on a server continue text. Ctrl-C ends a text, Ctrl-D all.",
+        description="Complete text with a model on a running server. Ctrl-C stops a completion, "
+        "Ctrl-D exits.",
     )
     add_client_flags(parser)
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="continue one text and exit")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="complete one text and exit")
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
-    """Continue lines until the input ends.
+    """Complete lines until the input ends.
 
     Raises:
         ConfigError: the server cannot be reached.

@@ -1,6 +1,6 @@
-"""Error messages in the words of a command line: `--max-model-len` for `max_model_len`.
+"""Writes error messages for a command line: `--max-model-len` for `max_model_len`.
 
-The engine's errors name the keywords of `LLM()`. Whoever typed flags is told flags.
+The engine's errors name the keywords of `LLM()`. For users of the command line they name flags.
 """
 
 import re
@@ -15,8 +15,8 @@ _NOTHING = "(?!)"
 def with_flags(message: str, names: Collection[str]) -> str:
     """The message with flags in place of the names of settings.
 
-    A name with an underscore is always one; another name, such as `port`, only before `=` or at
-    the beginning, since it may be a word of the sentence.
+    A name with an underscore is always replaced; another name, such as `port`, only before `=` or
+    at the beginning, because it may be a word of the sentence.
 
     Args:
         message: of an error.

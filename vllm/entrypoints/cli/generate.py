@@ -34,10 +34,12 @@ def add_parser(
         help="a file with one prompt per line; - is standard input",
     )
     source.add_argument(
-        "--chat", action="store_true", help="each prompt is a user's message to a chat model"
+        "--chat",
+        action="store_true",
+        help="send each prompt as a user message, with the chat template",
     )
     sampling = parser.add_argument_group(
-        "sampling", "What is not given comes from the model's generation_config.json."
+        "sampling", "Defaults come from the model's generation_config.json."
     )
     sampling.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="output tokens (default: 128)"
@@ -47,12 +49,18 @@ def add_parser(
     )
     sampling.add_argument("--top-p", type=float, metavar="X", help="nucleus sampling")
     sampling.add_argument(
-        "--top-k", type=int, metavar="N", help="most likely tokens to choose from; 0: all"
+        "--top-k",
+        type=int,
+        metavar="N",
+        help="sample from this many of the likeliest tokens; 0: all",
     )
     sampling.add_argument("--n", type=int, metavar="N", help="outputs per prompt")
     # No --seed: that of the engine flags already makes the whole run reproducible.
     sampling.add_argument(
-        "--stop", action="append", metavar="TEXT", help="text that ends an output; may be repeated"
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="stop string, which ends an output; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     return EngineArgs.add_cli_args(parser)
@@ -104,7 +112,7 @@ def _read_prompts(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _read_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given, checked before a model is loaded for them."""
+    """The sampling parameters of the flags, checked before the model is loaded."""
     from vllm import SamplingParams
 
     names = ("max_tokens", "temperature", "top_p", "top_k", "n", "stop")
@@ -139,7 +147,8 @@ def _as_json(prompt: str, output: "RequestOutput") -> str:
 
 
 def _as_text(prompt: str, output: "RequestOutput", *, chat: bool) -> str:
-    """An answer below its question, or a completion right behind what it completes."""
+    """The text to print: an answer below its question, or a completion directly after its
+    prompt."""
     gap = "\n\n" if chat else ""
     return "".join(f"{prompt}{gap}{sample.text}\n\n" for sample in output.outputs)
 

@@ -41,7 +41,7 @@ def add_parser(
     parser = subparsers.add_parser(
         "hpu-check",
         description="Check memory, kernels, attention, graphs and compilation of a Gaudi card, in "
-        "the mode that PT_HPU_LAZY_MODE gives. Exit code: 0 nothing failed, 1 something did, 2 "
+        "the mode that PT_HPU_LAZY_MODE gives. Exit code: 0 no check failed, 1 a check failed, 2 "
         "there is no card.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -24,13 +24,13 @@ from vllm.version import __version__
 
 _COMMANDS = {
     "serve": "serve a model over HTTP",
-    "chat": "talk to a model on a server",
-    "complete": "let a model on a server continue text",
+    "chat": "chat with a model on a running server",
+    "complete": "complete text with a model on a running server",
     "bench": "measure throughput and latency",
-    "run-batch": "answer the requests of a file",
-    "generate": "complete prompts offline",
+    "run-batch": "run the requests of a batch file, without a server",
+    "generate": "complete prompts, without a server",
     "collect-env": "show versions, hardware and settings for a bug report",
-    "hpu-check": "check that a Gaudi card computes what the engine needs",
+    "hpu-check": "self-test of a Gaudi card",
 }
 
 
@@ -72,7 +72,7 @@ def run_command(run: Callable[[], int | None], flag_names: Callable[[], Collecti
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has left; the interpreter must not try to flush it again.
+        # The reader of our output has closed it; the interpreter must not try to flush it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code or 0
@@ -97,7 +97,7 @@ def _create_parser(words: Sequence[str]) -> FlexibleArgumentParser:
 
 
 def _find_mistake(word: str) -> str | None:
-    """What is wrong with the first word of a command line; None where it may be right."""
+    """What is wrong with the first word of a command line; None if it may be right."""
     if word in _COMMANDS or word in ("-h", "--help", "-v", "--version"):
         return None
     if word.startswith("-"):

@@ -1,4 +1,4 @@
-"""`vllm run-batch`: the requests of a file, answered as the server would."""
+"""`vllm run-batch`: runs the requests of a file like the server."""
 
 import argparse
 
@@ -13,14 +13,14 @@ def add_parser(
 
     parser = subparsers.add_parser(
         "run-batch",
-        description="Answer the requests of an OpenAI batch file with a model, without a server.",
+        description="Run the requests of an OpenAI batch file with a model, without a server.",
         usage="vllm run-batch -i FILE -o FILE [MODEL] [flags]",
     )
     return add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer all requests; the exit code."""
+    """Run all requests. Returns the exit code."""
     from vllm.entrypoints.openai.run_batch import run as run_batch
 
     return run_batch(args)

@@ -20,7 +20,7 @@ def add_parser(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal; the exit code."""
+    """Serve until a signal. Returns the exit code."""
     from vllm.entrypoints.openai.api_server import run_server
     from vllm.entrypoints.openai.cli_args import exit_after_help, read_args
 

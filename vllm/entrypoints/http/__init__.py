@@ -1,1 +1,1 @@
-"""The HTTP server itself, and the responses that end when their reader leaves."""
+"""The HTTP server, and responses that end when their client disconnects."""

@@ -1,6 +1,6 @@
-"""Routes that read their JSON body here: limited, and away from the event loop where it is large.
+"""Routes that read their JSON body with limits, and outside the event loop if it is large.
 
-FastAPI itself would read and validate it in the event loop, however large it is.
+FastAPI would read and validate any body in the event loop.
 """
 
 import json
@@ -25,7 +25,7 @@ class BodyRoute(APIRoute):
     """A route whose handler gets a body that is within the limits of the server."""
 
     def get_route_handler(self) -> Handler:
-        """The handler of FastAPI, which finds the body read and validated."""
+        """FastAPI's handler, for which the body is already read and validated."""
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
@@ -42,11 +42,11 @@ class BodyRoute(APIRoute):
         return read_and_handle
 
     def read_body(self, data: bytes, args: ServerArgs) -> Any:
-        """The body as the object that the route takes.
+        """Read the body as the object that the route expects.
 
         Raises:
             RequestError: it is above a limit of the server; names the flag.
-            RequestValidationError: it is not JSON, or not what the route takes.
+            RequestValidationError: it is not JSON, or not what the route expects.
         """
         assert self.body_field is not None
         check_num_values(data, args)

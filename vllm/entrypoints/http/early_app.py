@@ -1,6 +1,6 @@
-"""Answers requests in the first moments, while the application is still being imported.
+"""Answers requests while the application is still being imported.
 
-Probes, and the pages for people, which tell that the server is starting. Knows no framework:
+Serves probes, and the pages, which show that the server is starting. Uses no framework, because
 importing one takes longer than starting to listen.
 """
 
@@ -56,12 +56,12 @@ class EarlyApp:
         self._is_decided = asyncio.Event()
 
     def pass_on_to(self, app: App) -> None:
-        """All requests, those that wait first, go to `app` from now on."""
+        """Pass all requests to `app` from now on, waiting requests first."""
         self._app = app
         self._is_decided.set()
 
     def close(self) -> None:
-        """The application could not be loaded: refuse the requests that wait."""
+        """Refuse the waiting requests, because the application could not be loaded."""
         self._is_decided.set()
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:

@@ -1,6 +1,6 @@
-"""HTTP on a connection, with limits of size and time that the parser does not have.
+"""HTTP on a connection, with limits for size and time that the parser lacks.
 
-Every connection ends, whatever its client does: a timer runs whenever no response is being made.
+Every connection ends at some time: a timer runs whenever no response is being made.
 """
 
 import asyncio
@@ -11,17 +11,17 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 MAX_HEAD_BYTES = 64 * 2**10
 """Request line and headers of one request."""
 HEAD_TIMEOUT_S = 30.0
-"""From the connection, or the first byte of a request, to the end of its headers."""
+"""Seconds from the connection, or from the first byte of a request, to the end of its headers."""
 BODY_TIMEOUT_S = 60.0
-"""From the end of the headers to the end of the body, when the server does not say."""
+"""Default for the seconds from the end of the headers to the end of the body."""
 LINGER_TIMEOUT_S = 15.0
-"""For the rest of a body that was answered before it had come, so that its client reads the answer
-and not a reset of the connection."""
+"""Seconds to read the rest of a body after an early answer. Without it, the client would see a
+reset of the connection and not the answer."""
 MAX_LINGER_BYTES = 64 * 2**20
-"""Of such a rest."""
+"""Maximum size of that rest."""
 
 _BODY_GRACE_S = 2.0
-"""For the application to answer 408 itself, and for its client to read that."""
+"""Seconds for the application to answer 408 itself, and for the client to read it."""
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"content-length: 0\r\nconnection: close\r\n\r\n"
@@ -30,10 +30,10 @@ _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: c
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Cuts connections whose requests are too long, or take too long, in head or body.
+    """Closes connections whose requests are too long, or take too long, in headers or body.
 
     A connection that is to be closed while a body still comes is closed after it: closing at once
-    would reset the connection, and the answer be lost on its way.
+    would reset the connection, and the client could lose the answer.
 
     Attributes:
         body_timeout_s: for a body to arrive.
@@ -46,25 +46,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _is_in_body = False
     _is_lingering = False
     _body_left: int | None = None
-    """Bytes of the body that have not come; None: not known."""
+    """Bytes of the body that have not arrived; None: not known."""
     _body_deadline = 0.0
     _num_discarded = 0
     _head_timer: asyncio.TimerHandle | None = None
     _body_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to wait for a first request."""
+        """Start the timer for the first request."""
         super().connection_made(transport)
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
+        """Stop the timer."""
         self._stop_head_timer()
         self._stop_body_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes in, in pieces: only what belongs to a head counts as one."""
+        """Parse bytes in pieces, so that only bytes of headers count for their limit."""
         if self._is_lingering:
             self._discard(data)
             return
@@ -118,7 +118,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             )
 
     def on_response_complete(self) -> None:
-        """The application has answered; what is left of the body is passed over, for a while."""
+        """The application has answered; discard the rest of the body for a limited time."""
         if self._is_lingering:
             self.server_state.total_requests += 1
             return  # the connection takes no further request
@@ -135,18 +135,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """No request has come of which the answer is not finished."""
+        """Whether no request is in progress."""
         has_answered = self.cycle is None or self.cycle.response_complete
         return has_answered and not self._is_in_body and not self.pipeline
 
     @property
     def _linger_s(self) -> float:
-        """A client that has used up the time for its body gets little more."""
+        """Seconds to linger; few if the client has used up the time for its body."""
         is_late = self.loop.time() >= self._body_deadline
         return _BODY_GRACE_S if is_late else LINGER_TIMEOUT_S
 
     def _linger(self, seconds: float) -> None:
-        """Tell the client that nothing more comes, and pass over what it still sends."""
+        """Close our side of the connection, and discard what the client still sends."""
         self._is_lingering = True
         self._stop_head_timer()
         self._unset_keepalive_if_required()
@@ -195,7 +195,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         is_answered = self._is_lingering or self.cycle is None or self.cycle.response_started
         if not is_answered and self.flow.read_paused:
-            # It is the server that does not read: the application is still being loaded.
+            # The server itself is not reading yet: the application is still being loaded.
             self._start_body_timer(self.body_timeout_s)
             return
         if is_answered:
@@ -206,7 +206,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def with_body_timeout(seconds: float) -> type[BoundedHttpProtocol]:
-    """The protocol, with a time for bodies to arrive."""
+    """A protocol class with this timeout for bodies."""
 
     class Protocol(BoundedHttpProtocol):
         body_timeout_s = seconds
@@ -215,7 +215,7 @@ def with_body_timeout(seconds: float) -> type[BoundedHttpProtocol]:
 
 
 class _ClosesAfterBody:
-    """The transport as the maker of a response sees it: closing waits for the rest of the body."""
+    """A transport for writing responses: closing it waits for the rest of the body."""
 
     def __init__(self, transport: Any, protocol: BoundedHttpProtocol) -> None:
         self._transport = transport

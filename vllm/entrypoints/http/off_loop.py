@@ -1,4 +1,4 @@
-"""Does the work for large requests in threads, so that they do not block the event loop.
+"""Runs the work of large requests in threads, so that they do not block the event loop.
 
 Whether a request is large is decided by the size of its body. The same work runs at once for a
 small request and in a thread for a large one.
@@ -14,25 +14,25 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LARGE_BODY_BYTES = 32 * 1024
-"""Bytes from which a body is large."""
+"""A body with at least this many bytes is large."""
 _NUM_THREADS = 2
-"""Each costs the event loop a few milliseconds while it works: only one runs at a time."""
+"""Each thread costs the event loop a few milliseconds, because of the interpreter lock."""
 
 _is_large: ContextVar[bool] = ContextVar("is_large_request", default=False)
 
 
 def mark_request(num_bytes: int) -> None:
-    """The request of this task has a body of so many bytes."""
+    """Note the size of the body of this task's request."""
     _is_large.set(num_bytes >= LARGE_BODY_BYTES)
 
 
 async def run(work: Callable[[], T], *, is_large: bool | None = None) -> T:
     """The result of `work`, in a thread when the request is large.
 
-    Cancelled while it waits for a thread, it does not run; in a thread it runs to its end.
+    If cancelled before its thread starts, it does not run; in a thread it runs to its end.
 
     Args:
-        work: touches nothing that belongs to the event loop.
+        work: must not use anything that belongs to the event loop.
         is_large: None uses the size that `mark_request` got.
     """
     if not (_is_large.get() if is_large is None else is_large):

@@ -1,7 +1,7 @@
 """Responses that end when the client disconnects: server-sent events, and awaited results.
 
-Closing the source of a stream aborts its request, so a source is always closed here, at once and
-never by the garbage collector. Knows no engine and no API.
+Closing the source of a stream aborts its request, so a source is always closed here and at once,
+never by the garbage collector. Independent of engine and API.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ def event(data: Any, name: str | None = None) -> bytes:
 
 
 async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, unless the client leaves: then it is cancelled.
+    """Await `work`; cancel it if the client disconnects.
 
-    The body of the request has to be read before.
+    The body of the request must have been read.
 
     Raises:
         ClientDisconnected: the client has left. The handlers of `errors` take it.
@@ -71,7 +71,7 @@ class EventStream(Response):
         self.events = events
         self.status_code = 200
         self.background = None
-        # Proxies such as nginx would hold events back to fill their buffers.
+        # Proxies such as nginx would otherwise buffer events.
         own = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
         self.init_headers(own)
 
@@ -114,7 +114,7 @@ async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T
     finally:
         for task in (worker, watcher):
             task.cancel()
-        # Both have ended before anything goes on; what they raised is known or does not matter.
+        # Wait until both have ended; their errors are handled already or do not matter.
         await asyncio.gather(worker, watcher, return_exceptions=True)
 
 

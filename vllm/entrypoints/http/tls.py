@@ -16,7 +16,7 @@ logger = init_logger(__name__)
 
 
 def check_certificates(args: ServerArgs) -> None:
-    """Refuse files that TLS cannot start with.
+    """Check that TLS can start with these files.
 
     Raises:
         ConfigError: a file cannot be read or is not PEM, or the key does not belong to the
@@ -57,20 +57,20 @@ def check_certificates(args: ServerArgs) -> None:
 
 
 def _explain(error: OSError) -> str:
-    """What OpenSSL found, without its codes; often it does not say."""
-    reason = getattr(error, "reason", None) or "it is not PEM, or lacks the key"
+    """The reason of OpenSSL without its codes; it is often missing."""
+    reason = getattr(error, "reason", None) or "it is not in PEM format, or the key is missing"
     return str(reason).replace("_", " ").lower()
 
 
 async def refresh_certificate(config: "uvicorn.Config", interval_s: float) -> None:
     """Load certificate and key again whenever their files have changed; runs until cancelled.
 
-    Connections that are open keep theirs. Files that do not fit together, as in the middle of a
-    change, are tried again.
+    Open connections keep the old certificate. Files that do not match, as during an update, are
+    tried again.
 
     Args:
         config: with TLS.
-        interval_s: between two looks at the files.
+        interval_s: between two checks of the files.
     """
     assert config.ssl is not None and config.ssl_certfile is not None
     paths = [str(path) for path in (config.ssl_certfile, config.ssl_keyfile) if path]

@@ -1,4 +1,4 @@
-"""The HTTP server and the life of the process: bind, serve, start the engine, drain, end.
+"""The HTTP server and the lifecycle of the process: bind, serve, start the engine, drain, end.
 
 After a first SIGTERM or Ctrl-C, running requests may end, for at most `shutdown_timeout`; a second
 one ends the process at once. When the engine dies, its requests get an error and the process ends.
@@ -35,14 +35,14 @@ logger = init_logger(__name__)
 
 _BACKLOG = 4096
 _ANSWER_TIME_S = 2.0
-"""For responses to be sent after the engine has ended: those that run get their error."""
+"""Seconds to send responses after the engine has ended: running requests get their error."""
 _POLL_S = 0.05
 _CERTIFICATE_CHECK_S = 2.0
 
 
 @contextlib.contextmanager
 def bind(args: ServerArgs) -> Iterator[socket.socket]:
-    """A socket that listens, so that early clients wait instead of being turned away.
+    """Open a listening socket, so that early clients wait and are not refused.
 
     Raises:
         ConfigError: the address is in use, or not one of this machine.
@@ -83,7 +83,7 @@ def _bind_unix(path: str) -> socket.socket:
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(path) == 0:
                     raise OSError("another server listens there")
-            os.unlink(path)  # left behind by one that was killed
+            os.unlink(path)  # left behind by a killed server
         listener.bind(path)
     except OSError as error:
         listener.close()
@@ -92,7 +92,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 Load = Callable[[], "tuple[ServerContext, FastAPI]"]
-"""Makes the application, its engine not started; takes a while."""
+"""Makes the application, with an engine that is not started. Takes some seconds."""
 
 
 def serve(
@@ -101,7 +101,7 @@ def serve(
     listener: socket.socket,
     on_start: Callable[[], None] | None = None,
 ) -> int:
-    """Serve until the process is to end; the exit code.
+    """Serve until the process ends. Returns the exit code.
 
     Args:
         load: called in a thread while the first requests are answered. Its engine is started
@@ -141,7 +141,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """Ends when a signal, the start of the engine or its death says so."""
+    """Ends on a signal, and when the engine fails to start or dies."""
 
     def __init__(
         self,
@@ -164,11 +164,12 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves the signals to `run_until_end`: those of the base class end without draining."""
+        """Do nothing: `run_until_end` handles signals. The base class would end without
+        draining."""
         yield
 
     async def run_until_end(self, listener: socket.socket) -> int:
-        """Serve, with the engine behind it; the exit code. Raises as `serve`."""
+        """Serve with the engine. Returns the exit code. Raises as `serve`."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._on_signal, signum)
@@ -201,12 +202,12 @@ class _Server(uvicorn.Server):
             context.engine.on_death(self._on_death)
             self._early.pass_on_to(app)
             await context.engine.start()
-        except Exception as error:  # the process ends with it
+        except Exception as error:  # the process ends then
             self._end(error)
         else:
             context.has_been_ready = True
             if app.openapi_url is not None:
-                # Takes long: not while the engine starts, and not in the request that asks first.
+                # Slow, so neither while the engine starts nor in the first request that needs it.
                 await asyncio.to_thread(app.openapi)
             keep_for_good()
 
@@ -247,7 +248,7 @@ class _Server(uvicorn.Server):
         self._end(error if known else EngineDeadError(str(error)))  # type: ignore[arg-type]
 
     def _end(self, error: Exception) -> None:
-        """Exit with an error, once those who wait have been told."""
+        """Exit with an error after waiting requests have got theirs."""
         if not self._is_draining and self._failure is None:
             self._failure = error
             self._early.close()
@@ -276,7 +277,7 @@ class _Server(uvicorn.Server):
 
 
 async def _wait_idle(context: ServerContext, timeout_s: float) -> None:
-    """Until no request is in progress, or for `timeout_s`."""
+    """Wait until no request is in progress, at most `timeout_s`."""
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
     while context.num_in_progress and loop.time() < end:
@@ -297,7 +298,7 @@ def _log_address(listener: socket.socket, args: ServerArgs) -> None:
 
 
 def _name_for_browsers(host: str) -> str:
-    """The host in an address that can be opened on this machine."""
+    """The host for a URL that a browser on this machine can open."""
     if host in ("0.0.0.0", "::"):
         return "localhost"
     return f"[{host}]" if ":" in host else host

@@ -1,1 +1,1 @@
-"""What stands in front of the routes: plain ASGI, each with one job."""
+"""Middleware in front of the routes: plain ASGI, each with one task."""

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 _QUIET = PROBES | PAGE_FIGURES | {"/metrics"}
-"""Asked every few seconds by machines and pages: their lines are at level DEBUG."""
+"""Paths that probes and pages request every few seconds: logged at level DEBUG."""
 _MAX_PATH_CHARS = 200
 
 
@@ -31,7 +31,7 @@ class AccessLog:
             await self.app(scope, receive, send)
             return
         start = time.perf_counter()
-        status = 0  # no response: the client has left before it
+        status = 0  # no response, because the client disconnected before
 
         async def watch(message: Message) -> None:
             nonlocal status

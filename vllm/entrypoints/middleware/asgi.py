@@ -1,7 +1,7 @@
-"""What the middleware of the server shares: paths, headers, and refusals before any route.
+"""Shared code of the middleware: paths, headers, and error responses before any route.
 
-Middleware here is plain ASGI: it sees every request, also those that no route takes, and adds
-nothing to what a stream costs per event unless it has to.
+Middleware here is plain ASGI: it sees every request, also those without a route, and adds no cost
+per event of a stream unless it has to.
 """
 
 from starlette._utils import get_route_path
@@ -15,15 +15,15 @@ PROBES = frozenset({"/livez", "/startupz", "/readyz", "/health", "/ping"})
 """Health routes for probes: they need no key, are not logged, and neither limited nor delayed."""
 
 PAGES = frozenset({"/", "/status", "/docs"})
-"""Pages that hold nothing of this server: they ask for a key where what they show needs one."""
+"""Pages without data of this server. They ask for a key if the data that they load needs one."""
 
 PAGE_FIGURES = frozenset({"/chat.json", "/status.json"})
-"""What these pages ask for again and again, also before there is a model."""
+"""Data that these pages request repeatedly, also before the model is loaded."""
 
 
 def route_path(scope: Scope) -> str:
-    """The path as the router sees it, without `root_path`: what guards a route must not look at
-    anything else."""
+    """The path as the router sees it, without `root_path`. Guards of routes must use only this
+    path."""
     return get_route_path(scope)
 
 
@@ -36,7 +36,7 @@ def get_header(scope: Scope, name: bytes) -> str | None:
 
 
 async def refuse(scope: Scope, receive: Receive, send: Send, info: ErrorInfo) -> None:
-    """Answer with an error in the format of the API that was asked."""
+    """Answer with an error in the format of the requested API."""
     is_anthropic = route_path(scope).startswith("/v1/messages")
     body = error_body(info) if is_anthropic else info.body()
     headers = dict(info.headers)
@@ -44,7 +44,7 @@ async def refuse(scope: Scope, receive: Receive, send: Send, info: ErrorInfo) ->
 
 
 def replay(message: Message, receive: Receive) -> Receive:
-    """A `receive` that begins with a message that was already taken."""
+    """A `receive` that first returns a message that was already received."""
     pending = [message]
 
     async def next_message() -> Message:
@@ -54,9 +54,9 @@ def replay(message: Message, receive: Receive) -> Receive:
 
 
 class CatchErrors:
-    """Innermost: answers what a route raised and no handler took, without details.
+    """Innermost middleware: answers exceptions that no handler has handled, without details.
 
-    Outside of it every request has a response, so that logs, request ids and CORS hold for all.
+    So every request has a response, and logs, request ids and CORS work for all of them.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -75,7 +75,7 @@ class CatchErrors:
 
         try:
             await self.app(scope, receive, watch)
-        except Exception as error:  # the edge of the server: one request fails, others go on
+        except Exception as error:  # last resort: only this request fails
             if has_begun:
-                raise  # a response that has begun cannot become an error: close the connection
+                raise  # the response has begun and cannot become an error: close the connection
             await refuse(scope, receive, send, describe_error(error))

@@ -1,4 +1,4 @@
-"""Who may use the server: one guard in front of every route."""
+"""API keys: one check in front of every route."""
 
 import base64
 import hmac
@@ -14,10 +14,10 @@ _MESSAGE = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: 
 
 
 class Authentication:
-    """Lets requests through that bring one of the keys.
+    """Refuses requests without one of the keys.
 
-    The health routes are open, the pages that ask for a key themselves, and OPTIONS, which
-    browsers send without headers.
+    No key is needed for health routes, for pages, which ask for the key themselves, and for
+    OPTIONS, which browsers send without headers.
 
     Args:
         app: behind it.
@@ -40,8 +40,7 @@ class Authentication:
         given = _given_key(scope)
         if given is None:
             return False
-        # All keys are compared, in constant time: neither which one nor how much of it was right
-        # shows in how long this takes.
+        # All keys are compared, in constant time, so that the duration reveals nothing about them.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return any(matches)
 
@@ -58,7 +57,7 @@ def _given_key(scope: Scope) -> bytes | None:
 
 
 def _password(credentials: str) -> bytes | None:
-    """Of Basic authentication (RFC 7617): user (any) and password (a key)."""
+    """The password of Basic authentication (RFC 7617), which is the key; any user name."""
     try:
         return base64.b64decode(credentials, validate=True).partition(b":")[2]
     except ValueError:

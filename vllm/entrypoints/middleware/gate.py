@@ -1,4 +1,4 @@
-"""Requests that come while the engine is not ready: they wait, or are refused."""
+"""Holds or refuses requests while the engine is not ready."""
 
 import asyncio
 import math
@@ -31,10 +31,10 @@ UNGATED = (
         "/server_info",
     }
 )
-"""Paths that can be answered without a model."""
+"""Paths that work without a model."""
 
 _MAX_EARLY_REQUESTS = 1024
-"""Requests that wait for the start when `max_queued_requests` does not say."""
+"""Limit of requests that wait for the start, if `max_queued_requests` is not set."""
 _UNKNOWN_ETA_S = 5
 _MAX_RETRY_AFTER_S = 600
 
@@ -77,7 +77,7 @@ class Gate:
                 return
             body = await receive()
             if not await self._wait(receive):
-                return  # nobody is left to answer
+                return  # the client has left
             receive = replay(body, receive)
         if startup.error is not None:
             await refuse(scope, receive, send, _failed(startup.error, self._context.is_draining))
@@ -93,7 +93,7 @@ class Gate:
         return all(route.matches(scope)[0] is Match.NONE for route in self._routes.routes)
 
     async def _wait(self, receive: Receive) -> bool:
-        """Until the start has ended, one way or the other; False when the client has left."""
+        """Wait until the start has succeeded or failed. Returns False if the client has left."""
         ready = asyncio.ensure_future(self._context.engine.startup.wait())
         left = asyncio.ensure_future(receive())
         self._num_waiting += 1

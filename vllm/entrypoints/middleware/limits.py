@@ -1,4 +1,4 @@
-"""Limits of request bodies: size, time to arrive, and content type.
+"""Limits for request bodies: size, time to arrive, and content type.
 
 The whole body is read here. So no route has to wait for a client, and a body that is too large is
 refused before it is in memory.
@@ -13,13 +13,13 @@ from vllm.entrypoints.openai.errors import ErrorInfo
 from vllm.utils.process_memory import MemoryTrim
 
 _HUGE_BODY_BYTES = 2**20
-"""After requests from here on, memory is given back to the system."""
+"""After a request with a body of this size, memory is returned to the system."""
 _ANY_TYPE_PREFIX = "/v1/audio/"
-"""These take files, not JSON."""
+"""Routes that accept files, not JSON."""
 
 
 class BodyLimits:
-    """Reads the body of each request; 413, 408 or 415 when it may not be.
+    """Reads the body of each request; answers 413, 408 or 415 if it breaks a limit.
 
     Args:
         app: behind it.
@@ -79,7 +79,7 @@ class BodyLimits:
         return ErrorInfo(415, "Unsupported Media Type", message)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The body; None when the client leaves before its end."""
+        """Read the body; None if the client disconnects before its end."""
         parts: list[bytes] = []
         num_bytes = 0
         while True:
@@ -102,7 +102,7 @@ class BodyLimits:
         return ErrorInfo(413, "Payload Too Large", message, headers=_CLOSE)
 
 
-_CLOSE = {"Connection": "close"}  # what is left of the body must not be taken for a request
+_CLOSE = {"Connection": "close"}  # the rest of the body must not be parsed as a request
 
 
 class _TooLarge(Exception):

@@ -1,4 +1,4 @@
-"""How many requests are in progress: for GET /load, and for a shutdown that waits for them."""
+"""Counts requests in progress, for GET /load and for a graceful shutdown."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -9,7 +9,7 @@ _NOT_COUNTED = PROBES | {"/load", "/metrics", "/version"}
 
 
 class CountRequests:
-    """Counts a request from when it gets here until its response has ended."""
+    """Counts a request from its arrival until the end of its response."""
 
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self.app = app

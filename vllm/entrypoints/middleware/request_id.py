@@ -1,4 +1,4 @@
-"""X-Request-Id: taken over or made, and sent back with every response."""
+"""X-Request-Id: accepted or created, and sent back with every response."""
 
 import re
 import uuid
@@ -15,7 +15,7 @@ _ALLOWED = re.compile(r"[A-Za-z0-9._:+/=-]+")
 class RequestIds:
     """Gives each request an id that is safe to log and to send back.
 
-    The headers that routes see hold the same id: what a client sends and is not safe is replaced.
+    Routes see the same id in the headers: an unsafe id of a client is replaced.
 
     Args:
         app: behind it.
@@ -45,5 +45,5 @@ class RequestIds:
 
 
 def is_safe(request_id: str) -> bool:
-    """Whether it is short and has only characters that are harmless in logs and headers."""
+    """Whether an id is short and has only characters that are harmless in logs and headers."""
     return len(request_id) <= _MAX_CHARS and _ALLOWED.fullmatch(request_id) is not None

@@ -1,4 +1,4 @@
-"""The parameters of each request in the log, for --log-requests."""
+"""Logs the parameters of each request, for --log-requests."""
 
 import json
 from functools import partial
@@ -44,7 +44,7 @@ class RequestLog:
         try:
             body = msgspec.json.decode(data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            return  # its answer says what is wrong with it
+            return  # the answer will name the error
         text = json.dumps(shorten(body, self._max_log_len), ensure_ascii=True)
         path, request_id = route_path(scope), get_header(scope, b"x-request-id")
         fields = {"path": path, "request_id": request_id}
@@ -52,7 +52,7 @@ class RequestLog:
 
 
 def shorten(value: Any, most: int | None) -> Any:
-    """A JSON value with long texts and lists cut, wherever they stand.
+    """Shorten long texts and lists at any depth of a JSON value.
 
     >>> shorten({"prompt": "abcdef", "ids": [1, 2, 3, 4]}, 2)
     {'prompt': 'ab...', 'ids': [1, 2, '...']}

@@ -13,7 +13,7 @@ from vllm.utils.otel import AttributeValue, Tracer
 
 
 class RequestSpans:
-    """Times requests, and adds what the engine tells about those that it has just finished.
+    """Makes a span for each request, with the engine's figures of it.
 
     Stands behind `RequestIds`: the id in the headers is part of the ids that the engine sees.
     """
@@ -59,7 +59,7 @@ class RequestSpans:
             span.end(attributes, error=error)
 
     def _finished(self, request_id: str) -> list[FinishedRequestStats]:
-        """What the engine remembers of the request: one per prompt."""
+        """The engine's figures of the request, one entry per prompt."""
         metrics = self._context.engine.metrics
         if metrics is None:
             return []

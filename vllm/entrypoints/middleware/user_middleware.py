@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def add_user_middleware(app: "FastAPI", names: Iterable[str]) -> None:
-    """Put them around the routes; the first name is the outermost.
+    """Add the middleware around the routes; the first name is the outermost.
 
-    A class is ASGI middleware, constructed with the application behind it; a coroutine function
-    takes a request and `call_next`. They run behind the API keys.
+    A class is ASGI middleware, constructed with the inner application; a coroutine function gets a
+    request and `call_next`. They run after the check of API keys.
 
     Raises:
         ConfigError: a name cannot be imported, or is neither.
@@ -29,17 +29,17 @@ def add_user_middleware(app: "FastAPI", names: Iterable[str]) -> None:
 
 
 def find_middleware(name: str) -> Any:
-    """The class, or the coroutine function, that a name means. Runs the module it is in.
+    """Import the class or coroutine function of this name. Runs its module.
 
     Raises:
         ConfigError: it cannot be imported, or is neither.
     """
     try:
         found = load_name(name)
-    except Exception as error:  # a program from outside; it may raise anything
+    except Exception as error:  # foreign code, which may raise anything
         raise ConfigError(
             f"middleware={name!r} cannot be imported: {type(error).__name__}: {error}. Give it as "
-            f"module.name, of a module that Python finds."
+            f"module.name, where Python can import the module."
         ) from error
     if not inspect.isclass(found) and not inspect.iscoroutinefunction(found):
         raise ConfigError(f"middleware={name!r} is neither a class nor a coroutine function")

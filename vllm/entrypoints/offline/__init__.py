@@ -1,1 +1,1 @@
-"""What the methods of `LLM` have in common."""
+"""Shared code of the methods of `LLM`."""

@@ -49,7 +49,7 @@ class ControlMethods:
         return self.collective_rpc(lambda worker: func(worker.get_model()))
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and KV cache back until `wake_up`; see `LLMEngine.sleep`.
+        """Release the memory of weights and KV cache until `wake_up`; see `LLMEngine.sleep`.
 
         Args:
             level: 1 keeps the content of the weights; 2 keeps nothing, and `wake_up` reads the
@@ -62,7 +62,7 @@ class ControlMethods:
         self.llm_engine.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory again.
+        """Allocate the memory again.
 
         Args:
             tags: "weights", "kv_cache" or both; None is both.
@@ -77,7 +77,7 @@ class ControlMethods:
         """Begin a trace of what the workers compute, in the folder VLLM_TORCH_PROFILER_DIR.
 
         Raises:
-            RequestError: that is not set, or a trace has begun already.
+            RequestError: that is not set, or a trace is being recorded already.
         """
         self.llm_engine.start_profile()
 
@@ -85,12 +85,12 @@ class ControlMethods:
         """End the trace and write it; returns when the file is complete.
 
         Raises:
-            RequestError: no trace has begun.
+            RequestError: no trace is being recorded.
         """
         self.llm_engine.stop_profile()
 
     def get_metrics(self) -> list[Metric]:
-        """What was counted since the LLM was made: the numbers of a server's /metrics, as objects
+        """The metrics since the LLM was created: those of a server's /metrics, as objects
         of `vllm.engine.metrics.reader`.
 
         Raises:
@@ -99,5 +99,5 @@ class ControlMethods:
         return self.llm_engine.get_metrics()
 
     def reset_prefix_cache(self, device: Any = None) -> bool:
-        """Forget all cached prefixes. False, and no change, while requests run."""
+        """Drop all cached prefixes. Returns False and changes nothing while requests run."""
         return self.llm_engine.reset_prefix_cache()

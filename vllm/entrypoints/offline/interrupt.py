@@ -1,7 +1,7 @@
-"""Ctrl-C between two steps instead of inside one.
+"""Delays Ctrl-C until the end of the running step.
 
-A step that is torn in half leaves scheduler and workers in different states, and the engine
-cannot go on. So the first Ctrl-C waits for the step that is running.
+An interrupted step would leave scheduler and workers in different states, and the engine could not
+continue. So the first Ctrl-C waits for the step that is running.
 """
 
 import signal
@@ -18,12 +18,12 @@ class PendingInterrupt:
         self.is_set = False
 
     def raise_if_set(self) -> None:
-        """Raise KeyboardInterrupt if it was; to be called where it is safe to leave."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed. Called where it is safe."""
         if self.is_set:
             raise KeyboardInterrupt
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
-        """The signal handler. Who presses twice does not want to wait."""
+        """The signal handler. The second Ctrl-C interrupts at once."""
         if self.is_set:
             raise KeyboardInterrupt
         self.is_set = True
@@ -31,7 +31,7 @@ class PendingInterrupt:
 
 @contextmanager
 def defer_interrupts() -> Iterator[PendingInterrupt]:
-    """Hold Ctrl-C back inside the block, for the block to ask after.
+    """Defer Ctrl-C inside the block, which checks for it.
 
     Changes nothing outside the main thread, or where the program handles SIGINT itself.
     """

@@ -11,7 +11,7 @@ from vllm.inputs import PromptType
 from vllm.sampling_params import GuidedDecodingParams, SamplingParams
 
 _STACK_LEVEL = 4
-"""From the warning to the caller of `LLM.generate`."""
+"""Stack levels from the warning to the caller of `LLM.generate`."""
 _GUIDED_FIELDS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -28,7 +28,8 @@ _GUIDED_FIELDS = {
 def with_token_ids(
     prompts: Prompts | None, token_ids: list[int] | list[list[int]]
 ) -> list[PromptType]:
-    """The deprecated argument as prompts; texts given besides it are only shown."""
+    """Convert the deprecated argument to prompts. Texts that are given too are only shown in
+    outputs."""
     _warn(
         "The argument 'prompt_token_ids' is deprecated: pass "
         "prompts=[{'prompt_token_ids': [...]}, ...]"
@@ -66,8 +67,8 @@ def with_guided_options(
     )
     guided = _read_options(options)
     if isinstance(params, SamplingParams):
-        return _with_form(params, guided)
-    return [_with_form(each, guided) for each in params]
+        return _with_guided(params, guided)
+    return [_with_guided(each, guided) for each in params]
 
 
 def _read_options(options: Any) -> GuidedDecodingParams:
@@ -90,7 +91,7 @@ def _read_options(options: Any) -> GuidedDecodingParams:
     return GuidedDecodingParams(**{_GUIDED_FIELDS[name]: value for name, value in given.items()})
 
 
-def _with_form(params: SamplingParams, guided: GuidedDecodingParams) -> SamplingParams:
+def _with_guided(params: SamplingParams, guided: GuidedDecodingParams) -> SamplingParams:
     if params.guided_decoding is not None:
         raise RequestError(
             "guided_options_request and SamplingParams(guided_decoding=...) are both given: "

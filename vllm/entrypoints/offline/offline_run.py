@@ -1,4 +1,4 @@
-"""Requests in, results back, all at once: the loop under every method of `LLM`."""
+"""Runs a list of requests to the end: the loop of every method of `LLM`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,8 @@ def run_requests(
     requests: Sequence[tuple[str | None, EngineRequest]],
     use_tqdm: bool | MakeBar,
 ) -> list[AnyRequestOutput]:
-    """Run what the input processor has made. When this is left early, nothing stays behind.
+    """Run requests of the input processor. If it is interrupted, all remaining requests are
+    aborted.
 
     Returns:
         One output per request, in their order.
@@ -43,7 +44,7 @@ def run_requests(
 def _collect(
     engine: LLMEngine, pending: dict[str, None], use_tqdm: bool | MakeBar
 ) -> dict[str, AnyRequestOutput]:
-    """Step until nothing is pending; what has finished is taken out of it."""
+    """Run steps until `pending` is empty; finished requests are removed from it."""
     finished: dict[str, AnyRequestOutput] = {}
     with GenerationProgress(len(pending), use_tqdm) as progress, defer_interrupts() as ctrl_c:
         while pending:
@@ -68,7 +69,7 @@ def naming_prompt(index: int, count: int) -> Iterator[None]:
 
 
 def per_prompt(name: str, values: Iterable[Any] | None, count: int) -> list[Any] | None:
-    """The values as a list; None is None.
+    """The values as a list with one entry per prompt; None stays None.
 
     Raises:
         RequestError: there are not as many as prompts.

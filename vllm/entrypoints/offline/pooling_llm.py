@@ -52,7 +52,7 @@ class PoolingMethods:
         lora_request: Any = None,
         prompt_adapter_request: Any = None,
     ) -> list[Pooled]:
-        """What the model makes of every prompt, whatever it is run for.
+        """Pool every prompt, whatever the task of the model is.
 
         Args:
             prompts: one or several, of any prompt type.
@@ -73,7 +73,7 @@ class PoolingMethods:
         refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
         prompts = prompt_token_ids if prompts is None else prompts
         if prompts is None:
-            raise RequestError("prompts is missing", param="prompts")
+            raise RequestError("the argument prompts is missing", param="prompts")
         require_task(self._pooler)
         import torch
 
@@ -119,7 +119,7 @@ class PoolingMethods:
         lora_request: Any = None,
         prompt_adapter_request: Any = None,
     ) -> list[Pooled]:
-        """What a reward model makes of every prompt; arguments and outputs as for `encode`.
+        """Run a reward model on every prompt; arguments and outputs as for `encode`.
 
         Raises:
             RequestError: as for `encode`, and when the model is not run for rewards.
@@ -147,7 +147,7 @@ class PoolingMethods:
         """A probability per label for every prompt; arguments as for `encode`.
 
         Raises:
-            RequestError: as for `encode`, and when the model is no classifier.
+            RequestError: as for `encode`, and when the model is not a classifier.
         """
         refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
         require_task(self._pooler, "classify", "score")
@@ -170,7 +170,7 @@ class PoolingMethods:
         lora_request: Any = None,
         prompt_adapter_request: Any = None,
     ) -> list[ScoringRequestOutput]:
-        """How well texts go together: one with each of several, or pair by pair.
+        """Score pairs of texts: one text with each of several, or pair by pair.
 
         An embedding model gives the cosine of the two vectors; a cross-encoder reads both texts
         at once.
@@ -185,7 +185,7 @@ class PoolingMethods:
 
         Raises:
             RequestError: as for `encode`, and when the model cannot score or the numbers of texts
-                do not fit each other.
+                do not match.
         """
         refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
         pooler = require_scores(self._pooler)
@@ -214,7 +214,7 @@ class PoolingMethods:
     def _score_embeddings(
         self, first: list[str], second: list[str], truncate: int | None, use_tqdm: bool | MakeBar
     ) -> list[ScoringRequestOutput]:
-        texts = list(dict.fromkeys([*first, *second]))  # each of them once
+        texts = list(dict.fromkeys([*first, *second]))  # each distinct text once
         found = self._pool(cast(list[PromptType], texts), None, truncate, use_tqdm)
         by_text = dict(zip(texts, found, strict=True))
         scores = []

@@ -1,8 +1,9 @@
 """The OpenAI-compatible server: `vllm serve`, or `python -m vllm.entrypoints.openai.api_server`.
 
 Flags are checked first (`start_checks`); then the socket is bound and served at once. The
-application is imported, and the engine starts, while it answers: who asks meanwhile is told how far
-it is (`early_app`, `health`), or waits (`gate`). So nothing is imported here that takes long.
+application is imported, and the engine starts, while it answers: clients that ask meanwhile are
+told how far it is (`early_app`, `health`), or waits (`gate`). So this module imports nothing that
+is slow to import.
 """
 
 import sys
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def build_app(context: "ServerContext") -> "FastAPI":
-    """The application around an engine, which may start later.
+    """Make the application for an engine, which may start later.
 
     Raises:
         ConfigError: middleware of the user, or tracing, cannot be used.
@@ -41,7 +42,7 @@ def run_server(
     args: ServerArgs,
     load_server: "LoadServer | None" = None,
 ) -> int:
-    """Serve until a signal or the death of the engine; the exit code.
+    """Serve until a signal or the death of the engine. Returns the exit code.
 
     Args:
         engine_args: what to run.
@@ -81,14 +82,14 @@ def run_server(
             return (load_server or app.load_server)(engine, args)
 
         try:
-            # Its process imports for as long as this one does: at the same time.
+            # The core's process imports its modules at the same time as this one.
             return serve(load, args, listener, engine.prepare)
         finally:
             engine.shutdown()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server as a program of its own; the exit code."""
+    """Run the server as a program. Returns the exit code."""
     from vllm.entrypoints.cli.main import run_command
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="api_server"))

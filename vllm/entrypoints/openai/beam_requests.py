@@ -19,7 +19,8 @@ async def search(
     request_id: str,
     priority: int = 0,
 ) -> list[BeamSearchSequence]:
-    """The likeliest continuations of a prompt, best first; `tokens` and `text` without the prompt.
+    """Find the likeliest continuations of a prompt, best first; `tokens` and `text` without the
+    prompt.
 
     Every beam is an engine request per token, so that it needs `max_logprobs` of the engine to
     be at least twice the beam width. Cancelling it aborts them.

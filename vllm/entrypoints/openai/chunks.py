@@ -1,6 +1,7 @@
 """Chunks and whole bodies of the completion routes, as bytes. The hot path of the server.
 
-What all chunks of a stream share is encoded once; a chunk costs the encoding of its choice.
+The common part of all chunks of a stream is encoded once; for each chunk only its choice is
+encoded.
 """
 
 from typing import Any
@@ -38,12 +39,12 @@ class ChunkWriter:
 
 
 def json_response(body: Any) -> Response:
-    """A whole body."""
+    """Encode a complete body."""
     return Response(_encode(body), media_type="application/json")
 
 
 def includes_usage(context: ServerContext, body: SamplingFields) -> bool:
-    """Whether a stream ends with its usage: asked for, or forced by the server."""
+    """Whether a stream ends with its usage: requested, or forced by the server."""
     return body.includes_usage or context.args.enable_force_include_usage
 
 
@@ -53,7 +54,7 @@ def usage_of(
     completion_tokens: int,
     cached_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """The usage of a response; with cached tokens where the server shall tell them."""
+    """The usage of a response, with cached tokens if the server reports them."""
     if not context.args.enable_prompt_tokens_details:
         return usage_dict(prompt_tokens, completion_tokens)
     return usage_dict(prompt_tokens, completion_tokens, cached_tokens or 0)

@@ -1,4 +1,5 @@
-"""The command line of the server: flags of the engine, flags of the server, and a file of both."""
+"""The command line of the server: flags of the engine and the server, and a config file for
+both."""
 
 import argparse
 import dataclasses
@@ -40,7 +41,7 @@ SERVER_COMPAT: Mapping[str, CompatArgument] = {
         CompatArgument("headless", False, "every engine has a server of its own", available=False),
     )
 }
-"""Flags of the fork's server that change nothing here, or ask for what is missing."""
+"""Flags of the fork's server that have no effect here, or request a missing feature."""
 
 _SERVER_FIELDS: Mapping[str, ConfigField] = {f.name: f for f in config_fields(ServerArgs)}
 
@@ -53,10 +54,10 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file with flags, without their dashes; what the command line says wins",
+        help="YAML file with flags, without their dashes; flags of the command line have priority",
     )
     EngineArgs.add_cli_args(parser)
-    # The engine alone refuses some flags that are the server's: those are taken over.
+    # Some flags that the engine alone would refuse belong to the server here.
     group = parser.add_argument_group(
         "ServerArgs", (ServerArgs.__doc__ or "").strip(), conflict_handler="resolve"
     )
@@ -65,8 +66,8 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     for argument in SERVER_COMPAT.values():
         add_compat_flag(parser, argument)
     for action in parser._actions:
-        # What was not given is told from what was given with the value of a default: a file may
-        # say it.
+        # Absent flags must differ from flags that are given with their default value, because a
+        # file may set them.
         if action.default is not argparse.SUPPRESS:
             action.default = None
     return parser
@@ -81,10 +82,10 @@ def _add_server_flag(group: argparse._ArgumentGroup, field: ConfigField) -> None
 
 
 def read_args(args: argparse.Namespace) -> tuple[EngineArgs, ServerArgs]:
-    """What a parsed command line, and the file it names, say.
+    """Read a parsed command line, and the config file that it names.
 
     Raises:
-        ConfigError: they contradict each other, or ask for what is not there.
+        ConfigError: they contradict each other, or request a missing feature.
     """
     given = {name: value for name, value in vars(args).items() if value is not None}
     path = given.pop("config", None)
@@ -119,7 +120,7 @@ def _read_server(given: dict[str, Any]) -> ServerArgs:
 
 
 def _read_list(name: str, given: Any) -> Any:
-    """Several words, or the JSON list that the fork takes as one word."""
+    """Read several words, or one word with a JSON list as in the fork."""
     if not (isinstance(given, list) and len(given) == 1 and given[0].lstrip().startswith("[")):
         return given
     try:
@@ -140,7 +141,7 @@ def _read_file(path: str) -> dict[str, Any]:
     """Settings of a YAML file by name.
 
     Raises:
-        ConfigError: it cannot be read, or has a name that is no flag.
+        ConfigError: it cannot be read, or has a name that is not a flag.
     """
     import yaml
 
@@ -151,7 +152,7 @@ def _read_file(path: str) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"the config file {path!r} must hold names with values")
+        raise ConfigError(f"the config file {path!r} must map names of flags to values")
     known = known_names()
     settings: dict[str, Any] = {}
     for key, value in content.items():
@@ -159,7 +160,7 @@ def _read_file(path: str) -> dict[str, Any]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
-            raise ConfigError(f"the config file {path!r} has no flag's name in {key!r}{hint}")
+            raise ConfigError(f"the config file {path!r} has the unknown flag {key!r}{hint}")
         if name in settings:
             raise ConfigError(f"the config file {path!r} has {key!r} twice")
         if value is not None:
@@ -176,7 +177,7 @@ def known_names() -> list[str]:
 
 
 def exit_after_help(args: ServerArgs) -> None:
-    """Where a parser's name is `help`, list the names there are and end the program."""
+    """If a parser's name is `help`, print the known names and exit."""
     listings = {"tool_call_parser": _tool_parsers, "reasoning_parser": _reasoning_parsers}
     for field, names in listings.items():
         if getattr(args, field) == "help":

@@ -10,7 +10,7 @@ pydantic              400, naming the fields  Bad Request
 GenerationError       500                     Internal Server Error
 anything else         500, without details    Internal Server Error
 
-The type tells a client whether its own request has failed or the engine behind all requests.
+The type shows a client whether its request has failed or the whole engine.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 class GenerationError(VllmError):
-    """A request failed while it ran, through no fault of its own (500)."""
+    """A request failed in the server while it ran (500)."""
 
     status = 500
 
@@ -82,7 +82,7 @@ class ErrorInfo:
 
 
 def describe_error(error: BaseException) -> ErrorInfo:
-    """The error that a client gets for an exception. Unexpected exceptions are logged."""
+    """The error for the client. Unexpected exceptions are logged."""
     if isinstance(error, RequestValidationError):
         message, param = describe_validation(error.errors())
         return ErrorInfo(400, "Bad Request", _as_text(message), param)
@@ -116,7 +116,7 @@ def error_response(error: BaseException) -> JSONResponse:
 
 
 def error_events(error: BaseException) -> bytes:
-    """The end of an OpenAI stream that fails midway: the error, then [DONE].
+    """The events that end an OpenAI stream that fails midway: the error, then [DONE].
 
     OpenAI's clients raise when an event has the key `error`.
     """
@@ -134,7 +134,7 @@ def refuse_failed(sample: CompletionOutput) -> None:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every exception of every route with the body that this module makes of it."""
+    """Answer all exceptions of all routes with the bodies of this module."""
 
     async def on_error(_: Request, error: Exception) -> Response:
         return error_response(error)

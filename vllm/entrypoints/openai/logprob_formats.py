@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MIN_LOGPROB = -9999.0
-"""In place of -inf, which JSON does not have."""
+"""Replaces -inf, which JSON does not have."""
 
 MANY_POSITIONS = 512
-"""From here on positions of an answer are written in a thread: each takes up to 0.1 ms."""
+"""With this many positions or more, they are formatted in a thread: each takes up to 0.1 ms."""
 
 Position = Mapping[int, Logprob]
 """Token id -> Logprob; the sampled, or actual, token first."""
 
 
 def token_text(token_id: int, logprob: Logprob, *, as_token_id: bool) -> str:
-    """The text of a token, or `token_id:7`, from which the token itself can be told."""
+    """The text of a token, or `token_id:7`, which identifies the token."""
     if as_token_id or logprob.decoded_token is None:
         return f"token_id:{token_id}"
     return logprob.decoded_token
@@ -35,7 +35,7 @@ def bytes_of_tokens(tokenizer: "PreTrainedTokenizerBase") -> BytesOf | None:
     """The exact bytes of tokens, or None where the tokenizer does not work on bytes."""
     from vllm.transformers_utils.token_bytes import ByteDecoding, TokenBytes
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # only fast tokenizers have one
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # only fast tokenizers have it
     if backend is None or (decoding := ByteDecoding.of(backend)) is None:
         return None
     known = TokenBytes(backend, is_byte_level=decoding.is_byte_level, skip_special_tokens=False)
@@ -80,12 +80,12 @@ def _chat_entry(
 
 
 class CompletionLogprobs:
-    """Makes `CompletionLogProbs` of one text piece by piece; offsets go on from piece to piece.
+    """Makes `CompletionLogProbs` of one text piece by piece, with continuous offsets.
 
     Args:
         as_token_ids: write tokens as `token_id:7`.
         text_of: the text of a token without a log-probability, which is the first of a prompt.
-        hidden: tokens that are in no text: those which the tokenizer puts around a prompt.
+        hidden: tokens without text, which the tokenizer adds around a prompt.
     """
 
     def __init__(

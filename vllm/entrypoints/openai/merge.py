@@ -1,4 +1,4 @@
-"""Several asynchronous generators as one."""
+"""Merges several asynchronous generators into one."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -8,21 +8,21 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _MAX_AHEAD = 64
-"""Most items that wait for the consumer, of all sources together."""
+"""Maximum number of items that wait for the consumer, over all sources."""
 
 
 async def merge(
     sources: Sequence[AsyncGenerator[T, None]], max_running: int | None = None
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """(index of the source, item) in the order in which items come.
+    """Yields (index of the source, item) in the order of arrival.
 
     Closes every source when it is closed itself, when a source raises, and at the end; what a
-    source raises is raised. Sources are started one per turn of the event loop, so that many of
-    them leave others their turns.
+    source raises is raised. One source is started per turn of the event loop, so that other tasks
+    can run in between.
 
     Args:
         sources: to be merged.
-        max_running: so many run at a time, the first ones first; None is no limit.
+        max_running: how many sources run at a time, in their order; None: no limit.
     """
     if len(sources) == 1:  # no task, no queue: the usual case
         async with aclosing(sources[0]) as source:
@@ -47,7 +47,7 @@ async def merge(
                 get.cancel()
             if has_item:
                 yield get.result()
-        everything.result()  # raises what a source has raised
+        everything.result()  # raises the error of a source
         while not queue.empty():
             yield queue.get_nowait()
     finally:
@@ -55,7 +55,7 @@ async def merge(
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
         if everything is not None:
-            # The error of a source was raised above, unless the consumer had left before.
+            # The error of a source was raised above, unless the consumer has left.
             await asyncio.gather(everything, return_exceptions=True)
 
 

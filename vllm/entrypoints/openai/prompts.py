@@ -1,4 +1,4 @@
-"""From what a request sends to prompts with their token ids, and room for the output."""
+"""Prompts of requests: tokenises them, and computes the room for the output."""
 
 import re
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 def request_id_of(request: Request, default: str) -> str:
-    """The id that the client chose by the header X-Request-Id, when it may be one.
+    """The id of the header X-Request-Id, if it is valid.
 
-    It becomes part of responses, logs and ids in the engine, so that others than letters,
-    digits and `._:-` are not taken.
+    It becomes part of responses, logs and ids in the engine, so only letters, digits and `._:-` are
+    accepted.
     """
     chosen = request.headers.get("x-request-id", "")
     return chosen if _REQUEST_ID.fullmatch(chosen) else default
@@ -49,11 +49,11 @@ async def tokenize(
     Args:
         engine: is ready.
         prompt: of any prompt type.
-        truncate: keep this many tokens, the last ones.
+        truncate: keep only this many tokens, the last ones.
         cache_salt: requests share cached prefixes only when their salts are equal.
-        is_long: of a batch of prompts that is long as a whole.
-        max_tokens: a text that certainly has more is refused before it is tokenised; None refuses
-            none. Without effect where it is truncated.
+        is_long: it is part of a long batch of prompts.
+        max_tokens: a text that certainly has more is refused before it is tokenised; None: no
+            limit. Without effect if the prompt is truncated.
 
     Raises:
         RequestError: it has no tokens, or some that the model does not have.
@@ -90,7 +90,7 @@ async def read_embeds(
 
 
 def max_running(context: ServerContext, num_samples: int = 1) -> int:
-    """Prompts of one request that the engine gets at a time.
+    """How many prompts of one request run at a time.
 
     A quarter more than its batch holds: the batch stays full, and the request of another client
     waits for a few sequences and not for a whole batch of prompts.
@@ -106,17 +106,17 @@ def max_running(context: ServerContext, num_samples: int = 1) -> int:
 def output_budget(
     config: VllmConfig, defaults: Mapping[str, Any], num_prompt_tokens: int, wanted: int | None
 ) -> int:
-    """Output tokens at most.
+    """The maximum number of output tokens.
 
     Args:
         config: for the length of the context.
         defaults: `generation_defaults` of the engine; its `max_tokens` is a cap.
         num_prompt_tokens: of the prompt.
-        wanted: by the request; None is as many as fit.
+        wanted: by the request; None is as many as possible.
 
     Raises:
-        RequestError: prompt and output do not fit. The wording is the one that OpenAI uses, which
-            clients read the numbers from.
+        RequestError: prompt and output do not fit. The wording is that of OpenAI, because clients
+            parse the numbers.
     """
     limit = config.scheduler.max_model_len
     room = limit - num_prompt_tokens

@@ -1,8 +1,8 @@
-"""Limits of the lists and texts in a request: one table for all fields of all routes.
+"""Limits for the lists and texts in a request: one table for all fields of all routes.
 
-A field that holds a list, or texts that something searches for, has a row here, which names the
-flag that limits it. The table is checked before a body is validated, so that a refusal costs
-almost nothing. Besides, a body has a largest size in bytes and in JSON values.
+Every field with a list, or with texts to search for, has a row here, which names the flag of its
+limit. The table is checked before a body is validated, so that refusing it is cheap. Bodies also
+have limits in bytes and in JSON values.
 """
 
 import functools
@@ -31,12 +31,12 @@ from vllm.utils.arguments import flag_of
 
 @dataclass(frozen=True)
 class Limit:
-    """The most that a field may have of something.
+    """The limit of one field.
 
     Attributes:
         setting: field of `ServerArgs` that says how many.
-        unit: what is counted, in the plural.
-        count: of a JSON value of any type; what does not belong there counts as 0.
+        unit: name of what is counted, in the plural.
+        count: counts in a JSON value of any type; wrong types count as 0.
     """
 
     setting: str
@@ -49,13 +49,13 @@ def _entries(value: Any) -> int:
 
 
 def _number(value: Any) -> int:
-    """The number that validation would make of it, which also reads 3.0, "3" and " 3.0 "."""
+    """Convert a value to a number like the validation, which also accepts 3.0, "3" and " 3.0 "."""
     if isinstance(value, int):
         return value
     try:
         return int(float(value))
     except (TypeError, ValueError, OverflowError):
-        return 0  # no number that an integer can hold
+        return 0  # infinite, or not a number
 
 
 def _longest(value: Any) -> int:
@@ -64,7 +64,7 @@ def _longest(value: Any) -> int:
 
 
 def _prompts(value: Any) -> int:
-    """A list of numbers is one prompt."""
+    """Count prompts. A list of numbers is one prompt."""
     if not isinstance(value, list) or (value and isinstance(value[0], int)):
         return 1
     return len(value)
@@ -118,15 +118,15 @@ LIMITS: dict[type, dict[str, tuple[Limit, ...]]] = {
     },
     DetokenizeRequest: {"tokens": (Limit("max_detokenize_tokens", "tokens", _entries),)},
 }
-"""Class of a body, or a base of it -> field -> what is limited."""
+"""Class of a body, or a base class -> field -> limit."""
 
 _REPEATED = ("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
-"""Lists that the server checks and keeps once per prompt of a request."""
+"""Lists that the server checks and stores for each prompt of a request."""
 
 
 @functools.cache
 def limits_of(kind: type) -> dict[str, tuple[Limit, ...]]:
-    """Field -> what is limited, for a class of bodies and all of its bases."""
+    """Field -> limit, for a class of bodies and its base classes."""
     found: dict[str, tuple[Limit, ...]] = {}
     for base in reversed(kind.__mro__):
         found.update(LIMITS.get(base, {}))
@@ -134,15 +134,15 @@ def limits_of(kind: type) -> dict[str, tuple[Limit, ...]]:
 
 
 def check_limits(kind: type, body: Mapping[str, Any], args: ServerArgs) -> None:
-    """Refuse a body with more than the server takes.
+    """Refuse a body that exceeds a limit of the server.
 
     Args:
         kind: class of the body.
-        body: as JSON has it; need not be valid.
+        body: as parsed JSON; need not be valid.
         args: of the server.
 
     Raises:
-        RequestError: names the field, how many it has, how many it may have, and the flag.
+        RequestError: names the field, its count, the limit, and the flag.
     """
     for name, limits in limits_of(kind).items():
         value = body.get(name)
@@ -195,7 +195,7 @@ def check_prompt_logprobs(
         args: of the server.
 
     Raises:
-        RequestError: names the field, how many there would be, and the flag.
+        RequestError: names the field, the count, and the flag.
     """
     name, num_top = "prompt_logprobs", body.prompt_logprobs
     if num_top is None and body.echo:
@@ -214,14 +214,14 @@ def check_prompt_logprobs(
 
 
 def check_num_values(body: bytes, args: ServerArgs) -> None:
-    """Refuse a body with more JSON values than the server takes, before they become objects.
+    """Refuse a body with too many JSON values before it is parsed.
 
     Raises:
-        RequestError: it has more; says how many.
+        RequestError: it has too many; names the count.
     """
     most = args.max_request_values
     most_names = args.max_request_names
-    # What is inside texts is counted too, at first: no body has more than this.
+    # An upper bound, which also counts characters inside texts.
     num_values = body.count(b",") + body.count(b"[") + body.count(b"{") + 1
     if num_values <= most and body.count(b":") <= most_names:
         return
@@ -240,10 +240,12 @@ def check_num_values(body: bytes, args: ServerArgs) -> None:
 
 
 def count_values(body: bytes) -> tuple[int, int]:
-    r"""Values in a JSON text (its lists, objects and what they hold), and names of members.
+    r"""Count the values of a JSON text (including lists and objects), and the names of members.
+
+    An empty list or object counts as two values.
 
     >>> count_values(b'{"a": [1, 2, "b, \\", c"], "d": {}}')
-    (6, 2)
+    (7, 2)
     """
     characters = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     is_outside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1 == 0

@@ -1,7 +1,7 @@
-"""Requests of a file instead of clients: `vllm run-batch`, or `python -m` this module.
+"""Runs the requests of a file: `vllm run-batch`, or `python -m` this module.
 
-The application is that of the server, called without a socket, so that a request in a file does
-what it would do online.
+It calls the application of the server without a socket, so that a request in a file has the same
+effect as online.
 """
 
 import argparse
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.entrypoints.openai.run_batch")
 
 _SHOWN_FAILURES = 3
-"""Reasons of failed requests that the end tells."""
+"""How many different reasons of failed requests the summary shows."""
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
@@ -50,29 +50,29 @@ def add_arguments(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         "--output-file",
         required=True,
         metavar="FILE",
-        help="where the answers go: a file, - for standard output, or an http(s) URL for a PUT",
+        help="output: a file, - for standard output, or an http(s) URL, which gets a PUT",
     )
     group.add_argument(
         "--output-tmp-dir",
         metavar="DIR",
-        help="where the answers are kept until they are sent to a URL; not given: the system's "
-        "folder for temporary files",
+        help="folder for the answers until they are sent to a URL (default: the system's folder "
+        "for temporary files)",
     )
     group.add_argument(
         "--max-concurrent-requests",
         type=int,
         default=256,
         metavar="N",
-        help="requests at once (default: 256)",
+        help="maximum number of concurrent requests (default: 256)",
     )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer all requests of the input file; the exit code, which is 1 when one of them failed.
+    """Run all requests of the input file. Returns the exit code, which is 1 if one of them failed.
 
     Raises:
-        ConfigError: flags, input or output cannot be used; the output file is as it was.
+        ConfigError: flags, input or output cannot be used; the output file is unchanged.
     """
     given = vars(args)
     source, target = given.pop("input_file"), given.pop("output_file")
@@ -116,7 +116,7 @@ async def _run(
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    # Nobody comes from outside: no keys, no queue that may be full, no log line per request.
+    # There are no clients, so no keys, no limit for waiting requests, and no log line per request.
     args = dataclasses.replace(
         args, api_key=(), middleware=(), max_queued_requests=None, disable_uvicorn_access_log=True
     )
@@ -130,7 +130,7 @@ async def _run(
     )
     context = ServerContext(args, engine, created=time.time())
     try:
-        # Its process imports for as long as this one does: at the same time.
+        # The core's process imports its modules at the same time as this one.
         engine.prepare()
         app = await asyncio.to_thread(build_app, context)
         await engine.start()
@@ -145,10 +145,10 @@ async def _run(
 
 
 def _count_lines(source: str, lines: IO[bytes]) -> int:
-    """Lines that are not blank; `lines` is at its beginning again.
+    """Count the lines that are not blank, and rewind `lines`.
 
     Raises:
-        ConfigError: no line is a request, so no model needs to be loaded.
+        ConfigError: no line is a valid request, so the model is not loaded.
     """
     from vllm.entrypoints.batch.lines import check_line
 
@@ -182,14 +182,17 @@ def _log_end(counts: "BatchCounts", elapsed_s: float) -> None:
     for reason, count in counts.failures.most_common(_SHOWN_FAILURES):
         logger.warning("%d failed: %s", count, reason)
     if len(counts.failures) > _SHOWN_FAILURES:
-        logger.warning("others failed for %d more reasons", len(counts.failures) - _SHOWN_FAILURES)
+        logger.warning(
+            "%d more reasons of failed requests are not shown",
+            len(counts.failures) - _SHOWN_FAILURES,
+        )
 
 
 @contextlib.contextmanager
 def _progress(
     num_lines: int, write: Callable[[bytes], object]
 ) -> Iterator[Callable[[bytes], object]]:
-    """`write`, with a bar that counts what is written; none where stderr is no terminal."""
+    """Wrap `write` with a progress bar, unless stderr is not a terminal."""
     from tqdm import tqdm
 
     with tqdm(total=num_lines, desc="requests", dynamic_ncols=True, disable=None) as bar:
@@ -202,7 +205,7 @@ def _progress(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run as a program of its own; the exit code."""
+    """Run as a program. Returns the exit code."""
     from vllm.entrypoints.cli.main import run_command
 
     parser = add_arguments(FlexibleArgumentParser(prog="run_batch"))

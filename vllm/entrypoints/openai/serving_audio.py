@@ -1,4 +1,4 @@
-"""/v1/audio/*: refused, because this server runs no audio models."""
+"""/v1/audio/*: refused, because audio models are not supported."""
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -12,5 +12,5 @@ router = APIRouter(tags=["audio"])
 @router.post("/v1/audio/translations", status_code=404)
 @router.post("/v1/audio/speech", status_code=404)
 async def refuse_audio() -> Response:
-    """Not available: models of this server read and write text."""
+    """Refuse: only text models are supported."""
     raise NotFoundError("audio is not available: this server runs text models only")

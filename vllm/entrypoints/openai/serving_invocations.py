@@ -1,7 +1,6 @@
-"""POST /invocations, the route that SageMaker calls; the body decides which API is meant.
+"""POST /invocations, the route that SageMaker calls; the body decides which API is used.
 
-The request is handed to the route of that API as if it had been sent there, so that fields,
-answers and errors are the same.
+The request is forwarded to the route of that API, so that fields, answers and errors are the same.
 """
 
 from functools import partial
@@ -26,9 +25,9 @@ _TARGETS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("text_1", "text_2"), "/v1/score"),
     (("input",), "/v1/embeddings"),
 )
-"""Keys that a body must have -> where it belongs; the first that fits."""
+"""Keys that a body must have -> route; the first match counts."""
 _TASKS = {"embed": "/v1/embeddings", "classify": "/classify", "pooling": "/pooling"}
-"""Value of the key `task` -> where a body with `input` belongs."""
+"""Value of the key `task` -> route of a body with `input`."""
 
 
 _BODY = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
@@ -36,7 +35,7 @@ _BODY = {"required": True, "content": {"application/json": {"schema": {"type": "
 
 @router.post(PATH, responses=STREAMED, openapi_extra={"requestBody": _BODY})
 async def invoke(request: Request) -> Response:
-    """Answer as the route that the keys of the body belong to.
+    """Forward the request to the route for the keys of its body.
 
     `messages`: chat; `prompt`: completion; `input`: embeddings, or what `task` (embed, classify,
     pooling) says; `text_1` and `text_2`: scores; `query` and `documents`: reranking.
@@ -53,7 +52,7 @@ def find_target(body: bytes) -> str:
     """Path of the route for a body.
 
     Raises:
-        RequestError: it is no JSON object, or has none of the keys.
+        RequestError: it is not a JSON object, or has none of the keys.
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -74,14 +73,14 @@ def find_target(body: bytes) -> str:
 
 
 class _Forward(Response):
-    """The answer of another route of the same application to the same request."""
+    """A response that forwards the request to another route of the same application."""
 
     def __init__(self, request: Request, path: str, body: bytes) -> None:
         self._request = request
         self._path = path
         self._body = body
         self.background = None
-        self.status_code = 200  # until the other route says
+        self.status_code = 200  # until the other route sends its own
         self.init_headers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

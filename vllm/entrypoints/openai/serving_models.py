@@ -40,7 +40,7 @@ async def show_model(model: str, request: Request) -> ModelCard:
 
 
 def check_model(context: ServerContext, name: str | None) -> str:
-    """The name of the model for a response.
+    """Check a model name of a request. Returns the name for the response.
 
     Args:
         context: of a server whose engine is ready.

@@ -27,13 +27,13 @@ from vllm.errors import RequestError
 router = APIRouter(route_class=BodyRoute)
 
 _MANY_TOKENS = 4096
-"""From here on tokens are made text in a thread."""
+"""With this many tokens or more, they are decoded in a thread."""
 _ERRORS = error_responses(400, 404)
 
 
 @router.post("/tokenize", response_model=TokenizeResponse, responses=_ERRORS)
 async def tokenize_prompt(request: Request, body: TokenizeRequest) -> Response:
-    """The tokens of a text, or of a conversation, as the model would get them."""
+    """Tokenise a text or a conversation, as for the model."""
     return await run_until_disconnect(request, _tokenize(get_context(request), body))
 
 
@@ -49,7 +49,7 @@ async def _tokenize(context: ServerContext, body: TokenizeRequest) -> Response:
     is_large = len(token_ids) >= _MANY_TOKENS
     token_strs = None
     if body.return_token_strs:
-        await context.engine.get_tokenizer()  # raises when there is none
+        await context.engine.get_tokenizer()  # raises if there is none
 
         def convert(processor: InputProcessor) -> list[str]:
             assert processor.tokenizer is not None
@@ -70,14 +70,14 @@ async def _tokenize(context: ServerContext, body: TokenizeRequest) -> Response:
 
 @router.post("/detokenize", response_model=DetokenizeResponse, responses=_ERRORS)
 async def detokenize_tokens(request: Request, body: DetokenizeRequest) -> Response:
-    """The text of some tokens, special ones too."""
+    """Decode tokens, including special ones."""
     return await run_until_disconnect(request, _detokenize(get_context(request), body))
 
 
 async def _detokenize(context: ServerContext, body: DetokenizeRequest) -> Response:
     check_model(context, body.model)
     engine = context.engine
-    await engine.get_tokenizer()  # raises when there is none
+    await engine.get_tokenizer()  # raises if there is none
     vocab_size = context.config.model.resolved_arch.vocab_size
     if body.tokens and max(body.tokens) >= vocab_size:
         raise RequestError(

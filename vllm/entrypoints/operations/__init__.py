@@ -1,1 +1,1 @@
-"""Routes for machines and people that watch the server."""
+"""Routes for monitoring and operating the server."""

@@ -1,4 +1,4 @@
-"""Routes for development, served with VLLM_SERVER_DEV_MODE=1 alone."""
+"""Routes for development, only served with VLLM_SERVER_DEV_MODE=1."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ Tags = Annotated[list[str] | None, Query(description="weights, kv_cache or both"
 
 
 class WorkerCall(RequestBody):
-    """A method of the workers, and what to call it with."""
+    """A method of the workers, and its arguments."""
 
     method: str
     args: list[Any] = Field(default_factory=list)
@@ -30,7 +30,7 @@ class WorkerCall(RequestBody):
 
 @router.get("/server_info")
 async def server_info(request: Request) -> JSONResponse:
-    """What the server and its engine run with."""
+    """The settings of the server and its engine."""
     context = get_context(request)
     args = dataclasses.asdict(context.args) | {"api_key": "***" if context.args.api_key else None}
     config = None
@@ -42,7 +42,7 @@ async def server_info(request: Request) -> JSONResponse:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget what the KV cache holds for prompts to come; 409 while requests use it."""
+    """Drop the prefix cache; 409 while requests use it."""
     done = await get_context(request).engine.reset_prefix_cache()
     if done:
         return Response(status_code=200)
@@ -52,9 +52,9 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.post("/collective_rpc")
 async def collective_rpc(request: Request, call: WorkerCall) -> Response:
-    """Call a method of all workers by its name; the results, one per worker.
+    """Call a method of all workers by its name. Returns one result per worker.
 
-    Every method of the workers can be called, so this is for those who may run code here.
+    Every method of the workers can be called, so only trusted users may reach this route.
     """
     results = await get_context(request).engine.collective_rpc(
         call.method, call.timeout, call.args, call.kwargs
@@ -65,19 +65,19 @@ async def collective_rpc(request: Request, call: WorkerCall) -> Response:
 
 @router.post("/sleep")
 async def sleep(request: Request, level: int = 1) -> Response:
-    """Give the memory of weights and KV cache back; 409 while requests run."""
+    """Release the memory of weights and KV cache; 409 while requests run."""
     await get_context(request).engine.sleep(level)
     return Response(status_code=200)
 
 
 @router.post("/wake_up")
 async def wake_up(request: Request, tags: Tags = None) -> Response:
-    """Take the memory again: of all, or of the parts that `tags` names."""
+    """Allocate the memory again: of all parts, or of those that `tags` names."""
     await get_context(request).engine.wake_up(tags)
     return Response(status_code=200)
 
 
 @router.get("/is_sleeping")
 async def is_sleeping(request: Request) -> JSONResponse:
-    """Whether weights or KV cache are given back."""
+    """Whether the memory of weights or KV cache is released."""
     return JSONResponse({"is_sleeping": await get_context(request).engine.is_sleeping()})

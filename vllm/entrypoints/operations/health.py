@@ -1,8 +1,8 @@
-"""How the server is, for machines: probes, version and load. None of them needs a model.
+"""Probes, version and load of the server. None of them needs a model.
 
 /livez     200 as long as the process answers
 /startupz  200 once the engine has been ready; 503 with phase and progress before
-/readyz    200 while requests are taken: not before the start, in a shutdown, or after a failure
+/readyz    200 while requests are accepted: not during start or shutdown, nor after a failure
 /health    as /readyz, without a body
 /ping      as /health, for SageMaker
 """
@@ -20,27 +20,27 @@ router = APIRouter(tags=["health"])
 
 @router.get("/livez")
 async def livez() -> JSONResponse:
-    """The process answers."""
+    """Answer 200: the process is alive."""
     return JSONResponse({"status": "alive"})
 
 
 @router.get("/startupz")
 async def startupz(request: Request) -> JSONResponse:
-    """Whether the start is over, and how far it is."""
+    """Whether the start has finished, and its progress."""
     context = get_context(request)
     return _describe(context, 200 if _has_started(context) else 503)
 
 
 @router.get("/readyz")
 async def readyz(request: Request) -> JSONResponse:
-    """Whether requests are taken, and if not why."""
+    """Whether requests are accepted, and the reason if not."""
     context = get_context(request)
     return _describe(context, 200 if is_ready(context) else 503)
 
 
 @router.get("/health", response_class=Response)
 async def health(request: Request) -> Response:
-    """Whether requests are taken, as a status without a body."""
+    """Whether requests are accepted, as a status without a body."""
     return Response(status_code=200 if is_ready(get_context(request)) else 503)
 
 
@@ -64,7 +64,7 @@ async def load(request: Request) -> JSONResponse:
 
 
 def is_ready(context: ServerContext) -> bool:
-    """Whether requests are taken."""
+    """Whether requests are accepted."""
     engine = context.engine
     return engine.startup.is_ready and not engine.errored and not context.is_draining
 

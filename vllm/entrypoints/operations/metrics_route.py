@@ -1,7 +1,7 @@
-"""GET /metrics, and the count of HTTP requests that it shows besides what the engine counts.
+"""GET /metrics, and the metrics of HTTP requests, which are added to those of the engine.
 
-Labels come from fixed sets: templates of routes, known methods, classes of status. What a client
-sends never becomes a label.
+Labels come from fixed sets: templates of routes, known methods, classes of status. Nothing that a
+client sends becomes a label.
 """
 
 import time
@@ -35,7 +35,7 @@ _DURATION_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 
 
 
 class HttpMetrics:
-    """Counts of one server.
+    """HTTP metrics of one server.
 
     Args:
         templates: paths of its routes, with parameters in braces.
@@ -66,11 +66,12 @@ class HttpMetrics:
             self._rejected.cell(reason)
 
     def begin(self) -> None:
-        """A request has come."""
+        """Count a request that has arrived."""
         self._in_progress.value += 1
 
     def end(self, path: str, method: str, status: int, seconds: float) -> None:
-        """Its response has ended; status 0: there was none, for the client had left."""
+        """Count the end of its response. Status 0: none was sent, because the client
+        disconnected."""
         self._in_progress.value -= 1
         handler = self._template_of(path)
         method = method if method in _METHODS else "OTHER"
@@ -91,7 +92,7 @@ class HttpMetrics:
 
 
 class CountHttp:
-    """Counts every request that comes by; outside of what may refuse one."""
+    """Counts every request. The outermost middleware, so that refused requests count too."""
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self.app = app
@@ -115,7 +116,7 @@ class CountHttp:
         try:
             await self.app(scope, receive, watch)
         except Exception:
-            status = status or 500  # the server answers what nobody else has
+            status = status or 500  # an exception that nothing else has handled becomes a 500
             raise
         finally:
             seconds = time.perf_counter() - start
@@ -123,7 +124,7 @@ class CountHttp:
 
 
 def engine_metrics(context: ServerContext) -> EngineMetrics | None:
-    """What is counted of the engine; None before it is ready for the first time."""
+    """The metrics of the engine; None before it is ready for the first time."""
     is_there = context.has_been_ready or context.engine.startup.is_ready
     return context.engine.metrics if is_there else None
 
@@ -131,7 +132,7 @@ def engine_metrics(context: ServerContext) -> EngineMetrics | None:
 def count_http(app: FastAPI, routers: Iterable[APIRouter]) -> None:
     """Count all requests to a server, for its GET /metrics.
 
-    To be called when all other middleware has been added: the last one is the outermost.
+    Call it after all other middleware was added: the last one is the outermost.
 
     Args:
         app: the server. Its own routes are known, those of included routers are not.
@@ -144,7 +145,7 @@ def count_http(app: FastAPI, routers: Iterable[APIRouter]) -> None:
 
 @router.get("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
-    """Everything that is counted, in the format that Prometheus asks for."""
+    """All metrics, in the format that the scraper accepts."""
     engine = engine_metrics(get_context(request))
     http: HttpMetrics | None = request.scope.get(_SCOPE_KEY)
     sets = [] if engine is None else engine.metric_sets()

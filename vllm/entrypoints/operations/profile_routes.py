@@ -1,4 +1,4 @@
-"""Traces of torch's profiler, served where VLLM_TORCH_PROFILER_DIR names a folder for them."""
+"""Routes for traces of torch's profiler, served if VLLM_TORCH_PROFILER_DIR is set."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -17,6 +17,6 @@ async def start_profile(request: Request) -> Response:
 
 @router.post("/stop_profile")
 async def stop_profile(request: Request) -> Response:
-    """End the trace; its file is complete when this returns."""
+    """End the trace and write its file."""
     await get_context(request).engine.stop_profile()
     return Response(status_code=200)

@@ -1,4 +1,4 @@
-"""GET /chat.json: what the chat page needs to know about the server.
+"""GET /chat.json: facts about the server for the chat page.
 
 The page talks to the API as any client does; conversations stay in the browser.
 """
@@ -23,12 +23,12 @@ _SHOWN_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 
 @router.get("/chat.json")
 async def about(request: Request) -> Response:
-    """What the page has to know."""
+    """Facts for the page."""
     return fresh_json(describe(get_context(request)))
 
 
 def describe(context: ServerContext) -> dict[str, Any]:
-    """State of the server, and what its model can do once it is ready."""
+    """State of the server, and the abilities of its model once it is ready."""
     server = describe_server(context) | {
         "has_status_page": context.args.status_page,
         "has_docs": not context.args.disable_fastapi_docs,
@@ -49,7 +49,7 @@ def _describe_model(context: ServerContext) -> dict[str, Any]:
 
 
 def _refusal(context: ServerContext) -> str | None:
-    """Why this model cannot chat, and what it can do instead; None if it can."""
+    """Why this model cannot chat, and what it can do instead; None if it can chat."""
     try:
         refuse_generation(context.config.model.pooler)
     except RequestError as error:
@@ -60,6 +60,6 @@ def _refusal(context: ServerContext) -> str | None:
 
 
 def _sampling_defaults(of_model: Mapping[str, Any]) -> dict[str, Any]:
-    """What holds for a request that does not say it."""
+    """The sampling defaults for requests."""
     defaults = SamplingParams()
     return {name: of_model.get(name, getattr(defaults, name)) for name in _SHOWN_DEFAULTS}

@@ -1,4 +1,5 @@
-"""Which page is where. Knows no framework: this is asked before the application is imported."""
+"""The paths of the pages. Uses no framework, because it is needed before the application is
+imported."""
 
 from vllm.entrypoints.server.server_args import ServerArgs
 

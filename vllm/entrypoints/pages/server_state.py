@@ -1,4 +1,4 @@
-"""What all pages are told about the server: its state, and the progress of its start."""
+"""Facts about the server for all pages: its state, and the progress of its start."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def _state(context: ServerContext) -> str:
 
 
 def fresh_json(value: Any) -> Response:
-    """What is true now, and is not to be kept."""
+    """A JSON response that must not be cached."""
     body = msgspec.json.encode(value)
     headers = {"content-type": "application/json", "cache-control": "no-store"}
     return Response(body, headers=headers)

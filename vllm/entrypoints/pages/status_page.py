@@ -1,4 +1,4 @@
-"""GET /status.json: what the status page shows. Ids and numbers, no prompt and no answer."""
+"""GET /status.json: the data of the status page. Ids and numbers, without prompts and answers."""
 
 import time
 from typing import Any
@@ -14,12 +14,12 @@ from vllm.entrypoints.server.context import ServerContext, get_context
 router = APIRouter(include_in_schema=False)
 
 _MAX_ID_CHARS = 128
-"""Clients may choose ids, as long as a header can be."""
+"""Limit for shown ids, which clients may choose."""
 
 
 @router.get("/status.json")
 async def status(request: Request) -> Response:
-    """What the page shows."""
+    """Data for the page."""
     return fresh_json(describe(get_context(request)))
 
 
@@ -67,7 +67,7 @@ def _describe_engine(metrics: EngineMetrics) -> dict[str, Any]:
 
 
 def _describe_request(request: FinishedRequestStats) -> dict[str, Any]:
-    """Ids and numbers, no text of anyone."""
+    """Ids and numbers of a request, without its texts."""
     return {
         "id": request.request_id[:_MAX_ID_CHARS],
         "reason": request.finish_reason,

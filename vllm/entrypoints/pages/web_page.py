@@ -1,10 +1,10 @@
-"""A page as one document: its styles and scripts are put inside, and its headers let only them run.
+"""A page as one document: styles and scripts are inlined, and its headers allow only these.
 
 A page lies in a folder of `vllm/assets/web_pages`. Its `page.html` names the files it is made of:
 `<script>/* include: shared/a.js chat/b.js */</script>`. The browser loads nothing else, so a page
 works without a network, and text that a model or a client wrote can never run.
 
-Knows no framework: pages are also served before the application has been imported.
+Uses no framework, because pages are also served before the application is imported.
 """
 
 import base64
@@ -51,8 +51,8 @@ def load_page(name: str) -> WebPage:
         "content-security-policy": _policy(sources["style"], sources["script"]),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
-        "x-dns-prefetch-control": "off",  # a link that is only shown causes no look-up
-        "cache-control": "no-cache",  # ask each time; the etag makes the answer short
+        "x-dns-prefetch-control": "off",  # showing a link must not cause a DNS look-up
+        "cache-control": "no-cache",  # the browser asks each time; the etag makes the answer short
         "etag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
     }
     return WebPage(body, headers)

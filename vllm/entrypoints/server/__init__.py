@@ -1,1 +1,1 @@
-"""What every API of the server shares: the application, its flags, its checks before it listens."""
+"""Shared code of all APIs: the application, its flags, and checks before the server listens."""

@@ -1,4 +1,4 @@
-"""The application: all routes of the server, and what stands in front of them."""
+"""The application: all routes of the server, and their middleware."""
 
 import time
 
@@ -36,7 +36,7 @@ from vllm.entrypoints.server.server_args import ServerArgs
 from vllm.version import __version__
 
 _MODEL_ROUTES = (
-    # Routes are tried in this order: those that are asked most come first.
+    # Routes are tried in this order, so frequent ones come first.
     serving_chat,
     serving_completion,
     serving_models,
@@ -52,7 +52,7 @@ _MODEL_ROUTES = (
 
 
 def build_app(context: ServerContext) -> FastAPI:
-    """All routes of the server, with what stands in front of them.
+    """Make the application with all routes and middleware.
 
     Raises:
         ConfigError: middleware of the user cannot be loaded.
@@ -88,7 +88,7 @@ def _routers(args: ServerArgs) -> list[APIRouter]:
 
 
 def _add_middleware(app: FastAPI, context: ServerContext) -> None:
-    """Innermost first: what is added last sees a request first."""
+    """Add the middleware, innermost first: what is added last sees a request first."""
     args = context.args
     app.add_middleware(CatchErrors)
     if args.log_requests:
@@ -123,7 +123,7 @@ def _add_tracing(app: FastAPI, context: ServerContext, endpoint: str) -> None:
 
 
 def load_server(engine: AsyncLLM, args: ServerArgs) -> tuple[ServerContext, FastAPI]:
-    """The application around an engine, which may start later.
+    """Make the application for an engine, which may start later.
 
     Raises:
         ConfigError: middleware or tracing cannot be used.

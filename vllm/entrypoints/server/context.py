@@ -1,4 +1,4 @@
-"""What the routes of one server share. Routes find it by `get_context(request)`."""
+"""Shared state of the routes of one server. Routes get it by `get_context(request)`."""
 
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ class ServerContext:
 
     Attributes:
         num_in_progress: requests whose response has not ended, for GET /load.
-        is_draining: the server is shutting down and takes no more requests.
+        is_draining: the server is shutting down and refuses new requests.
         has_been_ready: the engine was ready at least once.
         tracer: of OpenTelemetry; None sends no spans.
     """
@@ -38,7 +38,7 @@ class ServerContext:
 
     @property
     def config(self) -> "VllmConfig":
-        """What the engine runs with; known once it is ready."""
+        """The config of the engine, known once it is ready."""
         return self.engine.vllm_config
 
     @property
@@ -48,6 +48,6 @@ class ServerContext:
 
 
 def get_context(request: "Request") -> ServerContext:
-    """The context of the server that takes this request."""
+    """The context of the server of this request."""
     context: ServerContext = request.app.state.context
     return context

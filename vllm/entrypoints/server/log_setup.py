@@ -1,4 +1,4 @@
-"""The logs of the server process, as its flags ask for them."""
+"""Configures the logs of the server process from its flags."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from vllm.logger import share_handlers, use_format
 
 
 def configure_logs(args: ServerArgs) -> None:
-    """Set up the logs of this process; uvicorn writes to where this package does.
+    """Set up the logs of this process. uvicorn logs to the same handlers as this package.
 
     Raises:
         ConfigError: the file that `log_config_file` names cannot be used.
@@ -25,7 +25,7 @@ def configure_logs(args: ServerArgs) -> None:
     try:
         config = json.loads(Path(args.log_config_file).expanduser().read_text(encoding="utf-8"))
         logging.config.dictConfig(config)
-    # What a wrong setting raises depends on the handler or formatter that it is for.
+    # A wrong setting may raise anything, depending on its handler or formatter.
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"log_config_file={args.log_config_file!r}: {reason}") from error

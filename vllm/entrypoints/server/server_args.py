@@ -1,7 +1,7 @@
-"""What a user can say about the server, besides its engine: flags of `vllm serve`.
+"""The settings of the server, without those of the engine: flags of `vllm serve`.
 
 One field is one flag, as for the engine (`vllm.config.fields`); docs/server_arguments.md is made
-of it. Knows no framework.
+of it. Imports no framework.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class ServerArgs:
     data and ask for a key themselves. Not set: VLLM_API_KEY, or everyone is served."""
 
     root_path: str = ""
-    """Path under which a proxy serves this server."""
+    """Path prefix under which a proxy serves this server."""
 
     ssl_keyfile: str | None = None
     """Private key of the server."""
@@ -42,7 +42,7 @@ class ServerArgs:
     """Certificate of the server; turns TLS on."""
 
     ssl_ca_certs: str | None = None
-    """Certificates of those who may sign clients' certificates."""
+    """Certificates of the authorities that sign client certificates (CA)."""
 
     ssl_cert_reqs: int = 0
     """Client certificates, as in the module ssl: 0 none, 1 optional, 2 required."""
@@ -60,7 +60,7 @@ class ServerArgs:
     """Headers that browsers of other origins may send."""
 
     allow_credentials: bool = False
-    """Let browsers of other origins send credentials; needs named origins."""
+    """Let browsers of other origins send credentials; needs allowed_origins without *."""
 
     middleware: tuple[str, ...] = ()
     """Further ASGI middleware, as `module.name` of a class or of a coroutine function."""
@@ -72,7 +72,8 @@ class ServerArgs:
     """Requests that may wait for the engine; further ones get 503. Not set: no limit."""
 
     max_queued_tokens: int | None = None
-    """Prompt tokens of all waiting requests; further requests get 503. Not set: no limit."""
+    """Prompt tokens of all waiting requests together; further requests get 503. Not set: no
+    limit."""
 
     request_timeout: float | None = None
     """Seconds after which a request is ended with 504. Not set: never."""
@@ -84,112 +85,116 @@ class ServerArgs:
     """Seconds for the body of a request to arrive, however slowly; then it gets 408."""
 
     max_n: int = 128
-    """Most outputs that a request may ask for (n, best_of)."""
+    """Maximum number of outputs that a request may ask for (n, best_of)."""
 
     max_stop_strings: int = 64
-    """Most stop strings of a request."""
+    """Maximum number of stop strings in a request."""
 
     max_logits_processors: int = 16
-    """Most logits processors of a request."""
+    """Maximum number of logits processors in a request."""
 
     max_batch_prompts: int = 1024
-    """Most prompts, inputs or documents in one request."""
+    """Maximum number of prompts, inputs or documents in one request."""
 
     max_batch_sequences: int = 2048
-    """Most outputs of one request over all of its prompts: prompts times n (or best_of)."""
+    """Maximum number of outputs of one request over all of its prompts: prompts times n (or
+    best_of)."""
 
     max_messages: int = 8192
-    """Most messages of a conversation, or items of an input of the Responses API."""
+    """Maximum number of messages in a conversation, or of items in an input of the Responses
+    API."""
 
     max_tools: int = 1024
-    """Most tools that a request may offer to the model."""
+    """Maximum number of tools in a request."""
 
     max_stop_token_ids: int = 1024
-    """Most entries of stop_token_ids."""
+    """Maximum number of entries in stop_token_ids."""
 
     max_bad_words: int = 4096
-    """Most entries of bad_words."""
+    """Maximum number of entries in bad_words."""
 
     max_word_chars: int = 256
-    """Most characters of one stop string or bad word."""
+    """Maximum number of characters in one stop string or bad word."""
 
     max_logit_bias: int = 4096
-    """Most entries of logit_bias."""
+    """Maximum number of entries in logit_bias."""
 
     max_allowed_token_ids: int = 2**18
-    """Most entries of allowed_token_ids."""
+    """Maximum number of entries in allowed_token_ids."""
 
     max_detokenize_tokens: int = 2**17
-    """Most tokens of a request to /detokenize."""
+    """Maximum number of tokens in a request to /detokenize."""
 
     max_choices: int = 4096
-    """Most entries of guided_choice."""
+    """Maximum number of entries in guided_choice."""
 
     max_request_values: int = 2**20
-    """Most JSON values (numbers, texts, lists, objects) in one request body, wherever they are."""
+    """Maximum number of JSON values (numbers, texts, lists, objects) in one request body."""
 
     max_request_names: int = 2**17
-    """Most members (name and value) of all JSON objects in one request body together."""
+    """Maximum number of members (name and value) of all JSON objects in one request body."""
 
     max_prompt_logprob_values: int = 2**22
-    """Most log-probabilities of prompt tokens in one answer: tokens of all prompts times
+    """Maximum number of log-probabilities of prompt tokens in one answer: tokens of all prompts
+    times
     (prompt_logprobs + 1) times n."""
 
     shutdown_timeout: float = 30.0
     """Seconds for running requests to end after SIGTERM or Ctrl-C; a second signal ends at once."""
 
     restart_engine: int = 0
-    """Times that an engine process which died is started again; then the server exits."""
+    """How often an engine process that died is restarted before the server exits."""
 
     chat_template: str | None = None
     """Jinja template of conversations: a file, or the template itself. Not set: the model's."""
 
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
-    """How the template takes content: as a string, or as a list of parts (openai)."""
+    """How the template expects the content of messages: as a string, or as a list of parts
+    (openai)."""
 
     response_role: str = "assistant"
-    """Role of answers to chat requests."""
+    """Role of the answers to chat requests."""
 
     enable_auto_tool_choice: bool = False
     """Let the model decide about tool calls (tool_choice auto); needs tool_call_parser."""
 
     tool_call_parser: str | None = None
-    """Format in which the model writes tool calls; `vllm serve --tool-call-parser help` lists."""
+    """Format in which the model writes tool calls; `--tool-call-parser help` lists the names."""
 
     tool_parser_plugin: str | None = None
     """Python file that registers further tool parsers, or reasoning parsers; those written for
     vLLM work too."""
 
     reasoning_parser: str | None = None
-    """Format in which the model writes its reasoning; `--reasoning-parser help` lists."""
+    """Format in which the model writes its reasoning; `--reasoning-parser help` lists the names."""
 
     reasoning_parser_plugin: str | None = None
     """Python file that registers further reasoning parsers; those written for vLLM work too."""
 
     enable_reasoning: bool = False
-    """Split reasoning from answers; an older flag that reasoning_parser implies, and that needs
-    it."""
+    """Older flag without an effect of its own: reasoning_parser, which it needs, separates
+    reasoning from answers."""
 
     lora_modules: tuple[str, ...] = ()
-    """LoRA adapters; refused: this version runs none."""
+    """LoRA adapters. Not supported: the server does not start with this flag."""
 
     prompt_adapters: tuple[str, ...] = ()
-    """Prompt adapters; refused: this version runs none."""
+    """Prompt adapters. Not supported: the server does not start with this flag."""
 
     return_tokens_as_token_ids: bool = False
     """Write tokens in log-probabilities as `token_id:123`."""
 
     enable_prompt_tokens_details: bool = False
-    """Tell in `usage` how many prompt tokens were cached."""
+    """Report in `usage` how many prompt tokens were cached."""
 
     enable_force_include_usage: bool = False
-    """Send usage at the end of every stream, asked for or not."""
+    """Send `usage` at the end of every stream, even if the request does not ask for it."""
 
     enable_request_id_headers: bool = False
     """Send X-Request-Id with every response."""
 
     disable_fastapi_docs: bool = False
-    """No /docs and no /openapi.json."""
+    """Do not serve /docs and /openapi.json."""
 
     disable_web_ui: bool = False
     """Do not serve the chat page; / shows the status page."""
@@ -201,10 +206,12 @@ class ServerArgs:
     """Log the body of each request, prompts included."""
 
     max_log_len: int | None = None
-    """Most characters of a text, and entries of a list, that log_requests shows. Not set: all."""
+    """Maximum number of characters of a text, and of entries of a list, that log_requests shows.
+    Not set: all."""
 
     log_format: Literal["text", "json"] | None = None
-    """Format of the log lines. Not set: VLLM_LOGGING_FORMAT, which holds for the engine too."""
+    """Format of the server's log lines. Not set: as VLLM_LOGGING_FORMAT, which also sets that of
+    the engine."""
 
     log_config_file: str | None = None
     """JSON file for `logging.config.dictConfig`."""
@@ -213,7 +220,7 @@ class ServerArgs:
     """Level of the HTTP server's own log."""
 
     disable_uvicorn_access_log: bool = False
-    """No line in the log for each HTTP request."""
+    """Do not log a line for each HTTP request."""
 
     otlp_traces_endpoint: str | None = None
     """Where to send OpenTelemetry traces to; needs the extra `vllm[otel]`."""
@@ -278,13 +285,14 @@ class ServerArgs:
         for name in ("lora_modules", "prompt_adapters"):
             if getattr(self, name):
                 raise ConfigError(
-                    f"{name} is not available in this version: the engine runs no adapters. Merge "
-                    f"an adapter into the weights of its model, and serve the merged model"
+                    f"{name} is not available: adapters are not supported. Merge an adapter into "
+                    f"the weights of its model, and serve the merged model"
                 )
 
 
 def from_settings(settings: Mapping[str, Any]) -> ServerArgs:
-    """The server's arguments among parsed ones; lists become tuples, None is "not given"."""
+    """Take the server's arguments out of parsed ones. Lists become tuples, None means "not
+    given"."""
     from vllm.config.fields import config_fields
 
     fields = config_fields(ServerArgs)

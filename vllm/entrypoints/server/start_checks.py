@@ -1,7 +1,7 @@
-"""Everything about a server that can be wrong before it listens.
+"""Checks of everything that can be checked before the server listens.
 
-A mistake in a flag is reported within a second or two, before the port is announced. Nothing
-here imports torch, transformers or the web framework; what the user names is imported.
+A mistake in a flag is reported within a second or two, before the port is announced. Nothing here
+imports torch, transformers or the web framework, only modules that the user names.
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ def check_start(engine_args: "EngineArgs", args: ServerArgs) -> "VllmConfig | No
     """Refuse flags that a server cannot start with.
 
     Returns:
-        The config of the engine, where it is known already; see `EngineArgs.create_early_config`.
+        The config of the engine, if it is known already; see `EngineArgs.create_early_config`.
 
     Raises:
         ConfigError: names the flag.

@@ -29,8 +29,7 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
     """
     if name not in _ACTIVATIONS:
         raise ConfigError(
-            f"activation function {name!r} is not supported; "
-            f"supported are {', '.join(_ACTIVATIONS)}"
+            f"activation function {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )
     return _ACTIVATIONS[name]
 
@@ -43,8 +42,7 @@ def get_gated_activation(name: str) -> nn.Module:
     """
     if name not in _GATED:
         raise ConfigError(
-            f"hidden_act {name!r} is not supported in a gated MLP; supported are "
-            f"{', '.join(_GATED)}"
+            f"hidden_act {name!r} is not supported in a gated MLP; supported: {', '.join(_GATED)}"
         )
     return _GATED[name]()
 

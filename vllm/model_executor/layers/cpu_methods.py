@@ -1,8 +1,8 @@
 """Weights in the layout of the CPU kernels: dense while they are loaded, packed once a layer is
 complete.
 
-Packing is in place, or layer by layer, so that the model is never in memory twice. Knows no files
-and no families of models.
+Packing is in place, or layer by layer, so that the model is never in memory twice.
+Independent of files and model families.
 """
 
 from typing import Literal

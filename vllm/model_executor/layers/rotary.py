@@ -42,8 +42,8 @@ class RotaryEmbedding(nn.Module):
         self.is_neox = is_neox
         if rope.rope_type not in _FREQUENCIES:
             raise ConfigError(
-                f"rope type {rope.rope_type!r} is not supported; "
-                f"supported are {', '.join(_FREQUENCIES)}"
+                f"rope type {rope.rope_type!r} is not supported; supported: "
+                f"{', '.join(_FREQUENCIES)}"
             )
         # Real memory even while a model is built on the meta device: no checkpoint fills it.
         with torch.device("cpu"):

@@ -1,7 +1,7 @@
 """Where a checkpoint tensor lands in a parameter, as data.
 
 A layer states it once, per parameter and checkpoint name; one loader reads it for every model.
-Knows no files and no names of models.
+Independent of files and names of models.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 A layer knows the sizes of its features and how they are split over ranks. Its method knows which
 parameters hold them, how checkpoint tensors fill these, what becomes of them once they are filled,
-and how to compute with them. Knows no formats and no files.
+and how to compute with them. Independent of formats and files.
 """
 
 from abc import ABC, abstractmethod

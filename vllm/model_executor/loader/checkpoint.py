@@ -1,6 +1,6 @@
 """The tensors of a checkpoint folder, one at a time, read from disk only as far as needed.
 
-Reads safetensors and PyTorch `.bin` files. Knows no model. Nothing here can run code from a
+Reads safetensors and PyTorch `.bin` files. Independent of models. Nothing here can run code from a
 checkpoint: `.bin` files are unpickled with `weights_only=True`.
 """
 
@@ -46,8 +46,8 @@ def _read_bin(path: Path) -> Iterator[tuple[str, Source]]:
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
     except pickle.UnpicklingError as error:
         raise WeightLoadError(
-            f"{path} is damaged or holds more than tensors, which is never loaded; "
-            f"convert it to safetensors"
+            f"{path} is damaged, or contains objects other than tensors, which are not loaded for "
+            f"security. Convert it to safetensors"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise WeightLoadError(

@@ -40,7 +40,7 @@ def load_kv_scale(model: nn.Module, name: str, source: Source) -> bool:
         return False
     numbers = source.read(()).flatten().tolist()
     if len(numbers) != 1 or not (math.isfinite(numbers[0]) and numbers[0] > 0):
-        raise WeightLoadError(f"tensor {name} is {numbers}, not one positive number")
+        raise WeightLoadError(f"tensor {name} must be one positive number, got {numbers}")
     if "k" in match["of"]:
         layer.key_scale = numbers[0]
     if "v" in match["of"]:

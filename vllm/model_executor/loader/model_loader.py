@@ -86,6 +86,7 @@ def load_model(
         finisher.finish(module)  # those without parameters that only they have
     for quantization in formats:
         quantization.finish_model(model)
+    model.check()
     logger.info(
         "Loading model weights took %.4f GiB and %.2f s",
         num_bytes / 2**30,
@@ -147,7 +148,10 @@ def _model_class(architecture: str, is_pooling: bool) -> type[CausalLM] | type[P
         return found
     if not issubclass(found, CausalLM):
         wanted = "PoolingModel or CausalLM" if is_pooling else "CausalLM"
-        raise ConfigError(f"{found.__qualname__} is not a subclass of {wanted}")
+        raise ConfigError(
+            f"{found.__qualname__} is not a subclass of {wanted}. Register a model "
+            f"class of that type"
+        )
     if not is_pooling:
         return found
     from vllm.model_executor.models.pooling_decoders import embedding_class

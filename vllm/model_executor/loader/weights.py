@@ -1,7 +1,7 @@
 """The only loader: fill every parameter of a model from checkpoint tensors, exactly once.
 
 Where a tensor belongs is data: module names, the layers' slices, and the renames of the model
-class. Knows no files.
+class. Independent of files.
 """
 
 from collections import Counter

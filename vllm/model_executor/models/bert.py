@@ -46,7 +46,7 @@ class EncoderEmbeddings(nn.Module):
         if kind != "absolute":
             raise ConfigError(
                 f"position_embedding_type {kind!r} is not supported by {arch.architecture}; "
-                f"supported is absolute"
+                f"supported: absolute"
             )
         size, num_types = arch.hidden_size, int(arch.hf_config.get("type_vocab_size") or 1)
         self.word_embeddings = VocabParallelEmbedding(arch.vocab_size, size, tp)

@@ -1,4 +1,4 @@
-"""What a runner and the loader need of a model. Knows no family."""
+"""The interface of models for runners and the loader. Independent of model families."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,6 +42,13 @@ class LoadableModel(nn.Module, ABC):
             Names and tensors. As it is, unless a family says otherwise.
         """
         return ((name, source),)
+
+    def check(self) -> None:
+        """Called once, with all weights loaded.
+
+        Raises:
+            ConfigError: the model cannot run.
+        """
 
     @property
     @abstractmethod

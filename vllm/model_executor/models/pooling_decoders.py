@@ -2,13 +2,14 @@
 output head.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
+from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.bert import num_labels
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -42,6 +43,14 @@ class DecoderPooling(PoolingModel):
         self.decoder = self.generative_class(arch, tp)
         # Built on the meta device: it never had memory.
         self.decoder._modules.pop("lm_head", None)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """As the generative model does."""
+        inner = name.removeprefix("decoder.")
+        if inner == name:
+            return ((name, source),)
+        parts = self.decoder.convert(inner, source)
+        return ((f"decoder.{part}", tensor) for part, tensor in parts)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -109,6 +118,7 @@ def pooling_class(
     values = {
         "generative_class": generative_class,
         "checkpoint_prefixes": {**prefixes, **_PREFIXES},
+        "checkpoint_names": generative_class.checkpoint_names,
         "ignored_tensors": (*generative_class.ignored_tensors, "lm_head.weight"),
     }
     return type(name, (base,), values)

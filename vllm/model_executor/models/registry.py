@@ -1,4 +1,4 @@
-"""Which class runs which architecture. Importing this imports no model and no torch."""
+"""The model class of each architecture. Importing this module imports neither models nor torch."""
 
 import difflib
 from importlib import import_module
@@ -53,6 +53,7 @@ _DECODERS = {
         "qwen3": ("Qwen3ForCausalLM",),
         "stablelm": ("StableLmForCausalLM",),
         "starcoder2": ("Starcoder2ForCausalLM",),
+        "transformers_model": ("TransformersForCausalLM",),
     }.items()
     for name in names
 }
@@ -75,14 +76,14 @@ class _ModelRegistry:
                 "module:Class", which is imported when a model of this name is loaded.
 
         Raises:
-            ConfigError: a string that is not of the form "module:Class".
+            ConfigError: a string that is not "module:Class".
         """
         if isinstance(model, str) and not all(model.partition(":")):
             raise ConfigError(f"model {arch_name!r}: expected 'module:Class', got {model!r}")
         self._models[arch_name] = model
 
     def plugins(self) -> dict[str, str]:
-        """What was registered besides the built-in ones, and can be told to another process."""
+        """The registered plug-ins that can be sent to another process."""
         return {
             name: model
             for name, model in self._models.items()
@@ -121,8 +122,19 @@ class _ModelRegistry:
         )
 
 
+BY_TRANSFORMERS = "TransformersForCausalLM"
+"""The architecture that stands for every other one that the transformers library knows."""
+
+
+def is_known_to_transformers(arch_name: str) -> bool:
+    """Whether transformers has a decoder of this name. Imports it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return arch_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
 def is_encoder(arch_name: str) -> bool:
-    """Whether the tokens of a prompt all see each other, and none is generated."""
+    """Whether it is an encoder: all tokens of a prompt see each other, and none is generated."""
     return arch_name in _ENCODERS
 
 

@@ -1,4 +1,4 @@
-"""What a weight format does for a model. Knows no format."""
+"""The interface of weight formats. Independent of single formats."""
 
 from typing import Any
 

@@ -229,7 +229,7 @@ def _refuse_request(
 ) -> NoReturn:
     """Say why a kernel did not compute request b."""
     if b == _NO_MEMORY:
-        raise MemoryError("no scratch memory for paged attention")
+        raise MemoryError("not enough memory for paged attention")
     block_size, max_blocks = key_cache.shape[1], block_tables.shape[1]
     raise IndexError(
         f"request {b} has {int(seq_lens[b])} tokens and the blocks {block_tables[b].tolist()}; "

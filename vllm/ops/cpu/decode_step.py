@@ -18,9 +18,6 @@ from vllm.ops.cpu.program import Program
 
 IntArray = npt.NDArray[np.int32]
 
-_NOT_PLAIN = 100
-_NUM_PARAMS = 8
-
 _num_threads = torch.get_num_threads
 
 
@@ -78,11 +75,11 @@ class FusedDecodeStep:
                 f"a head of {head.dtype} for hidden size {head.given_width} does not fit a decoder "
                 f"of {decoder.dtype} with hidden size {decoder.width}"
             )
-        _check(arrays, decoder.num_groups)
-        self._decoder, self._head, self._arrays = decoder, head, arrays
         kernels = library.of[decoder.dtype]
+        _check(arrays, decoder.num_groups, kernels.kNumParams)
+        self._decoder, self._head, self._arrays = decoder, head, arrays
         self._step = kernels.decode_step
-        self._status = kernels.ProgramStatus
+        self._status, self._not_plain = kernels.ProgramStatus, kernels.kNotPlain
         self._scratch_bytes = kernels.decode_step_scratch_bytes
         num_rows, max_tokens = arrays.token_ids.shape
         self._rows = kernels.DecodeStepRows(
@@ -139,7 +136,7 @@ class FusedDecodeStep:
         status = self._step(*self._addresses, num_threads)
         if status == 0:
             return vectors[3, :n].copy()
-        if status != _NOT_PLAIN:
+        if status != self._not_plain:
             self._refuse(self._status(status), int(rows[self._launch.bad_index]))
         return None
 
@@ -151,7 +148,7 @@ class FusedDecodeStep:
 
     def _refuse(self, status: Any, row: int) -> NoReturn:
         if status is self._status.kNoMemory:
-            raise MemoryError("no scratch memory for a step of decodes")
+            raise MemoryError("not enough memory for a step of decodes")
         arrays = self._arrays
         position = arrays.num_tokens[row] - 1
         tables = ", ".join(str(table) for table in arrays.block_tables[:, row].tolist())
@@ -187,7 +184,7 @@ _ARRAY_DTYPES: dict[str, type[np.generic]] = {
 """The fields of the struct that are arrays."""
 
 
-def _check(arrays: RowArrays, num_groups: int) -> None:
+def _check(arrays: RowArrays, num_groups: int, num_params: int) -> None:
     num_rows = len(arrays.token_ids)
     if len(arrays.block_tables) < num_groups:
         raise ValueError(
@@ -199,5 +196,5 @@ def _check(arrays: RowArrays, num_groups: int) -> None:
         axis = {"params": 1, "block_tables": 1}.get(name, 0)
         if array.dtype != dtype or array.ndim != dims or not array.flags.c_contiguous:
             raise ValueError(f"{name} must be dense {dtype.__name__} in {dims} dimensions")
-        if array.shape[axis] < num_rows or (name == "params" and len(array) != _NUM_PARAMS):
+        if array.shape[axis] < num_rows or (name == "params" and len(array) != num_params):
             raise ValueError(f"{name} is {list(array.shape)}, for {num_rows} rows")

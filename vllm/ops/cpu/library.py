@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ctypes import CDLL, CFUNCTYPE, c_bool, c_char_p, c_float, c_int, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
+from struct import Struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,9 +38,9 @@ class CPUKernels:
 
     Attributes:
         of: dtype -> its kernels, and all that `plain` has.
-        plain: the kernels without a dtype, structs and enums, as attributes. A struct is a
-            `ctypes` class whose fields are given by name; a field that C++ does not have raises
-            AttributeError.
+        plain: the kernels without a dtype, structs, enums and constants, as attributes. A struct
+            is a `ctypes` class whose fields are given by name; a field that C++ does not have
+            raises AttributeError.
 
     Raises:
         ConfigError: the library was built from other sources than those of this package.
@@ -182,11 +183,31 @@ def _read_enum(description: str) -> _Described:
     return name, IntEnum(name, members.replace(",", " "), start=0), None
 
 
+def _read_constant(description: str) -> _Described:
+    """From "kPanel 64 "."""
+    name, value = description.split()
+    return name, int(value), None
+
+
 _DESCRIBED: dict[str, Callable[[str], _Described]] = {
     "kernel": _read_kernel,
     "struct": _read_struct,
     "enum": _read_enum,
+    "constant": _read_constant,
 }
+
+
+def packer(struct: Any, names: str) -> Callable[..., bytes]:
+    """A function that makes the bytes of a struct from its fields: faster than a `ctypes` object.
+
+    Args:
+        names: of the fields in the order in which they will be given.
+    """
+    fields = struct._fields_
+    if names.split() != [name for name, _ in fields]:
+        raise AssertionError(f"{struct.__name__} has other fields than {names}")
+    letters = {c_void_p: "P", c_int64: "q", c_float: "f"}
+    return Struct("".join(letters[c_type] for _, c_type in fields) + "0q").pack
 
 
 def _gomp_parallel() -> int | None:

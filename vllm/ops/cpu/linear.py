@@ -6,7 +6,7 @@ number of rows. Knows no layers and no models.
 """
 
 import ctypes
-from enum import IntEnum
+from enum import Enum
 from typing import Any, NoReturn, cast
 
 import torch
@@ -16,28 +16,27 @@ from vllm.ops.cpu.int4_layouts import Int4Groups, read_awq, read_gptq
 from vllm.ops.cpu.library import CPUKernels, load_cpu_kernels, require_cpu_kernels
 from vllm.ops.cpu.symbols import Ids, Rows
 
-_PANEL = 64  # output features of a panel, csrc/cpu/linear_format.h
 _ALIGNMENT = 64
 _MAX_INT8_INPUTS = 66_000  # 255 * 127 * inputs stays below 2^31
 
 _num_threads = torch.get_num_threads
 
 
-class WeightFormat(IntEnum):
-    """How a weight is stored; the values are those of csrc/cpu/linear_format.h."""
+class WeightFormat(Enum):
+    """How a weight is stored; the values are the names in csrc/cpu/linear_format.h."""
 
-    FLOAT32 = 0
-    BFLOAT16 = 1
-    INT8 = 2
+    FLOAT32 = "kFloat"
+    BFLOAT16 = "kBf16"
+    INT8 = "kInt8"
     """One scale per output feature; inputs are rounded to int8 too, with one scale per row."""
-    INT4 = 3
+    INT4 = "kInt4"
     """One float16 scale, and a zero point or none, per block of 32, 64 or 128 inputs of an output
     feature; inputs are rounded to int8 in the same blocks."""
 
     @property
     def inputs_per_word(self) -> int:
         """in_features must be a multiple of this."""
-        return (1, 2, 4, 8)[self]
+        return {"kFloat": 1, "kBf16": 2, "kInt8": 4, "kInt4": 8}[self.value]
 
 
 _DENSE_FORMATS = {torch.float32: WeightFormat.FLOAT32, torch.bfloat16: WeightFormat.BFLOAT16}
@@ -93,7 +92,7 @@ class PackedWeight:
             order=_address(self.order),
             in_features=self.in_features,
             out_features=self.out_features,
-            format=int(weight_format),
+            format=kernels.plain.WeightFormat[weight_format.value],
             block_inputs=(groups.block_inputs if groups is not None else 32) if is_int4 else 0,
             has_zeros=groups is not None and groups.zeros is not None,
         )
@@ -127,8 +126,9 @@ class PackedWeight:
             panels[: num_out * num_in] = weight.flatten()
         weight_format = _DENSE_FORMATS[weight.dtype]
         num_words = num_in // weight_format.inputs_per_word
-        pack_panels = _kernels().plain.pack_panels
-        _check_memory(pack_panels(panels.data_ptr(), padded // _PANEL, num_words, _num_threads()))
+        plain = _kernels().plain
+        num_panels = padded // plain.kPanel
+        _check_memory(plain.pack_panels(panels.data_ptr(), num_panels, num_words, _num_threads()))
         return cls(weight_format, weight.shape, panels)
 
     @classmethod
@@ -279,7 +279,7 @@ class PackedWeight:
             stride,
             _num_threads(),
         ):
-            raise MemoryError(f"no scratch memory for {rows} rows of a linear layer")
+            raise MemoryError(f"not enough memory for {rows} rows of a linear layer")
         return out
 
     def rows(self, ids: Any, dtype: torch.dtype) -> Tensor:
@@ -328,7 +328,8 @@ def _address(x: Tensor | None) -> int | None:
 
 
 def _round_up(out_features: int) -> int:
-    return -(-out_features // _PANEL) * _PANEL
+    panel: int = _kernels().plain.kPanel
+    return -(-out_features // panel) * panel
 
 
 def _check_weight(weight: Tensor, weight_format: WeightFormat | None) -> None:
@@ -344,4 +345,4 @@ def _check_weight(weight: Tensor, weight_format: WeightFormat | None) -> None:
 
 def _check_memory(status: int) -> None:
     if status:
-        raise MemoryError("no scratch memory to pack a weight")
+        raise MemoryError("not enough memory to pack a weight")

@@ -152,7 +152,7 @@ class PackedExperts:
             raise IndexError(f"topk_ids[{status}] is {bad} of {self.num_experts} experts")
         if status != -1:
             raise MemoryError(
-                f"no scratch memory for {len(x)} tokens of {self.num_experts} experts"
+                f"not enough memory for {len(x)} tokens of {self.num_experts} experts"
             )
         return out
 

@@ -6,9 +6,9 @@ checks are plain attribute reads: a call costs a few microseconds, and a decode 
 hundreds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from vllm.ops.cpu.attention import (
     paged_attention_prefill,
 )
 from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.row_operations import RowOperations, check_rows, refuse_pair, refuse_strides
 from vllm.ops.interface import FP8_DTYPES
 from vllm.ops.native import NativeOps
 
@@ -39,106 +40,45 @@ class CPUOps(NativeOps):
     def __init__(self) -> None:
         library = load_cpu_kernels()
         self._kernels: dict[torch.dtype, Any] = {} if library is None else library.of
+        self._row_operations = {d: RowOperations(kernels) for d, kernels in self._kernels.items()}
 
-    def _kernels_of(self, x: Tensor) -> Any:
-        """The kernels that take x; None: torch does."""
-        return self._kernels.get(x.dtype) if x.is_cpu else None
+    def _rows_of(self, x: Tensor) -> Callable[..., Any] | None:
+        """What runs an operation on the rows of x, called as `RowOperations`; None: torch does."""
+        return self._row_operations.get(x.dtype) if x.is_cpu else None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        kernels = self._kernels_of(x)
-        if kernels is None:
+        run = self._rows_of(x)
+        if run is None:
             return super().rms_norm(x, weight, eps)
-        hidden = x.shape[-1]
-        _check_vector("weight", weight, x)
-        if x.is_contiguous():
-            rows, heads, stride = x.numel() // hidden, 1, hidden
-        elif x.dim() in (2, 3):
-            _check_rows("x", x)
-            rows, heads, stride = x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.stride(0)
-        else:
-            _refuse_strides("x", x)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        kernels.rms_norm(
-            x.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            rows,
-            heads,
-            hidden,
-            stride,
-            eps,
-            _num_threads(),
-        )
-        return out
+        return run("rms_norm", x, weight=weight, scalar=eps)
 
     def fused_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        kernels = self._kernels_of(x)
-        if kernels is None:
+        run = self._rows_of(x)
+        if run is None:
             return super().fused_add_rms_norm(x, residual, weight, eps)
-        hidden = x.shape[-1]
-        _check_vector("weight", weight, x)
-        if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_cpu:
-            _refuse_pair("residual", residual, "x", x)
-        if not x.is_contiguous():
-            _refuse_strides("x", x)
-        if not residual.is_contiguous():
-            _refuse_strides("residual", residual)
-        kernels.fused_add_rms_norm(
-            x.data_ptr(),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            x.numel() // hidden,
-            hidden,
-            eps,
-            _num_threads(),
-        )
-        return x, residual
+        return run("add_rms_norm", x, residual, weight=weight, scalar=eps, in_place=True), residual
 
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        kernels = self._kernels_of(x)
-        if kernels is None:
+        run = self._rows_of(x)
+        if run is None:
             return super().layer_norm(x, weight, bias, eps)
-        if not x.is_contiguous():
-            _refuse_strides("x", x)
-        for name, operand in (("weight", weight), ("bias", bias)):
-            if operand is not None:
-                _check_vector(name, operand, x)
-        out = torch.empty_like(x)
-        hidden = x.shape[-1]
-        kernels.layer_norm(
-            x.data_ptr(),
-            None if weight is None else weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            x.numel() // hidden,
-            hidden,
-            eps,
-            _num_threads(),
-        )
-        return out
+        return run("layer_norm", x, weight=weight, bias=bias, scalar=eps)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        kernels = self._kernels_of(x)
-        if kernels is None:
+        run = self._rows_of(x)
+        if run is None:
             return super().silu_and_mul(x)
-        out, rows, stride = _gated_output(x)
-        size = out.shape[-1]
-        kernels.silu_and_mul(x.data_ptr(), out.data_ptr(), rows, size, stride, _num_threads())
-        return out
+        return run("silu_and_mul", x, is_gated=True)
 
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
-        kernels = self._kernels_of(x)
-        if kernels is None:
+        run = self._rows_of(x)
+        if run is None:
             return super().gelu_and_mul(x, is_tanh)
-        out, rows, stride = _gated_output(x)
-        kernels.gelu_and_mul(
-            x.data_ptr(), out.data_ptr(), rows, out.shape[-1], stride, is_tanh, _num_threads()
-        )
-        return out
+        return run("gelu_and_mul", x, is_gated=True, option=is_tanh)
 
     def rotary_embedding(
         self,
@@ -148,7 +88,7 @@ class CPUOps(NativeOps):
         cos_sin_cache: Tensor,
         is_neox: bool,
     ) -> tuple[Tensor, Tensor]:
-        kernels = self._kernels_of(query)
+        kernels = self._kernels.get(query.dtype) if query.is_cpu else None
         if kernels is None:
             return super().rotary_embedding(positions, query, key, cos_sin_cache, is_neox)
         num_tokens, num_heads, head_size = query.shape
@@ -156,17 +96,17 @@ class CPUOps(NativeOps):
         if rot_dim % 2 or rot_dim > head_size:
             raise ValueError(f"rot_dim is {rot_dim}: not even, or above head size {head_size}")
         if key.shape[0] != num_tokens or key.shape[2] != head_size:
-            _refuse_pair("key", key, "query", query)
+            refuse_pair("key", key, "query", query)
         if key.dtype != query.dtype or not key.is_cpu:
-            _refuse_pair("key", key, "query", query)
+            refuse_pair("key", key, "query", query)
         if not positions.is_cpu or not cos_sin_cache.is_cpu:
-            _refuse_pair("positions", positions, "cos_sin_cache", cos_sin_cache)
+            refuse_pair("positions", positions, "cos_sin_cache", cos_sin_cache)
         if positions.shape != (num_tokens,):
             raise ValueError(f"positions is {list(positions.shape)}, query is {list(query.shape)}")
         _check_dense("positions", positions, torch.int64)
         _check_dense("cos_sin_cache", cos_sin_cache, torch.float32)
-        _check_rows("query", query)
-        _check_rows("key", key)
+        check_rows("query", query)
+        check_rows("key", key)
         bad = kernels.rotary_embedding(
             positions.data_ptr(),
             query.data_ptr(),
@@ -206,18 +146,18 @@ class CPUOps(NativeOps):
             )
         num_tokens, num_kv_heads, head_size = key.shape
         if value.shape != key.shape or value.dtype != key.dtype:
-            _refuse_pair("value", value, "key", key)
+            refuse_pair("value", value, "key", key)
         is_fp8 = key_cache.dtype in FP8_DTYPES
         if key_cache.shape[2:] != key.shape[1:] or not (is_fp8 or key_cache.dtype == key.dtype):
-            _refuse_pair("key_cache", key_cache, "key", key)
+            refuse_pair("key_cache", key_cache, "key", key)
         if slot_mapping.shape != (num_tokens,):
             raise ValueError(
                 f"slot_mapping is {list(slot_mapping.shape)}, key is {list(key.shape)}"
             )
         _check_caches(key_cache, value_cache)
         _check_dense("slot_mapping", slot_mapping, torch.int64)
-        _check_rows("key", key)
-        _check_rows("value", value)
+        check_rows("key", key)
+        check_rows("value", value)
         num_slots = key_cache.shape[0] * key_cache.shape[1]
         if is_fp8:
             tensors = (key, value, key_cache, value_cache, slot_mapping)
@@ -292,58 +232,17 @@ class CPUOps(NativeOps):
         return paged_attention_prefill(kernels, *args)
 
 
-def _check_rows(name: str, x: Tensor) -> None:
-    """x [R, C] or [R, C, D] is dense in all dimensions but the first."""
-    stride, last = x.stride(), x.shape[-1]
-    if stride[-1] != 1 or (x.dim() == 3 and stride[1] != last and x.shape[1] != 1):
-        _refuse_strides(name, x)
-
-
-def _check_vector(name: str, weight: Tensor, x: Tensor) -> None:
-    """weight is one dense row of the last dimension of x."""
-    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype or not weight.is_cpu:
-        _refuse_pair(name, weight, "x", x)
-    if not weight.is_contiguous():
-        _refuse_strides(name, weight)
-
-
 def _check_dense(name: str, x: Tensor, dtype: torch.dtype) -> None:
     if x.dtype != dtype:
         raise ValueError(f"{name} is {x.dtype}, it must be {dtype}")
     if not x.is_contiguous():
-        _refuse_strides(name, x)
+        refuse_strides(name, x)
 
 
 def _check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
     if value_cache.shape != key_cache.shape or value_cache.dtype != key_cache.dtype:
-        _refuse_pair("value_cache", value_cache, "key_cache", key_cache)
+        refuse_pair("value_cache", value_cache, "key_cache", key_cache)
     if not key_cache.is_contiguous():
-        _refuse_strides("key_cache", key_cache)
+        refuse_strides("key_cache", key_cache)
     if not value_cache.is_contiguous():
-        _refuse_strides("value_cache", value_cache)
-
-
-def _refuse_pair(name: str, x: Tensor, other_name: str, other: Tensor) -> NoReturn:
-    raise ValueError(
-        f"{name} is {x.dtype} {list(x.shape)} on {x.device}, "
-        f"{other_name} is {other.dtype} {list(other.shape)} on {other.device}"
-    )
-
-
-def _gated_output(x: Tensor) -> tuple[Tensor, int, int]:
-    """Memory for what a gated activation makes of x; rows of x and how far apart they are."""
-    width = x.shape[-1]
-    if width % 2:
-        raise ValueError(f"the last dimension of x must be even (gate and up), got {width}")
-    if x.is_contiguous():
-        rows, stride = x.numel() // width, width
-    elif x.dim() == 2 and x.stride(1) == 1:
-        rows, stride = x.shape[0], x.stride(0)
-    else:
-        _refuse_strides("x", x)
-    out = x.new_empty(*x.shape[:-1], width // 2)  # twice as fast as torch.empty
-    return out, rows, stride
-
-
-def _refuse_strides(name: str, x: Tensor) -> NoReturn:
-    raise ValueError(f"{name} is not dense: shape {list(x.shape)}, strides {list(x.stride())}")
+        refuse_strides("value_cache", value_cache)

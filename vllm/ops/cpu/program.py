@@ -17,8 +17,6 @@ from vllm.ops.cpu.linear import PackedWeight
 from vllm.ops.cpu.recorder import Operation, Recorder
 from vllm.ops.cpu.symbols import Buffer, NotFusibleError, Rows
 
-_MAX_BUFFERS = 64
-
 _num_threads = torch.get_num_threads
 
 
@@ -55,6 +53,10 @@ class Program:
         self._recorder = recorder
         operations = recorder.operations
         buffers = _Buffers(operations, result.buffer, given.buffer if given is not None else None)
+        if len(buffers.shapes) > kernels.kMaxBuffers:
+            raise NotFusibleError(
+                f"{len(buffers.shapes)} buffers are needed, at most {kernels.kMaxBuffers}"
+            )
         self._operations = (kernels.Operation * len(operations))(
             *(kernels.Operation(**_fields(kernels, o, buffers)) for o in operations)
         )
@@ -199,7 +201,7 @@ class Program:
         """Say why a launch was not computed."""
         bad, program, known = self._launch.bad_index, self._struct, self._status
         if status == known.kNoMemory:
-            raise MemoryError("no scratch memory for a forward pass")
+            raise MemoryError("not enough memory for a forward pass")
         if status == known.kBadStart:
             raise ValueError(
                 f"{bad} requests are decodes of one token, but the first prefill does not begin "
@@ -257,14 +259,12 @@ class _Buffers:
                 for b in dict.fromkeys(_used(operation))
                 if last_use[b] == number and b not in kept and b is not operation.out
             ]
-            if operation.kind in _ROW_BY_ROW:  # the result may take the place of an operand
+            if _is_row_operation(operation):
                 self._release(ended)
             if operation.out not in self.index:
                 self._make(operation.out)
-            if operation.kind not in _ROW_BY_ROW:
+            if not _is_row_operation(operation):
                 self._release(ended)
-        if len(self.shapes) > _MAX_BUFFERS:
-            raise NotFusibleError(f"{len(self.shapes)} buffers are needed, at most {_MAX_BUFFERS}")
 
     def _make(self, buffer: Buffer) -> None:
         key = buffer.width, self._is_local[buffer]
@@ -280,8 +280,9 @@ class _Buffers:
             self._free[key].append(self.index[buffer])
 
 
-_ROW_BY_ROW = {"rms_norm", "add_rms_norm", "add", "scale", "relu", "layer_norm"}
-"""Kinds whose result has the width of their operands and may take the place of one."""
+def _is_row_operation(operation: Operation) -> bool:
+    """Whether the result may take the place of an operand that is as wide."""
+    return operation.kind not in ("linear", "attend")
 
 
 def _used(operation: Operation) -> list[Buffer]:

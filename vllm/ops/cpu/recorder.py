@@ -4,7 +4,6 @@ A `Recorder` takes the place of the operator table, and of how a launch attends,
 run once on symbols (`vllm.ops.cpu.symbols`). Knows tensors and packed weights; knows no modules.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 from vllm.ops.cpu.operators import CPUOps
+from vllm.ops.cpu.row_operations import gated_size
 from vllm.ops.cpu.symbols import Buffer, Ids, NotFusibleError, Rows, Symbol
 
 _MAX_WINDOW = 2**31 - 1
@@ -25,7 +25,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation; what a kind means is said in csrc/cpu/program_rows.h."""
+    """One operation; what a kind means is said in csrc/cpu/row_operations.h."""
 
     kind: str
     x: Rows | None
@@ -35,18 +35,6 @@ class Operation:
     """What it reads besides rows, by the names of the fields of its struct."""
     numbers: dict[str, float]
     """The same of numbers."""
-
-
-def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Record calls with symbols. Calls with tensors, from other threads, are run."""
-
-    @functools.wraps(method)
-    def call(self: "Recorder", *args: Any, **options: Any) -> Any:
-        if any(isinstance(x, Symbol) for x in args):
-            return method(self, *args, **options)
-        return getattr(super(Recorder, self), method.__name__)(*args, **options)
-
-    return call
 
 
 class Recorder(CPUOps):
@@ -79,8 +67,8 @@ class Recorder(CPUOps):
         """What is recorded of torch besides the operator table: what has the same bits here."""
         return {
             F.embedding: self._embedding,
-            F.relu: self.relu,
-            torch.relu: self.relu,
+            F.relu: self._relu,
+            torch.relu: self._relu,
             torch.add: self.add,
             torch.mul: self.scale,
         }
@@ -124,52 +112,29 @@ class Recorder(CPUOps):
         operands = {"packed": self._packed(weight), "bias": self._vector(bias, weight.out_features)}
         return self._rows("linear", (weight.out_features,), x, operands=operands)
 
-    @_recorded
-    def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
-        operands = {"weight": self._vector(weight, x.sizes[-1])}
-        return self._rows("rms_norm", x.sizes, x, operands=operands, scalar=eps)
-
-    @_recorded
-    def fused_add_rms_norm(self, x: Any, residual: Any, weight: Tensor, eps: float) -> Any:
-        _check_pair(x, residual)
-        operands = {"weight": self._vector(weight, x.width)}
-        normed = self._rows("add_rms_norm", x.sizes, x, residual, operands=operands, scalar=eps)
-        return normed, residual
-
-    @_recorded
-    def layer_norm(self, x: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-        (size,) = _one_dim(x)
-        operands = {"weight": self._vector(weight, size), "bias": self._vector(bias, size)}
-        return self._rows("layer_norm", x.sizes, x, operands=operands, scalar=eps)
-
-    @_recorded
-    def silu_and_mul(self, x: Any) -> Any:
-        return self._rows("silu_and_mul", (_half(x),), x)
-
-    @_recorded
-    def gelu_and_mul(self, x: Any, is_tanh: bool) -> Any:
-        return self._rows("gelu_and_mul", (_half(x),), x, option=is_tanh)
-
-    def relu(self, x: Rows, inplace: bool = False) -> Rows:
+    def _relu(self, x: Any, inplace: bool = False) -> Rows:
         if inplace:
             raise NotFusibleError("relu in place cannot be recorded")
-        return self._rows("relu", _one_dim(x), x)
+        return self._row_operation("relu", x)
 
     def add(self, x: Any, y: Any) -> Rows:
         """The sum of two rows, either of which may be given first."""
-        _check_pair(x, y)
-        return self._rows("add", _one_dim(x), x, y)
+        if not isinstance(x, Rows):
+            raise NotFusibleError(f"rows are added to a {type(x).__name__}")
+        return self._row_operation("add", x, y)
 
     def scale(self, x: Any, factor: Any) -> Rows:
         """Rows times a number."""
         if not isinstance(x, Rows) or not isinstance(factor, (int, float)):
             raise NotFusibleError(f"rows are multiplied by a {type(factor).__name__}")
-        return self._rows("scale", _one_dim(x), x, scalar=factor)
+        return self._row_operation("scale", x, scalar=factor)
 
-    @_recorded
     def rotary_embedding(
         self, positions: Any, query: Any, key: Any, cos_sin_cache: Tensor, is_neox: bool
     ) -> Any:
+        if not isinstance(query, Symbol):
+            return super().rotary_embedding(positions, query, key, cos_sin_cache, is_neox)
+        heads: Any
         num_positions, rot_dim = cos_sin_cache.shape
         if not is_neox or positions.offset or not positions.is_position:
             raise NotFusibleError("only pairs of halves are rotated, by the positions of tokens")
@@ -212,6 +177,30 @@ class Recorder(CPUOps):
         if not isinstance(ids, Ids) or options.get("max_norm") is not None:
             raise NotFusibleError("an embedding is looked up by ids alone")
         return self.lookup(ids, weight)
+
+    def _rows_of(self, x: Any) -> Callable[..., Any] | None:
+        return self._row_operation if isinstance(x, Symbol) else super()._rows_of(x)
+
+    def _row_operation(
+        self,
+        kind: str,
+        x: Rows,
+        y: Any = None,
+        *,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        is_gated: bool = False,
+        in_place: bool = False,
+        **numbers: float,
+    ) -> Rows:
+        """Record what `RowOperations` runs."""
+        *heads, size = x.sizes
+        if y is not None and (not isinstance(y, Rows) or y.sizes != x.sizes):
+            found = f"rows of {y.sizes}" if isinstance(y, Rows) else f"a {type(y).__name__}"
+            raise NotFusibleError(f"rows of {x.sizes} and {found} are no operands of {kind}")
+        operands = {"weight": self._vector(weight, size), "bias": self._vector(bias, size)}
+        out = gated_size(size) if is_gated else size
+        return self._rows(kind, (*heads, out), x, y, operands=operands, **numbers)
 
     def _rows(
         self,
@@ -267,26 +256,6 @@ class Recorder(CPUOps):
         if not x.is_cpu or not x.is_contiguous():
             raise NotFusibleError(f"an operand {list(shape)} is not dense on the CPU")
         return x.detach()
-
-
-def _check_pair(x: Any, y: Any) -> None:
-    if not isinstance(x, Rows) or not isinstance(y, Rows):
-        raise NotFusibleError(f"a {type(x).__name__} and a {type(y).__name__} cannot be added")
-    if x.sizes != y.sizes or len(x.sizes) != 1:
-        raise NotFusibleError(f"rows of {x.sizes} and {y.sizes} cannot be added")
-
-
-def _one_dim(x: Rows) -> tuple[int]:
-    if len(x.sizes) != 1:
-        raise NotFusibleError(f"rows of {x.sizes} have to be flattened")
-    return (x.width,)
-
-
-def _half(x: Rows) -> int:
-    (width,) = _one_dim(x)
-    if width % 2:
-        raise NotFusibleError(f"rows of {width} elements have no gate and up of one size")
-    return width // 2
 
 
 def _check_heads(query: Rows, key: Rows, value: Rows, cache: Any) -> tuple[int, ...]:

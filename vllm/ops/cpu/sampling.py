@@ -19,8 +19,6 @@ from vllm.ops.cpu.library import CPUKernels, load_cpu_kernels
 Int64Array = npt.NDArray[np.int64]
 
 _NO_NUMBERS = 2
-_NUM_PARAMS = 8
-_NUM_INSIDE = 128
 """Tokens of a block of the vocabulary."""
 
 _num_threads = torch.get_num_threads
@@ -100,11 +98,11 @@ class SamplingKernels:
         """
         logits = self._readable(logits)
         n, vocab_size = logits.shape
+        kernels = self._of[logits.dtype]
         for written in out:
             _check("out", written, torch.int32, (n,))
         if params is not None:
-            _check("params", params, torch.float32, (_NUM_PARAMS, n))
-        kernels = self._of[logits.dtype]
+            _check("params", params, torch.float32, (kernels.kNumParams, n))
         args = kernels.SampleArgs(
             logits=logits.data_ptr(),
             rows=_row_address(rows, n),
@@ -117,7 +115,7 @@ class SamplingKernels:
             row_stride=logits.stride(0),
         )
         if numbers is not None:
-            _fill_numbers(args, numbers)
+            _fill_numbers(args, numbers, kernels.kVocabBlock)
         if changes is not None:
             _fill_changes(args, changes)
         status = kernels.sample(byref(args), _num_threads())
@@ -126,7 +124,7 @@ class SamplingKernels:
                 "draw keys or exponentials are required for rows that sample at random"
             )
         if status:
-            raise MemoryError(f"no scratch memory to sample from {vocab_size} tokens")
+            raise MemoryError(f"not enough memory to sample from {vocab_size} tokens")
 
     def gather_logprobs(
         self,
@@ -183,7 +181,7 @@ class SamplingKernels:
         if bad >= 0:
             raise IndexError(f"token_ids[{bad}] is {token_ids[bad]} of {vocab_size} tokens")
         if bad != -1:
-            raise MemoryError(f"no scratch memory for {vocab_size} tokens")
+            raise MemoryError(f"not enough memory for {vocab_size} tokens")
         return ids, logprobs, ranks
 
     def exponentials(
@@ -210,11 +208,11 @@ def load_sampling_kernels() -> SamplingKernels | None:
     return None if library is None else SamplingKernels(library)
 
 
-def _fill_numbers(args: Any, numbers: RowNumbers) -> None:
+def _fill_numbers(args: Any, numbers: RowNumbers, vocab_block: int) -> None:
+    least = args.vocab_size // vocab_block + 1 + vocab_block
     if numbers.exponentials is not None:
         num_draws = numbers.exponentials.shape[-1]
         _check("exponentials", numbers.exponentials, torch.float32, (args.n, num_draws))
-        least = args.vocab_size // _NUM_INSIDE + 1 + _NUM_INSIDE
         if num_draws < least:
             raise ValueError(f"{num_draws} random numbers for a row, {least} are needed")
         args.exponentials, args.num_draws = numbers.exponentials.data_ptr(), num_draws
@@ -224,7 +222,7 @@ def _fill_numbers(args: Any, numbers: RowNumbers) -> None:
     _check_pairs(numbers.keys, numbers.positions, args.n)
     args.keys = _address("keys", numbers.keys, np.uint64)
     args.positions = _address("positions", numbers.positions, np.int64)
-    args.num_draws = args.vocab_size // _NUM_INSIDE + 1 + _NUM_INSIDE
+    args.num_draws = least
 
 
 def _fill_changes(args: Any, changes: RowChanges) -> None:

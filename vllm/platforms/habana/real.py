@@ -109,6 +109,7 @@ class RealBridge:
             compilations=compiled.get("TotalNumber", 0),
             compile_s=compiled.get("TotalTime", 0) / 1e6,  # the metric is in microseconds
             cpu_fallbacks=dict(fallbacks.get("FallbackOps", {})),
+            recipes=tuple(tuple(recipe) for recipe in compiled.get("recipe", ())),
         )
 
     def warmed_section(self) -> AbstractContextManager[None]:

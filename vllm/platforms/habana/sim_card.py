@@ -96,6 +96,7 @@ class SimulatedCard:
         self._warmed = 0
         self._num_compilations = 0
         self._compile_s = 0.0
+        self._compiled: list[tuple[str, int]] = []
         self._cpu_fallbacks: Counter[str] = Counter()
         self.caches: WeakSet[Lease] = WeakSet()
         """Memory that is meant to be written in place."""
@@ -120,6 +121,7 @@ class SimulatedCard:
             d2h_bytes=self._d2h_bytes,
             copied_bytes=self._copied_bytes,
             cache_copies=self._num_cache_copies,
+            recipes=tuple(self._compiled),
         )
 
     @property
@@ -294,7 +296,10 @@ class SimulatedCard:
         if self._cache is None or text not in self._cache:
             self._refuse_when_warmed(f"compilation of a graph of {len(step)} operators")
             self._num_compilations += 1
-            self._compile_s += self.clock.compile(len(step))
+            seconds = self.clock.compile(len(step))
+            self._compile_s += seconds
+            name = f"recipe_{self._num_compilations}_of_{len(step)}_operators"
+            self._compiled.append((name, round(seconds * 1e6)))
             if self._cache is not None:
                 self._cache.add(text)
         self._recipes.add(step)

@@ -1,5 +1,5 @@
-"""The libraries that know grammars. Only the files here import them, and only when they are used:
-xgrammar takes seconds to import.
+"""The grammar libraries. Only the files here import them, and only when needed, because xgrammar
+takes seconds to import.
 """
 
 from typing import Any, Protocol
@@ -10,12 +10,13 @@ from vllm.structured_output.vocabulary import Vocabulary
 BACKENDS = ("xgrammar", "llguidance")
 
 MAX_WHITESPACE = 16
-"""Characters of whitespace between two tokens of JSON. Without a bound, a model may write nothing
-else until its output is full."""
+"""Maximum number of whitespace characters between two tokens of JSON. Without it, a model may write
+only whitespace until the end of its output."""
 
 
 class BackendError(ValueError):
-    """A library refuses a grammar, or an output that does not follow it; the message is its own."""
+    """A library refuses a grammar, or an output that does not follow it; has the library's
+    message."""
 
 
 class BackendMatcher(Protocol):
@@ -30,11 +31,11 @@ class BackendMatcher(Protocol):
         ...
 
     def is_complete(self) -> bool:
-        """The output may end here. Called after `fill`."""
+        """Whether the output may end here. Called after `fill`."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """A token of text was generated; BackendError when it cannot come here."""
+        """Add a generated text token; raises BackendError if the grammar does not allow it here."""
         ...
 
 
@@ -42,7 +43,7 @@ class LoadedGrammar(Protocol):
     """A compiled grammar in memory."""
 
     def matcher(self) -> BackendMatcher:
-        """A new one at the beginning of an output."""
+        """A new matcher at the beginning of an output."""
         ...
 
 
@@ -57,27 +58,28 @@ class Backend(Protocol):
         any_whitespace: bool = True,
         whitespace_pattern: str | None = None,
     ) -> bytes:
-        """The content of a `Grammar`.
+        """Compile the content of a `Grammar`.
 
         Args:
             kind: of `GrammarSpec`.
             source: a prepared schema; a translated pattern; a list of choices; the text of a
                 grammar; a structural tag in the newer format.
-            any_whitespace: JSON may have whitespace where it needs none.
-            whitespace_pattern: what it may have there; None is the default.
+            any_whitespace: JSON may have optional whitespace.
+            whitespace_pattern: pattern for that whitespace; None is the default.
 
         Raises:
-            BackendError: it does not know the kind, or refuses the source.
+            BackendError: the library does not support the kind, or refuses the source.
         """
         ...
 
     def load(self, content: bytes) -> LoadedGrammar:
-        """Of what `compile` returned, here or elsewhere; BackendError when it cannot be used."""
+        """Load a result of `compile`, also of another process; raises BackendError if it cannot be
+        used."""
         ...
 
 
 def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
-    """The library of this name; imports it."""
+    """Import the library of this name and make its backend."""
     assert name in BACKENDS
     if name == "xgrammar":
         from vllm.structured_output.backends.xgrammar import XGrammarBackend
@@ -89,7 +91,7 @@ def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
 
 
 def check_vocabulary(grammar: Grammar, vocabulary: Vocabulary) -> None:
-    """Raise BackendError when a grammar was compiled for another vocabulary."""
+    """Raise BackendError if a grammar was compiled for another vocabulary."""
     if grammar.vocabulary_key != vocabulary.key:
         raise BackendError(
             "the grammar is for another tokenizer than the engine's own: structured output "

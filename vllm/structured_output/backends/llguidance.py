@@ -1,4 +1,5 @@
-"""llguidance: lexer and Earley parser at run time. Knows most of JSON schema, and Lark grammars."""
+"""llguidance: lexer and Earley parser at run time. Supports most of JSON schema, and Lark
+grammars."""
 
 import json
 import re
@@ -12,16 +13,16 @@ from vllm.structured_output.backends import MAX_WHITESPACE, BackendError
 from vllm.structured_output.vocabulary import Vocabulary
 
 _REGEX_PROBLEM = re.compile(r"regex parse error:\n(.*)\n( *\^+)\nerror: (.*)")
-"""The line of the pattern, marks under the part that is wrong, and what is wrong with it."""
+"""The line of the pattern, marks under the wrong part, and the error."""
 
 
 class _Tokens:
-    """A vocabulary as llguidance wants it. The last token is the end, which we write ourselves."""
+    """A vocabulary in llguidance's interface. The last token is an artificial end token."""
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # 0xFF is in no UTF-8: how the library marks tokens that are not text.
+        # 0xFF never occurs in UTF-8: the library marks tokens that are not text with it.
         self.tokens = [
             token or b"\xff<%d>" % token_id for token_id, token in enumerate(vocabulary.tokens)
         ]
@@ -31,9 +32,9 @@ class _Tokens:
         self.tokenizer: llguidance.LLTokenizer | None = None
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of a text that the grammar forces."""
+        """Tokenise a text that the grammar forces."""
         if self.tokenizer is None:
-            return []  # asked before there is one, whether bytes are taken
+            return []  # called first without tokens, to find out whether bytes are accepted
         tokens: list[int] = self.tokenizer.greedy_tokenize(text.decode())
         return tokens
 
@@ -132,7 +133,7 @@ class LLGuidanceMatcher:
 
 
 def json_options(any_whitespace: bool, whitespace_pattern: str | None) -> dict[str, Any]:
-    """How JSON is written."""
+    """Options for the format of JSON."""
     if not any_whitespace:
         return {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     pattern = whitespace_pattern or rf"[ \t\n\r]{{1,{MAX_WHITESPACE}}}"
@@ -155,7 +156,7 @@ def _structural_tag(source: Any, options: dict[str, Any]) -> str:
 
 
 def _first_lines(message: str) -> str:
-    """What is wrong, without the state of the parser."""
+    """The error message without the state of the parser."""
     if found := _REGEX_PROBLEM.search(message):
         line, marks, problem = found.groups()
         start = marks.index("^")

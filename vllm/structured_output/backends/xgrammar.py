@@ -1,4 +1,4 @@
-"""xgrammar: a pushdown automaton compiled against the vocabulary. Fast; knows plain schemas."""
+"""xgrammar: a pushdown automaton compiled against the vocabulary. Fast; supports plain schemas."""
 
 import json
 import re
@@ -18,7 +18,7 @@ class XGrammarBackend:
     """Compiles and loads; see `Backend`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # One token more than the model has: the end, which we write ourselves.
+        # One token more than the model has: an artificial end token.
         end = len(vocabulary.tokens)
         self._info = xgrammar.TokenizerInfo(
             [*vocabulary.tokens, b""],
@@ -118,5 +118,5 @@ def _escaped(text: str) -> str:
 
 
 def _message(error: Exception) -> str:
-    """The text of a library's error without its place in the library."""
+    """The text of a library's error without its source location."""
     return _LOG_PREFIX.sub("", str(error)).strip() or repr(error)

@@ -1,1 +1,1 @@
-"""What an engine counts."""
+"""Metrics of the engine."""

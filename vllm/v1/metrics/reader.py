@@ -1,4 +1,4 @@
-"""The numbers that `LLM.get_metrics` returns."""
+"""The metrics that `LLM.get_metrics` returns."""
 
 from vllm.engine.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
 

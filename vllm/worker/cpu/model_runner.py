@@ -1,5 +1,5 @@
-"""Runs scheduler steps on the CPU: forward passes, and whole steps of decodes, in one call where
-the model allows it.
+"""Runs scheduler steps on the CPU. Where the model allows it, a forward pass, or a whole decode
+step, is one call of C++.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,7 @@ class CPUModelRunner(ModelRunner):
         if self._fused is None or type(metadata) is not RaggedMetadata:
             return super()._forward(model_input)
         if context.adapter_rows is not None:
-            return super()._forward(model_input)  # a program knows no adapters
+            return super()._forward(model_input)  # a recorded program does not support adapters
         replaced = context.replaced
         embeddings = None if replaced is None else (replaced.indices, replaced.embeddings)
         slot_mapping, block_tables = metadata.slot_mapping, metadata.block_tables
@@ -102,7 +102,7 @@ class CPUModelRunner(ModelRunner):
         )
 
     def _fuse(self) -> None:
-        """Find out, once, what of the model can run in one call."""
+        """Find out which parts of the model can run in one call. Called once."""
         if self._is_fused_known:
             return
         self._is_fused_known = True

@@ -1,7 +1,7 @@
 """Sleep mode on the CPU, where weights are host memory already.
 
-All memory keeps its address while it is given back (see `vllm.utils.process_memory`), so kernels
-that hold addresses of weights and caches need not know of it.
+All memory keeps its address while it is released (see `vllm.utils.process_memory`), so kernels
+that hold addresses of weights and caches are not affected.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from vllm.attention import CachedLayer
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.logger import init_logger
 from vllm.model_executor.model_memory import copy_cache_scales, fingerprint, model_storages
-from vllm.utils.process_memory import can_discard, discard, give_back_memory
+from vllm.utils.process_memory import can_discard, discard, release_freed_memory
 from vllm.worker.sleep import BuildModel
 
 logger = init_logger(__name__)
 
 
 def check_can_sleep() -> None:
-    """Refuse sleep mode on a system that cannot do it.
+    """Refuse sleep mode on a system that does not support it.
 
     Raises:
         ConfigError: the system is not Linux.
@@ -30,10 +30,10 @@ def check_can_sleep() -> None:
 
 
 class HostWeights:
-    """The weights of a model in host memory. They come back from the checkpoint.
+    """The weights of a model in host memory, which are restored from the checkpoint.
 
-    There is no second memory to keep them in, so weights that differ from the checkpoint stay
-    where they are when their content must be kept.
+    There is no other memory to keep them in, so weights that differ from the checkpoint are not
+    released when their content must be kept.
 
     Args:
         model: loaded, its weights packed.
@@ -55,26 +55,27 @@ class HostWeights:
         self._must_be_as_loaded = False
 
     def release(self, *, keep: bool) -> None:
-        """Give the weights back, unless their content is to be kept and only they have it."""
+        """Release the weights, unless their content has to be kept and differs from the
+        checkpoint."""
         self._must_be_as_loaded = keep
         if self._is_released:
             return
         if keep and self._fingerprints() != self._loaded:
             logger.warning(
                 "The weights were changed after they were loaded, so they stay in memory: level 1 "
-                "keeps their content, and the checkpoint does not have it. Level 2 gives them back."
+                "keeps their content, and the checkpoint does not have it. Level 2 releases them."
             )
             return
         for storage in self._storages:
             _discard(storage)
-        give_back_memory()
+        release_freed_memory()
         self._is_released = True
 
     def restore(self) -> None:
         """Read the checkpoint again, into the same memory.
 
         Raises:
-            WeightLoadError: it cannot be read, or no longer has the weights that were to be kept.
+            WeightLoadError: it cannot be read, or no longer has the weights that had to be kept.
         """
         if not self._is_released:
             return
@@ -113,7 +114,7 @@ class HostWeights:
             _discard(new)  # so that the model is not in memory twice
         copy_cache_scales(fresh_model, self._model)
         del fresh_model, fresh, new
-        give_back_memory()
+        release_freed_memory()
 
     def _note(self) -> None:
         if self._can_sleep:
@@ -124,7 +125,7 @@ class HostWeights:
 
 
 class HostCache:
-    """The KV cache of some layers in host memory. It comes back empty.
+    """The KV cache of some layers in host memory. It is empty after `restore`.
 
     Args:
         layers: with their caches bound.
@@ -134,13 +135,13 @@ class HostCache:
         self._layers = layers
 
     def release(self, *, keep: bool) -> None:
-        """Give the caches back."""
+        """Release the caches."""
         for layer in self._layers:
             for cache in layer.kv_caches:
                 _discard(cache)
 
     def restore(self) -> None:
-        """Nothing: the system gives memory to what is written."""
+        """Do nothing: the system allocates pages when they are written."""
 
 
 def _discard(tensor: Tensor) -> None:

@@ -168,8 +168,9 @@ class CompiledExecution(Execution):
         """
         dynamo: Any = torch._dynamo.config
         wanted = 1 + num_shapes * (1 + len(self.model.model.layers))
-        dynamo.recompile_limit = max(dynamo.recompile_limit, wanted)
-        dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * wanted)
+        # The names of torch 2.6; newer ones keep them beside `recompile_limit`.
+        dynamo.cache_size_limit = max(dynamo.cache_size_limit, wanted)
+        dynamo.accumulated_cache_size_limit = max(dynamo.accumulated_cache_size_limit, 8 * wanted)
 
     def forbid_recompilation(self) -> None:
         """Skip the guards; what would have been compiled raises in torch."""

@@ -59,7 +59,10 @@ class PaddedLaunches:
         self._bridge = bridge
         self.inputs = inputs
         self.execution = make_execution(bridge, model, config)
-        self.report = StepReport(bridge, config.hpu.log_compilations, config.hpu.log_cpu_fallbacks)
+        hpu = config.hpu
+        self.report = StepReport(
+            bridge, hpu.log_compilations, hpu.log_cpu_fallbacks, log_recipes=hpu.log_recipes
+        )
         self.phases = (Phase.PREFILL,) if whole_prompts else tuple(Phase)
         self._batch = batch
         self._logprob_rows = logprob_rows

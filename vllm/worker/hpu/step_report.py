@@ -58,6 +58,7 @@ class StepReport:
         bridge: whose counters are read.
         log_compilations: which steps report their graph compilations.
         log_fallbacks: which steps report their operators that ran on the host.
+        log_recipes: a report of compilations lists them, as far as the bridge does.
 
     Attributes:
         num_hits: launches of a shape that was known.
@@ -69,10 +70,13 @@ class StepReport:
         bridge: HabanaBridge,
         log_compilations: ReportMode = "off",
         log_fallbacks: ReportMode = "off",
+        *,
+        log_recipes: bool = False,
     ) -> None:
         self._bridge = bridge
         self._log_compilations = log_compilations
         self._log_fallbacks = log_fallbacks
+        self._log_recipes = log_recipes
         self._known: set[tuple[Phase, int, int, int]] = set()
         self._warmup_compilations: int | None = None
         self._recent_compilations = 0
@@ -101,8 +105,11 @@ class StepReport:
         yield
         self._bridge.synchronize()
         after = self._bridge.counters()
+        num_compiled, compiled = _compilation_stats(before, after)
+        if self._log_recipes:
+            compiled.append(("recipe", list(after.recipes[len(before.recipes) :])))
         for tag, mode, (count, stats) in (
-            ("GRAPH_COMPILATION", self._log_compilations, _compilation_stats(before, after)),
+            ("GRAPH_COMPILATION", self._log_compilations, (num_compiled, compiled)),
             ("CPU_FALLBACK", self._log_fallbacks, _fallback_stats(before, after)),
         ):
             if mode == "all" or (mode == "some" and count):

@@ -29,6 +29,7 @@ from vllm.platforms import resolve_platform
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
 from vllm.utils import startup_progress
+from vllm.worker.hpu.launch_profile import profile_launch
 from vllm.worker.hpu.memory import divide_memory, make_ledger, most_launch_bytes
 from vllm.worker.hpu.memory_profile import MemoryProfile, is_out_of_memory
 from vllm.worker.hpu.model_runner import HPUModelRunner
@@ -286,6 +287,8 @@ class HPUWorker(WorkerBase):
         if Phase.DECODE not in self.runner.launches.phases:
             catalog = Catalog(catalog.prefill, ())
         self.runner.launches.use_catalog(catalog, plan.limits)
+        if self.config.hpu.profiled_launch is not None:
+            profile_launch(self.config, self.bridge, self.runner, num_blocks)
         if self.config.hpu.skip_warmup:
             logger.info("Skipping warmup...")
             # What compiles from here on, requests wait for.

@@ -37,7 +37,7 @@ class PooledRows:
     numbers: Tensor
     """[n, size], or [sum(counts), size] with one result per token."""
     places: IntArray | None = None
-    """These rows of the numbers are meant; None: all."""
+    """Indices of the valid rows of `numbers`; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class PoolingInput:
 
 
 class PoolingRequests:
-    """What the rows of a pooling model want, and how it is told.
+    """The pooling requests of the batch, and how their results are reported.
 
     Args:
         config: of the engine.
@@ -68,7 +68,7 @@ class PoolingRequests:
         self._params: dict[int, PoolingParams] = {}
 
     def update(self, step: SchedulerOutput) -> None:
-        """Forget rows that are freed, and note the new ones."""
+        """Remove freed rows and add new requests."""
         for row in step.freed_rows:
             self._params.pop(row, None)
         for new in step.new_requests:
@@ -112,7 +112,7 @@ class TokenTypes:
         self.values: IntArray = np.zeros_like(batch.token_ids)
 
     def update(self, step: SchedulerOutput) -> None:
-        """Note those of new requests."""
+        """Store the types of new requests."""
         for new in step.new_requests:
             types, num_prompt = new.request.token_type_ids, len(new.request.prompt_token_ids)
             self.values[new.row, :num_prompt] = 0 if types is None else types
@@ -157,11 +157,12 @@ class PoolingRunner:
         return layers_with_cache(self.model)
 
     def stats(self) -> RunnerStats:
-        """What it has done; on a device that takes any shape nothing is padded or compiled."""
+        """Counters since the start. Nothing is padded or compiled on a device that accepts any
+        shape."""
         return RunnerStats(num_steps=self._num_steps, num_useful_tokens=self._num_useful_tokens)
 
     def execute(self, step: SchedulerOutput) -> StepHandle:
-        """Start a step. Rows may be given away in it, so the one before is waited for."""
+        """Start a step. It may reassign rows, so it first waits for the step before."""
         if self._in_flight is not None:
             self._in_flight.result()
         self._num_steps += 1

@@ -1,1 +1,1 @@
-"""POST /v1/chat/completions, and the turn of a conversation that other APIs use too."""
+"""POST /v1/chat/completions, and the chat turn that other APIs use too."""

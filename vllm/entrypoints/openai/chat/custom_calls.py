@@ -1,7 +1,7 @@
-"""Calls of custom tools: what the model writes as arguments becomes the text of their input.
+"""Calls of custom tools: converts the arguments that the model writes to the text of the input.
 
 To the model a custom tool is a function with the argument `input`. The input is decoded while the
-arguments grow. Arguments that are written otherwise are kept: their JSON text is the input.
+arguments grow. If the arguments have another form, their JSON text is the input.
 """
 
 import re
@@ -29,7 +29,7 @@ class CustomCalls:
         self._inputs: dict[int, InputReader] = {}
 
     def convert(self, deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The same deltas, with `custom` in place of `function` where the tool is custom."""
+        """The deltas, with `custom` in place of `function` for custom tools."""
         converted = []
         for delta in deltas:
             index, function = delta["index"], delta.get("function") or {}
@@ -46,7 +46,7 @@ class CustomCalls:
         return converted
 
     def finish(self) -> list[dict[str, Any]]:
-        """The output has ended: what was held back."""
+        """End the output. Returns what was held back."""
         return [d for index, text in self._inputs.items() for d in _growth(index, text.finish())]
 
 
@@ -55,28 +55,29 @@ def _growth(index: int, text: str) -> list[dict[str, Any]]:
 
 
 class InputReader:
-    """Decodes the string in `{"input": "..."}` as it grows. Any text can be fed."""
+    """Decodes the string in `{"input": "..."}` incrementally. Accepts any text."""
 
     def __init__(self) -> None:
         self._unread = ""
         self._num_looked_at = 0
-        """Characters of `_unread`, while the beginning is read: there may be much white space."""
+        """Characters of `_unread` that are scanned already, because the beginning may have much
+        white space."""
         self._seen = ""
         self._state = self._read_beginning
 
     def feed(self, text: str) -> str:
-        """What is new of the input."""
+        """Add text. Returns the new part of the input."""
         self._unread += text
         return self._state()
 
     def finish(self) -> str:
-        """What was held back: half an escape, which is no text, is left out."""
+        """Return what was held back, without an incomplete escape."""
         if self._state == self._read_beginning and self._unread.strip() not in ("", "{", "{}"):
             return self._unread
         return ""
 
     def _read_beginning(self) -> str:
-        """Hold everything back until the string begins, or something else is certain."""
+        """Hold everything back until it is certain whether the string begins."""
         while self._num_looked_at < len(self._unread):
             char = self._unread[self._num_looked_at]
             self._num_looked_at += 1
@@ -113,15 +114,15 @@ class InputReader:
                 pieces.append(piece)
                 place += size
             elif len(text) - place < _LONGEST_ESCAPE:
-                break  # more of it may come
+                break  # may be incomplete
             else:
-                pieces.append(text[place])  # no escape of JSON: taken as it is
+                pieces.append(text[place])  # not an escape of JSON: kept unchanged
                 place += 1
         self._unread = text[place:]
         return "".join(pieces)
 
     def _decode(self, found: "re.Match[str]", text: str) -> tuple[int, str]:
-        """Length and text of an escape; 0 while its second half may come."""
+        """Length and text of an escape; length 0 while it may be incomplete."""
         size = len(found[0])
         if found[1] is None:
             return size, _ESCAPED.get(found[2], found[2])

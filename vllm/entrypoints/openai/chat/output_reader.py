@@ -1,4 +1,4 @@
-"""Splits one output into reasoning, content and tool calls while it grows.
+"""Splits one output incrementally into reasoning, content and tool calls.
 
 The same object reads a stream and a whole output, so that both give the same.
 """
@@ -28,14 +28,14 @@ logger = init_logger(__name__)
 
 @contextmanager
 def parser_failures(kind: str, name: str | None) -> Iterator[None]:
-    """A parser that raises fails the request alone: it may be a user's.
+    """Turn exceptions of a parser, which may be a user's, into a failure of this request only.
 
     Args:
         kind: "tool" or "reasoning".
-        name: as the flag has it.
+        name: as in the flag.
 
     Raises:
-        GenerationError: in place of what it raises.
+        GenerationError: in place of the parser's exception.
     """
     try:
         yield
@@ -48,7 +48,7 @@ def parser_failures(kind: str, name: str | None) -> Iterator[None]:
 
 @dataclass(slots=True)
 class ReadDelta:
-    """What an output has grown by."""
+    """The new parts of an output."""
 
     reasoning: str = ""
     content: str = ""
@@ -59,10 +59,10 @@ class OutputReader:
     """Reads one output. Reasoning is split off first; tool calls are looked for in the rest.
 
     Args:
-        reasoning: or None.
-        tools: what finds calls that the model may make, or None.
-        forced: what reads calls that the model had to make, or None. Then there is no content.
-        max_calls: further tool calls are left out; None keeps all.
+        reasoning: parser for reasoning, or None.
+        tools: parser for calls that the model may make, or None.
+        forced: reader of calls that the model has to make, or None. With it, there is no content.
+        max_calls: further tool calls are dropped; None keeps all.
         custom: converts calls of custom tools; None: the request has no custom tools.
         names: of the reasoning parser and the tool parser, for errors.
 
@@ -89,16 +89,16 @@ class OutputReader:
         self._names = names
         self._has_begun = False
         self._early_ids: list[int] | None = []
-        """The tokens so far, while no answer has begun; None: it has."""
+        """The tokens so far, until the answer begins; then None."""
         self.is_plain = reasoning is None and tools is None and forced is None
 
     def feed(self, text: str, token_ids: Sequence[int] = (), *, is_last: bool = False) -> ReadDelta:
-        """Read on.
+        """Read new output.
 
         Args:
-            text: what the output has grown by.
+            text: the new text.
             token_ids: of this text.
-            is_last: nothing follows; what was held back comes now.
+            is_last: the output is complete, so text that was held back is returned.
         """
         if self.is_plain:
             return ReadDelta(content=text)
@@ -129,7 +129,7 @@ class OutputReader:
     def _split(
         self, text: str, token_ids: Sequence[int], is_last: bool, is_whole: bool
     ) -> tuple[str, str]:
-        """Reasoning and answer of what has come."""
+        """Split new text into reasoning and answer."""
         assert self._reasoning is not None
         if is_whole:
             parts = [self._reasoning.read_whole(text, token_ids)]
@@ -141,7 +141,7 @@ class OutputReader:
         return "".join(each or "" for each in thoughts), "".join(each or "" for each in answers)
 
     def _answer_ids(self, token_ids: Sequence[int], has_content: bool) -> Sequence[int]:
-        """Those of the tokens that are the answer's, for parsers that read tokens."""
+        """The tokens that belong to the answer, for parsers that read tokens."""
         if self._early_ids is None or not getattr(self._tools, "reads_tokens", False):
             return token_ids
         assert self._reasoning is not None

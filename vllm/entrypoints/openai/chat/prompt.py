@@ -1,7 +1,7 @@
-"""From the conversation of a request to a prompt.
+"""Converts the conversation of a request to a prompt.
 
-The template is the server's, or the tokenizer's. A template that comes in a request is a program
-from outside: it is rendered in a process of its own, with a deadline.
+The template is the server's or the tokenizer's. A template in a request is foreign code, so it is
+rendered in a separate process with a deadline.
 """
 
 import asyncio
@@ -50,11 +50,11 @@ async def chat_prompt(
     Args:
         context: of the server; its engine is ready.
         body: conversation, tools and options.
-        with_tools: False keeps the tools from the model.
+        with_tools: False hides the tools from the model.
         truncate, cache_salt, max_tokens: see `prompts.tokenize`.
 
     Returns:
-        Token ids; "prompt" is the rendered text, where it was not truncated.
+        Token ids; "prompt" is the rendered text, unless it was truncated.
 
     Raises:
         RequestError: the conversation cannot be rendered, or not in time.
@@ -88,7 +88,7 @@ async def render(context: ServerContext, body: ChatFields, *, with_tools: bool =
 
 
 def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) -> ChatOptions:
-    """How the conversation of a request is to be rendered.
+    """The options for rendering the conversation of a request.
 
     Raises:
         RequestError: the options contradict each other.
@@ -155,13 +155,13 @@ def _as_dict(options: ChatOptions) -> dict[str, Any]:
 
 @functools.cache
 def _template_lane() -> ThreadPoolExecutor:
-    """A thread of their own: templates that are slow keep no thread from other work."""
+    """A separate thread, so that slow templates do not block other work."""
     return ThreadPoolExecutor(1, thread_name_prefix="template")
 
 
 @functools.cache
 def _template_worker() -> DeadlineWorker:
-    """One for all requests: its calls wait for each other, two seconds each at most."""
+    """One worker for all requests, so calls wait for each other, at most two seconds each."""
     return DeadlineWorker(
         make_server("vllm.entrypoints.openai.chat.template_worker:start"),
         max_memory_bytes=_TEMPLATE_MEMORY_BYTES,

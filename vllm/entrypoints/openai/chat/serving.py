@@ -54,7 +54,7 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
 
 
 class _ChatFormat:
-    """Formats the answers to one request."""
+    """Formats the answers of one request."""
 
     def __init__(self, context: ServerContext, body: ChatCompletionRequest, turn: ChatTurn) -> None:
         self.turn = turn
@@ -68,7 +68,7 @@ class _ChatFormat:
         self._writer = ChunkWriter(turn.request_id, "chat.completion.chunk", turn.model)
 
     def usage(self, num_output_tokens: int | None = None) -> dict[str, Any]:
-        """The tokens so far; or with another number of output tokens."""
+        """The usage so far, or with the given number of output tokens."""
         usage = self.turn.usage
         if num_output_tokens is None:
             num_output_tokens = usage.completion_tokens
@@ -80,7 +80,7 @@ class _ChatFormat:
         return self._chunk(TurnDelta(index), message, num_output_tokens=0)
 
     def chunk(self, delta: TurnDelta) -> bytes | None:
-        """The chunk for new text or calls of an answer; None when there is nothing to send."""
+        """The chunk for new text or calls of an answer; None if there is nothing to send."""
         if delta.is_empty and not self.turn.is_plain and delta.logprobs is None:
             return None
         message: dict[str, Any] = {}
@@ -93,11 +93,11 @@ class _ChatFormat:
         return self._chunk(delta, message)
 
     def usage_chunk(self) -> bytes:
-        """The last chunk of a stream that tells its usage."""
+        """The last chunk of a stream with usage."""
         return self._writer.usage(self.usage())
 
     def choice(self, choice: TurnChoice) -> dict[str, Any]:
-        """One whole answer."""
+        """One complete answer."""
         content = choice.content
         if self.echoed:
             content = self.echoed + (content or "")
@@ -225,14 +225,14 @@ def _head(request_id: str, model: str) -> dict[str, Any]:
 
 
 def _role(context: ServerContext, body: ChatCompletionRequest) -> str:
-    """The role of the answers: that of the last message when it is continued."""
+    """The role of the answers: that of the last message if it is continued."""
     if body.add_generation_prompt:
         return context.args.response_role
     return str(body.messages[-1].get("role"))
 
 
 def _echoed(body: ChatCompletionRequest, role: str) -> str:
-    """The last message, which the answers begin with on request when their role is the same."""
+    """The last message, with which the answers begin if `echo` is set and the role is the same."""
     last = body.messages[-1]
     content = last.get("content")
     if body.echo and last.get("role") == role and isinstance(content, str):

@@ -1,4 +1,4 @@
-"""What `--chat-template` means. Loads no transformers, and jinja2 only to check."""
+"""Reads `--chat-template`. Does not import transformers, and jinja2 only for the check."""
 
 import functools
 from pathlib import Path
@@ -10,7 +10,7 @@ _SHOWN_CHARS = 60
 
 @functools.lru_cache(maxsize=4)
 def load_chat_template(value: str | None) -> str | None:
-    """The template that `--chat-template` means: the content of a file, or the text itself.
+    """Load the template of `--chat-template`: the content of a file, or the text itself.
 
     Raises:
         ConfigError: it is neither.
@@ -23,13 +23,13 @@ def load_chat_template(value: str | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"chat_template={value!r} is not a file that can be read ({reason}), nor a template, "
-            f"which contains {{{{ or {{%. Name a file, or give the template itself."
+            f"chat_template={value!r} is neither a file that can be read ({reason}) nor a "
+            f"template, which contains {{{{ or {{%. Name a file, or give the template itself."
         ) from error
 
 
 def check_chat_template(value: str) -> None:
-    """Refuse a template that no conversation can be rendered with. Renders nothing.
+    """Refuse a template with a syntax error. Renders nothing.
 
     Raises:
         ConfigError: it cannot be read, or is not Jinja.

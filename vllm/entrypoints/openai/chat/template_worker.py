@@ -1,7 +1,7 @@
-"""Renders chat templates that come in requests. Runs in the process of a `DeadlineWorker`.
+"""Renders the chat templates of requests, in the process of a `DeadlineWorker`.
 
-Loads jinja2 and nothing of the engine. The sandbox keeps a template from Python's internals; the
-deadline and the memory limit of the process keep it from everything else.
+Imports jinja2 and nothing of the engine. The sandbox protects Python's internals; the deadline and
+the memory limit of the process protect the rest.
 """
 
 import json
@@ -18,11 +18,11 @@ from vllm.errors import RequestError
 
 _MAX_TEXT_CHARS = 64 * 2**20
 _END_MARK = "\ue000vllm-end-of-final-message\ue000"
-"""Put behind the final message that is to be continued; the text is cut there."""
+"""Marks the end of the message that is to be continued; the text is cut there."""
 
 
 def start(_setup: bytes) -> Callable[[bytes], bytes]:
-    """The handler of the worker: JSON of the arguments in, text out."""
+    """Make the handler of the worker: input is JSON of the arguments, output is text."""
     return lambda argument: render(msgspec.json.decode(argument)).encode()
 
 
@@ -79,7 +79,7 @@ def _mark_end(message: dict[str, Any]) -> None:
 
 
 def make_environment() -> jinja2.Environment:
-    """As templates of the Hugging Face hub expect it."""
+    """The jinja2 environment that templates of the Hugging Face hub expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

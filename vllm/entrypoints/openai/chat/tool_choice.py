@@ -1,7 +1,7 @@
-"""Tool calls that the request demands: the schema that forces them, and how they are read back.
+"""Tool calls that a request requires: their schema, and the readers of the output.
 
 With a named tool the whole output is the arguments of the call. With "required" it is an array
-of `{"name": ..., "parameters": ...}`. Knows no engine.
+of `{"name": ..., "parameters": ...}`. Independent of the engine.
 """
 
 import json
@@ -16,12 +16,12 @@ from vllm.sampling_params import GuidedDecodingParams
 _MAX_SCHEMA_DEPTH = 100
 _ANY_OBJECT = {"type": "object"}
 ToolCallDelta = dict[str, Any]
-"""`DeltaToolCall` as a plain dict: index, and what is new of id, type and function."""
+"""`DeltaToolCall` as a plain dict: index, and the new parts of id, type and function."""
 
 
-def forced_form(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
-    """What constrains an output that has to be calls of tools; None: it is any text, the input of
-    a custom tool without a grammar.
+def tool_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
+    """The constraint of an output that has to be tool calls. None: the output is any text, namely
+    the input of a custom tool without a grammar.
 
     Raises:
         RequestError: the parameters of a tool are nested too deeply.
@@ -37,10 +37,10 @@ def forced_form(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
 
 
 def check_grammars(body: ChatCompletionRequest) -> None:
-    """Refuse the grammar of a custom tool that could not be enforced.
+    """Refuse the grammar of a custom tool that cannot be enforced.
 
     Raises:
-        RequestError: says when it can.
+        RequestError: says when it could be.
     """
     for tool in (tool.function for tool in body.functions):
         custom = body.custom_tools.get(tool.name)
@@ -93,7 +93,8 @@ def tool_schema(body: ChatCompletionRequest) -> dict[str, Any] | None:
 def _call_schema(
     index: int, tool: FunctionDefinition, definitions: dict[str, Any]
 ) -> dict[str, Any]:
-    """One call. Definitions inside of it move to the top, where references look for them."""
+    """The schema of one call. Definitions inside it move to the top level, where references expect
+    them."""
     parameters = dict(tool.parameters or _ANY_OBJECT)
     prefixes = {}
     own_names: list[str] = []
@@ -135,7 +136,7 @@ def _move_references(schema: Any, prefixes: dict[str, str], depth: int) -> Any:
 
 
 def first_delta(index: int, name: str, arguments: str) -> ToolCallDelta:
-    """How a call begins: its id, its type and its name."""
+    """The first delta of a call, with id, type and name."""
     return {
         "index": index,
         "id": random_tool_call_id(),
@@ -145,19 +146,19 @@ def first_delta(index: int, name: str, arguments: str) -> ToolCallDelta:
 
 
 def next_delta(index: int, arguments: str) -> ToolCallDelta:
-    """How a call goes on."""
+    """A later delta of a call."""
     return {"index": index, "function": {"arguments": arguments}}
 
 
 class NamedToolReader:
-    """All text is the arguments of one call, or its input where the tool is custom."""
+    """Reads an output that is the arguments of one call, or its input if the tool is custom."""
 
     def __init__(self, name: str, *, is_custom: bool = False) -> None:
         self._name: str | None = name
         self._is_custom = is_custom
 
     def feed(self, text: str) -> list[ToolCallDelta]:
-        """The deltas that a piece of the output makes."""
+        """The deltas for a piece of the output."""
         if self._name is not None:
             name, self._name = self._name, None
             first = first_delta(0, name, text)
@@ -173,9 +174,9 @@ class NamedToolReader:
 class RequiredToolReader:
     """Reads an array of calls as it grows, character by character.
 
-    Arguments are passed on as the model wrote them. It relies on the grammar that `tool_schema`
-    makes: an array of flat objects whose name comes before the parameters. What an output that
-    was cut off lacks is lacking here too.
+    Arguments are passed on as the model wrote them. The reader relies on the grammar of
+    `tool_schema`: an array of flat objects, with the name before the parameters. If the output was
+    cut off, so are the calls.
     """
 
     def __init__(self) -> None:
@@ -188,7 +189,7 @@ class RequiredToolReader:
         self._is_value = False
 
     def feed(self, text: str) -> list[ToolCallDelta]:
-        """The deltas that a piece of the output makes."""
+        """The deltas for a piece of the output."""
         deltas: list[ToolCallDelta] = []
         arguments: list[str] = []
         for char in text:
@@ -207,7 +208,7 @@ class RequiredToolReader:
         return deltas
 
     def _is_between(self, char: str) -> bool:
-        """White space around a value, which is not part of it."""
+        """Whether it is white space around a value, which is not part of it."""
         return self._depth == 2 and not self._is_string and char.isspace()
 
     @property
@@ -215,7 +216,7 @@ class RequiredToolReader:
         return self._is_value and self._key == "parameters"
 
     def _read(self, char: str) -> str | None:
-        """Take in a character; the name of a call when it ends with this one."""
+        """Read a character. Returns the name of a call if it ends with this character."""
         if self._is_string:
             return self._read_in_string(char)
         if char == '"':
@@ -267,7 +268,7 @@ def _unescape(raw: str) -> str:
 
 
 def merge_deltas(deltas: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
-    """Whole calls from all of their deltas, in the order of their indices.
+    """Merge deltas to complete calls, in the order of their indices.
 
     >>> first = {"index": 0, "id": "a", "type": "function", "function": {"name": "f"}}
     >>> merge_deltas([first, {"index": 0, "function": {"arguments": "{}"}}])

@@ -1,7 +1,7 @@
-"""One turn of a conversation: a request in, parsed output back. Knows no wire format.
+"""One turn of a conversation: runs a request and parses its output. Independent of wire formats.
 
-Chat completions, responses and messages all make a `ChatCompletionRequest` of what they take, and
-format what comes of it:
+Chat completions, responses and messages convert their bodies to a `ChatCompletionRequest`, and
+format the result:
 
     turn = await prepare_turn(context, body, request_id)      # RequestError: nothing has run yet
     choices = await turn.complete()                           # all at once
@@ -28,8 +28,8 @@ from vllm.entrypoints.openai.chat.tool_choice import (
     RequiredToolReader,
     ToolCallDelta,
     check_grammars,
-    forced_form,
     merge_deltas,
+    tool_constraint,
 )
 from vllm.entrypoints.openai.errors import refuse_failed
 from vllm.entrypoints.openai.prompts import output_budget
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TurnDelta:
-    """What one answer has grown by. The last one of an answer has a finish reason.
+    """The new parts of one answer. The last delta of an answer has a finish reason.
 
     Attributes:
         index: of the answer, 0 to n - 1.
@@ -64,7 +64,7 @@ class TurnDelta:
             `function` (`name`, `arguments`), or `custom` (`name`, `input`).
         token_ids: new output tokens, the end token included.
         logprobs: of these tokens, token id -> Logprob, the sampled one first; None without.
-        finish_reason: "stop", "length", "tool_calls" or "abort"; None while it grows.
+        finish_reason: "stop", "length", "tool_calls" or "abort"; None before the end.
         stop_reason: stop string or stop token.
     """
 
@@ -79,17 +79,17 @@ class TurnDelta:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing that a reader would notice."""
+        """Whether it has nothing to send."""
         return not (self.reasoning or self.content or self.tool_calls or self.finish_reason)
 
 
 @dataclass(slots=True)
 class TurnChoice:
-    """One whole answer; fields as in `TurnDelta`.
+    """One complete answer; fields as in `TurnDelta`.
 
     Attributes:
-        reasoning, content: None where there is none. Content is "" and not None when it is all
-            there is, and beside a call that the request named.
+        reasoning, content: None if there is none. Content is "" and not None if there is nothing
+            else, and next to a call that the request named.
         tool_calls: `ToolCall`s as dicts: `id`, `type` and `function` (`name`, `arguments`), or
             `custom` (`name`, `input`).
     """
@@ -106,7 +106,7 @@ class TurnChoice:
 
 @dataclass(slots=True)
 class TurnUsage:
-    """Tokens so far.
+    """Numbers of tokens so far.
 
     Attributes:
         reasoning_tokens: output tokens that were reasoning; 0 without a reasoning parser.
@@ -125,10 +125,10 @@ class ChatTurn:
     Attributes:
         request_id: of the engine request.
         model: name of the model for the response.
-        prompt: token ids, and the text they were made of.
-        params: as the engine gets them.
+        prompt: token ids, and their text.
+        params: as sent to the engine.
         usage: see there.
-        prompt_logprobs: once the output is complete, where they were asked for.
+        prompt_logprobs: available once the output is complete, if requested.
     """
 
     def __init__(
@@ -154,11 +154,11 @@ class ChatTurn:
 
     @property
     def is_plain(self) -> bool:
-        """All text is content: nothing looks for reasoning or tool calls in it."""
+        """Whether all text is content: there is neither reasoning nor tool calls."""
         return self._readers[0].is_plain
 
     async def stream(self) -> AsyncGenerator[TurnDelta, None]:
-        """Deltas of all answers as they come, also empty ones: one per step of the engine.
+        """Deltas of all answers, one per engine step; some are empty.
 
         Raises:
             RequestError, CapacityError, RequestTimeoutError, EngineDeadError: see `AsyncLLM`.
@@ -170,7 +170,7 @@ class ChatTurn:
                     yield self._read(sample)
 
     async def complete(self) -> list[TurnChoice]:
-        """All answers, the best `n` of `best_of`. Raises as `stream` does."""
+        """All answers, the best `n` of `best_of`. Raises like `stream`."""
         samples: list[CompletionOutput] = []
         async with aclosing(self._run(RequestOutputKind.FINAL_ONLY)) as outputs:
             async for output in outputs:
@@ -246,7 +246,7 @@ async def prepare_turn(
     Args:
         context: of the server; its engine is ready.
         body: the tool parser may change fields of it.
-        request_id: unique among those that run; also the start of ids that clients see.
+        request_id: unique among running requests; also the beginning of ids that clients see.
         trace_headers: W3C trace context of the request.
 
     Raises:
@@ -257,8 +257,8 @@ async def prepare_turn(
     refuse_generation(context.config.model.pooler)
     check_sampling_fields(body)
     check_tools(context, body)
-    guided = await off_loop.run(partial(_output_form, body))
-    # Before the parameters are made: a tool parser may want special tokens in the text.
+    guided = await off_loop.run(partial(_output_constraint, body))
+    # First, because a tool parser may need special tokens in the text.
     readers = [
         make_reader(context, body, is_constrained=guided is not None)
         for _ in range(body.num_samples)
@@ -286,15 +286,15 @@ async def prepare_turn(
     return ChatTurn(context, body, request_id, prompt, params, readers, trace_headers)
 
 
-def _output_form(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
-    """What constrains the output: its tool calls, or what the request says."""
+def _output_constraint(body: ChatCompletionRequest) -> GuidedDecodingParams | None:
+    """The constraint of the output, from its tool calls or from the request."""
     if body.tool_choice in ("none", "auto"):
         return guided_decoding(body)
-    return forced_form(body)
+    return tool_constraint(body)
 
 
 def check_tools(context: ServerContext, body: ChatCompletionRequest) -> None:
-    """Refuse what the server is not set up for.
+    """Refuse tool choices that the server is not configured for.
 
     Raises:
         RequestError: tool choice auto without a tool parser, or a grammar of a custom tool that
@@ -315,9 +315,9 @@ def check_tools(context: ServerContext, body: ChatCompletionRequest) -> None:
 def make_reader(
     context: ServerContext, body: ChatCompletionRequest, *, is_constrained: bool
 ) -> OutputReader:
-    """What reads one output of a request; its tool parser adjusts the request.
+    """Make the reader for one output of a request. Its tool parser adjusts the request.
 
-    There is no reasoning when structured output begins with the first token.
+    There is no reasoning if structured output begins with the first token.
     """
     args, tokenizer = context.args, context.engine.tokenizer
     max_calls = 1 if body.parallel_tool_calls is False else None
@@ -342,7 +342,7 @@ def make_reader(
 def _make_reasoning_parser(
     name: str, tokenizer: Any, body: ChatCompletionRequest
 ) -> "ReasoningParser | ForeignReasoningParser | None":
-    """A parser for one output; None for one that holds no thoughts."""
+    """A parser for one output; None if it has no reasoning."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.reasoning.plugin import ForeignReasoningParser, is_foreign
 

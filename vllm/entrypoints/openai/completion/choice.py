@@ -1,4 +1,4 @@
-"""What a completion shows of one sample: its text, behind the echo of the prompt if asked for."""
+"""The choice of a completion: the text of one sample, after the prompt if `echo` is set."""
 
 import functools
 from collections.abc import Collection, Sequence
@@ -17,9 +17,9 @@ class CompletionPrompt:
     """One prompt of a request.
 
     Attributes:
-        token_ids: as the engine gets them; placeholders where it gets embeddings.
-        for_engine: the prompt without its text, which the engine would only carry along.
-        is_echo_only: no output is asked for, only the prompt and its log-probabilities.
+        token_ids: as sent to the engine; placeholders for embeddings.
+        for_engine: the prompt without its text, which the engine does not need.
+        is_echo_only: no output is requested, only the prompt and its log-probabilities.
         logprobs: of the prompt's tokens, set when they are known.
     """
 
@@ -47,19 +47,19 @@ class CompletionPrompt:
 
     @property
     def text(self) -> str:
-        """As it was given, or as the tokenizer writes its tokens."""
+        """The prompt as it was given, or its tokens decoded."""
         if self._text is None:
             self._text = self.text_of(self.token_ids)
         return self._text
 
     @property
     def is_waiting(self) -> bool:
-        """Nothing can be shown yet: a sample was faster than the log-probabilities of the echo."""
+        """Whether output has to wait for the log-probabilities of the prompt."""
         return bool(self.body.echo) and self.body.logprobs is not None and self.logprobs is None
 
     @property
     def shows_token_ids(self) -> bool:
-        """Tokens are written as `token_id:7`."""
+        """Whether tokens are written as `token_id:7`."""
         if self.body.return_tokens_as_token_ids is None:
             return self._context.args.return_tokens_as_token_ids
         return self.body.return_tokens_as_token_ids
@@ -68,7 +68,7 @@ class CompletionPrompt:
     def hidden_tokens(self) -> Collection[int]:
         """Special tokens, unless the prompt was given as tokens or is a text that names them.
 
-        Of interest to log-probabilities only; without them none, since every text is searched.
+        Only needed for log-probabilities; empty without them, because computing it is slow.
         """
         tokenizer = self._context.engine.tokenizer
         if tokenizer is None or not self._is_text or self.body.logprobs is None:
@@ -77,13 +77,13 @@ class CompletionPrompt:
         return {token_id for token_id, token in pairs if token not in self.text}
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Text of some tokens, special ones too; "" where the engine runs without a tokenizer."""
+        """Text of some tokens, special ones too; "" if the engine runs without a tokenizer."""
         tokenizer = self._context.engine.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode(list(token_ids)))
 
 
 class CompletionText:
-    """Turns the outputs of one sample into what its choice shows, whole or piece by piece."""
+    """Converts the outputs of one sample to fields of its choice, at once or piece by piece."""
 
     def __init__(self, prompt: CompletionPrompt) -> None:
         self._prompt = prompt
@@ -96,7 +96,7 @@ class CompletionText:
         )
 
     def read(self, sample: CompletionOutput) -> dict[str, Any]:
-        """Fields text, logprobs, finish_reason and stop_reason of a choice, from what is new."""
+        """The fields text, logprobs, finish_reason and stop_reason for new output."""
         is_echo = bool(self._body.echo) and not self._is_begun
         self._is_begun = True
         token_ids: list[int] = []

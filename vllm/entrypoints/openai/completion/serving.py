@@ -66,7 +66,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
 
 
 class _Completion:
-    """One request: its prompts, and what comes of them."""
+    """One request: its prompts and their outputs."""
 
     def __init__(
         self,
@@ -101,7 +101,9 @@ class _Completion:
         check_sampling_fields(body)
         given, embeds = body.prompts(), body.embeds()
         if not given and not embeds:
-            raise RequestError("prompt: the list is empty", param="prompt")
+            raise RequestError(
+                "prompt: the list is empty; send at least one prompt", param="prompt"
+            )
         is_long = sum(len(prompt) for prompt in given) > LONG_TEXT_CHARS
         prompts = [
             CompletionPrompt(
@@ -117,7 +119,7 @@ class _Completion:
             for each in embeds
         ]
         for prompt in given:
-            await asyncio.sleep(0)  # others get their turn between two prompts
+            await asyncio.sleep(0)  # let other tasks run between two prompts
             tokenized = await tokenize(
                 context.engine,
                 {"prompt": prompt, "add_special_tokens": body.add_special_tokens}
@@ -136,7 +138,7 @@ class _Completion:
     # ---- all at once ----------------------------------------------------------------------
 
     async def complete(self) -> Response:
-        """The whole response."""
+        """The complete response."""
         outputs: list[RequestOutput | None] = [None] * len(self._prompts)
         async with aclosing(self._run(RequestOutputKind.FINAL_ONLY)) as finished:
             async for index, output in finished:
@@ -238,18 +240,18 @@ class _Completion:
     # ---- the engine -----------------------------------------------------------------------
 
     def make_params(self) -> None:
-        """Make the parameters of all prompts before the first one runs: a wrong one stops all.
+        """Make the parameters of all prompts before the first one runs, so that an error stops all.
 
         Raises:
             RequestError: a value is out of range, or a prompt leaves too little room.
         """
-        # They differ in their numbers only: the lists are checked once, and shared.
+        # They differ only in numbers: the lists are checked once, and shared.
         shared = self._params(self._prompts[0])
         for prompt in self._prompts:
             own = copy.copy(shared)
             own.max_tokens = self._num_wanted(prompt)
             if own.min_tokens > own.max_tokens:
-                own = self._params(prompt)  # raises, and says what is wrong
+                own = self._params(prompt)  # raises with the reason
             self._all_params.append(own)
 
     def _run(self, kind: RequestOutputKind) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -297,7 +299,7 @@ class _Completion:
         )
 
     def _num_wanted(self, prompt: CompletionPrompt) -> int:
-        # The engine samples at least one token; of an echo alone it is not shown.
+        # The engine samples at least one token, which is not shown if only the prompt is requested.
         return 1 if prompt.is_echo_only else self._max_tokens(prompt)
 
     def _params(self, prompt: CompletionPrompt) -> SamplingParams:

@@ -45,8 +45,8 @@ async def create_embedding(body: EmbeddingRequest, request: Request) -> Response
 
 @router.post("/pooling", response_model=PoolingResponse, responses=_ERRORS)
 async def create_pooling(body: EmbeddingRequest, request: Request) -> Response:
-    """What the model makes of each input, whatever it is run for: a vector, probabilities, or
-    rewards of each token."""
+    """The pooled result of each input, whatever the task of the model is: a vector, probabilities,
+    or rewards per token."""
     context = get_context(request)
     model = check_model(context, body.model)
     require_task(pooler_of(context))

@@ -1,4 +1,4 @@
-"""Prompts of one request through a pooling engine, all together."""
+"""Runs the prompts of one request in a pooling engine."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -24,11 +24,11 @@ from vllm.pooling_params import PoolingParams
 Pooled = PoolingRequestOutput[PoolingOutput]
 
 _MANY_NUMBERS = 32 * 1024
-"""From here on numbers are written in a thread."""
+"""With this many numbers or more, they are encoded in a thread."""
 
 
 def pooler_of(context: ServerContext) -> PoolerConfig | None:
-    """Pooling of the model that is served; None: it generates."""
+    """The pooler of the served model; None: it generates text."""
     return context.config.model.pooler
 
 
@@ -57,7 +57,8 @@ async def pool(
     dimensions: int | None = None,
     is_truncated: bool = False,
 ) -> list[Pooled]:
-    """Results of all prompts, in their order. When one fails, or the client leaves, none goes on.
+    """Run all prompts and return their results in order. If one fails, or the client leaves, all
+    are aborted.
 
     Args:
         context: of the server; its engine is ready.
@@ -66,11 +67,11 @@ async def pool(
         prompts: of any prompt type.
         core_id: beginning of the ids in the engine.
         dimensions: see `PoolingParams`.
-        is_truncated: the prompts have the length that the request wants already.
+        is_truncated: the prompts are already truncated.
 
     Raises:
         RequestError: a prompt is wrong; names it, when there are several.
-        GenerationError: one has no result.
+        GenerationError: a prompt has no result.
     """
     truncate = None if is_truncated else body.truncate_prompt_tokens
     params = PoolingParams(dimensions=dimensions, truncate_prompt_tokens=truncate)
@@ -109,9 +110,9 @@ async def _all(
     run_one: Callable[[int, PromptType], Coroutine[Any, Any, Pooled]],
     prompts: Sequence[PromptType],
 ) -> list[Pooled]:
-    """Like `asyncio.gather`, but what fails or is cancelled ends all of it.
+    """Like `asyncio.gather`, but a failure or a cancellation ends all tasks.
 
-    Prompts are tokenised as they begin; after each of them, others get their turn.
+    Each prompt is tokenised when it begins; then other tasks may run.
     """
     tasks: list[asyncio.Task[Pooled]] = []
     try:
@@ -126,7 +127,7 @@ async def _all(
 
 
 def usage_of(context: ServerContext, outputs: Sequence[Pooled]) -> dict[str, Any]:
-    """Tokens of all prompts; none are completed."""
+    """The usage of all prompts, with 0 completion tokens."""
     cached = None
     if context.args.enable_prompt_tokens_details:
         cached = sum(output.num_cached_tokens for output in outputs)

@@ -39,7 +39,7 @@ _ERRORS = error_responses(400)
 @router.post("/score", response_model=ScoreResponse, responses=_ERRORS)
 @router.post("/v1/score", response_model=ScoreResponse, responses=_ERRORS)
 async def score(body: ScoreRequest, request: Request) -> Response:
-    """How well texts go together: one with each of several, or pair by pair."""
+    """Score pairs of texts: one text with each of several, or pair by pair."""
     context = get_context(request)
     model = check_model(context, body.model)
     own_id = response_id(request, "score")
@@ -55,7 +55,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 @router.post("/v1/rerank", response_model=RerankResponse, responses=_ERRORS)
 @router.post("/v2/rerank", response_model=RerankResponse, responses=_ERRORS)
 async def rerank(body: RerankRequest, request: Request) -> Response:
-    """Documents by how well they answer a query, best first."""
+    """Order documents by how well they answer a query, best first."""
     context = get_context(request)
     model = check_model(context, body.model)
     own_id = response_id(request, "rerank")
@@ -87,10 +87,10 @@ async def _score(
     second: Sequence[str],
     core_id: str,
 ) -> tuple[list[float], list[Pooled]]:
-    """A score per pair, and what the engine has computed for them."""
+    """A score per pair, and the engine's outputs."""
     pooler = require_scores(pooler_of(context))
     if pooler.task == "embed":
-        texts: list[PromptType] = list(dict.fromkeys([*first, *second]))  # each of them once
+        texts: list[PromptType] = list(dict.fromkeys([*first, *second]))  # each distinct text once
         outputs = await pool(context, request, body, texts, core_id)
         vectors = {text: out.outputs.data for text, out in zip(texts, outputs, strict=True)}
         pairs = zip(first, second, strict=True)

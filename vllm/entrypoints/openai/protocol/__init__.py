@@ -1,10 +1,9 @@
 """Bodies of requests and responses, as pydantic models: one module per family of routes.
 
-Requests are checked here; everything a request can be refused for without looking at the model
-is refused by these classes. Responses of the hot path are built as plain dicts elsewhere, and
-these classes only describe them.
+These classes check requests, as far as that does not depend on the model. Responses of the hot path
+are built as plain dicts elsewhere; their classes here only describe them.
 
-Programs that know the server's bodies by their classes find them in this package.
+Programs can import the classes of the server's bodies from this package.
 """
 
 from vllm.entrypoints.openai.protocol.base import (

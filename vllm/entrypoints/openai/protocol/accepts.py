@@ -1,7 +1,7 @@
-"""What a field of several types accepts, in the words of the user.
+"""Error messages for fields that accept several types.
 
-For a union pydantic complains once per type, under names of its own such as
-`prompt.list[constrained-int].0`. A field annotated with `accepts` complains once:
+For a union, pydantic reports an error per type, with internal names such as
+`prompt.list[constrained-int].0`. A field annotated with `accepts` reports one error:
 
     stop: Annotated[str | ListOf[str] | None, accepts("a string or a list of strings")]
 
@@ -42,7 +42,7 @@ def accepts(text: str) -> WrapValidator:
 
 
 def show_value(value: Any) -> str:
-    """A value of a request in a message: JSON, cut; of lists and objects only what they are."""
+    """A request's value for a message: shortened JSON; of lists and objects only the type."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, (list, tuple)):
@@ -58,11 +58,11 @@ def show_value(value: Any) -> str:
 
 
 def _most_telling(errors: Sequence[Any]) -> tuple[Sequence[int | str], Any]:
-    """Path and error of the type that takes most of the value before it fails.
+    """Path and error of the type that accepts most of the value before it fails.
 
     Of several types of objects it is the one that has the right name in the value.
     """
-    # The first part of a location is the type that was tried; the rest is a path.
+    # The first part of a location is the tried type; the rest is a path.
     wrong_names = {each["loc"][0] for each in errors if each["loc"] and _is_of_name(each)}
     found = [(each["loc"][1:], each) for each in errors]
 
@@ -81,7 +81,7 @@ def _is_of_name(error: Any) -> bool:
 
 
 def _describe(path: Sequence[int | str], error: Any) -> str:
-    """What is at a place of the value: "entry 3 is -1", "the name of its function is 7"."""
+    """Describe a part of the value: "entry 3 is -1", "the name of its function is 7"."""
     place = "it"
     for part in path:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""What the bodies of all routes share."""
+"""Base classes of the bodies of all routes."""
 
 import json
 import time
@@ -24,20 +24,20 @@ def now() -> int:
 
 
 Json = JsonValue
-"""Any JSON without NaN, nested at most some hundred levels."""
+"""Any JSON without NaN, with a limit of some hundred levels."""
 JsonObject = dict[str, JsonValue]
 T = TypeVar("T")
 TAG_SIGN = ":"
-"""Begins the names of the kinds that one body may have: these are not fields of it."""
+"""Prefix for names of body types in error locations, because they are not fields."""
 ListOf = Annotated[list[T], Field(fail_fast=True)]
-"""A list that is refused at its first wrong item: a body can hold millions."""
+"""A list whose validation stops at the first wrong item, because a body can have millions."""
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 
 
 class RequestModel(BaseModel):
-    """Body of a request, or a part of it. Fields it does not know are accepted and ignored."""
+    """Body of a request, or a part of it. Unknown fields are accepted and ignored."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
@@ -50,13 +50,13 @@ class RequestModel(BaseModel):
 
 
 class RequestBody(RequestModel):
-    """A whole body. All of its text is valid Unicode, and all of its numbers are finite."""
+    """A complete body. All its text is valid Unicode, and all its numbers are finite."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_values(cls, data: Any) -> Any:
-        """Refuse what Python's JSON reader accepts, but cannot be encoded later: lone surrogates,
-        NaN and Infinity."""
+        """Refuse values that Python's JSON reader accepts and that cannot be encoded later: lone
+        surrogates, NaN and Infinity."""
         for name, value in data.items() if isinstance(data, dict) else ():
             try:
                 name.encode()
@@ -73,7 +73,7 @@ class RequestBody(RequestModel):
 
 
 def _check_encodable(value: Any) -> None:
-    """Raise what encoding the value as JSON raises; at once for the two kinds that can be long."""
+    """Raise if the value cannot be encoded as JSON; fast for the two types that can be long."""
     if isinstance(value, str):
         value.encode()
     elif not (isinstance(value, list) and set(map(type, value)) == {int}):
@@ -81,7 +81,8 @@ def _check_encodable(value: Any) -> None:
 
 
 def tag_by_type(value: Any, kinds: tuple[str, ...], other: str) -> str:
-    """The tag of a body that may be of several kinds, by its `type`: errors are then about one.
+    """The tag of a body that may have several types, by its `type`, so that errors are about one of
+    them.
 
     Args:
         value: the body, or an object that was made of it.
@@ -93,7 +94,7 @@ def tag_by_type(value: Any, kinds: tuple[str, ...], other: str) -> str:
 
 
 def field_error(name: str, message: str) -> PydanticCustomError:
-    """The error that a validator raises for a field, where pydantic has no check of its own."""
+    """An error of a validator, for checks that pydantic does not have."""
     return _wrong("value_error", name, message)
 
 
@@ -102,7 +103,7 @@ def _wrong(kind: str, name: str, message: str) -> PydanticCustomError:
 
 
 OpenAIBaseModel = RequestModel
-"""The name that programs written for vLLM know."""
+"""The name that programs written for vLLM use."""
 
 
 class ResponseModel(BaseModel):
@@ -124,22 +125,22 @@ class ErrorResponse(ResponseModel):
 def error_responses(
     *statuses: int, body: type[BaseModel] = ErrorResponse
 ) -> dict[int | str, dict[str, Any]]:
-    """What a route documents of its errors: `responses` of FastAPI."""
+    """The errors in a route's documentation: `responses` of FastAPI."""
     return {status: {"model": body} for status in statuses}
 
 
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-"""What a route documents besides its body when its answer may be a stream."""
+"""The documentation of a route whose answer may be a stream."""
 
 
 class PromptTokenUsageInfo(ResponseModel):
-    """Of the prompt tokens of a request, those found in the prefix cache."""
+    """How many prompt tokens were found in the prefix cache."""
 
     cached_tokens: int | None = None
 
 
 class UsageInfo(ResponseModel):
-    """Tokens of a request; those of all its prompts and all its outputs."""
+    """Numbers of tokens of a request, over all its prompts and outputs."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0
@@ -155,7 +156,7 @@ class RequestResponseMetadata(ResponseModel):
 
 
 class ModelPermission(ResponseModel):
-    """What may be done with a model; the same for all."""
+    """Permissions for a model; the same for all."""
 
     id: str = Field(default_factory=lambda: f"modelperm-{random_id()}")
     object: Literal["model_permission"] = "model_permission"
@@ -192,7 +193,7 @@ class ModelList(ResponseModel):
 
 
 class StreamOptions(RequestModel):
-    """What a stream tells besides its deltas."""
+    """Options of a stream."""
 
     include_usage: bool | None = True
     continuous_usage_stats: bool | None = False
@@ -219,7 +220,7 @@ def usage_dict(
 
 
 class LoadLoRAAdapterRequest(RequestBody):
-    """An adapter to be served under a name of its own."""
+    """An adapter to serve under its own name."""
 
     lora_name: str
     lora_path: str

@@ -1,6 +1,7 @@
 """The lines of OpenAI's batch files, for programs that write them and read the results.
 
-The server itself reads lines as they come and leaves their bodies to the routes (`batch/lines`).
+The server itself reads lines without these classes, and the routes check the bodies
+(`batch/lines`).
 """
 
 from typing import Annotated, Any
@@ -49,7 +50,7 @@ class BatchRequestInput(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _read_body(cls, data: Any) -> Any:
-        """By its route: some bodies would fit several classes."""
+        """Read the body by its route, because it may fit several classes."""
         url = data.get("url") if isinstance(data, dict) else None
         kind = _BODIES.get(url) if isinstance(url, str) else None
         if kind is None or not isinstance(data.get("body"), dict):
@@ -73,7 +74,7 @@ class BatchResponseData(ResponseModel):
 
 
 class BatchRequestOutput(ResponseModel):
-    """The record of a request: its answer, or what went wrong."""
+    """The record of a request: its answer or its error."""
 
     id: str
     custom_id: str

@@ -29,7 +29,7 @@ from vllm.entrypoints.openai.protocol.tools import (
 
 
 class TemplateFields(RequestModel):
-    """What the chat template does, whatever the conversation is for."""
+    """Options of the chat template, for all routes with conversations."""
 
     chat_template: str | None = Field(default=None, max_length=2**20)
     chat_template_kwargs: JsonObject | None = None
@@ -50,7 +50,7 @@ class TemplateFields(RequestModel):
 
 
 class ChatFields(TemplateFields):
-    """How a conversation becomes a prompt."""
+    """The fields that turn a conversation into a prompt."""
 
     messages: ListOf[JsonObject] = Field(min_length=1)
     tools: ListOf[ToolParam] | None = None
@@ -74,7 +74,7 @@ class ChatFields(TemplateFields):
 
     @property
     def custom_tools(self) -> dict[str, CustomToolDefinition]:
-        """The custom ones among the tools, by name."""
+        """The custom tools by name."""
         return self._custom_tools
 
 
@@ -99,14 +99,14 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
 
     @model_validator(mode="after")
     def _check_tools(self) -> "ChatCompletionRequest":
-        """Fill in the tool choice that OpenAI documents: auto with tools, none without."""
+        """Set the documented default of tool_choice: auto with tools, none without."""
         if self.tool_choice is None:
             self.tool_choice = "auto" if self.tools else "none"
         if self.tool_choice == "none":
             return self
         if not self.tools:
             raise field_error("tool_choice", "needs tools")
-        if not self._is_choice_read:  # validators run again where a body is passed on
+        if not self._is_choice_read:  # validators run again if a body is reused
             choice, tools = plain_choice(self.tool_choice, self.functions, self.custom_tools)
             self.tool_choice, self.tools = choice, list(tools)
             self._is_choice_read = True
@@ -118,14 +118,14 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Output tokens at most, where the request says so."""
+        """The requested maximum number of output tokens, or None."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
 
     @property
     def only_call(self) -> str | None:
-        """The tool whose arguments, or whose input, are the whole output."""
+        """The tool whose arguments or input are the whole output, or None."""
         if self.tool_choice == "required" and len(self.functions) == 1:
             name = self.functions[0].function.name
             return name if name in self.custom_tools else None
@@ -133,7 +133,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
 
     @property
     def named_tool(self) -> str | None:
-        """The function that has to be called, when the request names one."""
+        """The function that the request requires by name, or None."""
         if isinstance(self.tool_choice, ChatCompletionNamedToolChoiceParam):
             return self.tool_choice.function.name
         return None
@@ -143,7 +143,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
 
 
 class FunctionCall(ResponseModel):
-    """A call as the model wrote it; `arguments` is JSON as text, and may be damaged."""
+    """A call as the model wrote it; `arguments` is JSON text that may be invalid."""
 
     name: str
     arguments: str
@@ -178,7 +178,7 @@ class CustomToolCall(ResponseModel):
 
 
 class DeltaFunctionCall(ResponseModel):
-    """What is new of a call: the name comes once, the arguments piece by piece."""
+    """A delta of a call: the name comes once, the arguments piece by piece."""
 
     name: str | None = None
     arguments: str | None = None
@@ -192,7 +192,7 @@ class DeltaCustomCall(ResponseModel):
 
 
 class DeltaToolCall(ResponseModel):
-    """What is new of the tool call with this index; id and type come with its first delta."""
+    """A delta of the tool call with this index; the first one has id and type."""
 
     id: str | None = None
     type: Literal["function", "custom"] | None = None
@@ -202,7 +202,7 @@ class DeltaToolCall(ResponseModel):
 
 
 class ExtractedToolCallInformation(ResponseModel):
-    """What a tool parser finds in a whole output."""
+    """The result of a tool parser for a complete output."""
 
     tools_called: bool
     tool_calls: list[ToolCall]
@@ -262,7 +262,7 @@ class ChatCompletionResponse(ResponseModel):
 
 
 class DeltaMessage(ResponseModel):
-    """What is new of an answer; what is not new is left out."""
+    """The new fields of an answer; unchanged ones are left out."""
 
     role: str | None = None
     content: str | None = None
@@ -271,7 +271,7 @@ class DeltaMessage(ResponseModel):
 
 
 class ChatCompletionResponseStreamChoice(ResponseModel):
-    """What is new of one of the answers."""
+    """A delta of one of the answers."""
 
     index: int
     delta: DeltaMessage

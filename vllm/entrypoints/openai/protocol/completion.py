@@ -65,7 +65,7 @@ class CompletionRequest(SamplingFields):
         """The prompts that are text or tokens, one by one."""
         prompt = self.prompt
         if self.prompt_embeds is not None and prompt in ("", None):
-            return []  # clients of OpenAI cannot leave it out
+            return []  # OpenAI's clients always send the field
         if isinstance(prompt, str):
             return [prompt]
         if prompt and isinstance(prompt[0], int):
@@ -86,7 +86,7 @@ class CompletionLogProbs(ResponseModel):
 
 
 class CompletionResponseStreamChoice(ResponseModel):
-    """What is new of one continuation."""
+    """A delta of one continuation."""
 
     index: int
     text: str

@@ -1,4 +1,4 @@
-"""Body of POST /v1/responses. What lies inside items and tools is checked where it is read."""
+"""Body of POST /v1/responses. The content of items and tools is checked where it is read."""
 
 from typing import Annotated, Any, Literal
 
@@ -42,7 +42,7 @@ class TextConfig(RequestModel):
 
 
 class ReasoningConfig(RequestModel):
-    """How much the model shall think; what comes of it is up to the chat template."""
+    """How much the model shall reason. The effect depends on the chat template."""
 
     effort: Annotated[str, StringConstraints(max_length=32)] | None = None
     summary: str | None = None
@@ -50,9 +50,9 @@ class ReasoningConfig(RequestModel):
 
 
 class ResponsesRequest(RequestBody):
-    """What a client asks of the Responses API.
+    """A request of the Responses API.
 
-    The fields of the group at the end are not OpenAI's; they mean what they mean elsewhere here.
+    The last group of fields is not OpenAI's; they have the same meaning as in the other APIs.
     """
 
     input: Annotated[str | ListOf[JsonObject], accepts("text or a list of items (objects)")]
@@ -67,7 +67,7 @@ class ResponsesRequest(RequestBody):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     max_tool_calls: Annotated[Int64, Field(ge=1)] | None = None
-    """Limits the tools of the server, of which there are none."""
+    """Limits server-side tools, which are not supported: no effect."""
     text: TextConfig | None = None
     max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -80,7 +80,7 @@ class ResponsesRequest(RequestBody):
     stream: bool | None = False
     stream_options: JsonObject | None = None
     background: bool | None = False
-    """Answer at once, and make the response while nobody waits."""
+    """Answer at once, and compute the response in the background."""
     store: bool | None = True
     """Keep the response, so that it can be retrieved and continued."""
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None

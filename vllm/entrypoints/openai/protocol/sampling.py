@@ -1,4 +1,4 @@
-"""Request fields that say how to sample, shared by completions and chat, and what they become."""
+"""The sampling fields of completions and chat, and their conversion to the engine's parameters."""
 
 import json
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ StopStrings = Annotated[str | ListOf[str], accepts("a string or a list of string
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:+/=-]{1,128}$")]
 
 _PARAMS_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields for which generation_config.json of the model may have a default."""
+"""Fields that may have a default in the model's generation_config.json."""
 _PARAMS = (
     *("presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "bad_words"),
     *("ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens"),
@@ -57,7 +57,7 @@ class JsonSchemaResponseFormat(RequestModel):
 
 
 class ResponseFormat(RequestModel):
-    """Output as text, as some JSON, or as JSON of a schema."""
+    """The format of the output: text, any JSON, or JSON with a schema."""
 
     type: Annotated[
         Literal["text", "json_object", "json_schema"],
@@ -96,7 +96,7 @@ AnyResponseFormat = Annotated[
 
 
 class LogitsProcessorConstructor(RequestModel):
-    """A logits processor, named by its module and its name in it, and what to make it with."""
+    """A logits processor: its qualified name, and the arguments to create it."""
 
     qualname: str
     args: ListOf[Json] | None = None
@@ -104,7 +104,7 @@ class LogitsProcessorConstructor(RequestModel):
 
 
 class SamplingFields(RequestBody):
-    """How to sample. None means: what the model recommends, or the default."""
+    """The sampling fields. None means the model's recommendation, or the default."""
 
     model: str | None = None
     n: Int32 | None = 1
@@ -167,7 +167,7 @@ class SamplingFields(RequestBody):
         return self
 
     _format_field: str = PrivateAttr("response_format")
-    """The name of `response_format` in the API by which the request came."""
+    """The name of `response_format` in the API of the request."""
 
     def rename_format(self, field: str) -> None:
         """Have errors about `response_format` name this field instead."""
@@ -187,18 +187,18 @@ class SamplingFields(RequestBody):
 
     @property
     def includes_usage(self) -> bool:
-        """A stream ends with a chunk that tells the usage."""
+        """Whether a stream ends with a chunk with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def has_continuous_usage(self) -> bool:
-        """Every chunk of a stream tells the usage so far."""
+        """Whether every chunk of a stream has the usage so far."""
         options = self.stream_options
         return self.includes_usage and bool(options and options.continuous_usage_stats)
 
 
 def check_sampling_fields(body: SamplingFields) -> None:
-    """Refuse what no engine can do.
+    """Refuse values and combinations that are never possible.
 
     Raises:
         RequestError: names the field.
@@ -273,9 +273,9 @@ def sampling_params(
     Args:
         body: checked by `check_sampling_fields`.
         defaults: of the model: `generation_defaults` of the engine.
-        max_tokens: output tokens at most, see `prompts.output_budget`.
+        max_tokens: maximum number of output tokens, see `prompts.output_budget`.
         logprobs: log-probabilities per output token, or None.
-        output_kind: what the engine sends before the end.
+        output_kind: which outputs the engine sends before the end.
         guided: see `guided_decoding`; tools have constraints of their own.
 
     Raises:
@@ -311,7 +311,7 @@ def beam_search_params(
     """The parameters of a beam search: `n` is its width.
 
     Raises:
-        RequestError: a value is out of range, or a field that a search does not know is used.
+        RequestError: a value is out of range, or a field is used that beam search does not support.
     """
     unknown = ("stream", "logprobs", "prompt_logprobs", "logits_processors")
     refused = [name for name in unknown if _asks(body, name)]

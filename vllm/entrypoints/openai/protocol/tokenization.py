@@ -31,7 +31,7 @@ class TokenizeChatRequest(ChatFields, RequestBody):
 
 
 def _kind(body: Any) -> str:
-    """Which of the two a body is; so that errors are about one of them only."""
+    """Which of the two types a body has, so that errors are about one of them only."""
     has_messages = "messages" in body if isinstance(body, dict) else hasattr(body, "messages")
     return f"{TAG_SIGN}chat" if has_messages else f"{TAG_SIGN}completion"
 
@@ -53,7 +53,7 @@ class TokenizeResponse(ResponseModel):
 
 
 class DetokenizeRequest(RequestBody):
-    """Tokens to be made text."""
+    """Tokens to convert to text."""
 
     model: str | None = None
     tokens: ListOf[TokenId]

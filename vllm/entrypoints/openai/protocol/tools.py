@@ -40,14 +40,14 @@ class ChatCompletionToolsParam(RequestModel):
 
 
 class CustomToolGrammar(RequestModel):
-    """What the input of a custom tool looks like."""
+    """The grammar of a custom tool's input."""
 
     syntax: Literal["lark", "regex"]
     definition: str = Field(min_length=1)
 
 
 class CustomToolFormat(RequestModel):
-    """Format of the input: any text, or what a grammar allows."""
+    """The format of the input: any text, or text of a grammar."""
 
     type: Literal["text", "grammar"] = "text"
     grammar: CustomToolGrammar | None = None
@@ -68,7 +68,7 @@ class CustomToolDefinition(RequestModel):
 
     @property
     def grammar(self) -> CustomToolGrammar | None:
-        """What the input looks like; None: any text."""
+        """The grammar of the input; None: any text."""
         is_free = self.format is None or self.format.type == "text"
         return None if is_free or self.format is None else self.format.grammar
 
@@ -118,7 +118,7 @@ class ChatCompletionNamedToolChoiceCustomParam(RequestModel):
 
 
 class AllowedTools(RequestModel):
-    """Those of the tools that the model may call, or has to call one of."""
+    """The tools that the model may call, or one of which it has to call."""
 
     mode: Literal["auto", "required"]
     tools: ListOf[JsonObject] = Field(min_length=1)
@@ -155,7 +155,7 @@ ReadTools = tuple[list[ChatCompletionToolsParam], dict[str, CustomToolDefinition
 
 
 def as_functions(tools: Sequence[Any]) -> ReadTools:
-    """Tools as functions, and the custom ones among them by name."""
+    """All tools as functions, and the custom tools by name."""
     custom = {
         tool.custom.name: tool.custom
         for tool in tools
@@ -195,11 +195,11 @@ def plain_choice(
     tools: list[ChatCompletionToolsParam],
     custom: dict[str, CustomToolDefinition],
 ) -> tuple[PlainChoice, list[ChatCompletionToolsParam]]:
-    """A choice in any of its formats, with the tools that it allows: the model does not see the
-    others.
+    """Convert a tool choice of any format. Returns it with the allowed tools; the model does not
+    see the others.
 
     Raises:
-        PydanticCustomError: it names a tool that is not there, or of the other kind.
+        PydanticCustomError: it names an unknown tool, or one of the other type.
     """
     names = {tool.function.name for tool in tools}
     if isinstance(choice, ChatCompletionAllowedToolChoiceParam):

@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions, for importing programs. This server runs no audio models."""
+"""POST /v1/audio/transcriptions, for programs that import them. Audio models are not supported."""
 
 from typing import Annotated, Any, Literal
 
@@ -92,7 +92,7 @@ class TranscriptionResponseVerbose(TranscriptionResponse):
 
 
 class TranscriptionResponseStreamChoice(ResponseModel):
-    """What is new of the text."""
+    """The new part of the text."""
 
     delta: DeltaMessage
     finish_reason: str | None = None

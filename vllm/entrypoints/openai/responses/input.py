@@ -1,7 +1,7 @@
-"""Items of the Responses API: checked, converted to one format, and turned into chat messages.
+"""Items of the Responses API: checks them, normalises them, and converts them to chat messages.
 
 An item is a JSON object with `id` and `type`: a message, a function_call or custom_tool_call, the
-output of one, or a reasoning. Pure functions; they know no engine and no framework.
+output of a call, or reasoning. Pure functions, independent of engine and framework.
 """
 
 import uuid
@@ -42,7 +42,7 @@ def new_id(prefix: str) -> str:
 
 
 def read_input(given: str | Sequence[Any]) -> list[Item]:
-    """The `input` of a request as items, each with an id; what was given is not changed.
+    """Convert the `input` of a request to items with ids. Does not change its argument.
 
     Args:
         given: the text of one user message, or items. Content may be a string or text parts.
@@ -60,12 +60,12 @@ def read_input(given: str | Sequence[Any]) -> list[Item]:
 def as_messages(instructions: str | None, items: Iterable[Item]) -> list[Message]:
     """The conversation of items (of `read_input`, or output of this server) as chat messages.
 
-    Instructions and the system messages that come first become one system message: templates
-    take no second one. What the assistant does without a pause (reasoning, text, calls) becomes
-    one message.
+    Instructions and the system messages that come first become one system message: templates do not
+    accept a second one. Consecutive items of the assistant (reasoning, text, calls) become one
+    message.
 
     Raises:
-        RequestError: the output of a call answers none that is in the conversation.
+        RequestError: an output belongs to no call in the conversation.
     """
     conversation = _Conversation()
     if instructions:
@@ -78,7 +78,7 @@ def as_messages(instructions: str | None, items: Iterable[Item]) -> list[Message
 def read_string(
     where: str, given: Mapping[str, Any], key: str, *, may_be_empty: bool = False
 ) -> str:
-    """A string of an object; raises RequestError when it is none.
+    """Read a string of an object; raises RequestError if it is not a string.
 
     Args:
         where: place of the object, for the error.
@@ -97,12 +97,12 @@ def read_string(
 
 
 class _Conversation:
-    """Messages made of one item after the other."""
+    """Builds messages from items."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._system: list[str] = []
-        """Texts of the first message, while it is a system message."""
+        """Texts of the system message, while no other message has followed."""
         self._names: dict[str, str] = {}
         """Id of a call -> name of its tool."""
         self._add: dict[str, Callable[[Item], None]] = {
@@ -126,7 +126,7 @@ class _Conversation:
             self.messages.append({"role": "system", "content": text})
 
     def finish(self) -> list[Message]:
-        """The messages, when all items were added."""
+        """The messages, after all items were added."""
         if self._system:
             self.messages[0]["content"] = "\n\n".join(self._system)
         return self.messages
@@ -172,7 +172,7 @@ class _Conversation:
         )
 
     def _assistant(self, *, is_open: Callable[[Message], bool]) -> Message:
-        """The last message when it is the assistant's and takes more, or a new one."""
+        """The last message if it is the assistant's and still open, or a new one."""
         last = self.messages[-1] if self.messages else None
         if last is None or last["role"] != "assistant" or not is_open(last):
             last = {"role": "assistant", "content": ""}
@@ -186,7 +186,8 @@ def _read_item(where: str, given: Any) -> Item:
     kind = given.get("type", "message" if "role" in given else None)
     if not isinstance(kind, str) or kind not in _ID_PREFIXES:
         raise RequestError(
-            f"{where}.type {kind!r:.80} is not available here; one of {', '.join(_ID_PREFIXES)}",
+            f"{where}.type {kind!r:.80} is not supported here; supported: "
+            f"{', '.join(_ID_PREFIXES)}",
             param=f"{where}.type",
         )
     item_id = given.get("id")

@@ -1,4 +1,4 @@
-"""A response made in the background: it continues without a client, and can be streamed later.
+"""A response in the background: it continues without a client, and can be streamed later.
 
 Single-threaded: belongs to one event loop.
 """
@@ -15,13 +15,12 @@ logger = init_logger(__name__)
 
 
 class BackgroundJob:
-    """Drains a stream of events and keeps them for those who follow.
+    """Reads a stream of events and keeps them for later readers.
 
     Args:
-        events: a few at a time; closing it ends the request in the engine. Errors come as
-            events.
-        is_log_kept: keep the events, so that they can be followed.
-        on_end: called once, when the events have ended or were cancelled.
+        events: lists of events; closing it aborts the request in the engine. Errors are events too.
+        is_log_kept: keep the events, so that they can be streamed.
+        on_end: called once, after the last event or a cancellation.
     """
 
     def __init__(
@@ -37,24 +36,24 @@ class BackgroundJob:
         self._news = asyncio.Event()
         self._on_end = on_end
         self._task = asyncio.create_task(self._drain(events))
-        # Not at the end of the task itself: one that is cancelled at once never begins.
+        # Not in the task itself: it never begins if it is cancelled at once.
         self._task.add_done_callback(self._end)
 
     @property
     def is_running(self) -> bool:
-        """Whether more may come."""
+        """Whether more events may follow."""
         return not self._task.done()
 
     async def cancel(self) -> None:
-        """End it now; returns when the request has left the engine."""
+        """Cancel the job. Returns when the request has left the engine."""
         self._task.cancel()
         await asyncio.wait([self._task])
 
     async def follow(self, start: int = 0) -> AsyncGenerator[bytes, None]:
-        """The events from number `start` on, past and future ones, encoded."""
+        """Yields the encoded events from number `start` on, past and future ones."""
         index = start
         while True:
-            news = self._news  # before the log is read: what comes later sets this one
+            news = self._news  # created before the log is read, so that later events set it
             while index < len(self._log):
                 yield self._log[index]
                 index += 1

@@ -1,7 +1,7 @@
-"""Output of the Responses API: items made of the model's output, and events about them.
+"""Output of the Responses API: converts the model's output to items and events.
 
-Knows neither engine nor framework: `ResponseWriter` is fed with the parsed parts of a turn, in
-their order, and gives events as JSON objects. A response that is not streamed goes the same way.
+Independent of engine and framework: `ResponseWriter` gets the parsed parts of a turn in order, and
+returns events as JSON objects. A response that is not streamed is made in the same way.
 """
 
 import time
@@ -20,13 +20,13 @@ Status = Literal["completed", "incomplete", "failed", "cancelled"]
 
 
 class ResponseWriter:
-    """Grows one response.
+    """Builds one response piece by piece.
 
     Args:
-        response: its fields; status, output, usage and what tells of the end are set here.
+        response: its fields; the writer sets status, output, usage and the fields about the end.
 
     Attributes:
-        response: as far as it has come.
+        response: its current state.
         has_ended: `finish` was called.
     """
 
@@ -35,35 +35,35 @@ class ResponseWriter:
         self.has_ended = False
         self._sequence_number = 0
         self._item: Item | None = None
-        """The item that grows; the last one of the output."""
+        """The open item, which is the last one of the output; None if there is none."""
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
-        """Of the text that grows."""
+        """Log-probabilities of the open text."""
         self._new_logprobs: list[dict[str, Any]] = []
-        """Of tokens whose text has not come yet."""
+        """Log-probabilities of tokens whose text has not arrived yet."""
         self._call_index = -1
 
     def queue(self) -> list[Event]:
-        """A response that waits for its turn in the background."""
+        """Mark the response as queued in the background."""
         self.response["status"] = "queued"
         return [self._lifecycle("created"), self._lifecycle("queued")]
 
     def begin(self) -> list[Event]:
-        """The response is being made."""
+        """Mark the response as in progress."""
         is_new = self._sequence_number == 0
         self.response["status"] = "in_progress"
         created = [self._lifecycle("created")] if is_new else []
         return [*created, self._lifecycle("in_progress")]
 
     def add_reasoning(self, delta: str) -> list[Event]:
-        """More of what the model thinks."""
+        """Add reasoning."""
         events = self._enter("reasoning", _reasoning_item)
         self._texts.append(delta)
         event = self._event("response.reasoning_text.delta", content_index=0, delta=delta)
         return [*events, event]
 
     def add_text(self, delta: str, logprobs: list[dict[str, Any]] | None = None) -> list[Event]:
-        """More of the answer.
+        """Add text of the answer.
 
         Args:
             delta: text; may be empty, when a token has no text yet, or none at all.
@@ -82,7 +82,7 @@ class ResponseWriter:
         return [*events, event]
 
     def add_tool_call(self, delta: Mapping[str, Any]) -> list[Event]:
-        """More of a call.
+        """Add a delta of a tool call.
 
         Args:
             delta: {"index", "id", "function": {"name", "arguments"}}, or {"custom": {"name",
@@ -111,7 +111,7 @@ class ResponseWriter:
         incomplete_reason: str | None = None,
         error: Mapping[str, Any] | None = None,
     ) -> list[Event]:
-        """The end of the response. A cancelled one has no event of its own: the stream ends.
+        """End the response. For a cancelled one there is no event: the stream just ends.
 
         Args:
             status: how it ended.
@@ -134,13 +134,13 @@ class ResponseWriter:
         return events if status == "cancelled" else [*events, self._lifecycle(status)]
 
     def fail(self, error: Mapping[str, Any]) -> list[Event]:
-        """The end of a response that has failed, and an event with the error.
+        """End a failed response, with an event for the error.
 
-        OpenAI's clients raise at an event that has the key `error`, which is the last one, so that
-        those who read further events see the failed response before it.
+        OpenAI's clients raise at an event with the key `error`. It is the last one, so that other
+        clients see the failed response before it.
 
         Args:
-            error: the body of the error as other routes of the API send it.
+            error: the error body of the other routes of the API.
         """
         message = error["message"]
         events = self.finish("failed", error={"code": "server_error", "message": message})
@@ -148,7 +148,7 @@ class ResponseWriter:
         return [*events, self._numbered("error", **about, error=error)]
 
     def _enter(self, kind: str, make: Callable[[], Item]) -> list[Event]:
-        """Events that end another item and begin one of this kind; none when it is open."""
+        """Events that end the open item and begin one of this type; none if one is open."""
         if self._item is not None and self._item["type"] == kind:
             return []
         events = self._close()

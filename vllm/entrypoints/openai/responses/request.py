@@ -1,6 +1,7 @@
-"""A request of the Responses API as a request of the chat API: fields, tools, format of the answer.
+"""Converts a request of the Responses API to one of the chat API: fields, tools, format of the
+answer.
 
-Pure functions; they know no engine. Every refusal names the field as the client wrote it.
+Pure functions, independent of the engine. Every error names the field as the client wrote it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from vllm.errors import RequestError
 _REFUSED_FIELDS = ("conversation", "context_management", "moderation", "prompt")
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
-"""What `include` may name. Reasoning is never encrypted: it is always there in the clear."""
+"""Values of `include`. Reasoning is never encrypted, so it is always included as text."""
 _SAMPLING_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "priority", "cache_salt"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "user"),
@@ -25,7 +26,7 @@ _SAMPLING_FIELDS = (
 
 
 def check_request(request: ResponsesRequest) -> None:
-    """Refuse what this server has not got.
+    """Refuse features that this server lacks.
 
     Raises:
         RequestError: names the field.
@@ -46,14 +47,14 @@ def check_request(request: ResponsesRequest) -> None:
 
 
 def wants_logprobs(request: ResponsesRequest) -> bool:
-    """Whether the answer shall have log-probabilities."""
+    """Whether log-probabilities are requested."""
     return bool(request.top_logprobs) or _LOGPROBS in (request.include or ())
 
 
 def as_chat_request(
     request: ResponsesRequest, messages: Sequence[Message]
 ) -> ChatCompletionRequest:
-    """The chat request that makes the answer.
+    """The equivalent chat request.
 
     Args:
         request: checked by `check_request`.
@@ -82,11 +83,11 @@ def as_chat_request(
 
 
 def make_chat_request(fields: Mapping[str, Any], *, format_field: str) -> ChatCompletionRequest:
-    """A chat request out of fields of another API.
+    """Make a chat request from fields of another API.
 
     Args:
         fields: of the chat API.
-        format_field: what that API calls `response_format`, for errors.
+        format_field: the name of `response_format` in that API, for errors.
 
     Raises:
         RequestError: fields contradict each other.
@@ -104,7 +105,7 @@ def make_chat_request(fields: Mapping[str, Any], *, format_field: str) -> ChatCo
 
 
 def _read_tools(request: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
-    """Tools and choice as the chat API has them."""
+    """Convert tools and tool choice to the chat API."""
     tools = [_read_tool(f"tools[{i}]", tool) for i, tool in enumerate(request.tools or ())]
     choice = request.tool_choice or "auto"
     if isinstance(choice, str):
@@ -174,8 +175,8 @@ def _read_tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
         return _read_custom_tool(where, tool)
     if kind != "function":
         raise RequestError(
-            f"{where}.type {kind!r:.80} is not available: this server runs no tools of its own, "
-            "only functions and custom tools of the client can be called",
+            f"{where}.type {kind!r:.80} is not available: server-side tools are not supported; "
+            f"declare functions or custom tools of the client",
             param=f"{where}.type",
         )
     for key, expected in (("name", str), ("description", str), ("parameters", Mapping)):
@@ -232,7 +233,8 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
 
 
 def _template_kwargs(request: ResponsesRequest) -> dict[str, Any] | None:
-    """Reasoning effort under the names that templates know; a template ignores the others."""
+    """Reasoning effort under the names that chat templates use; a template ignores names that it
+    does not know."""
     kwargs: dict[str, Any] = {}
     if request.reasoning is not None and request.reasoning.effort is not None:
         kwargs["reasoning_effort"] = request.reasoning.effort

@@ -1,4 +1,4 @@
-"""From a turn of the chat to the events of a response, and the end of both."""
+"""Runs a chat turn and writes the events of its response."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -17,16 +17,15 @@ from vllm.errors import TextTooLongError
 
 
 def engine_id(request: Request, response_id: str) -> str:
-    """Id in the engine for a response: its own, and the client's by which traces find it."""
+    """The engine's id for a response: its own id, and the client's request id for traces."""
     given = request_id_of(request, "")
     return f"{response_id}-{given}" if given else response_id
 
 
 async def write_at_once(turn: ChatTurn, writer: ResponseWriter) -> None:
-    """The whole response; raises what the turn raises.
+    """The complete response; raises what the turn raises.
 
-    It is read piece by piece as a stream is: which tokens were reasoning only shows while they
-    come.
+    It is read like a stream, because the reasoning tokens are only counted in this way.
     """
     async with aclosing(write_events(turn, writer)) as events:
         async for _ in events:
@@ -36,9 +35,10 @@ async def write_at_once(turn: ChatTurn, writer: ResponseWriter) -> None:
 async def write_events(
     turn: ChatTurn, writer: ResponseWriter
 ) -> AsyncGenerator[Sequence[Event], None]:
-    """The events of a response, from its beginning to its end, those of a step at a time.
+    """All events of a response, one list per engine step.
 
-    Nothing comes before the first output of the engine: what is wrong with a request shows then.
+    Nothing is yielded before the first output of the engine, because errors of the request appear
+    then.
 
     Raises:
         Exception: what the turn raises.
@@ -62,13 +62,13 @@ async def fail_in_stream(
     *,
     is_early_raised: bool,
 ) -> AsyncGenerator[Sequence[Event], None]:
-    """Events of which errors are events too.
+    """Yields events, and turns errors into events.
 
     Args:
         events: of `write_events`.
-        writer: that makes them.
-        on_end: called when the response has ended, before the last events are given.
-        is_early_raised: an error before the first event is raised, so that it has a status.
+        writer: the writer of the events.
+        on_end: called when the response has ended, before the last events are yielded.
+        is_early_raised: raise an error before the first event, so that it gets an HTTP status.
     """
     is_begun = False
     async with aclosing(events):
@@ -78,7 +78,7 @@ async def fail_in_stream(
                 if writer.has_ended:
                     on_end()
                 yield few
-        except Exception as error:  # the edge of the server: the client learns it as an event
+        except Exception as error:  # last resort: the client gets it as an event
             if is_early_raised and not is_begun:
                 raise
             last = writer.fail(describe_error(error).body())
@@ -89,11 +89,10 @@ async def fail_in_stream(
 async def truncate_conversation(
     context: ServerContext, body: ChatCompletionRequest
 ) -> ChatCompletionRequest:
-    """The request without its oldest turns, as far as needed to fit into the context.
+    """Remove the oldest turns of the request until it fits into the context.
 
-    The first system message stays, and so does the last turn: what it takes decides whether the
-    request is refused. Turns begin with messages of the user, so that no result of a tool is left
-    without its call.
+    The first system message and the last turn stay; the request is refused if these are too long.
+    Turns begin with messages of the user, so that every tool result keeps its call.
     """
     limit = context.config.scheduler.max_model_len - (body.wanted_tokens or 1)
     messages = body.messages
@@ -116,7 +115,7 @@ async def truncate_conversation(
 
     if await fits(starts[0]):
         return body
-    low, high = min(1, len(starts) - 1), len(starts) - 1  # the place to cut is between them
+    low, high = min(1, len(starts) - 1), len(starts) - 1  # binary search for the place to cut
     while low < high:
         middle = (low + high) // 2
         if await fits(starts[middle]):

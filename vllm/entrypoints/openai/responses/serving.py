@@ -1,4 +1,4 @@
-"""The Responses API: POST /v1/responses, and what was stored by it."""
+"""The Responses API: POST /v1/responses, and the routes for stored responses."""
 
 import hashlib
 import time
@@ -39,12 +39,12 @@ router = APIRouter(tags=["responses"], route_class=BodyRoute)
 PATH = "/v1/responses"
 _ERRORS = error_responses(400, 404, 500, 503)
 _MANY_ITEMS = 256
-"""From here on a conversation is large, however small the request that continues it."""
+"""A conversation with this many items is large, even if the request that continues it is small."""
 
 
 @router.post(PATH, responses=STREAMED | _ERRORS)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
-    """Answer; as one object, as a stream of events, or in the background."""
+    """Create a response: as one object, as a stream of events, or in the background."""
     context = get_context(request)
     store = _get_store(request)
     check_request(body)
@@ -79,7 +79,8 @@ async def retrieve_response(
     stream: bool = False,
     starting_after: Annotated[int, Query(ge=0, le=2**31)] | None = None,
 ) -> Response:
-    """A stored response; as a stream of events when it was made in the background as one."""
+    """Get a stored response, or its stream of events if it was created in the background with
+    stream=true."""
     entry = _get_entry(request, response_id)
     if not stream:
         return json_response(entry.response)
@@ -94,7 +95,7 @@ async def retrieve_response(
 
 @router.post(PATH + "/{response_id}/cancel", responses=_ERRORS)
 async def cancel_response(response_id: str, request: Request) -> Response:
-    """End a response that is being made in the background; one that has ended stays as it is."""
+    """Cancel a background response. One that has ended does not change."""
     entry = _get_entry(request, response_id)
     if entry.job is None:
         raise RequestError(
@@ -107,7 +108,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 
 @router.delete(PATH + "/{response_id}", responses=_ERRORS)
 async def delete_response(response_id: str, request: Request) -> Response:
-    """Forget a stored response; one that is being made is ended."""
+    """Delete a stored response; one in progress is cancelled."""
     entry = _get_entry(request, response_id)
     _get_store(request).delete(entry)
     if entry.job is not None:
@@ -123,7 +124,7 @@ async def list_input_items(
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
-    """The items that a response was made of, with those of the responses it continues."""
+    """The input items of a response, including those of the responses that it continues."""
     entry = _get_entry(request, response_id)
     items = [*entry.history, *entry.input_items]
     if order == "desc":
@@ -132,7 +133,7 @@ async def list_input_items(
         places = [i for i, item in enumerate(items) if item["id"] == after]
         if not places:
             raise RequestError(f"after: no item has the id {after!r:.100}", param="after")
-        items = items[places[-1] + 1 :]  # the last: ids of clients may repeat
+        items = items[places[-1] + 1 :]  # the last one, because ids of clients may repeat
     page = items[:limit]
     return json_response(
         {
@@ -148,7 +149,7 @@ async def list_input_items(
 async def _prepare(
     context: ServerContext, body: ResponsesRequest, entry: StoredResponse, request: Request
 ) -> ChatTurn:
-    """The turn that makes a response; nothing runs yet."""
+    """Prepare the turn for a response; nothing runs yet."""
     items = [*entry.history, *entry.input_items]
     if len(items) > _MANY_ITEMS:
         off_loop.mark_request(off_loop.LARGE_BODY_BYTES)
@@ -188,7 +189,7 @@ def _begin_in_background(
     queued = writer.queue()
     answer = json_response(entry.response)
     events = fail_in_stream(write_events(turn, writer), writer, lambda: None, is_early_raised=False)
-    # A request in progress, so that the server lets it end before it shuts down.
+    # Counts as a request in progress, so that a shutdown waits for it.
     context.num_in_progress += 1
     entry.job = BackgroundJob(_after(queued, events), is_log_kept=bool(body.stream), on_end=end)
     store.add(entry)
@@ -210,7 +211,7 @@ def _read_history(body: ResponsesRequest, store: ResponseStore, owner: bytes) ->
 
 
 def _describe(response_id: str, body: ResponsesRequest, turn: ChatTurn) -> dict[str, Any]:
-    """A response of which nothing has been made."""
+    """The fields of a new response."""
     return {
         "id": response_id,
         "object": "response",
@@ -246,7 +247,7 @@ async def _encoded(
 
 
 def _get_store(request: Request) -> ResponseStore:
-    """The responses of this server, made at the first use."""
+    """The response store of this server, created at the first use."""
     state = request.app.state
     if not hasattr(state, "responses"):
         state.responses = ResponseStore()
@@ -259,7 +260,7 @@ def _get_entry(request: Request, response_id: str) -> StoredResponse:
 
 
 def _owner_of(request: Request, context: ServerContext) -> bytes:
-    """Who asks: where keys are needed, responses belong to the key that made them."""
+    """The owner of a request: with API keys, responses belong to the key that created them."""
     if not context.args.api_key:
         return b""
     given = request.headers.get("authorization") or request.headers.get("x-api-key") or ""

@@ -1,7 +1,7 @@
 """Stored responses, which clients can retrieve: in memory, limited in number, bytes and age.
 
-The least recently used response is dropped first. A response that is still being made is never
-dropped; their number has a limit of its own. Single-threaded: belongs to one event loop.
+The least recently used response is dropped first. A response in progress is never dropped; the
+number of these has its own limit. Single-threaded: belongs to one event loop.
 """
 
 import time
@@ -24,30 +24,30 @@ class StoredResponse:
     """One response with the conversation it belongs to."""
 
     response: dict[str, Any]
-    """As the client gets it; its output grows while a job is at work."""
+    """As sent to the client; its output grows while the job runs."""
     input_items: list[Item]
-    """What came with its request."""
+    """The input items of its request."""
     history: list[Item]
     """The conversation before it: inputs and outputs of the responses it follows."""
     owner: bytes = b""
-    """Whoever else asks for it is told that it does not exist."""
+    """For other owners it does not exist."""
     job: "BackgroundJob | None" = None
-    """Makes the response, or has made it; its events can be read again."""
+    """The background job, or None; its events can be read again."""
     num_bytes: int = field(default=0, init=False)
     expires_at: float = field(default=0.0, init=False)
 
     @property
     def is_running(self) -> bool:
-        """Whether it is still being made."""
+        """Whether it is in progress."""
         return self.job is not None and self.job.is_running
 
     @property
     def conversation(self) -> list[Item]:
-        """Everything said up to the end of this response."""
+        """The conversation including this response."""
         return [*self.history, *self.input_items, *self.response["output"]]
 
     def measure(self) -> int:
-        """Bytes it takes, as JSON."""
+        """Its size in bytes, as JSON."""
         content = (self.response, self.input_items, self.history)
         num_events_bytes = 0 if self.job is None else self.job.num_bytes
         return len(msgspec.json.encode(content)) + num_events_bytes
@@ -58,8 +58,8 @@ class ResponseStore:
 
     Args:
         max_entries: finished responses that are kept.
-        max_bytes: of those responses, as JSON; and of the events of those that are being made.
-        max_running: responses that are being made in the background.
+        max_bytes: of those responses, as JSON; and of the events of responses in progress.
+        max_running: number of background responses in progress.
         ttl_s: seconds after its last use that a response is kept.
         clock: seconds.
     """
@@ -86,10 +86,10 @@ class ResponseStore:
         return len(self._finished) + len(self._running)
 
     def add(self, entry: StoredResponse) -> None:
-        """Keep a response. One that is being made must be given to `settle` when it ends.
+        """Store a response. If it is in progress, call `settle` when it ends.
 
         Raises:
-            CapacityError: (503) too many are being made.
+            CapacityError: (503) too many are in progress.
         """
         if not entry.is_running:
             self._keep(entry)
@@ -98,7 +98,7 @@ class ResponseStore:
             self._running[entry.response["id"]] = entry
 
     def check_room(self) -> None:
-        """Raise CapacityError (503) when no further response can be made in the background."""
+        """Raise CapacityError (503) if no further background response can start."""
         num_bytes = sum(entry.job.num_bytes for entry in self._running.values() if entry.job)
         if len(self._running) >= self._max_running or num_bytes >= self.max_bytes:
             raise CapacityError(
@@ -109,15 +109,15 @@ class ResponseStore:
             )
 
     def settle(self, entry: StoredResponse) -> None:
-        """A response that was being made has ended; unless it was deleted, it is kept."""
+        """Note that a response in progress has ended. It is kept unless it was deleted."""
         if self._running.pop(entry.response["id"], None) is not None:
             self._keep(entry)
 
     def get(self, response_id: str, owner: bytes) -> StoredResponse:
-        """A response of this owner; using it keeps it longer.
+        """Get a response of this owner, which also prolongs its time in the store.
 
         Raises:
-            NotFoundError: it is not there, not any more, or another's.
+            NotFoundError: it is unknown, expired, or belongs to another owner.
         """
         self._drop_old()
         entry = self._running.get(response_id) or self._finished.get(response_id)
@@ -141,7 +141,7 @@ class ResponseStore:
     def _keep(self, entry: StoredResponse) -> None:
         entry.num_bytes = entry.measure()
         if entry.num_bytes > self.max_bytes:
-            return  # it would push out all others, and then itself
+            return  # it would displace all others, and then itself
         self._finished[entry.response["id"]] = entry
         self.num_bytes += entry.num_bytes
         self._touch(entry)
@@ -152,7 +152,8 @@ class ResponseStore:
         self._finished.move_to_end(entry.response["id"])
 
     def _drop_old(self) -> None:
-        """The order of use is the order of expiry, so the oldest decides."""
+        """Drop expired responses, and the oldest ones beyond the limits. The order of use is the
+        order of expiry."""
         now = self._clock()
         while self._finished:
             oldest = next(iter(self._finished.values()))

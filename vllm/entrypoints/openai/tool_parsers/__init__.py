@@ -1,4 +1,4 @@
-"""Tool parsers: which calls a model has written into its text."""
+"""Tool parsers: find the tool calls in a model's text."""
 
 from vllm.entrypoints.openai.tool_parsers.base import ParsedDelta, ToolParser
 from vllm.entrypoints.openai.tool_parsers.manager import ToolParserManager
@@ -6,4 +6,4 @@ from vllm.entrypoints.openai.tool_parsers.manager import ToolParserManager
 __all__ = ["ParsedDelta", "ToolParser", "ToolParserManager", "names"]
 
 names = ToolParserManager.names
-"""Names of all parsers, in the order of the alphabet."""
+"""Names of all parsers in alphabetical order."""

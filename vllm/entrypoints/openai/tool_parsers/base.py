@@ -1,8 +1,8 @@
-"""What all tool parsers share: content, calls, and what becomes of text that is neither.
+"""The base class of tool parsers, which split a text into content and calls.
 
 A model writes calls of tools into its text, each family of models in its own format. A parser
-takes the text apart while it grows. Nothing of a text is lost: what turns out to be no call is
-content, exactly as it was written.
+splits the text incrementally. No text is lost: what is not a call is content, exactly as it was
+written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 RequestT = TypeVar("RequestT")
 
 _CONTENT = -1
-"""In place of a call's index: text beside the calls."""
+"""Used in place of a call's index for text outside calls."""
 
 
 @dataclass(slots=True)
 class ParsedDelta:
-    """What came next: content, or a piece of one call."""
+    """The next part: content, or a piece of one call."""
 
     content: str | None = None
-    """Text beside the calls."""
+    """Text outside calls."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     """In the format of the API's `delta.tool_calls`: `index` and `function.arguments`, and in the
     first delta of a call also `id`, `type` and `function.name`."""
@@ -40,7 +40,7 @@ class ParsedDelta:
 
 @dataclass(slots=True)
 class _Part:
-    """Text of one kind that came in a row, and where a call begins its head."""
+    """Consecutive text of one type; at the beginning of a call also its id and name."""
 
     index: int
     head: dict[str, Any] | None = None
@@ -58,7 +58,7 @@ class _Part:
 
 
 class ToolParser:
-    """Takes one output of a model apart into content and calls. Never raises for what it reads.
+    """Splits one output of a model into content and calls. Never raises for any text.
 
     White space before the first content, between calls and after the last one is left out when
     there are calls.
@@ -68,15 +68,16 @@ class ToolParser:
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """Texts after which calls come. None of them may hold another one."""
+    """Texts that come before calls. None of them may contain another one."""
     further_tokens: ClassVar[tuple[str, ...]] = ()
-    """Further texts of the format that may be special tokens of a model."""
+    """Further texts of the format that may be special tokens of the model."""
     bare: ClassVar[str] = ""
-    """Characters with which calls begin that have no marker: only at the beginning of a text."""
+    """First characters of calls without a marker, which are only found at the beginning of a
+    text."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
         self.tokenizer = self.model_tokenizer = tokenizer
-        # What parsers written for vLLM keep on their base class; nothing here reads it.
+        # Attributes that parsers written for vLLM expect in their base class; not used here.
         self.prev_tool_call_arr: list[dict[str, Any]] = []
         self.current_tool_id = -1
         self.current_tool_name_sent = False
@@ -88,7 +89,7 @@ class ToolParser:
         self._parts: list[_Part] = []
         self._blank: list[str] = []
         self._is_blank = True
-        """Nothing but `_blank`, white space not shown yet, came since the last call."""
+        """Whether only white space (`_blank`, not returned yet) has come since the last call."""
         self._steps = self._parse()
 
     @cached_property
@@ -101,9 +102,9 @@ class ToolParser:
     # --- For those who use a parser ---
 
     def adjust_request(self, request: RequestT) -> RequestT:
-        """Prepare a request whose answers this parser is to read; returns the request.
+        """Prepare a request whose output this parser will read. Returns the request.
 
-        Where the format's markers are special tokens of the model, these must be in the text.
+        If the format's markers are special tokens of the model, the text must contain them.
         """
         self._tools = getattr(request, "tools", None) or ()
         special = set(getattr(self.tokenizer, "all_special_tokens", ()))
@@ -117,31 +118,31 @@ class ToolParser:
         return request
 
     def feed(self, delta_text: str, delta_token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
-        """Read on.
+        """Read new text.
 
         Args:
             delta_text: what the text grows by.
-            delta_token_ids: the tokens of it; no format here needs them.
+            delta_token_ids: its tokens; no format here needs them.
 
         Returns:
-            What is certain now, in the order of the text.
+            The parts that are certain now, in the order of the text.
         """
         self.stream.add(delta_text)
         next(self._steps, None)
         return self._take_parts()
 
     def finish(self) -> list[ParsedDelta]:
-        """The text has ended: what was held back."""
+        """End the text. Returns what was held back."""
         self.stream.is_complete = True
         next(self._steps, None)
         return self._take_parts()
 
     def read_whole(self, text: str, token_ids: Sequence[int] = ()) -> list[ParsedDelta]:
-        """Read a text that is complete, as the first and last thing."""
+        """Read a complete text; the only call for a parser."""
         return [*self.feed(text, token_ids), *self.finish()]
 
     def extract_tool_calls(self, text: str, request: object = None) -> ExtractedToolCallInformation:
-        """Take a whole text apart. The same as feeding it, however it is cut.
+        """Split a complete text. Gives the same as feeding it in any pieces.
 
         Args:
             text: one output, without reasoning.
@@ -156,7 +157,7 @@ class ToolParser:
             for call in delta.tool_calls:
                 if "id" in call:
                     calls.append(ToolCall(id=call["id"], function=FunctionCall(**call["function"])))
-                else:  # only what `finish` adds, so this is done once
+                else:  # only for what `finish` adds, so at most once
                     calls[-1].function.arguments += call["function"]["arguments"]
         return ExtractedToolCallInformation(
             tools_called=bool(calls), tool_calls=calls, content="".join(content) or None
@@ -167,8 +168,8 @@ class ToolParser:
     def read_calls(self, marker: str) -> Wait[None]:
         """Read calls from `stream`, where they should begin.
 
-        What it has read and neither made a call of nor accepted becomes content when it returns;
-        so it returns as soon as something is not as it should be.
+        Text that it has read, and that is neither accepted nor part of a call, becomes content when
+        it returns. So it returns as soon as the text does not match the format.
 
         Args:
             marker: the one of `markers` that was just read; empty for bare calls.
@@ -176,7 +177,7 @@ class ToolParser:
         raise NotImplementedError(f"{type(self).__name__} does not define read_calls")
 
     def start_call(self, name: str) -> None:
-        """A call begins: what was read until now belongs to it."""
+        """Begin a call. All text read until now belongs to it."""
         self.accept()
         self._blank.clear()
         self._is_blank = True
@@ -184,16 +185,16 @@ class ToolParser:
         self._parts.append(_Part(self._index, {"id": self.make_id(), "name": name}))
 
     def add_arguments(self, text: str) -> None:
-        """More of the JSON text of the last call's arguments; what was read belongs to it."""
+        """Add JSON text to the last call's arguments. All text read until now belongs to it."""
         self.accept()
         self._add(self._index, text)
 
     def accept(self) -> None:
-        """What was read since the last call of this method is part of the format."""
+        """Declare all text read since the last accepted text as part of the format."""
         self.stream.forget()
 
     def release(self) -> None:
-        """What was read and not accepted is content."""
+        """Declare all text that was read and not accepted as content."""
         self._add_content(self.stream.forget())
 
     def make_id(self) -> str:
@@ -226,7 +227,7 @@ class ToolParser:
             self._add(_CONTENT, "".join(self._blank))
 
     def _read_marker(self) -> Wait[str]:
-        """Read a marker if one is next, as it may begin as bare calls do; else empty."""
+        """Read a marker if one is next; else return "". A marker may begin like a bare call."""
         for marker in self.markers:
             if (yield from self.stream.read_literal(marker)):
                 return marker

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from vllm import envs
 from vllm.platforms.habana.bridge import DeviceCounters
 from vllm.platforms.habana.sim_card import SimulatedCard
 from vllm.platforms.habana.sim_device import active_card
@@ -48,12 +49,17 @@ class Metric:
 
     def stats(self) -> list[tuple[str, Any]]:
         """Tags and values in fixed order; times are in microseconds."""
+        stats: list[tuple[str, Any]]
         spans = self._counted()
         if self._name == "graph_compilation":
             number = sum(end.compilations - start.compilations for start, end in spans)
             total_us = round(sum(end.compile_s - start.compile_s for start, end in spans) * 1e6)
             average_us = total_us // number if number else 0
-            return [("TotalNumber", number), ("TotalTime", total_us), ("AvgTime", average_us)]
+            stats = [("TotalNumber", number), ("TotalTime", total_us), ("AvgTime", average_us)]
+            if envs.get().PT_HPU_METRICS_GC_DETAILS:
+                # Of everything since the card was opened: a reset leaves them alone.
+                stats.append(("recipe", list(active_card().counters().recipes)))
+            return stats
         if self._name == "cpu_fallback":
             ops: Counter[str] = Counter()
             for start, end in spans:

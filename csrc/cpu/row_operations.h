@@ -1,0 +1,272 @@
+// The operations of which a row needs no other row.
+//
+// A new one is a row of VLLM_ROW_OPERATIONS and a function of its name, both in this file. A program
+// (program.h) runs it on its buffers, and the operator table on tensors (row_operation, at the end).
+// The result may be where x or y is, if it is as wide, so a function reads an element before it
+// writes there.
+#pragma once
+
+#include "activation.h"
+#include "linear_pack.h"
+#include "norm.h"
+#include "parallel.h"
+#include "program_args.h"
+#include "rotary.h"
+
+// The name, and about how many passes over its num_heads * head_size elements take as long.
+#define VLLM_ROW_OPERATIONS(X) \
+  X(lookup, 10)                \
+  X(lookup_position, 10)       \
+  X(replace, 1)                \
+  X(rms_norm, 2)               \
+  X(add_rms_norm, 2)           \
+  X(layer_norm, 3)             \
+  X(add, 1)                    \
+  X(scale, 1)                  \
+  X(relu, 1)                   \
+  X(silu_and_mul, 4)           \
+  X(gelu_and_mul, 5)           \
+  X(rotate, 1)                 \
+  X(write_cache, 1)
+
+namespace vllm_cpu {
+
+#define VLLM_KIND(name, cost) name,
+VLLM_ENUM(OperationKind, VLLM_ROW_OPERATIONS(VLLM_KIND) linear, attend);
+#undef VLLM_KIND
+
+// Tensors that an operation is called with. x, y, out: [num_rows, num_heads, head_size]; x of a gated
+// activation [num_rows, num_heads, 2 * head_size]. Rows of x are x_stride elements apart, those of
+// out as far when it is x, and all else is dense. What an operation does not use is 0.
+VLLM_STRUCT(RowTensors,
+  int64_t kind;  // OperationKind
+  void* x;
+  void* y;
+  void* out;
+  const void* weight;  // [head_size]
+  const void* bias;    // [head_size]
+  int64_t num_rows, num_heads, head_size, x_stride;
+  int64_t option;  // as in Operation
+  float scalar;    // the same
+);
+
+}  // namespace vllm_cpu
+
+namespace VLLM_ISA {
+
+using vllm_cpu::Operation;
+using vllm_cpu::OperationKind;
+using vllm_cpu::ProgramLaunch;
+
+// Rows of an operand, `stride` elements apart.
+template <typename T>
+struct View {
+  T* first;
+  int64_t stride;
+  T* operator[](int64_t row) const { return first + row * stride; }
+};
+
+// An operation on rows [begin, begin + count) of a launch.
+template <typename T>
+struct RowCall {
+  const Operation& op;
+  const ProgramLaunch& launch;
+  int64_t begin, count;
+  View<T> x, y, out;
+
+  const T* weight() const { return static_cast<const T*>(op.weight); }
+  const T* bias() const { return static_cast<const T*>(op.bias); }
+
+  // Calls body(x, out) for each head of each row. A head of x has x_size elements, one of out
+  // head_size.
+  template <typename Body>
+  void for_heads(int64_t x_size, Body body) const {
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t h = 0; h < op.num_heads; ++h) {
+        body(x[i] + h * x_size, out[i] + h * op.head_size);
+      }
+    }
+  }
+
+  // The same of two operands with heads like those of out: body(x, y, out).
+  template <typename Body>
+  void for_pairs(Body body) const {
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t at = 0; at < op.num_heads * op.head_size; at += op.head_size) {
+        body(x[i] + at, y[i] + at, out[i] + at);
+      }
+    }
+  }
+
+  // Writes row ids[begin + i] + offset of a table to row i of out.
+  void copy_rows(const int64_t* ids, int64_t offset) const {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t id = ids[begin + i] + offset;
+      if (op.weight != nullptr) {
+        __builtin_memcpy(out[i], weight() + id * op.head_size, op.head_size * sizeof(T));
+      } else {
+        unpack_row(*op.packed, id, out[i]);
+      }
+    }
+  }
+};
+
+template <typename T>
+void lookup(const RowCall<T>& rows) {
+  rows.copy_rows(rows.launch.input_ids, 0);
+}
+
+template <typename T>
+void lookup_position(const RowCall<T>& rows) {
+  rows.copy_rows(rows.launch.positions, rows.op.option);
+}
+
+// In place.
+template <typename T>
+void replace(const RowCall<T>& rows) {
+  if (rows.launch.replaced == nullptr) return;
+  const int64_t size = rows.op.head_size;
+  for (int64_t i = 0; i < rows.count; ++i) {
+    const int64_t source = rows.launch.replaced[rows.begin + i];
+    const T* const embedding = static_cast<const T*>(rows.launch.embeddings) + source * size;
+    if (source >= 0) __builtin_memcpy(rows.x[i], embedding, size * sizeof(T));
+  }
+}
+
+template <typename T>
+void rms_norm(const RowCall<T>& rows) {
+  rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
+    rms_norm_row(x, rows.weight(), out, rows.op.head_size, rows.op.scalar);
+  });
+}
+
+template <typename T>
+void add_rms_norm(const RowCall<T>& rows) {
+  rows.for_pairs([&](const T* x, T* residual, T* out) {
+    add_rms_norm_row(x, residual, rows.weight(), out, rows.op.head_size, rows.op.scalar);
+  });
+}
+
+template <typename T>
+void layer_norm(const RowCall<T>& rows) {
+  rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
+    layer_norm_row(x, rows.weight(), rows.bias(), out, rows.op.head_size, rows.op.scalar);
+  });
+}
+
+template <typename T>
+void add(const RowCall<T>& rows) {
+  rows.for_pairs([&](const T* x, const T* y, T* out) {
+    for_each_vector(rows.op.head_size, [&](int64_t i, int64_t count) {
+      store(out + i, load(x + i, count) + load(y + i, count), count);
+    });
+  });
+}
+
+template <typename T>
+void scale(const RowCall<T>& rows) {
+  rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
+    for_each_vector(rows.op.head_size, [&](int64_t i, int64_t count) {
+      store(out + i, load(x + i, count) * splat(rows.op.scalar), count);
+    });
+  });
+}
+
+// NaN stays NaN.
+template <typename T>
+void relu(const RowCall<T>& rows) {
+  rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
+    for_each_vector(rows.op.head_size, [&](int64_t i, int64_t count) {
+      store(out + i, max(Vec{}, load(x + i, count)), count);
+    });
+  });
+}
+
+template <typename T>
+void silu_and_mul(const RowCall<T>& rows) {
+  rows.for_heads(2 * rows.op.head_size,
+                 [&](const T* x, T* out) { silu_and_mul_row(x, out, rows.op.head_size); });
+}
+
+template <typename T>
+void gelu_and_mul(const RowCall<T>& rows) {
+  const bool is_tanh = rows.op.option != 0;
+  rows.for_heads(2 * rows.op.head_size, [&](const T* x, T* out) {
+    gelu_and_mul_row(x, out, rows.op.head_size, is_tanh);
+  });
+}
+
+// In place.
+template <typename T>
+void rotate(const RowCall<T>& rows) {
+  const int64_t rot_dim = rows.op.option, half = rot_dim / 2;
+  for (int64_t i = 0; i < rows.count; ++i) {
+    const float* const cos = rows.op.table + rows.launch.positions[rows.begin + i] * rot_dim;
+    for (int64_t h = 0; h < rows.op.num_heads; ++h) {
+      rotate_neox(rows.x[i] + h * rows.op.head_size, cos, cos + half, half);
+    }
+  }
+}
+
+// Keys x and values y.
+template <typename T>
+void write_cache(const RowCall<T>& rows) {
+  const int64_t size = rows.op.num_heads * rows.op.head_size;
+  const int64_t* const slots =
+      rows.launch.slot_mapping + rows.op.group * rows.launch.num_tokens + rows.begin;
+  for (int64_t i = 0; i < rows.count; ++i) {
+    if (slots[i] < 0) continue;
+    const int64_t at = slots[i] * size;
+    __builtin_memcpy(static_cast<T*>(rows.op.key_cache) + at, rows.x[i], size * sizeof(T));
+    __builtin_memcpy(static_cast<T*>(rows.op.value_cache) + at, rows.y[i], size * sizeof(T));
+  }
+}
+
+inline int64_t row_cost(const Operation& op) {
+  switch (OperationKind(op.kind)) {
+#define VLLM_COST(name, cost) \
+  case OperationKind::name:   \
+    return cost * op.num_heads * op.head_size;
+    VLLM_ROW_OPERATIONS(VLLM_COST)
+#undef VLLM_COST
+    default:
+      return 0;
+  }
+}
+
+template <typename T>
+void run_operation(const RowCall<T>& rows) {
+  switch (OperationKind(rows.op.kind)) {
+#define VLLM_RUN(name, cost) \
+  case OperationKind::name:  \
+    return name(rows);
+    VLLM_ROW_OPERATIONS(VLLM_RUN)
+#undef VLLM_RUN
+    default:
+      return;
+  }
+}
+
+// One operation on tensors, of those that need nothing of a launch.
+template <typename T>
+void row_operation(const vllm_cpu::RowTensors& of, int num_threads) {
+  Operation op = {};
+  op.kind = of.kind;
+  op.weight = of.weight;
+  op.bias = of.bias;
+  op.num_heads = of.num_heads;
+  op.head_size = of.head_size;
+  op.option = of.option;
+  op.scalar = of.scalar;
+  const ProgramLaunch launch = {};
+  T *const x = static_cast<T*>(of.x), *const y = static_cast<T*>(of.y);
+  T* const out = static_cast<T*>(of.out);
+  const int64_t width = of.num_heads * of.head_size;
+  const int64_t out_stride = out == x ? of.x_stride : width;
+  parallel_row_ranges(of.num_rows, row_cost(op), num_threads, [&](int64_t begin, int64_t end) {
+    run_operation<T>({op, launch, begin, end - begin, {x + begin * of.x_stride, of.x_stride},
+                      {y + begin * width, width}, {out + begin * out_stride, out_stride}});
+  });
+}
+
+}  // namespace VLLM_ISA

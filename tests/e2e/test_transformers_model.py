@@ -1,0 +1,110 @@
+"""Decoders that run with the modules of transformers: same tokens, or refused at the start."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.e2e.reference import assert_same_tokens, generate, random_prompts
+from tests.hpu import FEW_BUCKETS, simulated_hpu
+from tests.tiny_models import _DECODER, make_tiny_model, randomize
+from vllm import LLM, SamplingParams
+from vllm.errors import ConfigError
+
+MAX_TOKENS = 5
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+    "block_size": 16,
+    "num_gpu_blocks_override": 60,
+}
+TYPES = (
+    *("arcee", "apertus", "cwm", "ernie4_5", "exaone4", "hyperclovax", "internlm3", "jais2"),
+    *("mellum", "ministral3", "nanochat", "nemotron", "seed_oss", "smollm3", "vaultgemma"),
+    *("flex_olmo", "glm4_moe"),
+)
+"""Types without modules here, three of them with experts."""
+
+
+def make(model_type: str, folder: Path, **values: Any) -> Path:
+    config = CONFIG_MAPPING[model_type](**_DECODER | values)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomize(model, 0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def check(folder: Path, **settings: Any) -> None:
+    want = generate(folder, random_prompts(8, 64 - MAX_TOKENS, vocab_size=4096), MAX_TOKENS)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+    llm = LLM(model=str(folder), **SETTINGS | settings)
+    outputs = llm.generate([r.prompt for r in want], params, use_tqdm=False)
+    for output, reference in zip(outputs, want, strict=True):
+        assert_same_tokens(output.outputs[0].token_ids, reference)
+
+
+@pytest.mark.parametrize("model_type", random.Random(0).sample(TYPES, 10))
+def test_types_without_modules_here_give_the_tokens_of_transformers(model_type, tmp_path):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    check(make(model_type, tmp_path))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_a_type_that_has_modules_here_can_run_with_those_of_transformers(family, models):
+    check(models(family), model_impl="transformers")
+
+
+def test_they_run_on_the_simulated_card(tmp_path):
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS) as bridge:
+        before = bridge.counters()
+        check(make("smollm3", tmp_path))
+        assert bridge.counters().cpu_fallbacks == before.cpu_fallbacks
+
+
+def test_their_weights_can_be_stored_in_int8(models):
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    folder = models("llama")
+    prompt = {"prompt_token_ids": list(range(20, 40))}
+    found = [
+        LLM(model=str(folder), model_impl=impl, quantization="int8", **SETTINGS)
+        .generate(prompt, params, use_tqdm=False)[0]
+        .outputs[0]
+        .token_ids
+        for impl in ("vllm", "transformers")
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("diffllama", "DiffLlamaForCausalLM .* 4 of its 2 layers used the attention interface"),
+        ("doge", "DogeForCausalLM .* its attention has a mask of its own"),
+        ("persimmon", r"PersimmonForCausalLM .* config.json says \(4, 2, 2\) heads of 16"),
+        ("gpt_oss", "GptOssForCausalLM .* its attention is of a kind that has no kernel here"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_the_start(model_type, message, tmp_path):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    folder = make(model_type, tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        LLM(model=str(folder), **SETTINGS)
+
+
+def test_with_the_modules_of_this_package_only_other_types_are_refused(tmp_path):
+    folder = make("smollm3", tmp_path)
+    with pytest.raises(ConfigError, match="'SmolLM3ForCausalLM' is not supported"):
+        LLM(model=str(folder), model_impl="vllm", **SETTINGS)
+
+
+def test_the_head_of_a_tied_model_is_its_embedding(tmp_path):
+    folder = make_tiny_model("qwen3", tmp_path)
+    check(folder, model_impl="transformers")

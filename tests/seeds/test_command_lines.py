@@ -1,0 +1,118 @@
+"""Every command line of the documents, parsed and resolved on the simulated card.
+
+The model that is named is replaced by a tiny one of its architecture.
+"""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.hpu import captured_log, simulated_hpu
+from tests.seeds.table import Statement, read_table
+from tests.tiny_models import make_tiny_model
+from vllm.bucketing import plan_buckets, prove
+from vllm.config import VllmConfig
+from vllm.entrypoints.cli.main import _create_parser
+from vllm.entrypoints.openai.cli_args import make_arg_parser, read_args
+from vllm.errors import ConfigError
+from vllm.utils import FlexibleArgumentParser
+
+EXAMPLES = [row for row in read_table() if row.command]
+UNBUILT = [(row, flag) for row in EXAMPLES for flag in row.unbuilt]
+SERVER = ["python", "-m", "vllm.entrypoints.openai.api_server"]
+BLOCKS = 4108
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """A folder for each example's model, by what makes it."""
+    folder = tmp_path_factory.mktemp("models")
+    kinds = {kind(row): row for row in EXAMPLES}
+    return {
+        key: make_tiny_model(row.family, folder / str(n), **row.model)
+        for n, (key, row) in enumerate(kinds.items())
+    }
+
+
+def kind(row: Statement) -> str:
+    return f"{row.family} {row.model}"
+
+
+def resolve(row: Statement, model: Path, *, without: tuple[str, ...]) -> VllmConfig:
+    """The config of an example's engine, for the tiny model."""
+    command = row.command
+    for flag in without:
+        assert f" {flag}" in command
+        command = command.replace(f" {flag}", "")
+    words = shlex.split(command)
+    if words[:3] == SERVER:
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(words[3:])
+    else:
+        assert words[:2] == ["vllm", "serve"]
+        args = _create_parser(words[1:]).parse_args(words[1:])
+        del args.command, args.run
+    engine, _ = read_args(args)
+    assert engine.model
+    engine.model, engine.skip_tokenizer_init = str(model), True
+    return engine.create_engine_config()
+
+
+def setting(config: VllmConfig, name: str) -> object:
+    sections = (config.scheduler, config.cache, config.model, config.hpu, config.device)
+    (section,) = [s for s in sections if hasattr(s, name)][:1]
+    return getattr(section, name)
+
+
+@pytest.mark.parametrize("row", EXAMPLES, ids=lambda row: row.says)
+def test_an_example_is_taken(row, models):
+    """Without what is not built; every step of the engine it describes has a bucket."""
+    with simulated_hpu(**row.env), captured_log():
+        config = resolve(row, models[kind(row)], without=tuple(row.unbuilt))
+        assert config.device.device == "hpu"
+        assert {name: setting(config, name) for name in row.expect} == row.expect
+        plan = plan_buckets(config, BLOCKS)
+    assert prove(plan.catalog, plan.limits).is_covered
+    assert plan.warnings == ()
+    assert len(plan.catalog.prefill) < 250
+
+
+@pytest.mark.parametrize(("row", "flag"), UNBUILT, ids=lambda x: getattr(x, "says", x))
+def test_what_is_not_built_is_refused_by_name(row, flag, models, capsys):
+    others = tuple(other for other in row.unbuilt if other != flag)
+    with simulated_hpu(**row.env), captured_log():
+        try:
+            resolve(row, models[kind(row)], without=others)
+        except ConfigError as error:
+            text = str(error)
+        except SystemExit:
+            text = capsys.readouterr().err.partition("\n")[0]
+        else:
+            pytest.fail(f"{flag} was taken: its row can be one that holds")
+    name, value = flag.removeprefix("--").split()
+    assert name.replace("-", "_") in text.replace("-", "_")
+    assert value in text
+
+
+def test_the_recipe_for_32k_works_as_it_is_written(models):
+    (row,) = [row for row in EXAMPLES if "32K recipe" in row.says]
+    with simulated_hpu(**row.env), captured_log() as lines:
+        config = resolve(row, models[kind(row)], without=())
+        plan = plan_buckets(config, BLOCKS)
+    (line,) = [line for line in lines if "max_num_batched_tokens" in line]
+    assert line.startswith(
+        "max_num_batched_tokens is raised from 8192 to 32768: the smallest prompt bucket has 24576"
+    )
+    lengths = {bucket.query_len for bucket in plan.catalog.prefill}
+    assert lengths == {24576, 26624, 28672, 30720, 32768}
+    assert plan.limits.max_query_len == 32768
+    assert len(plan.catalog.prefill) < 20
+
+
+def test_a_budget_that_was_given_is_raised_no_further_than_it_has_to_be(models):
+    (row,) = [row for row in EXAMPLES if "32K recipe" in row.says]
+    with simulated_hpu(**row.env), captured_log():
+        words = [*shlex.split(row.command)[3:], "--max-num-batched-tokens", "4096"]
+        engine, _ = read_args(make_arg_parser(FlexibleArgumentParser()).parse_args(words))
+        engine.model, engine.skip_tokenizer_init = str(models[kind(row)]), True
+        assert engine.create_engine_config().scheduler.max_num_batched_tokens == 24576

@@ -1,0 +1,146 @@
+"""What of `make test-vendor` can be checked on any torch: its pins, and names of the sources."""
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.docker.requirements import read_file
+from vllm.utils.triton_range import triton_fits, triton_range
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "vllm"
+PINS = sorted(Path(__file__).parent.glob("torch-*.txt"))
+
+TRACED = ("attention", "distributed", "model_executor", "ops", "sample", "worker")
+"""Packages of which torch.compile may trace anything."""
+
+NEWER_THAN_2_6 = {
+    "recompile_limit": "cache_size_limit",
+    "accumulated_recompile_limit": "accumulated_cache_size_limit",
+}
+"""Names that torch 2.6 lacks, and what both have."""
+
+
+def read_pins(file: Path) -> dict[str, str]:
+    return {pin.name: str(pin.specifier).removeprefix("==") for pin in read_file(file)}
+
+
+@pytest.mark.parametrize("file", PINS, ids=lambda file: file.stem)
+def test_the_pins_of_a_vendor_version_fit_together(file):
+    pins = read_pins(file)
+    assert pins.keys() == {"torch", "triton", "transformers", "numpy"}
+    assert file.stem == f"torch-{pins['torch']}"
+    assert triton_fits(pins["triton"], pins["torch"])
+    for requirement in read_file(ROOT / "requirements-cpu.txt"):
+        if requirement.name in pins:
+            assert requirement.specifier.contains(pins[requirement.name])
+
+
+def test_the_makefile_runs_a_version_that_has_pins():
+    (default,) = re.findall(r"^VENDOR_TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.M)
+    versions = [read_pins(file)["torch"] for file in PINS]
+    assert default in versions
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert not [version for version in versions if version not in page]
+
+
+@pytest.mark.parametrize(
+    "torch_version, wanted",
+    [
+        ("2.6.0+hpu.1.21.3", ">=3.1,<3.3"),
+        ("2.7.1a0+git1", ">=3.1,<3.4"),
+        ("2.99", None),
+        ("", None),
+    ],
+)
+def test_the_range_of_triton_follows_the_minor_release_of_torch(torch_version, wanted):
+    assert triton_range(torch_version) == wanted
+
+
+@pytest.mark.parametrize(
+    "triton, torch_version, fits",
+    [
+        ("3.1.0", "2.6.0", True),
+        ("3.2.0", "2.6.0", True),
+        ("3.3.1", "2.6.0", False),
+        ("3.10.0", "2.6.0", False),
+        ("3.0.0", "2.6.0", False),
+        ("3.3.1", "2.7.1", True),
+        ("3.8.0", "2.99", True),
+    ],
+)
+def test_a_triton_outside_of_the_range_does_not_fit(triton, torch_version, fits):
+    assert triton_fits(triton, torch_version) is fits
+
+
+def find_unions(tree: ast.AST) -> Iterator[int]:
+    """Lines with `isinstance(x, A | B)`."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("isinstance", "issubclass")
+            and isinstance(node.args[1], ast.BinOp)
+        ):
+            yield node.lineno
+
+
+def find_torch_names(tree: ast.AST) -> Iterator[str]:
+    """Dotted names that begin with `torch.`, and what is imported from there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            if re.fullmatch(r"torch(\.\w+)+", text) and not text.startswith("torch.ops."):
+                yield text  # operators are registered at run time
+        elif isinstance(node, ast.ImportFrom) and re.match(r"torch(\.|$)", node.module or ""):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def exists(name: str) -> bool:
+    """Whether this torch has a dotted name, of a module or of what one holds."""
+    value: object = torch
+    path = "torch"
+    for part in name.split(".")[1:]:
+        path = f"{path}.{part}"
+        if not hasattr(value, part):
+            try:
+                value = importlib.import_module(path)
+                continue
+            except ImportError:
+                return False
+        value = getattr(value, part)
+    return True
+
+
+def sources(*folders: str) -> Iterator[tuple[Path, ast.AST]]:
+    for folder in folders:
+        for file in sorted((PACKAGE / folder).rglob("*.py")):
+            yield file.relative_to(ROOT), ast.parse(file.read_text())
+
+
+def test_traced_code_asks_for_no_instance_of_a_union():
+    """It breaks the graph before torch 2.10; a tuple of types does not."""
+    assert list(find_unions(ast.parse("isinstance(x, float | int)"))) == [1]
+    found = [f"{path}:{line}" for path, tree in sources(*TRACED) for line in find_unions(tree)]
+    assert not found
+
+
+def test_no_name_is_used_that_torch_2_6_lacks():
+    found = [
+        f"{path}:{node.lineno}: {node.attr}, use {NEWER_THAN_2_6[node.attr]}"
+        for path, tree in sources("")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in NEWER_THAN_2_6
+    ]
+    assert not found
+
+
+def test_every_name_of_torch_in_the_sources_exists_in_this_torch():
+    assert not exists("torch.no_such_name")
+    names = {name: path for path, tree in sources("") for name in find_torch_names(tree)}
+    assert len(names) > 100
+    assert not {name: str(path) for name, path in names.items() if not exists(name)}

@@ -1,0 +1,281 @@
+"""Decoders of the transformers library, with our attention, linear layers and output head.
+
+For architectures that have no class here. The modules of transformers run, on all tokens of a
+launch as one sequence; its attention interface hands queries, keys and values to our attention
+layer, which knows which tokens belong together. What cannot run that way is refused with one line.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vllm.attention import Attention
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.experts import Experts
+from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.interface import CausalLM
+
+_INTERFACE = "vllm"
+"""Name of our attention in transformers."""
+
+
+class TransformersForCausalLM(CausalLM):
+    """Any decoder that `AutoModelForCausalLM` knows, with attention through its interface."""
+
+    checkpoint_prefixes: ClassVar[dict[str, str]] = {"": "inner."}
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp)
+        if tp.size > 1:
+            raise self._refusal(f"it cannot be split over {tp.size} ranks")
+        self.inner = _build(arch)
+        self.decoder = self.inner.base_model
+        if self.decoder is self.inner:
+            raise self._refusal("its decoder is not a module of its own")
+        self._use_our_attention()
+        _replace_linear_layers(self.decoder)
+        _replace_experts(self.decoder)
+        embedding = self.inner.get_input_embeddings()
+        self.embedding_scale = float(getattr(embedding, "scalar_embed_scale", 1.0))
+        table = VocabParallelEmbedding(embedding.num_embeddings, embedding.embedding_dim, tp)
+        self.inner.set_input_embeddings(table)
+        head = self.inner.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise self._refusal("it has no linear output head")
+        self.lm_head = ParallelLMHead(
+            head.out_features, head.in_features, tp, has_bias=head.bias is not None
+        )
+        self.inner.set_output_embeddings(self.lm_head)
+        if arch.tie_word_embeddings:
+            self.lm_head.tie(table)
+        self.logits_of = _logits_function(self.inner)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        lists = (module for module in self.decoder.modules() if isinstance(module, nn.ModuleList))
+        return next((list(found) for found in lists if len(found) == self.arch.num_layers), [])
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        rows = self.inner.get_input_embeddings()(input_ids)
+        return rows if self.embedding_scale == 1.0 else rows * self.embedding_scale
+
+    def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
+        if (first, end) != (0, self.num_layers):
+            raise self._refusal("it runs all layers or none: set pipeline_parallel_size=1")
+        output = self.decoder(
+            inputs_embeds=hidden_states[None],
+            position_ids=positions.view(1, -1),
+            use_cache=False,
+            return_dict=True,
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Checkpoints have some of the buffers, too."""
+        buffer = dict(self.named_buffers()).get(name)
+        if buffer is None:
+            return ((name, source),)
+        source.fill(buffer)
+        return ()
+
+    def check(self) -> None:
+        """Refuse a model whose layers do not attend as they were built to."""
+        attended: list[nn.Module] = []
+        hooks = [
+            module.register_forward_hook(lambda module, args, out: attended.append(module))
+            for module in self.modules()
+            if isinstance(module, Attention)
+        ]
+        device = self.inner.get_input_embeddings().weight.device
+        ids = torch.zeros(2, dtype=torch.int64, device=device)
+        try:
+            self.forward(ids, torch.arange(2, device=device))
+        except Exception as error:  # whatever the modules of an unknown architecture raise
+            raise self._refusal(
+                f"{type(error).__name__}: {' '.join(str(error).split())}"
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if len(attended) != self.num_layers:
+            raise self._refusal(
+                f"{len(attended)} of its {self.num_layers} layers used the attention interface"
+            )
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.logits_of(self.lm_head(hidden_states))
+
+    def _use_our_attention(self) -> None:
+        found = [m for m in self.decoder.modules() if hasattr(m, "layer_idx") and _attends(m)]
+        if len(found) != self.arch.num_layers:
+            raise self._refusal(
+                f"{len(found)} of its {self.arch.num_layers} layers have attention that can be "
+                f"replaced"
+            )
+        for module in found:
+            if not getattr(module, "is_causal", True) or hasattr(module, "sinks"):
+                raise self._refusal("its attention is of a kind that has no kernel here")
+            module.vllm_attention = self._attention_of(module)
+
+    def _attention_of(self, module: nn.Module) -> Attention:
+        index: Any = module.layer_idx
+        window: Any = self.arch.layer_windows[index]
+        if hasattr(module, "sliding_window"):
+            window = module.sliding_window
+        soft_cap: Any = getattr(module, "attn_logit_softcapping", None)
+        head_size: Any = getattr(module, "head_dim", self.arch.head_size)
+        scale: Any = module.scaling
+        return Attention(
+            self.arch.num_heads,
+            head_size,
+            self.arch.num_kv_heads,
+            scale=float(scale),
+            sliding_window=window,
+            logits_soft_cap=soft_cap,
+        )
+
+    def _refusal(self, reason: str) -> ConfigError:
+        names = self.arch.hf_config.get("architectures") or [self.arch.architecture]
+        return ConfigError(f"{names[0]} cannot run with the modules of transformers: {reason}")
+
+
+def _attends(module: nn.Module) -> bool:
+    return hasattr(module, "scaling") and (
+        hasattr(module, "is_causal") or hasattr(module, "num_key_value_groups")
+    )
+
+
+def _build(arch: ModelArch) -> Any:
+    """The model of transformers: parameters without memory, buffers with theirs."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    _register()
+    config = CONFIG_MAPPING[arch.model_type].from_dict(dict(arch.hf_config))
+    try:
+        with _parameters_without_memory():
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation=_INTERFACE, dtype=torch.get_default_dtype()
+            )
+    except (ValueError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{arch.architecture} of model_type {arch.model_type!r} cannot run with the modules of "
+            f"transformers: {reason}"
+        ) from error
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Parameters that are made lose their memory at once; buffers, which no checkpoint fills, are
+    computed as transformers does."""
+    register: Callable[..., None] = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=False)
+        register(module, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_INTERFACE, _attend)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: heads [1, H, T, D] -> ([1, T, H, D], no weights)."""
+    attention: Any = module.vllm_attention
+    if attention_mask is not None:
+        raise ConfigError("its attention has a mask of its own")
+    heads = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
+    given = [tuple(part.shape[1::2]) for part in (query, key, value)]
+    if given != [(count, attention.head_size) for count in heads]:
+        raise ConfigError(
+            f"its queries, keys and values have {given} heads and elements, config.json says "
+            f"{heads} heads of {attention.head_size}"
+        )
+    asked = {
+        "scale": scaling if scaling is not None else attention.scale,
+        "sliding_window": options.get("sliding_window", attention.sliding_window),
+        "logits_soft_cap": options.get("softcap", attention.logits_soft_cap),
+    }
+    for name, value_asked in asked.items():
+        if value_asked != getattr(attention, name):
+            raise ConfigError(
+                f"its attention asks for {name}={value_asked}, and was built with "
+                f"{getattr(attention, name)}"
+            )
+    rows = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
+    return attention(*rows)[None], None
+
+
+def _replace_linear_layers(decoder: nn.Module) -> None:
+    """Ours take the weight formats that the model is loaded with."""
+    for path, layer in list(decoder.named_modules()):
+        if type(layer) is nn.Linear:
+            parent, _, name = path.rpartition(".")
+            ours = ColumnParallelLinear(
+                layer.in_features, {"": layer.out_features}, TPGroup(), bias=layer.bias is not None
+            )
+            setattr(decoder.get_submodule(parent), name, ours)
+
+
+def _replace_experts(decoder: nn.Module) -> None:
+    """Ours are packed, and computed in one product per launch. Others stay as they are."""
+    for path, module in list(decoder.named_modules()):
+        gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+        if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter):
+            continue
+        experts, hidden, size = down.shape
+        is_plain = gate_up.shape == (experts, 2 * size, hidden) and path.endswith(".experts")
+        has_silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+        if is_plain and has_silu and len(list(module.parameters())) == 2:
+            parent, _, name = path.rpartition(".")
+            ours = _Experts(experts, hidden, size, TPGroup())
+            setattr(decoder.get_submodule(parent), name, ours)
+
+
+class _Experts(Experts):
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, ids.contiguous(), weights.float().contiguous())
+
+
+def _logits_function(inner: Any) -> Callable[[Tensor], Tensor]:
+    """What the model makes of the output head's logits, as far as its config says so."""
+    config = inner.config
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+    soft_cap = getattr(config, "final_logit_softcapping", None)
+
+    def logits_of(logits: Tensor) -> Tensor:
+        if scale != 1.0:
+            logits = logits * scale
+        if soft_cap is not None:
+            logits = torch.tanh(logits / soft_cap) * soft_cap
+        return logits
+
+    return logits_of

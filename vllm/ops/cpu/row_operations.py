@@ -1,0 +1,140 @@
+"""Running one operation of csrc/cpu/row_operations.h on the rows of tensors.
+
+A kernel gets raw addresses, so what it relies on is checked here: shapes, dtypes, strides, device.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from vllm.ops.cpu.library import packer
+
+_DENSE = torch.contiguous_format
+
+_num_threads = torch.get_num_threads
+
+
+_FIELDS = "kind x y out weight bias num_rows num_heads head_size x_stride option scalar"
+
+
+class RowOperations:
+    """Calls the operations for one dtype by name.
+
+    Args:
+        kernels: those of the dtype.
+    """
+
+    def __init__(self, kernels: Any) -> None:
+        self._run = kernels.row_operation
+        self._kinds = {kind.name: int(kind) for kind in kernels.OperationKind}
+        self._pack = packer(kernels.RowTensors, _FIELDS)
+
+    def __call__(
+        self,
+        kind: str,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        is_gated: bool = False,
+        in_place: bool = False,
+        option: int = 0,
+        scalar: float = 0.0,
+    ) -> Tensor:
+        """The result of an operation.
+
+        Args:
+            kind: the name of the operation.
+            x: [..., N], dense; or [T, N] or [T, H, N] with strided rows.
+            y: the second operand, dense, of the shape of x. An operation may write there.
+            weight: [N].
+            bias: [N].
+            is_gated: the result has N / 2 elements in its last dimension, and not N.
+            in_place: the result may be written over x.
+            option: what it means is said in csrc/cpu/program_args.h.
+            scalar: the same.
+
+        Raises:
+            ValueError: shapes, dtypes, strides or devices do not fit.
+        """
+        shape = x.shape
+        size = shape[-1]
+        if x.is_contiguous():
+            rows, heads, stride = x.numel() // size, 1, size
+        else:
+            rows, heads, stride = _strided(x)
+        if y is not None:
+            if y.shape != shape or y.dtype != x.dtype or not y.is_cpu:
+                refuse_pair("the second operand", y, "x", x)
+            if not y.is_contiguous():
+                refuse_strides("the second operand", y)
+        if weight is not None:
+            _check_vector("weight", weight, size, x)
+        if bias is not None:
+            _check_vector("bias", bias, size, x)
+        if is_gated:
+            size = gated_size(size)
+            out = x.new_empty(*shape[:-1], size)  # twice as fast as torch.empty
+        elif in_place:
+            out = x
+        else:
+            out = torch.empty_like(x, memory_format=_DENSE)
+        operands = self._pack(
+            self._kinds[kind],
+            x.data_ptr(),
+            0 if y is None else y.data_ptr(),
+            out.data_ptr(),
+            0 if weight is None else weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            rows,
+            heads,
+            size,
+            stride,
+            option,
+            scalar,
+        )
+        self._run(operands, _num_threads())
+        return out
+
+
+def gated_size(size: int) -> int:
+    """Elements that a gated activation makes of `size`: gate, then up."""
+    if size % 2:
+        raise ValueError(f"the last dimension of x must be even (gate and up), got {size}")
+    return size // 2
+
+
+def _strided(x: Tensor) -> tuple[int, int, int]:
+    """Rows, heads of a row, and how far apart rows are."""
+    if x.dim() not in (2, 3):
+        refuse_strides("x", x)
+    check_rows("x", x)
+    return x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.stride(0)
+
+
+def check_rows(name: str, x: Tensor) -> None:
+    """x [R, C] or [R, C, D] is dense in all dimensions but the first."""
+    stride, last = x.stride(), x.shape[-1]
+    if stride[-1] != 1 or (x.dim() == 3 and stride[1] != last and x.shape[1] != 1):
+        refuse_strides(name, x)
+
+
+def _check_vector(name: str, weight: Tensor, size: int, x: Tensor) -> None:
+    """weight is dense [size], of the dtype of x."""
+    if weight.shape != (size,) or weight.dtype != x.dtype or not weight.is_cpu:
+        refuse_pair(name, weight, "x", x)
+    if not weight.is_contiguous():
+        refuse_strides(name, weight)
+
+
+def refuse_pair(name: str, x: Tensor, other_name: str, other: Tensor) -> NoReturn:
+    raise ValueError(
+        f"{name} is {x.dtype} {list(x.shape)} on {x.device}, "
+        f"{other_name} is {other.dtype} {list(other.shape)} on {other.device}"
+    )
+
+
+def refuse_strides(name: str, x: Tensor) -> NoReturn:
+    raise ValueError(f"{name} is not dense: shape {list(x.shape)}, strides {list(x.stride())}")
