@@ -34,7 +34,7 @@ def padded_copy(logits: Tensor, buffers: Buffers | None) -> Tensor:
     num_rows, vocab_size = logits.shape
     width = (vocab_size // BLOCK_SIZE + 1) * BLOCK_SIZE
     if buffers is None:
-        return pad(logits.float(), (0, width - vocab_size), value=float("-inf"))
+        return pad(logits, (0, width - vocab_size), value=float("-inf")).float()
     copy = buffers.get("logits", (num_rows, width), logits.device)
     copy[:, :vocab_size] = logits
     copy[:, vocab_size:].fill_(float("-inf"))

@@ -73,10 +73,11 @@ def _gather(
     given = token_ids[:, None]
     given_logits = x.gather(-1, given.long())
     if scratch is None:  # the compiler of a card makes a comparison bool
-        is_above = (x > given_logits).float()
+        del weights  # its memory serves the comparison
+        is_above = x > given_logits
     else:
         is_above = torch.gt(x, given_logits, out=scratch)
-    ranks = split_blocks(is_above).sum(-1).sum(-1).int() + 1
+    ranks = split_blocks(is_above).sum(-1, dtype=torch.float32).sum(-1).int() + 1
     if num_logprobs:
         values, indices = top_tokens(x, maxima, min(num_logprobs, vocab_size))
         given = torch.cat([given.int(), indices], -1)

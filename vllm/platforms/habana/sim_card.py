@@ -202,9 +202,8 @@ class SimulatedCard:
         self._count_copies(num_bytes, num_caches)
 
     def _count_copies(self, num_bytes: int, num_caches: int) -> None:
-        if not self.is_compile_only:
-            self._copied_bytes += num_bytes
-            self._num_cache_copies += num_caches
+        self._copied_bytes += num_bytes
+        self._num_cache_copies += num_caches
 
     def copy_to_device(self, num_bytes: int) -> None:
         self._h2d_bytes += num_bytes
