@@ -14,7 +14,7 @@ VENDOR_VENV ?= .venv-vendor-$(VENDOR_TORCH)
 PYTHON_VENDOR ?= $(firstword $(shell command -v python3.10) $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vendor lint unit format docs bench clean
+.PHONY: help demo test test-graphs test-vendor lint unit format docs bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,10 @@ lint: $(VENV)/.installed-dev ## format, lint, types, architecture
 # no core to run on wait for each other.
 unit: $(VENV)/.installed-dev ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# Every architecture as a card compiles it; a run of the tests captures a few of them.
+test-graphs: $(VENV)/.installed-dev ## the graphs of every architecture, by the rules of the card's compiler
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "exhaustive or not exhaustive" tests/conformance
 
 # Not part of `test`: it downloads 3 GB and takes 6 GB of disk for each version.
 test-vendor: $(VENDOR_VENV)/.installed ## the tests on the torch of a Gaudi image: VENDOR_TORCH=2.6.0 or 2.7.1

@@ -167,3 +167,69 @@ def test_the_host_runs_ahead_until_it_waits(lazy):
 def test_a_copy_takes_the_time_of_its_bytes(eager):
     torch.zeros(2**20, dtype=torch.int8).to("hpu")
     assert eager.card.clock.copy_s == pytest.approx(2**20 / 32e9)
+
+
+def write_through_a_view(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor):
+    cache.view(-1, 8).index_copy_(0, slots, rows)
+    return cache.view(-1, 8)[:2] + 1
+
+
+def write_in_place(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor):
+    cache.index_copy_(0, slots, rows)
+    return cache.view(-1, 8)[:2] + 1
+
+
+@pytest.mark.parametrize("mode", ["torch.compile", "lazy", "HPU graph"])
+def test_a_write_through_a_view_is_charged_a_copy_of_the_whole_tensor(mode):
+    """And a write to the tensor itself none, so that a cache of any size costs the same."""
+    bridge = SimBridge("gaudi2", is_lazy=mode != "torch.compile")
+    slots, rows = torch.tensor([3, 1]).to("hpu"), on_card(2, 8)
+    copies, peaks, outputs = [], [], []
+    for function in (write_in_place, write_through_a_view):
+        run = function
+        if mode == "torch.compile":
+            run = torch.compile(function, backend="hpu_backend", dynamic=False, fullgraph=True)
+        elif mode == "HPU graph":
+            module = torch.nn.Module()
+            module.forward = function
+            run = bridge.wrap_in_hpu_graph(module)
+        with torch.inference_mode():
+            shape = (4096, 8) if function is write_in_place else (1024, 4, 8)
+            cache = bridge.zeros(shape, torch.float32)
+            run(cache, slots, rows)
+            before = bridge.counters()
+            bridge.reset_peak()
+            taken = bridge.peak_bytes()
+            run(cache, slots, rows)
+            bridge.mark_step()
+            after = bridge.counters()
+            outputs.append((cache.cpu().view(-1, 8)[:4], run(cache, slots, rows).cpu()))
+        peaks.append(bridge.peak_bytes() - taken >= cache.nbytes)
+        copies.append(
+            (after.cache_copies - before.cache_copies, after.copied_bytes - before.copied_bytes)
+        )
+    assert copies == [(0, 0), (1, cache.nbytes)]
+    assert peaks == [False, mode != "HPU graph"]  # a replay has the memory already
+    torch.testing.assert_close(outputs[0], outputs[1])
+    assert outputs[0][0].sum().item() == 16
+
+
+def test_values_read_before_a_write_in_place_are_the_old_ones(eager):
+    @torch.compile(backend="hpu_backend", dynamic=False)
+    def run(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        old = cache + 0
+        cache.index_copy_(0, slots, rows)
+        return old.sum() + cache.sum()
+
+    cache = eager.zeros((4, 2), torch.float32)
+    with torch.inference_mode():
+        total = run(cache, torch.tensor([1]).to("hpu"), on_card(1, 2))
+    assert total.item() == 2
+    assert eager.counters().cache_copies == 0
+
+
+def test_dynamic_shapes_are_compiled_statically_for_each_shape(eager):
+    compiled = torch.compile(lambda x: x * x.shape[0], backend="hpu_backend", dynamic=True)
+    for size in (3, 4, 5, 4):
+        assert compiled(on_card(size)).tolist() == [size] * size
+    assert eager.counters().compilations == 3

@@ -9,6 +9,7 @@ from tests.hpu import simulated_hpu
 from tests.worker.hpu_helpers import make_config
 from vllm.attention import LaunchContext, share_context
 from vllm.worker.hpu.execution import Execution, LazyExecution, make_execution
+from vllm.worker.hpu.model import LaunchModel
 from vllm.worker.hpu.offload import choose_layers
 
 
@@ -54,6 +55,8 @@ class ExpertModel(nn.Module):
 
 class Launches(nn.Module):
     """In the place of a `LaunchModel`."""
+
+    compile_regions = LaunchModel.compile_regions
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

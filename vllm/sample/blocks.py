@@ -14,6 +14,7 @@ bits in any batch.
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm.sample.buffers import Buffers
 
@@ -23,21 +24,24 @@ _BLOCKS_PER_CANDIDATE = 6
 """Searching only k blocks is faster while the vocabulary has at least this many times k blocks."""
 
 
-def padded_copy(logits: Tensor, buffers: Buffers) -> Tensor:
+def padded_copy(logits: Tensor, buffers: Buffers | None) -> Tensor:
     """[n, V] of any float dtype -> [n, P] float32 in the buffer "logits".
 
     P is a multiple of the block size and above V, so that there is a column that is no token.
-    Columns from V on are -inf.
+    Columns from V on are -inf. Without buffers it is new memory, and no part of it is written
+    through a view, which a card would do by a copy.
     """
     num_rows, vocab_size = logits.shape
     width = (vocab_size // BLOCK_SIZE + 1) * BLOCK_SIZE
+    if buffers is None:
+        return pad(logits, (0, width - vocab_size), value=float("-inf")).float()
     copy = buffers.get("logits", (num_rows, width), logits.device)
     copy[:, :vocab_size] = logits
     copy[:, vocab_size:].fill_(float("-inf"))
     return copy
 
 
-def as_whole_blocks(logits: Tensor, buffers: Buffers) -> Tensor:
+def as_whole_blocks(logits: Tensor, buffers: Buffers | None) -> Tensor:
     """[n, V] of any float dtype -> [n, P] float32, P a multiple of the block size.
 
     The result may be `logits` itself, so do not write to it. Columns from V on are -inf.
@@ -66,17 +70,17 @@ def block_max(logits: Tensor) -> Tensor:
 
 
 def argmax(logits: Tensor, maxima: Tensor) -> Tensor:
-    """[n] int64 index of each row's largest value, the first one if there are several.
+    """[n] int32 index of each row's largest value, the first one if there are several.
 
     Args:
         logits: [n, V].
         maxima: [n, B] of `block_max(logits)`.
     """
-    start = maxima.argmax(-1, keepdim=True) * BLOCK_SIZE
-    offsets = torch.arange(BLOCK_SIZE, device=logits.device)
+    start = maxima.argmax(-1, keepdim=True).int() * BLOCK_SIZE
+    offsets = torch.arange(BLOCK_SIZE, dtype=torch.int32, device=logits.device)
     # A short last block repeats its last value, which cannot come before itself.
     indices = (start + offsets).clamp_max(logits.shape[-1] - 1)
-    inside = logits.gather(-1, indices).argmax(-1, keepdim=True)
+    inside = logits.gather(-1, indices.long()).argmax(-1, keepdim=True).int()
     return (start + inside).clamp_max(logits.shape[-1] - 1).squeeze(-1)
 
 
@@ -93,7 +97,7 @@ def top_values(logits: Tensor, maxima: Tensor, k: int) -> Tensor:
     """
     candidates = _candidates(maxima, k)
     if candidates is not None:
-        logits = logits.gather(-1, candidates)
+        logits = logits.gather(-1, candidates.long())
     return logits.topk(k, dim=-1).values
 
 
@@ -108,17 +112,17 @@ def top_tokens(logits: Tensor, maxima: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if candidates is None:
         values, indices = logits.topk(k, dim=-1)
         return values, indices.int()
-    values, inside = logits.gather(-1, candidates).topk(k, dim=-1)
+    values, inside = logits.gather(-1, candidates.long()).topk(k, dim=-1)
     # A Gaudi in eager mode has no gather of int64.
-    return values, candidates.int().gather(-1, inside)
+    return values, candidates.gather(-1, inside)
 
 
 def _candidates(maxima: Tensor, k: int) -> Tensor | None:
-    """[n, k * 128] int64 indices of the k most promising blocks; None: search all of them."""
+    """[n, k * 128] int32 indices of the k most promising blocks; None: search all of them."""
     if k * _BLOCKS_PER_CANDIDATE > maxima.shape[-1]:
         return None
-    blocks = maxima.topk(k, dim=-1).indices
-    offsets = torch.arange(BLOCK_SIZE, device=maxima.device)
+    blocks = maxima.topk(k, dim=-1).indices.int()
+    offsets = torch.arange(BLOCK_SIZE, dtype=torch.int32, device=maxima.device)
     return (blocks[:, :, None] * BLOCK_SIZE + offsets).flatten(1)
 
 
@@ -145,12 +149,12 @@ def draw(weights: Tensor, exponentials: Tensor) -> Tensor:
             tokens inside a block the last 128.
 
     Returns:
-        [n] int64 in [0, B * 128). Never an index of weight 0.
+        [n] int32 in [0, B * 128). Never an index of weight 0.
     """
     block = _race(weights.sum(-1), exponentials[:, : weights.shape[1]])
     chosen = weights.gather(1, block[:, :, None].expand(-1, -1, BLOCK_SIZE)).squeeze(1)
     inside = _race(chosen, exponentials[:, -BLOCK_SIZE:])
-    return (block * BLOCK_SIZE + inside).squeeze(-1)
+    return (block.int() * BLOCK_SIZE + inside.int()).squeeze(-1)
 
 
 def _race(weights: Tensor, exponentials: Tensor) -> Tensor:

@@ -59,20 +59,23 @@ def _top_k_floor(
     values = top_values(logits, maxima, width)
     last = (top_k - 1).clamp(0, width - 1)
     if (top_p := metadata.top_p) is not None:
-        position = torch.arange(width, device=logits.device)
+        position = torch.arange(width, dtype=torch.int32, device=logits.device)
         kept = position < top_k
         if floor is not None:
             kept &= values >= floor
         weights = likelihoods(values, top, metadata.temperature).masked_fill(~kept, 0.0)
         sums = weights.cumsum(-1)
         # Token j stays when the likelier ones do not yet have the mass; the likeliest always does.
-        short = (sums < top_p[:, None] * sums[:, -1:]).sum(-1, keepdim=True)
+        is_short = sums < top_p[:, None] * sums[:, -1:]
+        short = is_short.sum(-1, keepdim=True, dtype=torch.int32)
         nucleus = torch.where(top_p[:, None] < 1, short, last)
         last = torch.minimum(last, nucleus)
-    return torch.where(top_k > 0, values.gather(-1, last), float("-inf"))
+    return torch.where(top_k > 0, values.gather(-1, last.long()), float("-inf"))
 
 
-def nucleus_floor(weights: Tensor, top_p: Tensor, vocab_size: int, buffers: Buffers) -> Tensor:
+def nucleus_floor(
+    weights: Tensor, top_p: Tensor, vocab_size: int, buffers: Buffers | None
+) -> Tensor:
     """The least weight in the smallest set of tokens with share top_p of the mass.
 
     The threshold of nucleus sampling (Holtzman et al., arXiv:1904.09751) without a sort: the mass
@@ -84,7 +87,7 @@ def nucleus_floor(weights: Tensor, top_p: Tensor, vocab_size: int, buffers: Buff
         weights: [n, P] float32 likelihoods relative to the likeliest token, which has 1.
         top_p: [n] in (0, 1]; 1 keeps all.
         vocab_size: at most this many weights are not 0.
-        buffers: "mask" is overwritten.
+        buffers: see `keep_from`.
 
     Returns:
         [n, 1], at most 1; 0 where top_p is 1.
@@ -119,12 +122,18 @@ def likelihoods(
     return torch.sub(logits, top, out=out).mul_(scale).exp2_()
 
 
-def keep_from(values: Tensor, floor: Tensor, buffers: Buffers) -> Tensor:
-    """1.0 where values [n, m] >= floor [n, 1], else 0.0, in the buffer "mask".
+def keep_from(values: Tensor, floor: Tensor, buffers: Buffers | None) -> Tensor:
+    """1.0 where values [n, m] >= floor [n, 1], else 0.0.
 
-    A float mask, because torch vectorises that and a multiplication by it on CPU, and not a
-    boolean one: ten times faster.
+    Args:
+        values: float32.
+        floor: float32.
+        buffers: on a CPU; the result is in the buffer "mask". torch vectorises a comparison into
+            floats and a multiplication by them there, which is ten times faster than with bools.
+            None: a comparison gives bools, as the compiler of a card fixes its type.
     """
+    if buffers is None:
+        return (values >= floor).to(values.dtype)
     return torch.ge(values, floor, out=buffers.get_like("mask", values))
 
 

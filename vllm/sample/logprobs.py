@@ -42,7 +42,7 @@ def gather_logprobs(
         token_ids: [n] int32 or int64.
         num_logprobs: k, at most V are given.
         pass_elements: logits to work on at a time; None is all, for a device with static shapes.
-        buffers: for temporaries; None is new ones.
+        buffers: for temporaries, on a CPU; None is new memory.
 
     Returns:
         Tensors of n rows. The rank is 1 + the number of tokens with a larger logit, so tokens
@@ -50,7 +50,6 @@ def gather_logprobs(
     """
     num_rows, vocab_size = logits.shape
     size = num_rows if pass_elements is None else max(1, pass_elements // vocab_size)
-    buffers = buffers or Buffers()
     if num_rows <= size:
         return _gather(logits, token_ids, num_logprobs, buffers)
     parts = [
@@ -61,19 +60,24 @@ def gather_logprobs(
 
 
 def _gather(
-    logits: Tensor, token_ids: Tensor, num_logprobs: int, buffers: Buffers
+    logits: Tensor, token_ids: Tensor, num_logprobs: int, buffers: Buffers | None
 ) -> LogprobTensors:
     vocab_size = logits.shape[-1]
     x = as_whole_blocks(logits, buffers)
     maxima = block_max(x)
     top = maxima.amax(-1, keepdim=True)
-    scratch = likelihoods(x, top, None, out=buffers.get_like("weights", x))
+    scratch = None if buffers is None else buffers.get_like("weights", x)
+    weights = likelihoods(x, top, None, out=scratch)
     # log(sum(exp(x))) = top + log(sum(exp(x - top)))
-    log_total = top + split_blocks(scratch).sum(-1).sum(-1, keepdim=True).log()
+    log_total = top + split_blocks(weights).sum(-1).sum(-1, keepdim=True).log()
     given = token_ids[:, None]
     given_logits = x.gather(-1, given.long())
-    is_above = torch.gt(x, given_logits, out=scratch)
-    ranks = split_blocks(is_above).sum(-1).sum(-1).int() + 1
+    if scratch is None:  # the compiler of a card makes a comparison bool
+        del weights  # its memory serves the comparison
+        is_above = x > given_logits
+    else:
+        is_above = torch.gt(x, given_logits, out=scratch)
+    ranks = split_blocks(is_above).sum(-1, dtype=torch.float32).sum(-1).int() + 1
     if num_logprobs:
         values, indices = top_tokens(x, maxima, min(num_logprobs, vocab_size))
         given = torch.cat([given.int(), indices], -1)

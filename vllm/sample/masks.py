@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm.messages import IntArray
 
@@ -63,11 +64,14 @@ class TokenMasks:
         if logits.is_cpu:
             self._apply_on_host(logits)
             return
-        # By index tensors and not by slices: an offset in a slice is a new graph on Gaudi.
-        rows = torch.from_numpy(self.rows).to(logits.device)
+        self._apply_on_card(logits, torch.from_numpy(self.rows).to(logits.device))
+
+    def _apply_on_card(self, logits: Tensor, rows: Tensor) -> None:
+        """The same by index tensors and not by slices: an offset in a slice is a new graph on
+        Gaudi, and a write to a slice is a copy."""
         forbidden = ((self.words[:, :, None] & self.bits) == 0).flatten(1)
-        chosen = logits.index_select(0, rows)
-        chosen[:, : forbidden.shape[-1]].masked_fill_(forbidden, -np.inf)
+        forbidden = pad(forbidden, (0, logits.shape[-1] - forbidden.shape[-1]))
+        chosen = logits.index_select(0, rows).masked_fill(forbidden, -np.inf)
         logits.index_copy_(0, rows, chosen)
 
     def _apply_on_host(self, logits: Tensor) -> None:

@@ -139,9 +139,9 @@ class SamplingMetadata:
 
     @property
     def top_k(self) -> Tensor | None:
-        """[n] int64; 0 is off."""
+        """[n] int32; 0 is off."""
         top_k = self._param(Param.TOP_K, Feature.TOP_K)
-        return None if top_k is None else top_k.long()
+        return None if top_k is None else top_k.int()
 
     @property
     def top_p(self) -> Tensor | None:

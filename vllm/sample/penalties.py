@@ -53,7 +53,7 @@ class Penalties:
         repetition = params[Param.REPETITION][:, None]
         values = torch.where(values > 0, values / repetition, values * repetition)
         values -= self.counts * params[Param.FREQUENCY][:, None]
-        values -= (self.counts > 0) * params[Param.PRESENCE][:, None]
+        values -= (self.counts > 0).float() * params[Param.PRESENCE][:, None]
         logits.scatter_(-1, token_ids, values)
 
 

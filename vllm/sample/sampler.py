@@ -92,14 +92,14 @@ class Sampler:
         """
         errors: dict[int, str] = {}
         # Passes share small buffers; for a whole launch the device's allocator is used.
-        buffers = Buffers() if self._pass_elements is None else self._kept_buffers
+        buffers = None if self._pass_elements is None else self._kept_buffers
         self._end_stage()  # what the caller recorded is not part of the first stage
         passes = self._passes(logits, metadata.features)
         if len(passes) > 1:
             token_ids, top = self._sample_in_passes(logits, metadata, passes, errors, buffers)
         else:
             token_ids, top = self._sample(logits, metadata, errors, buffers)
-        token_ids, plan = token_ids.int(), metadata.logprobs
+        plan = metadata.logprobs
         host_ids = token_ids.masked_fill((top - top) != 0, -1)  # NaN if top is not finite
         self._end_stage()
         return SamplerOutput(
@@ -120,7 +120,8 @@ class Sampler:
             token_ids: [n] int32 or int64, on the device of the logits.
             num_logprobs: likeliest tokens, at most V are given.
         """
-        return gather_logprobs(logits.float(), token_ids, num_logprobs)
+        buffers = None if self._pass_elements is None else Buffers()
+        return gather_logprobs(logits.float(), token_ids, num_logprobs, buffers=buffers)
 
     def _passes(self, logits: Tensor, features: FeatureArray | None) -> list[IndexArray]:
         """The rows of each pass; none or one means all rows at once."""
@@ -132,12 +133,10 @@ class Sampler:
         return _split_rows(features, max(1, self._pass_elements // vocab_size))
 
     def _logprobs(
-        self, logits: Tensor, token_ids: Tensor, plan: LogprobPlan, buffers: Buffers
+        self, logits: Tensor, token_ids: Tensor, plan: LogprobPlan, buffers: Buffers | None
     ) -> LogprobTensors:
         if plan.rows is not None:
             logits, token_ids = logits[plan.rows], token_ids[plan.rows]
-        if self._pass_elements is None:
-            buffers = Buffers()  # a slice of a larger one would be another recipe
         found = gather_logprobs(
             logits, token_ids, plan.width, pass_elements=self._pass_elements, buffers=buffers
         )
@@ -150,11 +149,11 @@ class Sampler:
         metadata: SamplingMetadata,
         passes: list[IndexArray],
         errors: dict[int, str],
-        buffers: Buffers,
+        buffers: Buffers | None,
     ) -> tuple[Tensor, Tensor]:
         """As `_sample`, in several passes over parts of the rows."""
         num_rows = logits.shape[0]
-        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        token_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
         top = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
         for indices in passes:
             rows = torch.from_numpy(indices).to(logits.device)
@@ -170,9 +169,13 @@ class Sampler:
         return token_ids, top
 
     def _sample(
-        self, logits: Tensor, metadata: SamplingMetadata, errors: dict[int, str], buffers: Buffers
+        self,
+        logits: Tensor,
+        metadata: SamplingMetadata,
+        errors: dict[int, str],
+        buffers: Buffers | None,
     ) -> tuple[Tensor, Tensor]:
-        """[n] int64 token ids and [n] largest processed logits, which are not finite in a bad row.
+        """[n] int32 token ids and [n] largest processed logits, which are not finite in a bad row.
 
         The last stage, that of the distribution, is not ended yet.
         """
@@ -247,11 +250,12 @@ def _run_processors(
 
 
 def _sample_random(
-    x: Tensor, maxima: Tensor, vocab_size: int, metadata: SamplingMetadata, buffers: Buffers
+    x: Tensor, maxima: Tensor, vocab_size: int, metadata: SamplingMetadata, buffers: Buffers | None
 ) -> Tensor:
     assert metadata.exponentials is not None
     top = maxima.amax(-1, keepdim=True)
-    weights = likelihoods(x, top, metadata.temperature, out=buffers.get_like("weights", x))
+    out = None if buffers is None else buffers.get_like("weights", x)
+    weights = likelihoods(x, top, metadata.temperature, out=out)
     floor = logit_floor(x, maxima, top, metadata)
     if floor is not None:
         weights.mul_(keep_from(x, floor, buffers))

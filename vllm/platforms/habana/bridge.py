@@ -47,6 +47,10 @@ class DeviceCounters:
     d2h_bytes: int | None = None
     blocking_h2d: int | None = None
     """Copies to the device that the host waits for."""
+    copied_bytes: int | None = None
+    """Of tensors that were copied whole because they were written through a view."""
+    cache_copies: int | None = None
+    """How many of these copies were of a tensor of `HabanaBridge.zeros`."""
     recipes: tuple[tuple[str, int], ...] = ()
     """Name and microseconds of each compilation; a card reports them with
     PT_HPU_METRICS_GC_DETAILS=1 only."""

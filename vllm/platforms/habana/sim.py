@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vllm.platforms.habana.bridge import DeviceCounters, DeviceEvent, FusedKernels, MemoryInfo
 from vllm.platforms.habana.sim_card import SimulatedCard
+from vllm.platforms.habana.sim_compile import compile_for_card
 from vllm.platforms.habana.sim_device import HpuTensor, install
 from vllm.platforms.habana.sim_execute import execute
 from vllm.platforms.habana.sim_graphs import wrap_in_hpu_graph
@@ -67,7 +68,12 @@ class SimBridge:
             keeps_graph_tensors=keeps_graph_tensors,
             recipe_cache=RecipeCache.from_config(recipe_cache) if recipe_cache else None,
         )
-        install(self.card, execute=execute, device_module=device_module())
+        install(
+            self.card,
+            execute=execute,
+            compile_for_card=compile_for_card,
+            device_module=device_module(),
+        )
         register()
         if is_vendor:
             install_vendor()
@@ -110,6 +116,7 @@ class SimBridge:
         except RuntimeError as error:
             raise MemoryError(str(error)) from None
         tensor = HpuTensor(mapped_zeros(num_bytes).view(dtype).view(shape))
+        self.card.caches.add(tensor.lease)
         self.synchronize()
         return tensor
 

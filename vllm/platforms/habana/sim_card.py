@@ -8,11 +8,12 @@ count as one.
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 from vllm.platforms.habana import sim_spec
 from vllm.platforms.habana.bridge import DeviceCounters
 from vllm.platforms.habana.sim_clock import Clock
-from vllm.platforms.habana.sim_memory import MemoryPool
+from vllm.platforms.habana.sim_memory import Lease, MemoryPool
 from vllm.platforms.habana.sim_recipes import RecipeCache
 from vllm.platforms.habana.sim_spec import CardSpec
 from vllm.platforms.habana.sim_unlaunched import Results
@@ -51,6 +52,8 @@ class Capture:
         self.num_ops = 0
         self.num_subgraphs = 0
         self.compute_s = 0.0
+        self.copied_bytes = 0
+        self.num_cache_copies = 0
 
 
 class SimulatedCard:
@@ -99,7 +102,11 @@ class SimulatedCard:
         self._compile_s = 0.0
         self._compiled: list[tuple[str, int]] = []
         self._cpu_fallbacks: Counter[str] = Counter()
-        self._num_launches = 0
+        self.caches: WeakSet[Lease] = WeakSet()
+        """Memory that is meant to be written in place."""
+        self._copied_bytes = 0
+        self._num_cache_copies = 0
+        self.num_launches = 0
         self._num_captures = 0
         self._num_replays = 0
         self._num_host_syncs = 0
@@ -112,13 +119,15 @@ class SimulatedCard:
             compilations=self._num_compilations,
             compile_s=self._compile_s,
             cpu_fallbacks=dict(self._cpu_fallbacks),
-            launches=self._num_launches,
+            launches=self.num_launches,
             graph_captures=self._num_captures,
             graph_replays=self._num_replays,
             host_syncs=self._num_host_syncs,
             h2d_bytes=self._h2d_bytes,
             d2h_bytes=self._d2h_bytes,
             blocking_h2d=self._num_blocking_h2d,
+            copied_bytes=self._copied_bytes,
+            cache_copies=self._num_cache_copies,
             recipes=tuple(self._compiled),
         )
 
@@ -192,6 +201,23 @@ class SimulatedCard:
         self.clock.copy(2 * num_bytes)
         self.clock.sync()
 
+    def copy_whole(self, lease: Lease, num_bytes: int) -> None:
+        """A tensor is copied, because it was written through a view of it.
+
+        Args:
+            lease: of its memory.
+            num_bytes: of the tensor.
+        """
+        num_caches = int(lease in self.caches)
+        if self.capture is not None:
+            self.capture.copied_bytes += num_bytes
+            self.capture.num_cache_copies += num_caches
+        self._count_copies(num_bytes, num_caches)
+
+    def _count_copies(self, num_bytes: int, num_caches: int) -> None:
+        self._copied_bytes += num_bytes
+        self._num_cache_copies += num_caches
+
     def copy_to_device(self, num_bytes: int, *, waits: bool) -> None:
         self._h2d_bytes += num_bytes
         self._num_blocking_h2d += waits
@@ -258,6 +284,7 @@ class SimulatedCard:
         self._refuse_in_capture("replay")
         self.flush()
         self._num_replays += 1
+        self._count_copies(capture.copied_bytes, capture.num_cache_copies)
         further = max(0, capture.num_subgraphs - 1) * sim_spec.REPLAY_SUBGRAPH_S
         self._launch(sim_spec.REPLAY_GRAPH_S + further, capture.compute_s)
 
@@ -274,7 +301,7 @@ class SimulatedCard:
 
     def _launch(self, host_s: float, compute_s: float) -> None:
         if not self.is_compile_only:
-            self._num_launches += 1
+            self.num_launches += 1
             self.clock.launch(host_s, compute_s)
 
     def _compile(self, step: tuple[Signature, ...]) -> None:

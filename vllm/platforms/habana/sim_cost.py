@@ -115,4 +115,6 @@ def work_of(op: Any, operands: list[torch.Tensor], results: list[torch.Tensor]) 
         num_bytes = 2 * results[0].nbytes  # only the chosen rows move
     elif name in ("index_copy", "index_put"):
         num_bytes = 2 * operands[-1].nbytes
+        if not op._schema.is_mutable:  # the rest is copied
+            num_bytes += 2 * operands[0].nbytes
     return Work(num_bytes=num_bytes)

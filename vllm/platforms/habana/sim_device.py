@@ -4,8 +4,7 @@
 What an operator on such tensors does is `sim_execute`'s. Random numbers are the CPU generator's.
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.utils import backend_registration
 
 from vllm.errors import ConfigError
 from vllm.platforms.habana.bridge import COMPILE_BACKEND
-from vllm.platforms.habana.sim_card import SimulatedCard, SimulationError
+from vllm.platforms.habana.sim_card import SimulatedCard
 from vllm.platforms.habana.sim_memory import Lease
 from vllm.platforms.habana.sim_tape import Tape
 
@@ -52,9 +51,13 @@ class HpuTensor(torch.Tensor):
     raw: torch.Tensor
     lease: Lease
     """Of the memory; shared by all views of it."""
+    is_view: bool
+    """Made by an operator that returns a view."""
 
     @staticmethod
-    def __new__(cls, raw: torch.Tensor, lease: Lease | None = None) -> "HpuTensor":
+    def __new__(
+        cls, raw: torch.Tensor, lease: Lease | None = None, *, is_view: bool = False
+    ) -> "HpuTensor":
         tensor: HpuTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             raw.shape,
@@ -66,6 +69,7 @@ class HpuTensor(torch.Tensor):
             storage_size=None if raw.numel() else raw.itemsize,
         )
         tensor.raw = raw
+        tensor.is_view = is_view
         tensor.lease = active_card().memory.lease_of(raw) if lease is None else lease
         return tensor
 
@@ -102,43 +106,18 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     return _Installed.execute(op, args, kwargs)
 
 
-def compile_for_card(
-    graph: Any,
-    example_inputs: list[torch.Tensor],
+def install(
+    card: SimulatedCard,
     *,
-    options: Mapping[str, object] = MappingProxyType({}),
-) -> Callable[..., Any]:
-    """The `torch.compile` backend: what Dynamo hands over runs as one recipe per set of shapes.
-
-    Args:
-        options: `force_static_compile` is known.
-
-    Raises:
-        RuntimeError: the card is in lazy mode, where HPU graphs take the place of this.
-        SimulationError: the card is strict, and a size is a symbol without `force_static_compile`.
-    """
-    card = active_card()
-    if card.is_lazy:
-        raise RuntimeError(f"{COMPILE_BACKEND} needs eager mode (PT_HPU_LAZY_MODE=0)")
-    has_symbols = any(isinstance(x, torch.SymInt) for x in example_inputs)
-    if has_symbols and card.is_strict and not options.get("force_static_compile"):
-        raise SimulationError(
-            "sizes are symbols: without force_static_compile a card compiles recipes with dynamic "
-            "shapes, which it does slowly"
-        )
-
-    def compiled(*inputs: Any) -> Any:
-        with active_card().compiled_region():
-            return graph.forward(*inputs)
-
-    return compiled
-
-
-def install(card: SimulatedCard, *, execute: Callable[..., Any], device_module: object) -> None:
+    execute: Callable[..., Any],
+    compile_for_card: Callable[..., Any],
+    device_module: object,
+) -> None:
     """Let the device `hpu` stand for `card`; the first call registers the device.
 
     Args:
         execute: runs an operator, its positional arguments and its keyword arguments.
+        compile_for_card: the backend of `torch.compile`; that of the first call stays.
         device_module: what `torch.hpu` is; the one of the first call stays.
 
     Raises:

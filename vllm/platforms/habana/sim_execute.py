@@ -6,6 +6,7 @@ its operands is found out once: the overhead of this module is the time of every
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from vllm.platforms.habana.sim_args import leaves_of, map_leaves
 from vllm.platforms.habana.sim_card import Signature, SimulatedCard
 from vllm.platforms.habana.sim_cost import needs_host, signature_of, work_of
 from vllm.platforms.habana.sim_device import DEVICE, HpuTensor, active_card, active_tape
+from vllm.platforms.habana.sim_memory import Lease
 from vllm.platforms.habana.sim_semantics import SEMANTICS, collective
 from vllm.platforms.habana.sim_unlaunched import Results, results_of
 
@@ -57,6 +59,7 @@ class _Operator:
         "is_composite",
         "is_copy",
         "is_view",
+        "is_write",
         "name",
         "op",
         "reads_values",
@@ -69,6 +72,7 @@ class _Operator:
         self.is_collective = self.name.startswith("c10d::")
         self.run = collective(op) if self.is_collective else SEMANTICS.get(self.name, op)
         self.is_view: bool = op.is_view
+        self.is_write: bool = op._schema.is_mutable
         self.is_allocation = self.name in _ALLOCATIONS
         self.is_copy = self.name in _COPIES
         self.reads_values = torch.Tag.data_dependent_output in op.tags
@@ -177,8 +181,8 @@ class _Call:
         base = self.wrappers[0]
         if torch.is_inference_mode_enabled() and not base.is_inference():
             with torch.inference_mode(False):  # a view is what its base is
-                return HpuTensor(x, base.lease)
-        return HpuTensor(x, base.lease)
+                return HpuTensor(x, base.lease, is_view=True)
+        return HpuTensor(x, base.lease, is_view=True)
 
     def trace(self) -> Any:
         """Shapes and types only: Dynamo asks what the operator would return."""
@@ -220,6 +224,10 @@ class _Call:
         operator = self.operator
         if operator.is_allocation:
             self._check_room(card)  # before the host commits its memory
+        copied: list[tuple[Lease, int]] = []
+        if operator.is_write and card.is_lazy and any(x.is_view for x in self.wrappers):
+            copied = self._copied_bases()
+            self.key += [num_bytes for _, num_bytes in copied]
         key = tuple(self.key)
         signature = card.signatures.get(key)
         if signature is None:
@@ -236,7 +244,11 @@ class _Call:
         run = operator.run if known is None else known.make
         raw = run(*self.args, **self.kwargs)
         if signature is None:
-            signature = card.signatures[key] = self._signature(card, need, raw)
+            copied_bytes = sum(num_bytes for _, num_bytes in copied)
+            signature = card.signatures[key] = self._signature(card, need, raw, copied_bytes)
+        for lease, num_bytes in copied:
+            card.copy_whole(lease, num_bytes)
+            Lease(card.memory, num_bytes)  # taken while the copy is made
         # Outside of a recipe a view launches nothing.
         if signature.is_launched and (card.is_recording or not operator.is_view):
             card.run(signature)
@@ -258,6 +270,20 @@ class _Call:
             card.results[layout] = results_of(operator.op, self.args, self.kwargs)
         return card.results[layout]
 
+    def _copied_bases(self) -> list[tuple[Lease, int]]:
+        """What a write in lazy mode copies whole, with its bytes: the memory under the views that
+        are written, as the bridge inserts them into a new tensor."""
+        schema = self.operator.op._schema
+        written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
+        names = [a.name for a in schema.arguments]
+        given = dict(zip(names, self.args, strict=False)) | self.kwargs
+        targets = {id(x) for name in written for x in leaves_of(given.get(name))}
+        return [
+            (x.lease, x.raw.untyped_storage().nbytes())
+            for x in self.wrappers
+            if x.is_view and id(x.raw) in targets
+        ]
+
     def exchange(self, card: SimulatedCard) -> Any:
         """A collective by itself."""
         card.collective(self._num_bytes())
@@ -266,7 +292,9 @@ class _Call:
     def _num_bytes(self) -> int:
         return sum(x.raw.nbytes for x in self.wrappers)
 
-    def _signature(self, card: SimulatedCard, need: str | None, raw: Any) -> Signature:
+    def _signature(
+        self, card: SimulatedCard, need: str | None, raw: Any, copied_bytes: int
+    ) -> Signature:
         """What is known of this call once its result is there."""
         op = self.operator.op
         results = [x for x in leaves_of(raw) if isinstance(x, torch.Tensor)]
@@ -277,7 +305,9 @@ class _Call:
         if self.operator.is_collective:
             seconds = self._num_bytes() / card.spec.link_bytes_per_s
         elif is_launched:
-            seconds = work_of(op, operands, results).seconds(card.spec)
+            work = work_of(op, operands, results)
+            work = replace(work, num_bytes=work.num_bytes + 2 * copied_bytes)
+            seconds = work.seconds(card.spec)
         text = signature_of(op, self.args, self.kwargs)
         return Signature(text, seconds, need, is_launched=is_launched)
 

@@ -134,7 +134,8 @@ class _ShapedModel(nn.Module):
 
 
 class CompiledExecution(Execution):
-    """torch.compile with the backend of the bridge, of the decoder layers or of all.
+    """torch.compile with the backend of the bridge: of each layer and of what is beside the layers,
+    or of all together.
 
     Args:
         config: `config.hpu` has the options.
@@ -155,8 +156,7 @@ class CompiledExecution(Execution):
             options |= {"dynamic": None, "options": {"force_static_compile": True}}
         if config.hpu.regional_compilation:
             self._compiled: Any = model
-            for layer in model.model.layers:
-                layer.compile(**options)
+            model.compile_regions(**options)
         else:
             self._compiled = torch.compile(model, **options)
 

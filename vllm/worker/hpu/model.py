@@ -4,7 +4,7 @@ Everything between the one copy to the device and these happens in here, on the 
 shapes that depend on the bucket alone. So this is what a graph captures and what is compiled.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
 from vllm.config import HPUConfig
 from vllm.model_executor.layers.rotary import number_rotary_tables
-from vllm.model_executor.models.interface import LayeredModel
+from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
 from vllm.worker.hpu.input import unpack_decode, unpack_merged, unpack_prefill
 from vllm.worker.hpu.planner import PaddedShape
 
@@ -53,6 +53,12 @@ class LaunchModel(nn.Module):
         self._dtype = next(model.parameters()).dtype
         self._kinds = layer_kinds(m for m in model.modules() if isinstance(m, Attention))
 
+    def compile_regions(self, **options: Any) -> None:
+        """Compile the parts of a launch each by itself, with these options of `torch.compile`: the
+        layers, and the modules beside them, such as embeddings, the last norm and the head."""
+        for module in regions_of(self.model):
+            module.compile(**options)
+
     def _run(
         self, attention: AttentionMetadata, token_ids: Tensor, positions: Tensor, *more: Tensor
     ) -> Tensor:
@@ -64,12 +70,33 @@ class LaunchModel(nn.Module):
         return hidden_states
 
 
+def regions_of(model: LayeredModel) -> list[nn.Module]:
+    """The layers of a model, and the largest modules that have no part in a layer."""
+    layers = list(model.layers)
+    inside = {id(module) for layer in layers for module in layer.modules()}
+
+    def beside(parent: nn.Module) -> list[nn.Module]:
+        found = []
+        for child in parent.children():
+            if id(child) in inside:
+                continue
+            has_layers = any(id(module) in inside for module in child.modules())
+            found += beside(child) if has_layers else [child]
+        return found
+
+    return layers + beside(model)
+
+
+_Prepared = tuple[AttentionMetadata, Tensor, Tensor, Tensor | None]
+"""How a launch attends, its token ids [T] and positions [T], and the rows of its hidden states that
+the head gets; None: all."""
+
+
 class HPUModel(LaunchModel):
     """A decoder over prefills and decodes, of which last tokens count.
 
     Args:
         model, block_size, kernel: see `LaunchModel`.
-        head: hidden states of last tokens -> logits, or numbers of a pooling head.
         normaliser: of the softmax of decodes, see `flat_paged_attention`.
         last_token_ids: [rows + 1] int32 on the device: the newest token of each row, if it was
             sampled there. The last entry is for padding. None: nothing is sampled.
@@ -80,26 +107,42 @@ class HPUModel(LaunchModel):
 
     def __init__(
         self,
-        model: LayeredModel,
-        head: Callable[[Tensor], Tensor],
+        model: CausalLM | PoolingModel,
         block_size: int,
         kernel: SDPAKernel,
         normaliser: Normaliser | float | None = None,
         last_token_ids: Tensor | None = None,
     ) -> None:
         super().__init__(model, block_size, kernel)
-        self._head = head
         self.last_token_ids = last_token_ids
         self._normaliser = normaliser
 
     def forward(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
-        if shape.bucket.phase is Phase.DECODE:
-            return self._decode(packed, shape)
-        if shape.merged_prompts:
-            return self._merged_prefill(packed, shape)
-        return self._prefill(packed, shape)
+        attention, token_ids, positions, last = self.prepare(packed, shape)
+        hidden_states = self._run(attention, token_ids, positions)
+        rows = hidden_states if last is None else hidden_states.index_select(0, last)
+        return self._head(rows), hidden_states
 
-    def _decode(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
+    def compile_regions(self, **options: Any) -> None:
+        super().compile_regions(**options)
+        self.prepare = torch.compile(self.prepare, **options)  # type: ignore[method-assign]
+
+    def prepare(self, packed: Tensor, shape: PaddedShape) -> _Prepared:
+        """Unpack a launch, and derive what its layers share."""
+        if shape.bucket.phase is Phase.DECODE:
+            return self._prepare_decode(packed, shape)
+        if shape.merged_prompts:
+            return self._prepare_merged(packed, shape)
+        return self._prepare_prefill(packed, shape)
+
+    def _head(self, rows: Tensor) -> Tensor:
+        # Not an attribute: older compilers do not trace a method of another module that is one.
+        if isinstance(self.model, PoolingModel):
+            return self.model.head(rows)
+        assert isinstance(self.model, CausalLM)
+        return self.model.compute_logits(rows)
+
+    def _prepare_decode(self, packed: Tensor, shape: PaddedShape) -> _Prepared:
         given = unpack_decode(packed, shape)
         query_len, positions, token_ids = shape.bucket.query_len, None, given.token_ids
         if query_len > 1:
@@ -117,24 +160,19 @@ class HPUModel(LaunchModel):
             self._normaliser,
             positions,
         )
-        hidden_states = self._run(attention, token_ids, given.positions)
-        return self._head(hidden_states), hidden_states
+        return attention, token_ids, given.positions, None
 
-    def _prefill(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
+    def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> _Prepared:
         given = unpack_prefill(packed, shape)
         attention = PaddedPrefill.derive(
             given.metadata, self._kinds, self._block_size, self._kernel
         )
-        hidden_states = self._run(attention, given.token_ids, given.positions)
-        last = hidden_states.index_select(0, given.last_tokens)
-        return self._head(last), hidden_states
+        return attention, given.token_ids, given.positions, given.last_tokens
 
-    def _merged_prefill(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
+    def _prepare_merged(self, packed: Tensor, shape: PaddedShape) -> _Prepared:
         given = unpack_merged(packed, shape)
         metadata = given.metadata
         attention = PaddedPrefill.derive_merged(
             metadata, self._kinds, self._block_size, self._kernel
         )
-        hidden_states = self._run(attention, given.token_ids, metadata.positions)
-        last = hidden_states.index_select(0, metadata.last_token_indices)
-        return self._head(last), hidden_states
+        return attention, given.token_ids, metadata.positions, metadata.last_token_indices

@@ -75,9 +75,7 @@ class HPUModelRunner(ModelRunner):
             config.scheduler.max_num_seqs + 1, dtype=torch.int32, device=self.device
         )
         size, normaliser = self.block_size, softmax_normaliser(config.hpu)
-        hpu_model = HPUModel(
-            model, model.compute_logits, size, kernel, normaliser, self._last_token_ids
-        )
+        hpu_model = HPUModel(model, size, kernel, normaliser, self._last_token_ids)
         inputs, logprob_rows = HPUInputBuilder(self.batch, size), self.prompt_logprobs.rows
         self.planner = self.launches = PaddedLaunches(
             config, bridge, hpu_model, inputs, self.batch, logprob_rows=logprob_rows

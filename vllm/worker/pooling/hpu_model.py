@@ -87,7 +87,8 @@ class WholePromptModel(LaunchModel):
             given = unpack_prefill(packed, shape)
         attention = self._attention(given, shape)
         hidden_states = self._run(attention, given.token_ids, given.positions, *types)
-        return self._head(self._pool(hidden_states, given, shape)), hidden_states
+        assert isinstance(self.model, PoolingModel)
+        return self.model.head(self._pool(hidden_states, given, shape)), hidden_states
 
     def _attention(self, given: PrefillInput[Tensor], shape: PaddedShape) -> AttentionMetadata:
         if self._pooler.is_causal:

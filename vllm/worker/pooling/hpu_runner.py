@@ -46,7 +46,7 @@ class HPUPoolingRunner(PoolingRunner):
         if pooler.needs_whole_prompts:
             launch_model = WholePromptModel(model, pooler, size, kernel)
         else:
-            launch_model = HPUModel(model, model.head, size, kernel, softmax_normaliser(config.hpu))
+            launch_model = HPUModel(model, size, kernel, softmax_normaliser(config.hpu))
         inputs = HPUInputBuilder(self.batch, size)
         if self._types is not None:
             inputs = TypedInputBuilder(self.batch, size, self._types)

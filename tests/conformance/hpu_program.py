@@ -1,0 +1,134 @@
+"""The program that a card runs, on tensors of the host: any torch can capture it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from pytest import MonkeyPatch
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import vllm.ops
+from tests.tiny_models import _FAMILIES
+from tests.tiny_pooling_models import _QWEN, MODELS, REWARD_MODELS
+from vllm.attention.backends.sdpa import bridge_sdpa
+from vllm.bucketing.bucket import decode, prefill
+from vllm.config import (
+    CacheConfig,
+    LoadConfig,
+    ModelArch,
+    ModelConfig,
+    PoolerConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed import TPGroup
+from vllm.model_executor.loader import load_model
+from vllm.model_executor.models.interface import CausalLM, PoolingModel
+from vllm.model_executor.models.registry import is_encoder
+from vllm.ops.hpu import HPUOps
+from vllm.platforms.habana.sim import SimulatedKernels
+from vllm.platforms.habana.sim_kernels import register
+from vllm.platforms.hpu import HPUPlatform
+from vllm.worker.hpu.input import fields_of, padded_sizes
+from vllm.worker.hpu.model import HPUModel, LaunchModel
+from vllm.worker.hpu.planner import PaddedShape
+from vllm.worker.kv_cache import bind_kv_caches, cache_dtype, cache_layout, layers_with_cache
+from vllm.worker.pooling.hpu_model import _TYPED, WholePromptModel
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 9
+MAX_NUM_SEQS = 8
+
+SHAPES = {
+    "decode": PaddedShape(decode(4, 8)),
+    "contiguous decode": PaddedShape(decode(4, 4), is_contiguous=True),
+    "decode of drafts": PaddedShape(decode(4, 8, query_len=3)),
+    "prefill": PaddedShape(prefill(1, 32)),
+    "prefill with context": PaddedShape(prefill(2, 16, 2)),
+    "merged prefill": PaddedShape(prefill(1, 32, 2), merged_prompts=4),
+}
+
+GENERATORS: dict[str, str] = {}
+"""Architecture -> a family of tiny models that has it."""
+for _family, (_create, _) in _FAMILIES.items():
+    GENERATORS.setdefault(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_create.model_type], _family)
+
+_TWO_LAYERS = ("gemma2", "olmo3", "qwen2", "qwen3_moe")
+"""Families whose second layer differs from the first."""
+
+
+def _values_of(architecture: str) -> tuple[Any, dict[str, Any]]:
+    """A config class of transformers, and values for a model of as few layers as there can be."""
+    if architecture in GENERATORS:
+        family = GENERATORS[architecture]
+        create, values = _FAMILIES[family]
+        return create, values | {"num_hidden_layers": 2 if family in _TWO_LAYERS else 1}
+    if architecture in REWARD_MODELS:
+        create = MODELS["Qwen2ForSequenceClassification"][0]
+        return create, _QWEN | {"num_hidden_layers": 1, "num_labels": REWARD_MODELS[architecture]}
+    create, values = MODELS[architecture]
+    return create, values | {"num_hidden_layers": 1}
+
+
+def config_of(architecture: str, dtype: str) -> VllmConfig:
+    """An engine's config for a tiny model of an architecture with dummy weights."""
+    create, values = _values_of(architecture)
+    pooler = None
+    if architecture not in GENERATORS:
+        is_causal = not is_encoder(architecture)
+        pooler = PoolerConfig(
+            task="embed", pooling_type="LAST" if is_causal else "MEAN", is_causal=is_causal
+        )
+    arch = ModelArch.from_hf(create(**values).to_dict() | {"architectures": [architecture]})
+    return VllmConfig(
+        model=ModelConfig(model="tiny", path="tiny", arch=arch, dtype=dtype, pooler=pooler),
+        cache=CacheConfig(block_size=BLOCK_SIZE),
+        scheduler=SchedulerConfig(
+            max_model_len=128, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=128
+        ),
+        load=LoadConfig(load_format="dummy", use_tqdm_on_load=False),
+    )
+
+
+@contextmanager
+def operators_of_a_card() -> Iterator[None]:
+    """Inside, layers call the operators of a card, with the fused kernels as simulated ones."""
+    register()
+    with MonkeyPatch.context() as patch:
+        patch.setattr(vllm.ops, "_ops", HPUOps(SimpleNamespace(kernels=SimulatedKernels())))
+        yield
+
+
+def launch_model(config: VllmConfig) -> LaunchModel:
+    """What the runner of a card makes of a model, with a KV cache of zeros."""
+    model = load_model(config, TPGroup(), torch.device("cpu"))
+    kernel = bridge_sdpa(SimulatedKernels())
+    layers, dtype = layers_with_cache(model), cache_dtype(config)
+    if layers:
+        platform = HPUPlatform(lambda: SimpleNamespace(zeros=_zeros))
+        layout = cache_layout(config, layers, dtype, keeps_all=True)
+        bind_kv_caches(layers, platform, NUM_BLOCKS, layout, dtype)
+    if isinstance(model, PoolingModel):
+        pooler = config.model.pooler
+        assert pooler is not None
+        if pooler.needs_whole_prompts:
+            return WholePromptModel(model, pooler, BLOCK_SIZE, kernel)
+        return HPUModel(model, BLOCK_SIZE, kernel)
+    assert isinstance(model, CausalLM)
+    newest = torch.zeros(MAX_NUM_SEQS + 1, dtype=torch.int32)
+    return HPUModel(model, BLOCK_SIZE, kernel, None, newest)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def padding_input(model: LaunchModel, shape: PaddedShape) -> Tensor:
+    """Packed input of zeros for a launch of this shape."""
+    sizes = padded_sizes(shape)
+    has_types = isinstance(model, WholePromptModel) and model._has_types
+    fields = _TYPED if has_types else fields_of(shape)
+    return torch.zeros(sum(fields.part_sizes(sizes)), dtype=torch.int32)

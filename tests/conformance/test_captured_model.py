@@ -1,0 +1,80 @@
+"""The model as a card compiles it: every architecture, captured with functionalisation.
+
+Nothing here needs the simulated torch device, so it runs with every torch that a card comes with.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+import transformers
+from torch import fx
+
+from tests.conformance.hpu_program import (
+    GENERATORS,
+    SHAPES,
+    config_of,
+    launch_model,
+    operators_of_a_card,
+    padding_input,
+)
+from tests.tiny_pooling_models import MODELS, REWARD_MODELS
+from vllm.model_executor.models.registry import ModelRegistry, is_encoder
+from vllm.platforms.habana.sim_capture import capture
+from vllm.platforms.habana.sim_graph_rules import operator_violations, write_violations
+
+_FIRST = "LlamaForCausalLM"
+_REFUSED = {"Gemma2ForCausalLM"}
+"""Its scores have a soft cap, which launches of a card do not compute."""
+_ALIASES = {"MPTForCausalLM"}
+_FOREIGN = {"TransformersForCausalLM"}
+"""Runs the code of transformers, which nobody here has captured."""
+_POOLERS = (*MODELS, *REWARD_MODELS)
+_TYPICAL = {
+    *("BertModel", "BloomForCausalLM", "GPTJForCausalLM", "LlamaForSequenceClassification"),
+    *("OPTForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", _FIRST),
+}
+"""Together they have every kind of layer: those that every run of the tests captures."""
+_ALL_CASES = [
+    *((_FIRST, shape) for shape in SHAPES),
+    *((name, "decode") for name in GENERATORS if name not in (_FIRST, *_REFUSED)),
+    # With windows, and with ALiBi.
+    *((name, "prefill with context") for name in ("Qwen2ForCausalLM", "BloomForCausalLM")),
+    *((name, "prefill") for name in _POOLERS if name not in GENERATORS),
+]
+CASES = [
+    pytest.param(*case, marks=[] if case[0] in _TYPICAL else pytest.mark.exhaustive)
+    for case in _ALL_CASES
+]
+
+
+def test_every_architecture_is_captured():
+    names = set(ModelRegistry.supported()) - _REFUSED - _ALIASES - _FOREIGN
+    if not hasattr(transformers, "Olmo3Config"):
+        names.remove("Olmo3ForCausalLM")
+    assert names == {name for name, _ in _ALL_CASES}
+
+
+@cache
+def captured(architecture: str, shape: str) -> tuple[fx.Graph, int]:
+    """The graph of a launch, and how many layers have keys and values."""
+    with operators_of_a_card():
+        model = launch_model(config_of(architecture, "bfloat16"))
+        graph = capture(model, padding_input(model, SHAPES[shape]), SHAPES[shape])
+    return graph, 0 if is_encoder(architecture) else len(list(model.model.layers))
+
+
+@pytest.mark.parametrize(("architecture", "shape"), CASES)
+def test_a_launch_is_one_graph_of_operators_that_run_on_the_device(architecture, shape):
+    graph, _ = captured(architecture, shape)
+    assert operator_violations(graph) == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shape"), [case for case in CASES if not is_encoder(str(case.values[0]))]
+)
+def test_keys_and_values_are_written_in_place_and_once(architecture, shape):
+    graph, num_layers = captured(architecture, shape)
+    assert write_violations(graph) == []
+    writes = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+    assert len(writes) == 2 * num_layers

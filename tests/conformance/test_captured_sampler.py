@@ -1,0 +1,86 @@
+"""The stages of the sampler as a card compiles them, captured with functionalisation."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vllm.platforms.habana.sim_capture import capture
+from vllm.platforms.habana.sim_graph_rules import operator_violations, write_violations
+from vllm.sample.masks import TokenMasks, bit_values, num_words
+from vllm.sample.sampler import Sampler
+from vllm.sample.state import SamplingState
+from vllm.sample.static_shapes import FILTERED, FILTERED_LARGE, GREEDY, RANDOM
+from vllm.sample.warmup import warmup_launches
+
+NUM_ROWS = 4
+VOCAB_SIZE = 600
+KINDS = {"greedy": GREEDY, "random": RANDOM, "filtered": FILTERED, "large": FILTERED_LARGE}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def launches():
+    """Of every kind, with edits and penalties or without."""
+    state = SamplingState(
+        NUM_ROWS, VOCAB_SIZE, CPU, static_shapes=True, max_model_len=200, max_logprobs=20
+    )
+    return list(warmup_launches(state, NUM_ROWS))
+
+
+def violations_of(function, *args) -> list[str]:
+    graph = capture(function, *args)
+    return operator_violations(graph) + write_violations(graph)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_all_stages", [False, True])
+def test_a_distribution_runs_on_the_device(launches, kind, has_all_stages):
+    sampler, logits = Sampler(pass_elements=None), torch.zeros(NUM_ROWS, VOCAB_SIZE).bfloat16()
+    launch = next(
+        x
+        for x in launches
+        if x.active & FILTERED_LARGE == KINDS[kind]
+        and (x.penalties is not None or not has_all_stages)
+    )
+    launch = replace(launch, features=None, masks=None, logprobs=None)
+    if not has_all_stages:
+        launch = replace(launch, edits=None, penalties=None)
+
+    def sample(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return sampler._sample(logits, launch, {}, None)
+
+    assert violations_of(sample, logits) == []
+
+
+def test_masks_run_on_the_device():
+    rows = torch.arange(2)
+    words = torch.full((2, num_words(VOCAB_SIZE)), -1, dtype=torch.int32)
+    masks = TokenMasks(np.arange(2), words, bit_values(CPU))
+
+    def apply(logits: Tensor) -> Tensor:
+        copy = logits.clone()
+        masks._apply_on_card(copy, rows)
+        return copy
+
+    assert violations_of(apply, torch.zeros(NUM_ROWS, 640)) == []
+
+
+@pytest.mark.parametrize("width", [0, 8, 20])
+def test_log_probabilities_run_on_the_device(width):
+    sampler, token_ids = Sampler(pass_elements=None), torch.zeros(NUM_ROWS, dtype=torch.int32)
+
+    def gather(logits: Tensor) -> tuple[Tensor, ...]:
+        return tuple(sampler.gather_logprobs(logits, token_ids, width))
+
+    assert violations_of(gather, torch.zeros(NUM_ROWS, VOCAB_SIZE).bfloat16()) == []
+
+
+def test_sampled_tokens_are_kept_in_place():
+    def keep(newest: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+        newest.index_copy_(0, rows.long(), token_ids)
+
+    rows = torch.arange(NUM_ROWS, dtype=torch.int32)
+    assert violations_of(keep, torch.zeros(9, dtype=torch.int32), rows, rows) == []
