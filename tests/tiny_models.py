@@ -95,6 +95,11 @@ _GPT: dict[str, Any] = {
 }
 
 
+_MAJOR = int(transformers.__version__.split(".")[0])
+LOAD_FLOAT32 = {"dtype" if _MAJOR >= 5 else "torch_dtype": torch.float32}
+"""Argument of `from_pretrained`; transformers 4.51 knows the old name only."""
+
+
 def _if_known(family: str, config: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """One row, or none where this transformers is too old for the family (`make test-vendor`)."""
     cls = getattr(transformers, config, None)

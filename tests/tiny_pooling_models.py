@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
-from tests.tiny_models import _DECODER, VOCAB_SIZE, randomize
+from tests.tiny_models import _DECODER, LOAD_FLOAT32, VOCAB_SIZE, randomize
 
 _BERT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -98,7 +98,7 @@ def add_sentence_transformers_files(folder: Path, mode: str, *, normalize: bool 
 @cache
 def _reference(folder: Path, architecture: str) -> Any:
     name = "Qwen2ForCausalLM" if architecture in REWARD_MODELS else architecture
-    return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()
+    return getattr(transformers, name).from_pretrained(folder, **LOAD_FLOAT32).eval()
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.tiny_models import LOAD_FLOAT32
 from vllm.config import (
     CacheConfig,
     LoadConfig,
@@ -55,7 +56,7 @@ def logits_of(model: CausalLM, input_ids: Tensor) -> Tensor:
 
 @cache
 def _reference(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, **LOAD_FLOAT32).eval()
 
 
 @torch.inference_mode()

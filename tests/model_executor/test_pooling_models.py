@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny_models import make_tiny_model, randomize
+from tests.tiny_models import LOAD_FLOAT32, make_tiny_model, randomize
 from tests.tiny_pooling_models import MODELS, hidden_states, make_pooling_model
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
@@ -67,7 +67,7 @@ def test_heads_of_other_tasks_are_passed_over(saved_as, loaded_as, tmp_path):
 @pytest.mark.parametrize("family", ["opt", "mistral", "qwen3"])
 def test_any_generative_family_can_embed(family, tmp_path):
     folder = make_tiny_model(family, tmp_path)
-    reference = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = transformers.AutoModel.from_pretrained(folder, **LOAD_FLOAT32).eval()
     with torch.inference_mode():
         want = reference(PROMPT[None]).last_hidden_state[0]
     got = states_of(load(folder, read_config(folder)))
