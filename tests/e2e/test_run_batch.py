@@ -10,7 +10,8 @@ import time
 import psutil
 import pytest
 
-from tests.e2e.server import ROOT, start_server
+from tests.e2e.conftest import CHAT_FLAGS
+from tests.e2e.server import ROOT
 
 pytestmark = pytest.mark.e2e
 
@@ -33,9 +34,9 @@ def write_requests(path, requests):
             file.write(json.dumps(line) + "\n")
 
 
-def start_batch(folder):
+def start_batch(folder, *flags):
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "run-batch"]
-    command += ["-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl")]
+    command += ["-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl"), *flags]
     log = (folder / "log").open("wb")
     with log:
         return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
@@ -45,15 +46,14 @@ def read_records(folder):
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
-def test_a_batch_gets_the_answers_of_the_server(tmp_path):
+def test_a_batch_gets_the_answers_of_the_server(tmp_path, chat_server):
     write_requests(tmp_path / "in.jsonl", REQUESTS)
-    process = start_batch(tmp_path)
+    process = start_batch(tmp_path, *CHAT_FLAGS)
     assert process.wait(600) == 1, (tmp_path / "log").read_text()
     log = (tmp_path / "log").read_text()
     assert re.search(r"5 requests in .* s: 3 answered, 2 failed\n", log)
     assert "1 failed: The model `nobody` does not exist" in log
-    with start_server() as server:
-        online = [server.request("POST", url, body) for url, body in REQUESTS]
+    online = [chat_server.request("POST", url, body) for url, body in REQUESTS]
     records = read_records(tmp_path)
     assert [record["custom_id"] for record in records] == [f"line {i}" for i in range(5)]
     for record, (status, _, body) in zip(records, online, strict=True):

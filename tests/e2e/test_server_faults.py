@@ -17,9 +17,8 @@ SHORT = {"prompt": "import", "max_tokens": 4, "ignore_eos": True, "temperature":
 
 
 @pytest.fixture(scope="module")
-def server():
-    with start_server("--disable-uvicorn-access-log") as server:
-        yield server
+def server(chat_server):
+    return chat_server
 
 
 async def send(server, body, *, num_events=None, on_status=None):
