@@ -26,8 +26,13 @@ BUCKETS = FEW_BUCKETS | {
 }
 """Prompts beyond 64 tokens are launched in pieces."""
 
-FEWER_TO_COMPILE = {"VLLM_PROMPT_BS_BUCKET_MAX": 1, "VLLM_REGIONAL_COMPILATION": False}
-"""For torch.compile, which takes a second for each: the model as a whole."""
+FEWER_TO_COMPILE = {
+    "VLLM_PROMPT_BS_BUCKET_MAX": 1,
+    "VLLM_DECODE_BLOCK_BUCKET_MIN": 64,
+    "VLLM_DECODE_BLOCK_BUCKET_STEP": 64,
+    "VLLM_REGIONAL_COMPILATION": False,
+}
+"""For torch.compile, which takes a second for each: the model as a whole, two decode buckets."""
 
 LAYERS_APART = "layers compiled apart"
 TWO_BUCKETS = "two buckets, preemption"
