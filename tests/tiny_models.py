@@ -96,7 +96,9 @@ _GPT: dict[str, Any] = {
 
 
 _MAJOR = int(transformers.__version__.split(".")[0])
-LOAD_FLOAT32 = {"dtype" if _MAJOR >= 5 else "torch_dtype": torch.float32}
+LOAD_FLOAT32: dict[str, Any] = {"dtype" if _MAJOR >= 5 else "torch_dtype": torch.float32}
+WINDOWS_ALL_LAYERS_OR_NONE = _MAJOR < 5
+"""Of the installed transformers, which is then no reference for models with both."""
 """Argument of `from_pretrained`; transformers 4.51 knows the old name only."""
 
 
@@ -241,13 +243,24 @@ def make_tiny_model(
         The folder.
     """
     create_config, values = _FAMILIES[family]
-    config = create_config(**values | overrides)
+    config = create_config(**_spelled(values | overrides))
     model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
     randomize(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     # Sampling defaults are no part of a family: tests that need some write their own.
     (folder / "generation_config.json").unlink(missing_ok=True)
     return folder
+
+
+def _spelled(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of a config as the installed transformers spells them."""
+    rope = dict(values.get("rope_parameters") or {})
+    if _MAJOR >= 5 or not rope:
+        return values
+    others = {name: value for name, value in values.items() if name != "rope_parameters"}
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    name = "type" if kind == "longrope" else "rope_type"  # Phi 3 takes the older name only
+    return others | {"rope_theta": theta, "rope_scaling": {name: kind, **rope}}
 
 
 @torch.no_grad()

@@ -56,7 +56,9 @@ def logits_of(model: CausalLM, input_ids: Tensor) -> Tensor:
 
 @cache
 def _reference(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, **LOAD_FLOAT32).eval()
+    # The faster attention of transformers 4 leaves out windows and soft caps; Falcon needs it.
+    kind = {} if read_arch(folder).model_type == "falcon" else {"attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, **LOAD_FLOAT32, **kind).eval()
 
 
 @torch.inference_mode()
