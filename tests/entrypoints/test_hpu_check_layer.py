@@ -41,10 +41,12 @@ def write_through_a_view(key, value, key_cache, value_cache, slots):
         cache.unflatten(0, (-1, 128)).flatten(0, 1).index_copy_(0, slots.flatten().long(), rows)
 
 
-def read_all(key, value, key_cache, value_cache, slots, write=hpu_attn.write_kv_cache):
-    for _ in range(20):  # the cache is small here
-        (key_cache + value_cache).sum()
-    write(key, value, key_cache, value_cache, slots)
+def slow_by_size(bridge: SimBridge, write=hpu_attn.write_kv_cache):
+    def write_slowly(key, value, key_cache, value_cache, slots):
+        bridge.card.clock.host_s += key_cache.nbytes / 1e9
+        write(key, value, key_cache, value_cache, slots)
+
+    return write_slowly
 
 
 def fallback_at_each_reading():
@@ -72,7 +74,9 @@ def test_a_layer_with_a_fault_is_found(bridge, monkeypatch):
     assert "copies of a whole cache tensor" in failure(
         hpu_attn, "write_kv_cache", write_through_a_view
     )
-    assert "the time depends on the cache" in failure(hpu_attn, "write_kv_cache", read_all)
+    assert "the time depends on the cache" in failure(
+        hpu_attn, "write_kv_cache", slow_by_size(bridge)
+    )
     assert failure(decoder_layer, "CACHE_SHARE", 9.0).startswith("MemoryError: ")
 
 
