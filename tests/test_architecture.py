@@ -46,7 +46,17 @@ LAYERS: dict[str, set[str]] = {
         "reasoning",
         "transformers_utils",
     },
-    "hpu_check": {"attention", "distributed", "ops", "platforms"},
+    "hpu_check": {
+        "attention",
+        "bucketing",
+        "distributed",
+        "model_executor",
+        "ops",
+        "platforms",
+        "sample",
+        "transformers_utils",
+        "worker",
+    },
     "engine": {
         "bucketing",
         "core",

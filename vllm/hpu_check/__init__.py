@@ -1,7 +1,7 @@
 """Whether a Gaudi card computes what the engine needs: `vllm hpu-check`.
 
-Small cases of every fused kernel, of attention, of graphs and of compilation, against torch on the
-host. Independent of models, and prints nothing.
+Small cases of every fused kernel, of attention, of sampling, of graphs and of compilation, and one
+decoder layer of a model, against torch on the host. Prints nothing.
 """
 
 from vllm.hpu_check.check import CheckResult, Outcome

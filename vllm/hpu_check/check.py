@@ -33,6 +33,10 @@ class CheckResult:
     detail: str
     elapsed_ms: float
     """Of the whole check on the host, compilation and reference included."""
+    expected: str = ""
+    """What a card that works does."""
+    advice: str = ""
+    """What to do; empty unless the check failed."""
 
 
 class Comparison:

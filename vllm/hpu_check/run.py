@@ -1,31 +1,106 @@
-"""The checks, in order."""
+"""The checks in order, with what each expects and what to do if it is not so."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
-from vllm.hpu_check import attention, collectives, device, kernels, programs
+from vllm.hpu_check import (
+    attention,
+    collectives,
+    decoder_layer,
+    device,
+    kernels,
+    operators,
+    programs,
+    sampling,
+)
 from vllm.hpu_check.check import CheckResult, Outcome, run_check
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import HPUPlatform
 
-CHECKS: dict[str, Callable[[HabanaBridge], Outcome]] = {
-    "memory": device.check_memory,
-    "host copies": device.check_host_copies,
-    "index types": device.check_index_types,
-    "sdpa causal": kernels.check_sdpa_causal,
-    "sdpa shared heads": kernels.check_sdpa_shared_heads,
-    "sdpa mask": kernels.check_sdpa_mask,
-    "sdpa valid lengths": kernels.check_sdpa_valid_lengths,
-    "rms_norm": kernels.check_rms_norm,
-    "rotary neox": kernels.check_rotary_neox,
-    "rotary gpt-j": kernels.check_rotary_gptj,
-    "silu_and_mul": kernels.check_silu_and_mul,
-    "decode attention": attention.check_decode,
-    "prefill attention": attention.check_prefill,
-    "graph replay": programs.check_graph_replay,
-    "torch.compile": programs.check_torch_compile,
-    "compile counting": programs.check_compile_counting,
-    "host fallbacks": programs.check_host_fallbacks,  # of all the checks before it
+_VERSIONS = (
+    "check that driver, firmware and habana-torch-plugin are of one release of the Gaudi software"
+)
+_KERNEL = f"{_VERSIONS}; if they are, report the case to the vendor with these figures"
+_LAYER = (
+    f"compare with the other rows of the layer: a fault in one mode only is of its compiler, so "
+    f"use another mode (--enforce-eager, PT_HPU_LAZY_MODE); else {_VERSIONS}. Out of memory: end "
+    f"other processes on this card"
+)
+_SAMPLING = f"requests that ask for this get wrong tokens on this card: {_VERSIONS}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the report for an open card."""
+
+    run: Callable[[HabanaBridge, str], Outcome]
+    """Of the card and the name of a model."""
+    expected: str
+    advice: str = _KERNEL
+    """What to do if it fails."""
+
+
+def _of_card(
+    check: Callable[[HabanaBridge], Outcome], expected: str, advice: str = _KERNEL
+) -> Check:
+    """A check for which the model makes no difference."""
+    return Check(lambda bridge, _: check(bridge), expected, advice)
+
+
+_OF_HOST = "the values of torch on the host"
+_OF_LAYER = (
+    "the values of the same layer on the host in float32, in a time that does not depend on the "
+    "size of the cache, without a copy of the cache and without an operator on the host"
+)
+
+CHECKS: dict[str, Check] = {
+    "memory": _of_card(
+        device.check_memory,
+        "what is taken is missing, and comes back",
+        "end other processes on this card (hl-smi lists them)",
+    ),
+    "host copies": _of_card(device.check_host_copies, "the same bytes come back"),
+    "index types": _of_card(device.check_index_types, "int32 and int64 choose the same rows"),
+    "sdpa causal": _of_card(kernels.check_sdpa_causal, _OF_HOST),
+    "sdpa shared heads": _of_card(kernels.check_sdpa_shared_heads, _OF_HOST),
+    "sdpa mask": _of_card(kernels.check_sdpa_mask, _OF_HOST),
+    "sdpa valid lengths": _of_card(kernels.check_sdpa_valid_lengths, _OF_HOST),
+    "rms_norm": _of_card(kernels.check_rms_norm, _OF_HOST),
+    "rotary neox": _of_card(kernels.check_rotary_neox, _OF_HOST),
+    "rotary gpt-j": _of_card(kernels.check_rotary_gptj, _OF_HOST),
+    "silu_and_mul": _of_card(kernels.check_silu_and_mul, _OF_HOST),
+    "moe": _of_card(operators.check_moe, _OF_HOST),
+    "fp8 cast": _of_card(operators.check_fp8_cast, "errors of at most half a step of e4m3"),
+    "fp8 matmul": _of_card(operators.check_fp8_matmul, _OF_HOST),
+    "decode attention": _of_card(attention.check_decode, _OF_HOST),
+    "prefill attention": _of_card(attention.check_prefill, _OF_HOST),
+    "graph replay": _of_card(programs.check_graph_replay, "one capture, and values of each call"),
+    "torch.compile": _of_card(programs.check_torch_compile, _OF_HOST),
+    "compile counting": _of_card(
+        programs.check_compile_counting,
+        "a new shape is compiled, a known one is not",
+        "steps will stall to compile: check PT_HPU_RECIPE_CACHE_CONFIG and that versions fit",
+    ),
+    "layer eager": Check(decoder_layer.check_eager, _OF_LAYER, _LAYER),
+    "layer compiled": Check(decoder_layer.check_compiled, _OF_LAYER, _LAYER),
+    "layer graph": Check(decoder_layer.check_graph, _OF_LAYER, _LAYER),
+    "prefill with context": Check(
+        decoder_layer.check_context, "the values of the same layer on the host in float32", _LAYER
+    ),
+    **{
+        f"sampling {kind}": _of_card(
+            partial(sampling.check_sampling, kind=kind),
+            "the tokens of the host's sampler for the same logits and seeds",
+            _SAMPLING,
+        )
+        for kind in sampling.KINDS
+    },
+    "host fallbacks": _of_card(  # of all the checks before it
+        programs.check_host_fallbacks,
+        "no operator runs on the host",
+        "each of these stops the card in every step: report the operators to the vendor",
+    ),
 }
 """Name -> check of an open card."""
 
@@ -33,19 +108,34 @@ NAMES = ("triton fits torch", "collectives", "device", *CHECKS)
 """Of all rows of the report."""
 
 
-def run_checks(platform: HPUPlatform, num_cards: int) -> Iterator[CheckResult]:
+def run_checks(platform: HPUPlatform, num_cards: int, model: str = "") -> Iterator[CheckResult]:
     """Check the card of this process; one result after another, as they come.
 
     Args:
         platform: its card must not be open yet: the collectives need all cards.
         num_cards: of this machine.
+        model: folder or Hugging Face name of the model whose layer is checked; empty: the bundled
+            one.
     """
-    yield run_check("triton fits torch", device.check_triton)
-    yield run_check("collectives", lambda: collectives.check_collectives(num_cards))
+    yield _explained(
+        run_check("triton fits torch", device.check_triton),
+        "the compiler of torch can be imported",
+        "install the triton that the row names",
+    )
+    yield _explained(
+        run_check("collectives", lambda: collectives.check_collectives(num_cards)),
+        "the sum and the parts of all cards",
+        "check the links between the cards (hl-smi -L) and that no other process uses one of them",
+    )
     opened = run_check("device", lambda: device.describe(platform.bridge))
-    yield opened
+    yield _explained(opened, "the card opens", "end other processes on this card, or restart it")
     for name, check in CHECKS.items():
         if opened.status == "pass":
-            yield run_check(name, partial(check, platform.bridge))
+            result = run_check(name, partial(check.run, platform.bridge, model))
         else:
-            yield CheckResult(name, "skip", "the card could not be opened", 0.0)
+            result = CheckResult(name, "skip", "the card could not be opened", 0.0)
+        yield _explained(result, check.expected, check.advice)
+
+
+def _explained(result: CheckResult, expected: str, advice: str) -> CheckResult:
+    return replace(result, expected=expected, advice=advice if result.status == "fail" else "")

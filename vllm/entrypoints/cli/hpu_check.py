@@ -40,11 +40,18 @@ def add_parser(
     """Declare the subcommand and return its parser."""
     parser = subparsers.add_parser(
         "hpu-check",
-        description="Check memory, kernels, attention, graphs and compilation of a Gaudi card, in "
-        "the mode that PT_HPU_LAZY_MODE gives. Exit code: 0 no check failed, 1 a check failed, 2 "
-        "there is no card.",
+        description="Check memory, kernels, attention, a decoder layer, sampling, graphs and "
+        "compilation of a Gaudi card, in the mode that PT_HPU_LAZY_MODE gives. Exit code: 0 no "
+        "check failed, 1 a check failed, 2 there is no card.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="folder or Hugging Face name of the model whose decoder layer is checked, with random "
+        "weights. Not set: the bundled demonstration model",
+    )
     return parser
 
 
@@ -66,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm.hpu_check import run_checks
 
-    results = run_checks(create_hpu_platform(), 1 if model else max(1, num_cards()))
+    results = run_checks(create_hpu_platform(), 1 if model else max(1, num_cards()), args.model)
     if args.json:
         done = list(results)
         sys.stdout.write(json.dumps(_as_object(model, done)) + "\n")
@@ -101,6 +108,8 @@ def _print_table(model: str | None, results: "Iterable[CheckResult]") -> "list[C
     for result in results:
         took = f" [{result.elapsed_ms:.0f} ms]"
         sys.stdout.write(f"{result.name:<{width}}  {result.status:<6}  {result.detail}{took}\n")
+        if result.status == "fail":
+            sys.stdout.write(f"  expected: {result.expected}\n  to do: {result.advice}\n")
         sys.stdout.flush()  # a card compiles for minutes in the worst case
         done.append(result)
     totals = _totals(done)

@@ -1,0 +1,145 @@
+"""The rows of `vllm hpu-check` for a decoder layer, sampling, FP8 and experts, with faults."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vllm.attention.backends import hpu_attn
+from vllm.hpu_check import CHECKS, decoder_layer
+from vllm.hpu_check.check import CheckResult, run_check
+from vllm.ops.hpu import HPUOps
+from vllm.platforms.habana import sim_fp8, sim_spec
+from vllm.platforms.habana.sim import SimBridge
+from vllm.sample import sampler
+from vllm.sample.penalties import Penalties
+
+LAYER_ROWS = ("layer eager", "layer graph", "prefill with context")
+SAMPLING_ROWS = tuple(name for name in CHECKS if name.startswith("sampling"))
+
+
+@pytest.fixture
+def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimBridge]:
+    """A card of so little memory that a copy of its cache costs a test nothing."""
+    small = replace(sim_spec.CARDS["gaudi2"], pool_bytes=2**30)
+    monkeypatch.setitem(sim_spec.CARDS, "gaudi2", small)
+    yield SimBridge("gaudi2", is_lazy=True)
+
+
+def result_of(bridge: SimBridge, name: str) -> CheckResult:
+    return run_check(name, lambda: CHECKS[name].run(bridge, ""))
+
+
+def store_nothing(*args: object) -> None:
+    pass
+
+
+def write_through_a_view(key, value, key_cache, value_cache, slots):
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        rows = new.reshape(-1, *cache.shape[1:])
+        cache.unflatten(0, (-1, 128)).flatten(0, 1).index_copy_(0, slots.flatten().long(), rows)
+
+
+def slow_by_size(bridge: SimBridge, write=hpu_attn.write_kv_cache):
+    def write_slowly(key, value, key_cache, value_cache, slots):
+        bridge.card.clock.host_s += key_cache.nbytes / 1e9
+        write(key, value, key_cache, value_cache, slots)
+
+    return write_slowly
+
+
+def fallback_at_each_reading():
+    readings = iter(range(1, 99))
+
+    def counters(self: SimBridge):
+        return replace(self.card.counters(), cpu_fallbacks={"aten::sort": next(readings)})
+
+    return counters
+
+
+def test_a_layer_with_a_fault_is_found(bridge, monkeypatch):
+    def failure(owner: object, name: str, value: object, row: str = "layer eager") -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            result = result_of(bridge, row)
+        assert result.status == "fail", (name, result.detail)
+        return result.detail
+
+    assert result_of(bridge, "layer eager").status == "pass"
+    for row in LAYER_ROWS:
+        assert "max error" in failure(hpu_attn, "write_kv_cache", store_nothing, row)
+    detail = failure(SimBridge, "counters", fallback_at_each_reading())
+    assert detail == "ran on the host: aten::sort (1)"
+    assert "copies of a whole cache tensor" in failure(
+        hpu_attn, "write_kv_cache", write_through_a_view
+    )
+    assert "the time depends on the cache" in failure(
+        hpu_attn, "write_kv_cache", slow_by_size(bridge)
+    )
+    assert failure(decoder_layer, "CACHE_SHARE", 9.0).startswith("MemoryError: ")
+
+
+def on_card_only(function, wrong):
+    """`wrong(result)` where the first tensor of the arguments is on the card."""
+
+    def call(x, *args, **kwargs):
+        result = function(x, *args, **kwargs)
+        return wrong(result) if x.device.type == "hpu" else result
+
+    return call
+
+
+def no_penalties_on_card(self, x, params, apply=Penalties.apply):
+    if x.device.type != "hpu":
+        apply(self, x, params)
+
+
+def less_likely(found):
+    return found._replace(logprobs=found.logprobs - 1)
+
+
+def test_a_kind_of_sampling_with_a_fault_is_found(bridge, monkeypatch):
+    other_token = on_card_only(sampler.argmax, lambda token_ids: token_ids + 1)
+    faults = {
+        "sampling greedy": (sampler, "argmax", other_token),
+        "sampling random": (sampler, "draw", on_card_only(sampler.draw, lambda ids: ids * 0)),
+        "sampling top-k": (sampler, "logit_floor", on_card_only(sampler.logit_floor, no_floor)),
+        "sampling top-p": (sampler, "nucleus_floor", on_card_only(sampler.nucleus_floor, zero)),
+        "sampling min-p": (sampler, "logit_floor", on_card_only(sampler.logit_floor, no_floor)),
+        "sampling penalties": (Penalties, "apply", no_penalties_on_card),
+        "sampling logprobs": (
+            sampler,
+            "gather_logprobs",
+            on_card_only(sampler.gather_logprobs, less_likely),
+        ),
+    }
+    assert tuple(faults) == SAMPLING_ROWS
+    for row, fault in faults.items():
+        assert result_of(bridge, row).status == "pass"
+        with monkeypatch.context() as patch:
+            patch.setattr(*fault)
+            result = result_of(bridge, row)
+        assert result.status == "fail", row
+        assert "on the host" in result.detail or "log-probabilities" in result.detail
+
+
+def no_floor(floor: object) -> None:
+    return None
+
+
+def zero(x: torch.Tensor) -> torch.Tensor:
+    return x * 0
+
+
+def test_experts_and_fp8_with_a_fault_are_found(bridge, monkeypatch):
+    faults = {
+        "moe": (HPUOps, "moe", lambda self, x, *args: x),
+        "fp8 cast": (sim_fp8, "saturate", lambda x, dtype: x * 1.5),
+        "fp8 matmul": (sim_fp8, "saturate", lambda x, dtype: x * 1.5),
+    }
+    for row, fault in faults.items():
+        assert result_of(bridge, row).status == "pass"
+        with monkeypatch.context() as patch:
+            patch.setattr(*fault)
+            assert result_of(bridge, row).status == "fail", row

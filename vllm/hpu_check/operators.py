@@ -1,0 +1,83 @@
+"""Checks of FP8 and of the operator of a mixture of experts, against torch on the host."""
+
+from typing import Any
+
+import torch
+
+from vllm.hpu_check.check import LIMITS, Comparison, Outcome
+from vllm.ops.hpu import HPUOps
+from vllm.ops.native import NativeOps
+from vllm.platforms.habana.bridge import HabanaBridge
+
+_FP8 = torch.float8_e4m3fn
+_FP8_STEP = 2**-3
+"""Distance of two neighbours of e4m3, as a share of the smaller one; rounding errs by half."""
+
+
+def check_moe(bridge: HabanaBridge) -> Outcome:
+    """Two of four experts for each token, one of them twice."""
+    comparison, host = Comparison(), NativeOps()
+    for dtype in LIMITS:
+        x = torch.randn(17, 64).to(dtype)
+        gate_up, down = torch.randn(4, 64, 64).to(dtype) / 8, torch.randn(4, 64, 32).to(dtype) / 6
+        ids = torch.stack([torch.randperm(4)[:2] for _ in range(17)])
+        ids[0] = 3
+        weights = torch.rand(17, 2)
+        given = x, ids, weights, gate_up, down
+        got = HPUOps(bridge).moe(*(t.to(bridge.device) for t in given))
+        want = host.moe(x.float(), ids, weights, gate_up.float(), down.float())
+        comparison.add(str(dtype), got, want)
+    return comparison.outcome()
+
+
+def check_fp8_cast(bridge: HabanaBridge) -> Outcome:
+    """To e4m3 with a scale, and back."""
+    if (missing := _missing("cast_to_fp8_v2", "cast_from_fp8")) is not None:
+        return missing
+    hpu: Any = torch.ops.hpu
+    x = torch.randn(64, 64).bfloat16()
+    scale = torch.tensor(16.0)
+    cast, _ = hpu.cast_to_fp8_v2(
+        x.to(bridge.device), scale.to(bridge.device), False, False, dtype=_FP8
+    )
+    inverse = (1 / scale).to(bridge.device)
+    back = hpu.cast_from_fp8(cast, inverse, torch.bfloat16).cpu().float()
+    normal = x.float().abs() * scale > 2**-6  # smaller ones have fewer bits
+    error = ((back - x.float()).abs() / x.float().abs())[normal].max()
+    detail = f"largest rounding error {error:.3f}, limit {_FP8_STEP / 2 + 2**-8:.3f}"
+    return Outcome("pass" if error <= _FP8_STEP / 2 + 2**-8 else "fail", detail)
+
+
+def check_fp8_matmul(bridge: HabanaBridge) -> Outcome:
+    """Of two matrices in e4m3 with scales, against the product of the same numbers in float32."""
+    if (missing := _missing("cast_to_fp8_v2", "fp8_gemm_v2")) is not None:
+        return missing
+    hpu: Any = torch.ops.hpu
+    left, right = torch.randn(32, 64).to(_FP8), torch.randn(48, 64).to(_FP8)
+    scales = torch.tensor(0.5), torch.tensor(0.25)
+    one = torch.tensor(1.0).to(bridge.device)
+    on_card = [
+        hpu.cast_to_fp8_v2(x.bfloat16().to(bridge.device), one, False, False, dtype=_FP8)[0]
+        for x in (left, right)
+    ]
+    got = hpu.fp8_gemm_v2(
+        on_card[0],
+        False,
+        on_card[1],
+        True,
+        None,
+        torch.bfloat16,
+        *(scale.to(bridge.device) for scale in scales),
+        None,
+        False,
+    )
+    comparison = Comparison()
+    comparison.add("e4m3", got, left.float() @ right.float().T * scales[0] * scales[1])
+    return comparison.outcome()
+
+
+def _missing(*names: str) -> Outcome | None:
+    lacking = [name for name in names if not hasattr(torch.ops.hpu, name)]
+    if lacking:
+        return Outcome("skip", f"this bridge has no operator {', '.join(lacking)}")
+    return None

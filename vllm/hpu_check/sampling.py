@@ -1,0 +1,108 @@
+"""Checks of each kind of sampling, against the sampler of the host on the same logits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.hpu_check.check import Comparison, Outcome
+from vllm.messages import EngineRequest
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.sample.sampler import Sampler, SamplerOutput
+from vllm.sample.state import SamplingState
+from vllm.sampling_params import SamplingParams
+
+_NUM_ROWS, _VOCAB_SIZE, _NUM_LOGPROBS = 32, 4096, 5
+_PROMPT, _OUTPUT = [3, 5, 8], [13, 21, 13]
+MAX_OTHER_TOKENS = 1
+"""Rows of a random kind that may get another token than on the host: an approximate exponent can
+decide a draw that is close."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "random": {"temperature": 0.8},
+    "top-k": {"temperature": 1.5, "top_k": 4},
+    "top-p": {"temperature": 1.5, "top_p": 0.3},
+    "min-p": {"temperature": 1.5, "min_p": 0.3},
+    "penalties": {
+        "temperature": 0.0,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 1.0,
+        "frequency_penalty": 1.0,
+    },
+    "logprobs": {"temperature": 0.0, "logprobs": _NUM_LOGPROBS},
+}
+"""Kind -> what a request asks for."""
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """On the host."""
+
+    token_ids: list[int]
+    output: SamplerOutput
+
+
+def check_sampling(bridge: HabanaBridge, kind: str) -> Outcome:
+    """The tokens of some rows, and where they are asked for, log-probabilities."""
+    logits = torch.randn(_NUM_ROWS, _VOCAB_SIZE) * 2
+    # The best tokens are those that penalties apply to.
+    logits[:, _PROMPT + _OUTPUT] += 7
+    logits = logits.bfloat16()
+    before = dict(bridge.counters().cpu_fallbacks)
+    got = _sample(logits.to(bridge.device), kind, Sampler(None, bridge.mark_step), is_static=True)
+    want = _sample(logits, kind, Sampler(None), is_static=False)
+    if (after := dict(bridge.counters().cpu_fallbacks)) != before:
+        names = ", ".join(sorted(name for name in after if after[name] != before.get(name)))
+        return Outcome("fail", f"ran on the host: {names}")
+    others = [row for row in range(_NUM_ROWS) if got.token_ids[row] != want.token_ids[row]]
+    allowed = MAX_OTHER_TOKENS if KINDS[kind]["temperature"] else 0
+    if len(others) > allowed:
+        row = others[0]
+        return Outcome(
+            "fail",
+            f"row {row} got token {got.token_ids[row]}, on the host {want.token_ids[row]} "
+            f"({len(others)} of {_NUM_ROWS} rows differ)",
+        )
+    note = f"{_NUM_ROWS - len(others)} of {_NUM_ROWS} rows have the token of the host"
+    return _compare_logprobs(got, want, note)
+
+
+def _compare_logprobs(got: _Sampled, want: _Sampled, note: str) -> Outcome:
+    on_card, on_host = got.output.logprobs, want.output.logprobs
+    if on_card is None or on_host is None:
+        return Outcome("pass", note)
+    comparison = Comparison()
+    width = 1 + _NUM_LOGPROBS  # the card may have more
+    comparison.add("log-probabilities", on_card.logprobs[:, :width], on_host.logprobs[:, :width])
+    comparison.add("ranks", on_card.ranks.float(), on_host.ranks)
+    return comparison.outcome(note)
+
+
+def _sample(logits: torch.Tensor, kind: str, sampler: Sampler, *, is_static: bool) -> _Sampled:
+    state = SamplingState(
+        _NUM_ROWS,
+        _VOCAB_SIZE,
+        logits.device,
+        static_shapes=is_static,
+        max_model_len=128,
+        max_logprobs=20,
+    )
+    for row in range(_NUM_ROWS):
+        state.add(row, _request(row, KINDS[kind]), _OUTPUT)
+    rows = np.arange(_NUM_ROWS, dtype=np.int32)
+    output = sampler(logits, state.metadata(rows, np.full(_NUM_ROWS, len(_OUTPUT), np.int32)))
+    return _Sampled(output.host_ids.cpu().tolist(), output)
+
+
+def _request(row: int, params: dict[str, Any]) -> EngineRequest:
+    return EngineRequest(
+        request_id=str(row),
+        prompt_token_ids=_PROMPT,
+        sampling_params=SamplingParams(**params),
+        seed=row,
+        eos_token_id=None,
+        max_total_tokens=128,
+        arrival_time=0.0,
+    )

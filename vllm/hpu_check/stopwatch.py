@@ -1,0 +1,25 @@
+"""How long something takes on a card: by the clock of a simulated one, else by that of the host."""
+
+import time
+from collections.abc import Callable
+
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.platforms.habana.sim import SimBridge
+
+_NUM_RUNS = 5
+
+
+def shortest_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:
+    """Seconds of the fastest of a few runs, the wait for the card included."""
+    return min(_run_s(bridge, run) for _ in range(_NUM_RUNS))
+
+
+def _run_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:
+    start = _now_s(bridge)
+    run()
+    return _now_s(bridge) - start
+
+
+def _now_s(bridge: HabanaBridge) -> float:
+    bridge.synchronize()
+    return bridge.card.clock.host_s if isinstance(bridge, SimBridge) else time.perf_counter()
