@@ -213,8 +213,7 @@ def supported_models() -> Iterator[str]:
     yield "Each decoder is compared with transformers on small random models, in float32: logits of"
     yield "whole prompts, and greedy tokens of a batch on the CPU with chunked prompts and prefix"
     yield "hits. Families with layers of their own kind are also run on the simulated Gaudi, which"
-    yield "computes on the CPU; the tests run none of them on a card. Gemma 2 runs on the CPU only:"
-    yield "the soft cap of its attention scores is not supported on hpu."
+    yield "computes on the CPU; the tests run none of them on a card."
     for kind, title in ((CausalLM, "Text generation"), (PoolingModel, "Embeddings and scores")):
         yield ""
         yield f"## {title}"

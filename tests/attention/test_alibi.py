@@ -80,10 +80,15 @@ def test_decode_continues_what_a_prompt_began(num_heads, window):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_merged", [False, True])
 @pytest.mark.parametrize("window", [None, 9])
-def test_padded_launches_of_a_layer_are_the_prompt_in_one_piece(window, is_merged, dtype):
+@pytest.mark.parametrize("soft_cap", [None, 0.6])
+@pytest.mark.parametrize("slopes", [None, alibi_slopes(6)], ids=["plain", "alibi"])
+def test_padded_launches_of_a_layer_are_the_prompt_in_one_piece(
+    slopes, soft_cap, window, is_merged, dtype
+):
     torch.manual_seed(0)
     length, tables = 43, np.array([[3, 1, 2]])
-    layer = Attention(6, 16, 2, sliding_window=window, alibi_slopes=alibi_slopes(6))
+    options = {"sliding_window": window, "alibi_slopes": slopes, "logits_soft_cap": soft_cap}
+    layer = Attention(6, 16, 2, **options)
     query, key, value = torch.randn(length, 10, 16).to(dtype).split([6, 2, 2], dim=1)
     want = layer(query.float(), key.float(), value.float())
     layer.bind_kv_cache(*(torch.full((4 * 16, 2, 16), unused, dtype=dtype) for unused in UNUSED))

@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from vllm.attention import Attention, LaunchContext, ReadsContext, share_context, text_positions
 from vllm.attention.backends.alibi import alibi_slopes
 from vllm.attention.backends.native_attn import RaggedMetadata
-from vllm.attention.backends.sdpa import torch_sdpa
-from vllm.errors import ConfigError
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.native import NativeOps
-from vllm.worker.hpu.model import LaunchModel
 
 LENGTH, BLOCK_SIZE = 43, 16
 OPTIONS = {
@@ -150,15 +147,3 @@ def test_a_cache_of_fp8_is_near_the_exact_one(ops, dtype, scale):
     # Half a step: 3 or 2 bits after the first one.
     torch.testing.assert_close(stored, key, rtol=torch.finfo(dtype).eps / 2, atol=1e-3)
     torch.testing.assert_close(got, want, rtol=0, atol=0.2 if dtype == torch.float8_e4m3fn else 0.4)
-
-
-class OneLayer(nn.Module):
-    def __init__(self, layer: Attention) -> None:
-        super().__init__()
-        self.layer, self.weight = layer, nn.Parameter(torch.zeros(1))
-
-
-def test_a_gaudi_refuses_what_it_would_compute_wrongly():
-    model = OneLayer(Attention(6, 16, 2, **OPTIONS["soft cap"]))
-    with pytest.raises(ConfigError, match=r"this model has a soft cap of attention.*run it on cpu"):
-        LaunchModel(model, 128, torch_sdpa)

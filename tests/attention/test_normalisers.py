@@ -93,6 +93,30 @@ def test_what_is_subtracted_in_the_worked_example(name, want):
     assert got.flatten()[:3].tolist() == want
 
 
+@pytest.mark.parametrize("setting", [None, 0.0, *NORMALISERS])
+def test_a_soft_cap_keeps_scores_of_any_size_within_reach_of_every_normaliser(setting):
+    """Without a cap these scores are in the thousands; what is hidden stays hidden."""
+    cache = random_cache([70, 300, 5])
+    query = torch.randn(3, 4, 16) * 3000
+    blocks = decode_blocks(cache, torch.float32, is_contiguous=False, window=80)
+    padded = torch.cat((query, torch.zeros(2, 4, 16)))
+    normaliser = parse_normaliser(setting) if isinstance(setting, str) else setting
+    got = flat_paged_attention(
+        padded, *cache.flat, blocks, SCALE, soft_cap=30.0, normaliser=normaliser
+    )
+    want = NativeOps().paged_attention_decode(
+        query,
+        cache.keys,
+        cache.values,
+        torch.from_numpy(cache.tables).int(),
+        torch.from_numpy(cache.seq_lens).int(),
+        SCALE,
+        80,
+        logits_soft_cap=30.0,
+    )
+    torch.testing.assert_close(got[:3], want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ from vllm.platforms.habana.sim_capture import capture
 from vllm.platforms.habana.sim_graph_rules import operator_violations, write_violations
 
 _FIRST = "LlamaForCausalLM"
-_REFUSED = {"Gemma2ForCausalLM"}
-"""Its scores have a soft cap, which launches of a card do not compute."""
 _ALIASES = {"MPTForCausalLM"}
 _FOREIGN = {"TransformersForCausalLM"}
 """Runs the code of transformers, which nobody here has captured."""
@@ -33,13 +31,15 @@ _POOLERS = (*MODELS, *REWARD_MODELS)
 _TYPICAL = {
     *("BertModel", "BloomForCausalLM", "GPTJForCausalLM", "LlamaForSequenceClassification"),
     *("OPTForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", _FIRST),
+    "Gemma2ForCausalLM",
 }
 """Together they have every kind of layer: those that every run of the tests captures."""
+_PREFILLS = ("Qwen2ForCausalLM", "BloomForCausalLM", "Gemma2ForCausalLM")
 _ALL_CASES = [
     *((_FIRST, shape) for shape in SHAPES),
-    *((name, "decode") for name in GENERATORS if name not in (_FIRST, *_REFUSED)),
-    # With windows, and with ALiBi.
-    *((name, "prefill with context") for name in ("Qwen2ForCausalLM", "BloomForCausalLM")),
+    *((name, "decode") for name in GENERATORS if name != _FIRST),
+    # With windows, with ALiBi, and with a soft cap.
+    *((name, "prefill with context") for name in _PREFILLS),
     *((name, "prefill") for name in _POOLERS if name not in GENERATORS),
 ]
 CASES = [
@@ -49,7 +49,7 @@ CASES = [
 
 
 def test_every_architecture_is_captured():
-    names = set(ModelRegistry.supported()) - _REFUSED - _ALIASES - _FOREIGN
+    names = set(ModelRegistry.supported()) - _ALIASES - _FOREIGN
     if not hasattr(transformers, "Olmo3Config"):
         names.remove("Olmo3ForCausalLM")
     assert names == {name for name, _ in _ALL_CASES}

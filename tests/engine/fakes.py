@@ -94,6 +94,9 @@ class FakeEngineCore:
             if self.running.pop(request_id, None) is not None:
                 self.aborted.append(request_id)
 
+    def has_idle_work(self) -> bool:
+        return False
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
 

@@ -48,9 +48,11 @@ class HPUConfig:
     full_warmup: bool = field(default=False, metadata=_variable("VLLM_FULL_WARMUP"))
     """A compilation after the warm-up is an error."""
     sampling_warmup: SamplingWarmUp = "basic"
-    """Kinds of sampling that the warm-up compiles: basic is greedy and random, all is everything
-    that a request can ask for. Others compile at their first use, once for each padded batch size,
-    with a line in the log; the batch waits for it. VLLM_FULL_WARMUP compiles all."""
+    """Kinds of sampling that the start compiles: basic is greedy and random, all is everything that
+    a request can ask for. With basic, a server compiles the others while it has no requests, one
+    launch at a time. What is not compiled yet (offline, all of the others) compiles at its first
+    use, once for each padded batch size, with a line in the log; the batch waits for it.
+    VLLM_FULL_WARMUP compiles all."""
     graph_reserved_mem: float = field(default=0.1, metadata=_variable("VLLM_GRAPH_RESERVED_MEM"))
     """Share of the usable memory for HPU graphs."""
     graph_prompt_ratio: float = field(default=0.3, metadata=_variable("VLLM_GRAPH_PROMPT_RATIO"))

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -89,6 +89,8 @@ class EngineCore:
         self._preparing: dict[str, tuple[EngineRequest, Future[None]]] = {}
         """Requests whose resources are still being loaded, by id. They are scheduled afterwards."""
         self._sleeping_tags: list[str] = []
+        self._idle_warm_up: Iterator[object] | None = self.executor.warm_up()
+        """What the start has left of the warm-up; None when it is done."""
         # Not the exception itself: its traceback references the engine, which could then not be
         # collected.
         self._failure: str | None = None
@@ -159,6 +161,26 @@ class EngineCore:
             trace.counter("cache", **cache_counters(used, pool.num_usable_blocks))
         return result
 
+    def has_idle_work(self) -> bool:
+        """Whether `idle_step` has something to do: no request is there, and the warm-up has
+        launches left."""
+        is_idle = not (self.has_unfinished_requests() or self._sleeping_tags)
+        return is_idle and self._idle_warm_up is not None and self._failure is None
+
+    def idle_step(self) -> None:
+        """Run one launch of the warm-up that is left, for which a request that arrives meanwhile
+        waits.
+
+        Raises:
+            EngineDeadError: it failed.
+        """
+        assert self.has_idle_work() and self._idle_warm_up is not None
+        try:
+            if next(self._idle_warm_up, None) is None:
+                self._idle_warm_up = None
+        except BaseException as failure:
+            self._fail("a launch of the idle warm-up", failure)
+
     def _queue(self, request: EngineRequest) -> None:
         if not self.scheduler.num_unfinished_requests:
             self._run_ahead.idle()
@@ -189,7 +211,7 @@ class EngineCore:
             with trace.span("execute", step=step.step_id, rows=len(step.rows)):
                 handle = self.executor.execute_model(step)
         except BaseException as failure:
-            self._fail(step.step_id, failure)
+            self._fail(f"step {step.step_id}", failure)
         self._in_flight.append((step.step_id, handle))
 
     def _wait(self) -> ModelRunnerOutput:
@@ -200,17 +222,17 @@ class EngineCore:
             with get_trace().span("wait", step=step_id):
                 output = handle.result()
         except BaseException as failure:
-            self._fail(step_id, failure)
+            self._fail(f"step {step_id}", failure)
         self._run_ahead.result()
         return output
 
-    def _fail(self, step_id: int, failure: BaseException) -> NoReturn:
+    def _fail(self, what: str, failure: BaseException) -> NoReturn:
         """Stop the engine: the state of the workers is unknown after a failure."""
         self._failure = repr(failure)
         if not isinstance(failure, Exception):
             raise failure  # Ctrl-C is raised unchanged, for programs that catch every Exception
-        logger.error("step %d failed; the engine stops", step_id, exc_info=failure)
-        raise EngineDeadError(f"step {step_id} failed: {self._failure}") from failure
+        logger.error("%s failed; the engine stops", what, exc_info=failure)
+        raise EngineDeadError(f"{what} failed: {self._failure}") from failure
 
     def stats(self) -> SchedulerStats:
         """Numbers of requests, use of the KV cache, and counters."""

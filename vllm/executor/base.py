@@ -69,7 +69,8 @@ class Executor(ABC):
     def warm_up(self) -> Iterator[WarmUpStep]:
         """Warm all workers up: one launch on all of them each time that the iterator is advanced.
 
-        A launch that one rank has no memory for is given up on all ranks.
+        A launch that one rank has no memory for is given up on all ranks. The first iterator is
+        part of the start; another one runs what the workers have left for times without requests.
 
         Yields:
             Each step, with what was decided.

@@ -97,7 +97,8 @@ class Worker(Protocol):
 
         Returns:
             The next step; `given_up` is set when this rank knows that it has no memory for it.
-            None: there is no other.
+            None: there is no other. Later calls name what is left for times without requests,
+            if there is any, again up to None.
 
         Raises:
             ConfigError: too much was given up to serve any request.

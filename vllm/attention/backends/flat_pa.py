@@ -133,6 +133,7 @@ def flat_paged_attention(
     scale: float,
     *,
     alibi_slopes: Tensor | None = None,
+    soft_cap: float | None = None,
     is_pipelined: bool = True,
     normaliser: Normaliser | float | None = None,
 ) -> Tensor:
@@ -148,6 +149,8 @@ def flat_paged_attention(
         blocks: the launch.
         scale: multiplies query @ key.
         alibi_slopes: [H] float32; None without ALiBi.
+        soft_cap: C > 0 replaces each score s by C * tanh(s / C), before ALiBi and before anything
+            is hidden; None does not.
         is_pipelined: True multiplies with the values under the maximum of each block and
             corrects for that of the row afterwards, so that nothing waits for the latter; False
             finds the maximum of the row first. The results are the same but for rounding.
@@ -173,7 +176,7 @@ def flat_paged_attention(
     queries = blocks.mapping @ query.flatten(1)  # [N, B] @ [B, H * D]
     queries = queries.view(-1, num_kv_heads, query.shape[1] // num_kv_heads, head_size)
     parts = _fetch(key_cache, value_cache, blocks)
-    scores = [_scores(part, queries, blocks, scale, alibi_slopes) for part in parts]
+    scores = [_scores(part, queries, blocks, scale, alibi_slopes, soft_cap) for part in parts]
     if isinstance(normaliser, (float, int)):  # a union breaks the graph before torch 2.10
         out, total = _attend(parts, scores, normaliser, blocks, query.dtype)
         factor = (sum_of_rows(total, blocks) + _TINY).reciprocal()
@@ -261,9 +264,12 @@ def _scores(
     blocks: DecodeBlocks,
     scale: float,
     alibi_slopes: Tensor | None,
+    soft_cap: float | None,
 ) -> Tensor:
     """[n, H, S] float32, of queries [N, G, R, D]."""
     scores = _by_head(part.of(queries), part.keys.permute(0, 2, 3, 1)).float() * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[:, None] * part.of(blocks.age).float()
     is_hidden = part.of(blocks.is_hidden)

@@ -78,6 +78,7 @@ def decode_attention(
     scale: float,
     *,
     alibi_slopes: Tensor | None = None,
+    soft_cap: float | None = None,
     is_pipelined: bool = True,
     normaliser: Normaliser | float | None = None,
 ) -> Tensor:
@@ -92,6 +93,7 @@ def decode_attention(
         blocks: the launch, with the window of this layer.
         scale: multiplies query @ key.
         alibi_slopes: [H] float32, or None.
+        soft_cap: see `flat_paged_attention`.
         is_pipelined: see `flat_paged_attention`.
         normaliser: see there.
 
@@ -106,6 +108,7 @@ def decode_attention(
         blocks,
         scale,
         alibi_slopes=alibi_slopes,
+        soft_cap=soft_cap,
         is_pipelined=is_pipelined,
         normaliser=normaliser,
     )

@@ -6,6 +6,7 @@ the device, when the launch is made.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,11 +42,6 @@ def layer_kinds(layers: Iterable[AttentionLayer]) -> dict[LayerKind, AttentionLa
     """
     kinds: dict[LayerKind, AttentionLayer] = {}
     for layer in layers:
-        if layer.logits_soft_cap is not None:
-            raise ConfigError(
-                "this model has a soft cap of attention scores, which is not supported on hpu: "
-                "run it on cpu"
-            )
         slopes, first = layer.alibi_slopes, kinds.setdefault(_kind(layer), layer).alibi_slopes
         if slopes is not None and first is not None and not torch.equal(slopes, first):
             raise ConfigError(
@@ -56,7 +52,10 @@ def layer_kinds(layers: Iterable[AttentionLayer]) -> dict[LayerKind, AttentionLa
 
 
 def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel) -> SDPAKernel:
-    """Fused kernels take a mask in the dtype of the queries, which would round ALiBi far back."""
+    """Fused kernels have no soft cap, and a mask in the dtype of the queries, which would round
+    ALiBi far back."""
+    if layer.logits_soft_cap is not None:
+        return partial(naive_sdpa, soft_cap=layer.logits_soft_cap)
     return kernel if layer.alibi_slopes is None else naive_sdpa
 
 
@@ -101,6 +100,7 @@ class PaddedDecode:
             self.blocks[layer.sliding_window],
             layer.scale,
             alibi_slopes=layer.alibi_slopes,
+            soft_cap=layer.logits_soft_cap,
             normaliser=self.normaliser,
         )
 

@@ -77,14 +77,21 @@ def naive_sdpa(
     mask: Tensor | None,
     scale: float,
     valid_lens: Tensor | None,
+    soft_cap: float | None = None,
 ) -> Tensor:
-    """Product, float32 softmax, product: the reference of the others."""
+    """Product, float32 softmax, product: the reference of the others.
+
+    Args:
+        soft_cap: C > 0 replaces each score s by C * tanh(s / C), before the mask; None does not.
+    """
     num_kv_heads, query_len, key_len = key.shape[1], query.shape[2], key.shape[2]
     if mask is None:
         mask = torch.ones(query_len, key_len, dtype=torch.bool, device=query.device).tril()
         mask = mask[None, None]
     grouped = query.unflatten(1, (num_kv_heads, -1))  # [B, G, H / G, Q, D]
     scores = (grouped @ key[:, :, None].transpose(-1, -2)).float().flatten(1, 2) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, float("-inf"))
     weights = (scores + mask).softmax(-1).to(value.dtype).unflatten(1, (num_kv_heads, -1))

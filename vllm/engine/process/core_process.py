@@ -90,21 +90,24 @@ class CoreLoop:
             self.turn()
 
     def turn(self) -> None:
-        """Handle the messages that have arrived, and run one step if there are requests."""
+        """Handle the messages that have arrived, and run one step if there are requests. Without
+        requests, run one launch of what is left of the warm-up."""
         self._take_messages()
         if self._core.has_unfinished_requests():
             self._send(CoreOutput(output=self._core.step(), stats=self._core.stats()))
             self._has_unsent_stats = False
+        elif self._core.has_idle_work():
+            self._core.idle_step()
 
     def _take_messages(self) -> None:
-        """Handle all messages that have arrived; wait for one when there are no requests."""
+        """Handle all messages that have arrived; wait for one when there is nothing to do."""
         core = self._core
         while True:
             is_idle = not core.has_unfinished_requests()
             if is_idle and self._has_unsent_stats:
                 self._send(CoreOutput(output=EngineOutput(), stats=core.stats()))
                 self._has_unsent_stats = False
-            data = self._receive(is_idle)
+            data = self._receive(is_idle and not core.has_idle_work())
             if data is None:
                 return
             try:

@@ -1,6 +1,6 @@
 """Runs scheduler steps on Gaudi: padded launches, nothing read back before the tokens."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 
 import numpy as np
@@ -191,14 +191,17 @@ class HPUModelRunner(ModelRunner):
 
     def _check_stages(self, batch: int, metadata: SamplingMetadata) -> None:
         """Note what the sampler compiles now; after the warm-up a line in the log says so."""
-        known = self._stages.setdefault(batch, set())
-        missing = stages_of(metadata) - known
-        if not missing:
-            return
-        known |= missing
-        if self.launches.is_warm:
+        missing = self._note_stages(batch, metadata)
+        if missing and self.launches.is_warm:
             self._warmed.close()  # it may compile from here on
             self.launches.report.miss_sampling(batch, [(name, n) for name, n, _ in sorted(missing)])
+
+    def _note_stages(self, batch: int, metadata: SamplingMetadata) -> frozenset[Stage]:
+        """The stages of a launch that were not compiled yet; from here on they are."""
+        known = self._stages.setdefault(batch, set())
+        missing = stages_of(metadata) - known
+        known |= missing
+        return missing
 
     def _keep_tokens(self, device_input: Tensor, sampled: SamplerOutput) -> None:
         """The sampled tokens stay on the device, for the next step of their rows."""
@@ -213,14 +216,37 @@ class HPUModelRunner(ModelRunner):
         """See `PaddedRunner.warm_up`."""
         device_input = self.launches.padding_input(shape)
         logits, hidden_states = self.launches.execution.run(device_input, shape)
-        sampled = None
         if shape.bucket.phase is Phase.PREFILL:
             widths = (1,) if sampling == "none" else size_classes(self._likeliest)
             for width in widths:
                 self.prompt_logprobs.gather(hidden_states, 0, np.zeros(1, np.int32), width)
-        for metadata in self._sampling_launches(shape.num_rows, sampling):
-            self._check_stages(shape.num_rows, metadata)
+        self._warm_up_sampler(
+            device_input, logits, self._sampling_launches(shape.num_rows, sampling)
+        )
+
+    def uncompiled_sampling(self, batch: int) -> Iterator[SamplingMetadata]:
+        """Launches of so many rows that compile what is missing of the sampler; see
+        `warmup_launches`."""
+        for metadata in warmup_launches(self.sampling, batch):
+            if stages_of(metadata) - self._stages.get(batch, set()):
+                yield metadata
+
+    @torch.inference_mode()
+    def warm_up_sampling(self, shape: PaddedShape, metadata: SamplingMetadata) -> None:
+        """Run a launch of padding alone after the warm-up, and compile how it samples. What that
+        compiles counts as warmed up."""
+        device_input = self.launches.padding_input(shape)
+        with self.launches.report.warming_up():
+            logits, _ = self.launches.execution.run(device_input, shape)
+            self._warm_up_sampler(device_input, logits, [metadata])
+
+    def _warm_up_sampler(
+        self, device_input: Tensor, logits: Tensor, launches: Iterable[SamplingMetadata]
+    ) -> None:
+        sampled = None
+        for metadata in launches:
             sampled = self.sampler(logits, metadata)
+            self._note_stages(len(logits), metadata)
         assert sampled is not None
         self._keep_tokens(device_input, sampled)
         sampled.host_ids.cpu()

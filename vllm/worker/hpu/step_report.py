@@ -142,6 +142,15 @@ class StepReport:
         self._bridge.synchronize()
         self._warmup_compilations = self._bridge.counters().compilations
 
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Around a launch after the warm-up that belongs to it: what it compiles does not count."""
+        before = self._bridge.counters().compilations
+        yield
+        self._bridge.synchronize()
+        if self._warmup_compilations is not None:
+            self._warmup_compilations += self._bridge.counters().compilations - before
+
     def compilations_after_warmup(self) -> int:
         """Since `finish_warmup`, 0 before it. Reads the counters: not for every step."""
         if self._warmup_compilations is None:

@@ -29,12 +29,13 @@ from vllm.platforms import resolve_platform
 from vllm.platforms.habana.bridge import FusedKernels
 from vllm.platforms.hpu import HPUPlatform
 from vllm.utils import startup_progress
+from vllm.worker.hpu.idle_warmup import IdleWarmUp
 from vllm.worker.hpu.launch_profile import profile_launch
 from vllm.worker.hpu.memory import divide_memory, make_ledger, most_launch_bytes
 from vllm.worker.hpu.memory_profile import MemoryProfile, is_out_of_memory
 from vllm.worker.hpu.model_runner import HPUModelRunner
 from vllm.worker.hpu.offload import choose_layers, stream_layers
-from vllm.worker.hpu.profile import profile_launches
+from vllm.worker.hpu.profile import held_bytes, profile_launches
 from vllm.worker.hpu.sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu.step_report import StepShape
 from vllm.worker.hpu.warmup import WarmUp
@@ -77,6 +78,7 @@ class HPUWorker(WorkerBase):
         super().__init__(config, self.bridge.device)
         gc.set_threshold(*config.hpu.gc_thresholds)
         set_ops(HPUOps(self.bridge))
+        self._idle_warm_up: IdleWarmUp | None = None
 
     def _load_model(self) -> None:
         bridge = self.bridge
@@ -152,6 +154,8 @@ class HPUWorker(WorkerBase):
 
     def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
         """See `Worker.next_warm_up`."""
+        if self._idle_warm_up is not None:
+            return self._idle_warm_up.next_warm_up(given_up)
         step = None if self._warm_up is None else self._warm_up.next_warm_up(given_up)
         if step is None:
             self._finish_start()
@@ -159,12 +163,18 @@ class HPUWorker(WorkerBase):
 
     def warm_up(self) -> str | None:
         """See `Worker.warm_up`."""
-        assert self._warm_up is not None
-        return self._warm_up.warm_up()
+        running = self._idle_warm_up or self._warm_up
+        assert running is not None
+        return running.warm_up()
 
     def _finish_start(self) -> None:
-        if self._warm_up is not None and self.config.hpu.full_warmup:
-            self.runner.launches.execution.forbid_recompilation()
+        hpu, runner = self.config.hpu, self.runner
+        if self._warm_up is not None:
+            if hpu.full_warmup:
+                runner.launches.execution.forbid_recompilation()
+            elif hpu.sampling_warmup == "basic" and isinstance(runner, HPUModelRunner):
+                held = held_bytes(self.config)
+                self._idle_warm_up = IdleWarmUp(self.bridge, runner, self.ledger, held)
         self._warm_up = None
         self._preparation.end()
         logger.info("init_cache_engine took %s", self._preparation)

@@ -1,0 +1,108 @@
+"""Compiles the sampling that the start has left out, one launch at a time, while nothing runs.
+
+The steps have the same form as those of the warm-up; the engine asks for one when it is idle.
+"""
+
+import time
+from collections.abc import Iterator
+
+from vllm.bucketing import MemoryLedger, format_bytes
+from vllm.bucketing.ledger import MemoryClass
+from vllm.logger import init_logger
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.sample.metadata import SamplingMetadata
+from vllm.worker.hpu.memory_profile import attempt
+from vllm.worker.hpu.model_runner import HPUModelRunner
+from vllm.worker.hpu.planner import PaddedShape
+from vllm.worker.interface import WarmUpStep
+
+logger = init_logger(__name__)
+
+_HELD = (
+    *(MemoryClass.WEIGHTS, MemoryClass.KV_CACHE),
+    *(MemoryClass.PREFILL_GRAPHS, MemoryClass.DECODE_GRAPHS),
+)
+
+
+class IdleWarmUp:
+    """Warms up the sampling of one runner.
+
+    Args:
+        bridge: the card.
+        runner: whose start has ended.
+        ledger: has the budget of launches.
+        held_bytes: memory of results that are still to be read.
+    """
+
+    def __init__(
+        self, bridge: HabanaBridge, runner: HPUModelRunner, ledger: MemoryLedger, held_bytes: int
+    ) -> None:
+        self._bridge = bridge
+        self._runner = runner
+        self._ledger = ledger
+        self._held_bytes = held_bytes
+        self._given_up = False
+        self._launch: tuple[PaddedShape, SamplingMetadata] | None = None
+        """Of the step that was named last."""
+        self._steps = self._all_steps()
+
+    def next_warm_up(self, given_up: str | None = None) -> WarmUpStep | None:
+        """Finish the last step, and name the next one; see `Worker.next_warm_up`."""
+        if given_up is not None and not self._given_up:
+            self._given_up = True
+            logger.warning(
+                "The idle warm-up of sampling ends: %s. What is not compiled yet compiles at its "
+                "first use.",
+                given_up,
+            )
+        return None if self._given_up else next(self._steps, None)
+
+    def warm_up(self) -> str | None:
+        """Run the launch of the step; why it has to be given up, or None."""
+        assert self._launch is not None, "no step has been named"
+        (shape, metadata), self._launch = self._launch, None
+        resident_bytes = sum(self._ledger.booked(cls) for cls in _HELD)
+        with self._bridge.dry_run():
+            attempted = attempt(
+                self._bridge,
+                lambda: self._runner.warm_up_sampling(shape, metadata),
+                resident_bytes,
+            )
+        needed_bytes = attempted.needed_bytes + self._held_bytes
+        budget = self._ledger.booked(MemoryClass.WORKSPACE) + self._ledger.unassigned_bytes
+        if attempted.refused_bytes is None and needed_bytes <= budget:
+            return None
+        return (
+            f"a launch takes {format_bytes(needed_bytes)}, there are {format_bytes(budget)} "
+            f"for launches"
+        )
+
+    def _all_steps(self) -> Iterator[WarmUpStep]:
+        shapes = self._shapes()
+        logger.info("Idle: compiling the other kinds of sampling for %d batch sizes", len(shapes))
+        started, num_launches = time.perf_counter(), 0
+        for index, shape in enumerate(shapes, 1):
+            for metadata in self._runner.uncompiled_sampling(shape.num_rows):
+                self._launch = shape, metadata
+                num_launches += 1
+                yield WarmUpStep(
+                    phase="warm-up: sampling while idle",
+                    name=f"sampling of {shape.num_rows} rows",
+                    index=index,
+                    total=len(shapes),
+                )
+        logger.info(
+            "Every kind of sampling is compiled: %d launches while idle, over %.1f s",
+            num_launches,
+            time.perf_counter() - started,
+        )
+
+    def _shapes(self) -> list[PaddedShape]:
+        """The smallest launch of each padded batch size, ascending."""
+        launches = self._runner.launches
+        catalog = launches.planner.catalog
+        found: dict[int, PaddedShape] = {}
+        for bucket in (*catalog.decode, *catalog.prefill):
+            for shape in launches.launch_shapes(bucket):
+                found.setdefault(shape.num_rows, shape)
+        return [found[num_rows] for num_rows in sorted(found)]
