@@ -43,7 +43,7 @@ _NO_TIMEOUTS = (
 )
 _QUANTIZATION = "weights and cache are not quantized on a card yet"
 _MULTIMODAL = "this version reads text only"
-_EXPERTS = "how experts are computed has no settings: in one product on cpu, all for all tokens on hpu"
+_EXPERTS = "how experts are computed has no settings: on hpu all experts see all tokens"
 _RECURRENT = "this version runs no models with recurrent state"
 _LATENT = "this version runs no models with latent attention"
 _LORA = "this version runs no LoRA adapters"

@@ -43,7 +43,7 @@ SETTINGS = {
     "chunks, preemption": (CHUNKS | TINY_CACHE, {}),
     "contiguous, no prefix cache": (WHOLE_PROMPTS | {"enable_prefix_caching": False}, {}),
     "gathered, no prefix cache, preemption": (
-        CHUNKS | TINY_CACHE | {"enable_prefix_caching": False},
+        CHUNKS | {"num_gpu_blocks_override": 16, "enable_prefix_caching": False},
         {"VLLM_CONTIGUOUS_PA": False},
     ),
     "contiguous, prefix cache, preemption": (CHUNKS | TINY_CACHE, {"VLLM_CONTIGUOUS_PA": True}),

@@ -132,8 +132,9 @@ def test_logprobs_equal_transformers(family, setting, models, references):
             assert next(iter(entry)) == token_id and k <= len(entry) <= k + 1
             got = torch.tensor([e.logprob for e in entry.values()])
             torch.testing.assert_close(got, row[list(entry)], atol=1e-4, rtol=0)
-            rank = 1 + int((row > row[token_id] + 1e-5).sum())
-            assert abs((entry[token_id].rank or 0) - rank) <= 1
+            # Others may be as likely, but for rounding.
+            first, last = (1 + int((row > row[token_id] + by).sum()) for by in (1e-4, -1e-4))
+            assert first <= (entry[token_id].rank or 0) <= last
 
 
 def test_up_to_its_window_a_model_computes_the_same_without_it(models):

@@ -14,6 +14,7 @@ from vllm.engine.engine_core import EngineCore
 from vllm.executor import StepHandleLike
 from vllm.messages import EngineRequest, SchedulerOutput
 from vllm.platforms.habana.sim import SimBridge
+from vllm.platforms.habana.sim_compile import compile_for_card
 from vllm.platforms.habana.sim_device import install
 from vllm.platforms.habana.sim_execute import execute
 from vllm.platforms.habana.sim_vendor.hpu import device_module
@@ -32,7 +33,12 @@ LARGE_MIB, SMALL_MIB = 130, 80
 
 def use_card(bridge: SimBridge) -> None:
     """Let the device of this process be this card."""
-    install(bridge.card, execute=execute, device_module=device_module())
+    install(
+        bridge.card,
+        execute=execute,
+        compile_for_card=compile_for_card,
+        device_module=device_module(),
+    )
 
 
 class TwoCards(ListExecutor):
