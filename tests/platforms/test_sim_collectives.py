@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from tests.hpu import needs_simulated_device
 from vllm.platforms.habana.real import RealBridge
 from vllm.platforms.habana.sim import SimBridge
 from vllm.platforms.habana.sim_card import SimulationError
@@ -57,6 +58,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
         yield
 
 
+@needs_simulated_device
 def test_two_cards_sum_gather_and_broadcast(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", _EXCHANGE, str(tmp_path / "store")],

@@ -117,7 +117,9 @@ class SamplingMetadata:
     @property
     def changes_logits(self) -> bool:
         """Whether the distribution of a row differs from the model's."""
-        return bool(self.processors or self.edits or self.masks or self.penalties)
+        # Not the truth of the objects themselves: torch.compile of 2.6 cannot trace it.
+        changes = (self.edits, self.masks, self.penalties)
+        return bool(self.processors) or any(change is not None for change in changes)
 
     @property
     def greedy_mask(self) -> Tensor | None:
