@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
-@torch._dynamo.disable
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
 def execute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operator as the card would, on the CPU tensors underneath."""
     operator = _OPERATORS.get(op)
