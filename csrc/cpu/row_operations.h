@@ -24,9 +24,11 @@
   X(add, 1)                    \
   X(scale, 1)                  \
   X(relu, 1)                   \
+  X(gelu, 5)                   \
   X(silu_and_mul, 4)           \
   X(gelu_and_mul, 5)           \
   X(rotate, 1)                 \
+  X(rotate_neighbours, 2)      \
   X(write_cache, 1)
 
 namespace vllm_cpu {
@@ -183,6 +185,17 @@ void relu(const RowCall<T>& rows) {
 }
 
 template <typename T>
+void gelu(const RowCall<T>& rows) {
+  const bool is_tanh = rows.op.option != 0;
+  rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
+    for_each_vector(rows.op.head_size, [&](int64_t i, int64_t count) {
+      const Vec v = load(x + i, count);
+      store(out + i, is_tanh ? gelu_tanh(v) : gelu(v), count);
+    });
+  });
+}
+
+template <typename T>
 void silu_and_mul(const RowCall<T>& rows) {
   rows.for_heads(2 * rows.op.head_size,
                  [&](const T* x, T* out) { silu_and_mul_row(x, out, rows.op.head_size); });
@@ -196,16 +209,26 @@ void gelu_and_mul(const RowCall<T>& rows) {
   });
 }
 
-// In place.
-template <typename T>
-void rotate(const RowCall<T>& rows) {
+// Calls turn(head, cosines, sines, half) for each head of x, in place.
+template <typename T, typename Turn>
+void rotate_heads(const RowCall<T>& rows, Turn turn) {
   const int64_t rot_dim = rows.op.option, half = rot_dim / 2;
   for (int64_t i = 0; i < rows.count; ++i) {
     const float* const cos = rows.op.table + rows.launch.positions[rows.begin + i] * rot_dim;
     for (int64_t h = 0; h < rows.op.num_heads; ++h) {
-      rotate_neox(rows.x[i] + h * rows.op.head_size, cos, cos + half, half);
+      turn(rows.x[i] + h * rows.op.head_size, cos, cos + half, half);
     }
   }
+}
+
+template <typename T>
+void rotate(const RowCall<T>& rows) {
+  rotate_heads(rows, rotate_neox<T>);
+}
+
+template <typename T>
+void rotate_neighbours(const RowCall<T>& rows) {
+  rotate_heads(rows, rotate_interleaved<T>);
 }
 
 // Keys x and values y.

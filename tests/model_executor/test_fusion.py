@@ -23,7 +23,10 @@ from vllm.model_executor.layers.embedding import VocabParallelEmbedding
 from vllm.model_executor.layers.linear import ColumnParallelLinear, UnquantizedLinear
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
+from vllm.model_executor.models.cohere import CohereForCausalLM
 from vllm.model_executor.models.decoder import DecoderAttention, DecoderForCausalLM
+from vllm.model_executor.models.gpt2 import GPTBigCodeForCausalLM
+from vllm.model_executor.models.gpt_neox import GPTNeoXForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.opt import OPTForCausalLM
@@ -67,6 +70,15 @@ MODELS: dict[str, tuple[type[DecoderForCausalLM], dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     ),
     "head norms": (Qwen3ForCausalLM, {"head_dim": 32}),
+    "rotation of neighbours, attention beside the MLP": (CohereForCausalLM, {"logit_scale": 0.5}),
+    "learned positions, one KV head, plain MLP": (
+        GPTBigCodeForCausalLM,
+        {"num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh", "rope_theta": None},
+    ),
+    "gelu, part of a head rotated": (
+        GPTNeoXForCausalLM,
+        {"num_key_value_heads": 6, "hidden_act": "gelu", "partial_rotary_factor": 0.5},
+    ),
 }
 # New tokens of each request, launch after launch.
 MIXED = [[9, 1, 23], [1, 1, 0, 70, 5], [1, 1, 1, 1, 8], [1] * 5, [0, 0, 1], [1, 1, 40, 150]]

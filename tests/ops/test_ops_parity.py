@@ -153,6 +153,8 @@ def test_gelu_and_mul_agrees_with_reference(ops, num_tokens, size, is_tanh, dtyp
     assert_close(ops.gelu_and_mul(x, is_tanh), NATIVE.gelu_and_mul(x, is_tanh))
     wider = torch.randn(num_tokens, 2 * size + 3, dtype=dtype)[:, : 2 * size]
     assert_close(ops.gelu_and_mul(wider, is_tanh), NATIVE.gelu_and_mul(wider, is_tanh))
+    for alone in (x, wider):
+        assert_close(ops.gelu(alone, is_tanh), NATIVE.gelu(alone, is_tanh))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,6 +163,7 @@ def test_gelu_and_mul_of_extreme_gates(ops, is_tanh, dtype):
     gates = torch.tensor([-3e38, -1e4, -90.0, -10.0, -5.0, -0.0, 0.0, 5.0, 90.0, 1e4, 1e38])
     x = torch.cat((gates, torch.ones(11)))[None].to(dtype)
     assert_close(ops.gelu_and_mul(x, is_tanh), NATIVE.gelu_and_mul(x, is_tanh))
+    assert_close(ops.gelu(x, is_tanh), NATIVE.gelu(x, is_tanh))
 
 
 def test_not_a_number_is_not_hidden(ops):
@@ -170,6 +173,7 @@ def test_not_a_number_is_not_hidden(ops):
         for is_tanh in (False, True):
             got = ops.gelu_and_mul(x.to(dtype), is_tanh)
             assert got.isnan().nonzero().tolist() == [[0, 5]]
+            assert ops.gelu(x.to(dtype), is_tanh).isnan().nonzero().tolist() == [[0, 5]]
         assert ops.silu_and_mul(x.to(dtype)).isnan().nonzero().tolist() == [[0, 5]]
         assert ops.rms_norm(x.to(dtype), torch.ones(64, dtype=dtype), 1e-5).isnan().all()
         cache = PagedCache([40], 1, 16, 16, dtype)

@@ -108,6 +108,18 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def gelu(self, x: Tensor, is_tanh: bool) -> Tensor:
+        """x times the probability that a normal number is below x (arXiv 1606.08415).
+
+        Args:
+            x: [..., N]. Not changed.
+            is_tanh: the approximation by tanh.
+
+        Returns:
+            A new dense tensor, shape and dtype of x.
+        """
+
+    @abstractmethod
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
         """`gelu(x[..., :I]) * x[..., I:]`, the middle of a gated MLP.
 

@@ -51,6 +51,9 @@ class NativeOps(Ops):
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def gelu(self, x: Tensor, is_tanh: bool) -> Tensor:
+        return F.gelu(x, approximate="tanh" if is_tanh else "none")
+
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
         if x.shape[-1] % 2:
             raise ValueError(

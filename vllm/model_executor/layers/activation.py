@@ -9,10 +9,17 @@ from torch import Tensor, nn
 from vllm.errors import ConfigError
 from vllm.ops import get_ops
 
-_gelu_tanh = partial(F.gelu, approximate="tanh")
+
+def _gelu(x: Tensor) -> Tensor:
+    return get_ops().gelu(x, False)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return get_ops().gelu(x, True)
+
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
+    "gelu": _gelu,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,

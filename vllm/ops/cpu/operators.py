@@ -74,6 +74,12 @@ class CPUOps(NativeOps):
             return super().silu_and_mul(x)
         return run("silu_and_mul", x, is_gated=True)
 
+    def gelu(self, x: Tensor, is_tanh: bool) -> Tensor:
+        run = self._rows_of(x)
+        if run is None:
+            return super().gelu(x, is_tanh)
+        return run("gelu", x, option=is_tanh)
+
     def gelu_and_mul(self, x: Tensor, is_tanh: bool) -> Tensor:
         run = self._rows_of(x)
         if run is None:

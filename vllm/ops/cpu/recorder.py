@@ -136,14 +136,15 @@ class Recorder(CPUOps):
             return super().rotary_embedding(positions, query, key, cos_sin_cache, is_neox)
         heads: Any
         num_positions, rot_dim = cos_sin_cache.shape
-        if not is_neox or positions.offset or not positions.is_position:
-            raise NotFusibleError("only pairs of halves are rotated, by the positions of tokens")
+        if positions.offset or not positions.is_position:
+            raise NotFusibleError("rotations are by the positions of tokens only")
+        kind = "rotate" if is_neox else "rotate_neighbours"
         table = self._dense(cos_sin_cache, num_positions, rot_dim, dtype=torch.float32)
         self.max_positions = min(self.max_positions or num_positions, num_positions)
         for heads in (query, key):
             if rot_dim % 2 or rot_dim > heads.sizes[-1]:
                 raise NotFusibleError(f"rotations of {rot_dim} elements of heads of {heads.sizes}")
-            self._in_place("rotate", heads, operands={"table": table}, option=rot_dim)
+            self._in_place(kind, heads, operands={"table": table}, option=rot_dim)
         return query, key
 
     def attend(self, layer: Any, query: Any, key: Any, value: Any) -> Any:
