@@ -15,9 +15,8 @@ from vllm.model_executor.models.decoder import (
     layer_norm_without_bias,
 )
 from vllm.model_executor.models.fused_weights import (
-    qkv_heads,
     qkv_sizes,
-    split_groups,
+    split_qkv_groups,
     split_rows,
 )
 
@@ -60,9 +59,7 @@ class BloomForCausalLM(DecoderForCausalLM):
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Query, key and value are stored as one, head by head."""
-        if ".qkv_proj." not in name:
-            return ((name, source),)
-        return split_groups(name, source, "qkv_proj", qkv_heads(self.arch), self.arch.head_size)
+        return split_qkv_groups(self.arch, name, source)
 
 
 class MPTForCausalLM(DecoderForCausalLM):

@@ -16,7 +16,7 @@ from vllm.model_executor.models.decoder import (
     ParallelLayerOfTwoNorms,
     layer_norm,
 )
-from vllm.model_executor.models.fused_weights import qkv_heads, split_groups
+from vllm.model_executor.models.fused_weights import split_qkv_groups
 
 
 class FalconForCausalLM(DecoderForCausalLM):
@@ -54,9 +54,7 @@ class FalconForCausalLM(DecoderForCausalLM):
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Query, key and value are stored as one, by key/value heads."""
-        if ".qkv_proj." not in name:
-            return ((name, source),)
-        return split_groups(name, source, "qkv_proj", qkv_heads(self.arch), self.arch.head_size)
+        return split_qkv_groups(self.arch, name, source)
 
 
 def _layer_type(arch: ModelArch) -> type[Layer]:

@@ -1,6 +1,6 @@
 """Checkpoint tensors that hold several weights of ours, such as one for query, key and value."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 from torch import Tensor
@@ -43,6 +43,14 @@ def split_groups(
         pick = partial(_pick, in_group=in_group, start=start, count=count, head_size=head_size)
         yield name.replace(fused, part), source.mapped(pick)
         start += count
+
+
+def split_qkv_groups(arch: ModelArch, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    """A tensor of `qkv_proj` that has query, key and value of one key/value head after the other;
+    other tensors as they are."""
+    if ".qkv_proj." not in name:
+        return ((name, source),)
+    return split_groups(name, source, "qkv_proj", qkv_heads(arch), arch.head_size)
 
 
 def _pick(tensor: Tensor, in_group: int, start: int, count: int, head_size: int) -> Tensor:

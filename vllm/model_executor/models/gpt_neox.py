@@ -15,7 +15,7 @@ from vllm.model_executor.models.decoder import (
     ParallelLayerOfTwoNorms,
     layer_norm,
 )
-from vllm.model_executor.models.fused_weights import qkv_heads, split_groups
+from vllm.model_executor.models.fused_weights import split_qkv_groups
 
 
 class GPTNeoXForCausalLM(DecoderForCausalLM):
@@ -48,9 +48,7 @@ class GPTNeoXForCausalLM(DecoderForCausalLM):
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Query, key and value are stored as one, head by head."""
-        if ".qkv_proj." not in name:
-            return ((name, source),)
-        return split_groups(name, source, "qkv_proj", qkv_heads(self.arch), self.arch.head_size)
+        return split_qkv_groups(self.arch, name, source)
 
 
 class GPTJForCausalLM(DecoderForCausalLM):
