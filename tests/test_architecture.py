@@ -61,6 +61,7 @@ LAYERS: dict[str, set[str]] = {
         "bucketing",
         "core",
         "executor",
+        "lora",
         "model_executor",
         "platforms",
         "structured_output",
