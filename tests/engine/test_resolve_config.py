@@ -368,6 +368,6 @@ def test_wrong_limits_of_adapters_are_refused(settings, message):
 
 
 def test_lora_is_refused_where_it_is_not_built():
-    with simulated_hpu():
-        with pytest.raises(ConfigError, match="enable_lora=True is not available on the device"):
-            EngineArgs(enable_lora=True).create_engine_config()
+    message = "enable_lora=True is not available on the device"
+    with simulated_hpu(), pytest.raises(ConfigError, match=message):
+        EngineArgs(enable_lora=True).create_engine_config()
