@@ -25,9 +25,15 @@ LIBRARY = require_cpu_kernels("this program needs")
 def linear_layers() -> Iterator[tuple[str, Callable[[], Tensor]]]:
     formats = {"bf16": None, "int8": WeightFormat.INT8, "int4": WeightFormat.INT4}
     for num_out, num_in in ((70, 1096), (64, 40), (64, 8)):
-        weight = torch.randn(num_out, num_in).bfloat16()
+        weight = 16 * torch.randn(num_out, num_in).bfloat16()
         x = torch.randn(max(ROWS), num_in).bfloat16()
-        x[1, 3], x[2, 4], x[5, 0] = float("nan"), float("inf"), 1e-39  # counts as zero
+        half = num_in // 2
+        weight[:, half:], x[::2, half:] = (
+            -weight[:, :half],
+            x[::2, :half],
+        )  # only roundings are left
+        x[1, 3], x[2, 4] = float("nan"), float("inf")
+        x[3], x[5] = 2**-130, 2**-126  # inputs that count as zero, and products that do
         packed = {
             name: PackedWeight.pack(weight.clone())
             if weight_format is None
