@@ -44,23 +44,36 @@ class InstructionSet(NamedTuple):
     flags: str
     """What the compiler is told."""
     runs_here: str
-    """C++: whether this processor has it. HAS is __builtin_cpu_supports."""
+    """C++: whether this processor has it. HAS is __builtin_cpu_supports, HAS_AMX a call of
+    csrc/cpu/amx.h."""
+    is_for_tests: bool = False
+    """Never the best: it runs only when it is asked for by its name."""
 
 
 _AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512"
 _HAS_AVX512 = 'HAS("avx512f") && HAS("avx512bw") && HAS("avx512vl") && HAS("avx512dq")'
 _HAS_VNNI = _HAS_AVX512 + ' && HAS("avx512vnni")'
+_AVX512_BF16 = _AVX512 + " -mavx512vnni -mavx512bf16"
+_HAS_AVX512_BF16 = _HAS_VNNI + ' && HAS("avx512bf16")'
 
 # Best first. `base`, what the compiler targets without flags, comes after them.
 X86_ISAS = [
     InstructionSet(
-        "avx512_bf16",
-        _AVX512 + " -mavx512vnni -mavx512bf16",
-        _HAS_VNNI + ' && HAS("avx512bf16")',
+        "amx",
+        _AVX512_BF16 + " -mamx-tile -mamx-bf16 -mamx-int8",
+        _HAS_AVX512_BF16 + " && HAS_AMX",
     ),
+    InstructionSet("avx512_bf16", _AVX512_BF16, _HAS_AVX512_BF16),
     InstructionSet("avx512_vnni", _AVX512 + " -mavx512vnni", _HAS_VNNI),
     InstructionSet("avx512", _AVX512, _HAS_AVX512),
     InstructionSet("avx2", "-mavx2 -mfma", 'HAS("avx2") && HAS("fma")'),
+    # The kernels of amx on tiles written in C++, to test them where there is no AMX.
+    InstructionSet(
+        "amx_portable",
+        _AVX512_BF16 + " -DVLLM_PORTABLE_TILES",
+        _HAS_AVX512_BF16,
+        is_for_tests=True,
+    ),
 ]
 
 
@@ -176,23 +189,31 @@ def build_kernels(objects_dir: Path, library: Path) -> None:
         return target
 
     def compile_kernels(name: str, flags: str) -> str:
-        return compile_source("kernels.cpp", name, [f"-DVLLM_ISA=vllm_{name}", *flags.split()])
+        defines = [f"-DVLLM_ISA=vllm_{name}", *flags.split()]
+        return compile_source("kernels.cpp", f"kernels_{name}", defines)
 
     build = build_identity()  # of the sources now, not of those when they are compiled
     isas = X86_ISAS if platform.machine().lower() in ("x86_64", "amd64") else []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         base = pool.submit(compile_kernels, "base", "")
-        shared = pool.submit(compile_source, "runtime.cpp", "runtime", ["-DVLLM_ISA=vllm_base"])
+        shared = [
+            pool.submit(compile_source, f"{name}.cpp", name, ["-DVLLM_ISA=vllm_base"])
+            for name in ("runtime", "amx")
+        ]
         pending = [pool.submit(compile_kernels, isa.name, isa.flags) for isa in isas]
-    objects = [base.result(), shared.result()]
-    rows = []
+    objects = [base.result(), *(source.result() for source in shared)]
+    rows: dict[bool, list[str]] = {False: [], True: []}  # by is_for_tests
     for isa, compiled in zip(isas, pending, strict=True):
         try:
             objects.append(compiled.result())
-            rows.append(f"ISA({isa.name}, {isa.runs_here})")
+            rows[isa.is_for_tests].append(f"ISA({isa.name}, {isa.runs_here})")
         except BuildError as error:
             print(f"left out the {isa.name} kernels: {error}", file=sys.stderr, flush=True)
-    defines = [f"-DVLLM_ISAS={' '.join(rows)}", f'-DVLLM_BUILD="{build}"']
+    defines = [
+        f"-DVLLM_ISAS={' '.join(rows[False])}",
+        f"-DVLLM_TEST_ISAS={' '.join(rows[True])}",
+        f'-DVLLM_BUILD="{build}"',
+    ]
     objects.append(compile_source("dispatch.cpp", "dispatch", defines))
     run([*compiler, "-shared", *objects, "-o", str(library)])
 

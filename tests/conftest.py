@@ -96,7 +96,9 @@ def same_numbers_in_each_run() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["avx512_bf16", "avx512_vnni", "avx512", "avx2", "base"])
+@pytest.fixture(
+    params=["amx", "amx_portable", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "base"]
+)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The C++ kernels run on this instruction set; skipped where there is none."""
     from vllm.ops.cpu.library import load_cpu_kernels

@@ -126,6 +126,12 @@ class Envs:
         None, "Read by OpenMP: threads of the CPU device. Not set: as VLLM_CPU_OMP_THREADS_BIND."
     )
     VLLM_CPU_KERNELS: bool = _cpu(True, "Use the compiled kernels on the CPU; 0 runs plain torch.")
+    VLLM_CPU_ISA: str | None = _cpu(
+        None,
+        "Instruction set of the compiled kernels, for comparisons: amx, avx512_bf16, avx512_vnni, "
+        "avx512, avx2 or base; amx_portable computes as amx does without its instructions, slowly, "
+        "for tests. Not set: the best that the processor has.",
+    )
     VLLM_BUCKETING_STRATEGY: str = _buckets(
         "linear",
         "How buckets are spaced. linear follows the VLLM_*_BUCKET_* variables, the others "

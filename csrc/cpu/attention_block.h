@@ -6,12 +6,11 @@
 // beside it.
 #pragma once
 
-#include "attention_pack.h"
+#include "attention_matrix.h"
 #include "attention_score.h"
 
 namespace VLLM_ISA {
 
-constexpr int kPrefillKeys = 64;                 // keys of a tile
 constexpr int kRowVectors = 3;                   // vectors of rows of a block, and
 constexpr int kColumns = kLanes >= 16 ? 8 : 4;   // columns: 24 (12) sums in 32 (16) registers
 constexpr int64_t kQueryRows = kRowVectors * kLanes;
@@ -47,10 +46,20 @@ VLLM_INLINE void multiply(const uint32_t* rows, int64_t num_words, NumberAt numb
   }
 }
 
-// scores[k] of keys [0, num_keys); a little more is written, up to a multiple of kColumns.
+// Keys of a tile are computed in multiples of so many; those after the last one are zero.
+template <class Dot>
+constexpr int kKeyUnit = kAttendsOnTiles<Dot> ? 16 : kColumns;
+
+// scores[k] of keys [0, num_keys); a little more is written, up to a multiple of kKeyUnit.
 template <class Dot, int kVectors>
 inline void score_block(const RowBlock& block, const uint32_t* keys, int64_t key_stride,
                         int64_t num_words, int64_t num_keys, float* scores) {
+#ifdef VLLM_MATRIX_TILES
+  if constexpr (kAttendsOnTiles<Dot>) {
+    return score_on_tiles<kVectors>(block.query, kQueryRows, keys, key_stride, num_words, num_keys,
+                                    scores);
+  }
+#endif
   for (int64_t k = 0; k < num_keys; k += kColumns) {
     const uint32_t* key[kColumns];
     for (int c = 0; c < kColumns; ++c) key[c] = keys + (k + c) * key_stride;
@@ -68,11 +77,32 @@ inline void score_block(const RowBlock& block, const uint32_t* keys, int64_t key
   }
 }
 
+// out = out * shrink.
+template <int kVectors>
+inline void shrink_block(const RowBlock& block, int64_t padded_head, const Vec (&shrink)[kVectors]) {
+  Ints is_other = {};
+  for (int v = 0; v < kVectors; ++v) is_other |= shrink[v] != splat(1.0f);
+  if (max_lanes(__builtin_convertvector(-is_other, Vec)) == 0) return;  // the usual case
+  for (int64_t i = 0; i < padded_head; ++i) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      float* const at = block.out + i * kQueryRows + v * kLanes;
+      store(at, load(at) * shrink[v]);
+    }
+  }
+}
+
 // out = out * shrink + weights * values.
 template <class Dot, int kVectors>
 inline void add_values(const RowBlock& block, const uint32_t* values, int64_t value_stride,
                        int64_t head_size, const uint32_t* weights, int64_t num_words,
                        const Vec (&shrink)[kVectors]) {
+#ifdef VLLM_MATRIX_TILES
+  if constexpr (kAttendsOnTiles<Dot>) {
+    shrink_block(block, padded(head_size), shrink);
+    return add_on_tiles<kVectors>(values, weights, kQueryRows, head_size, block.out);
+  }
+#endif
   for (int64_t i = 0; i < head_size; i += kColumns) {
     float* const out = block.out + i * kQueryRows;
     Vec sums[kColumns][kVectors];
@@ -182,12 +212,16 @@ inline void weigh_scores(const RowBlock& block, const ScoreOptions& options, int
       store_weights<Dot>(weights + v * kLanes, first, second);
     }
   }
+  if constexpr (kAttendsOnTiles<Dot>) {  // all keys of a tile are multiplied
+    const int64_t used = vllm_cpu::ceil_div(num_keys, int64_t{Dot::kInputs});
+    __builtin_memset(weights, 0, (kPrefillKeys / Dot::kInputs - used) * kQueryRows * 4);
+  }
 }
 
 // Scratch of one thread for a tile and the block that attends to it.
 struct TileScratch {
   uint32_t* keys;     // [kPrefillKeys][key_stride]
-  uint32_t* values;   // [kPrefillKeys / kInputs][value_stride]
+  uint32_t* values;   // [kPrefillKeys / kInputs][value_stride]; on tiles as attention_matrix.h says
   float* scores;      // [kPrefillKeys][kQueryRows]
   uint32_t* weights;  // [kPrefillKeys / kInputs][kQueryRows]
   int64_t key_stride, value_stride;

@@ -206,7 +206,7 @@ inline bool find_tile(const PrefillCall<T>& call, const PrefillItem& item, int64
   return true;
 }
 
-// Copies a tile whose rows are of type T. Keys after the last, up to a multiple of kColumns, are
+// Copies a tile whose rows are of type T. Keys after the last, up to a multiple of kKeyUnit, are
 // zero. key_at(k), value_at(k): where the row is.
 template <class Dot, typename T, typename KeyAt, typename ValueAt>
 inline void pack_rows(int64_t num_keys, int64_t head_size, KeyAt key_at, ValueAt value_at,
@@ -215,7 +215,12 @@ inline void pack_rows(int64_t num_keys, int64_t head_size, KeyAt key_at, ValueAt
     pack_key<Dot, T>(key_at(k), head_size, tile.keys + k * tile.key_stride);
   }
   __builtin_memset(tile.keys + num_keys * tile.key_stride, 0,
-                   (round_up(num_keys, kColumns) - num_keys) * tile.key_stride * 4);
+                   (round_up(num_keys, kKeyUnit<Dot>) - num_keys) * tile.key_stride * 4);
+#ifdef VLLM_MATRIX_TILES
+  if constexpr (kAttendsOnTiles<Dot>) {
+    return pack_values_transposed<Dot, T>(num_keys, head_size, value_at, tile.values);
+  }
+#endif
   for (int64_t k = 0; k < num_keys; k += Dot::kInputs) {
     const T* const values[] = {value_at(k), k + 1 < num_keys ? value_at(k + 1) : nullptr};
     pack_values<Dot>(values, head_size, tile.values + k / Dot::kInputs * tile.value_stride);

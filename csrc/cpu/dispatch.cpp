@@ -1,21 +1,25 @@
 // What callers find in the library: its description, and the instruction set that it runs on.
 //
 // VLLM_ISAS has the instruction sets whose kernels were compiled, best first, as
-// ISA(name, whether this processor runs it); `base` always is. VLLM_BUILD names the sources.
+// ISA(name, whether this processor runs it); `base` always is. VLLM_TEST_ISAS has those that are only
+// run by name. VLLM_BUILD names the sources.
 #include <cinttypes>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 
 #include "abi.h"
+#include "amx.h"
 
 #define VLLM_EXPORT extern "C" __attribute__((visibility("default")))
 #define HAS(feature) __builtin_cpu_supports(feature)
+#define HAS_AMX vllm_cpu::can_use_amx(vllm_amx::kernels, vllm_avx512_bf16::kernels)
 
 #define ISA(name, runs_here) \
   namespace vllm_##name { extern const vllm_cpu::Kernel kernels[]; }
 VLLM_ISAS
 ISA(base, true)
+VLLM_TEST_ISAS
 #undef ISA
 namespace vllm_base { extern const vllm_cpu::Type types[]; }
 
@@ -31,6 +35,7 @@ const Isa kIsas[] = {
 #define ISA(name, runs_here) {#name, [] { return bool(runs_here); }, vllm_##name::kernels},
     VLLM_ISAS
     ISA(base, true)
+    VLLM_TEST_ISAS
 };
 
 const char* isa = "base";
@@ -54,6 +59,9 @@ VLLM_EXPORT bool vllm_cpu_set_isa(const char* name) {
   }
   return false;
 }
+
+// One line that users should read about the choice of the best instruction set; null: nothing.
+VLLM_EXPORT const char* vllm_cpu_notice() { return vllm_cpu::amx_notice(); }
 
 // What is in the library, a line each: the build, kernels with the addresses of their entries, and
 // types. Null when there is no memory. Not to be called by two threads at once.

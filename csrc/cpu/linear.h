@@ -15,42 +15,16 @@ constexpr int64_t kSlabRows = 1024;   // rows that are converted and multiplied 
 constexpr int64_t kBlockRows = 512;   // rows whose sums stay in the second-level cache
 constexpr int64_t kNoMemory = -2;
 
-// All rows with one stretch of a panel, in tiles of about equal height.
+// All rows with one stretch of a panel. next: where the next one begins.
 template <class Tile>
-void run_tiles(const LinearWeight& weight, const typename Tile::Input* x, int64_t x_stride,
-               int64_t rows, const uint32_t* w, int64_t inputs,
-               typename Tile::Acc (*total)[kPanel / kLanes], bool is_first, const uint32_t* next) {
-  const int64_t num_tiles = ceil_div(rows, int64_t{kMaxTileRows});
-  const int64_t num_steps = Tile::num_steps(weight, inputs);
-  int64_t lines = ceil_div(Tile::kStepLines, num_tiles);
-  if (num_tiles == 1 && Tile::kIsFollowed) lines = 0;
-  for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    const int64_t first = rows * tile / num_tiles;
-    const bool is_needed = tile * lines < Tile::kStepLines;
-    const Prefetch prefetch = {reinterpret_cast<const char*>(next) + tile * lines * num_steps * 64,
-                               is_needed ? lines : 0};
-    const auto run = [&](auto kernel) {
-      kernel(weight, x + first * x_stride, x_stride, w, inputs, total + first, is_first, prefetch);
-    };
-    switch (rows * (tile + 1) / num_tiles - first) {
-      case 1:
-        run(Tile::template run<1>);
-        break;
-      case 2:
-        run(Tile::template run<2>);
-        break;
-      case 3:
-        run(Tile::template run<3>);
-        break;
-      case 4:
-        run(Tile::template run<4>);
-        break;
-      case 5:
-        run(Tile::template run<5>);
-        break;
-      default:
-        run(Tile::template run<6>);
-    }
+VLLM_INLINE void run_stretch(const LinearWeight& weight, const typename Tile::Input* x,
+                             int64_t x_stride, int64_t rows, const uint32_t* w, int64_t inputs,
+                             typename Tile::Acc (*total)[kPanel / kLanes], bool is_first,
+                             const uint32_t* next) {
+  if constexpr (Tile::kRowUnit > 1) {
+    Tile::run(weight, x, x_stride, rows, w, inputs, total, is_first, next);
+  } else {
+    run_tiles<Tile>(weight, x, x_stride, rows, w, inputs, total, is_first, next);
   }
 }
 
@@ -63,8 +37,8 @@ void panel_sums(const LinearWeight& weight, int64_t panel, const typename Tile::
     const int64_t left = weight.in_features - k;
     const int64_t inputs = left < Tile::kStretchInputs ? left : Tile::kStretchInputs;
     const uint32_t* const next = w + vllm_cpu::panel_words(weight, inputs);
-    run_tiles<Tile>(weight, x + Tile::x_offset(weight, k), x_stride, rows, w, inputs, total, k == 0,
-                    next);
+    run_stretch<Tile>(weight, x + Tile::x_offset(weight, k), x_stride, rows, w, inputs, total,
+                      k == 0, next);
     w = next;
   }
 }
@@ -78,7 +52,9 @@ struct Shares {
   int64_t sum_bytes() const { return num_threads * block_rows * kPanel * 4; }
 };
 
-inline Shares share_out(const LinearWeight& weight, int64_t rows, int num_threads) {
+// row_unit: rows that are best multiplied together.
+inline Shares share_out(const LinearWeight& weight, int64_t rows, int64_t row_unit,
+                        int num_threads) {
   const int64_t panels = vllm_cpu::num_panels(weight);
   // Cycles, about: four cache lines of weights per word, and a product of each with every row.
   const int64_t words = vllm_cpu::panel_words(weight) / kPanel;
@@ -89,8 +65,8 @@ inline Shares share_out(const LinearWeight& weight, int64_t rows, int num_thread
     ++num_blocks;
   }
   const int64_t turns = 8 * int64_t{num_threads};
-  return {num_blocks, ceil_div(rows, num_blocks), ceil_div(panels * num_blocks, turns),
-          num_threads};
+  const int64_t block_rows = ceil_div(ceil_div(rows, num_blocks), row_unit) * row_unit;
+  return {num_blocks, block_rows, ceil_div(panels * num_blocks, turns), num_threads};
 }
 
 // Calls store(panel, first_row, rows, sums) for all of the result.
@@ -150,7 +126,7 @@ template <class Kind, typename T>
 int64_t linear_slab(const LinearCall<T>& call) {
   using Input = typename Kind::Input;
   const LinearWeight& weight = call.weight;
-  const Shares shares = share_out(weight, call.rows, call.num_threads);
+  const Shares shares = share_out(weight, call.rows, Kind::Tile::kRowUnit, call.num_threads);
   const int64_t row_size = Kind::row_size(weight);
   const int64_t x_bytes =
       Kind::kConverts ? aligned(call.rows * row_size * int64_t{sizeof(Input)}) : 0;

@@ -5,7 +5,7 @@
 // of a converted row; convert, which makes one; and value, the results of a vector of sums.
 #pragma once
 
-#include "linear_tile.h"
+#include "linear_matrix.h"
 
 namespace VLLM_ISA {
 
@@ -79,20 +79,64 @@ struct FloatKind {
   static VLLM_INLINE Vec value(const LinearWeight&, const Input*, Vec sum, int64_t) { return sum; }
 };
 
-// A row is its bytes, x + 128, and then their scale.
-template <typename T>
-struct Int8Kind {
-  using Tile = DenseTile<DotInt8>;
-  using Input = uint8_t;
+// How matrix tiles read rows and weights, or vectors where there are no tiles.
+#ifdef VLLM_MATRIX_TILES
+
+// bf16 as it is, with zeros up to a whole tile.
+struct Bf16MatrixKind {
+  using Tile = DenseMatrix<TilesOfBf16, DotBf16>;
+  using Input = bf16;
   static constexpr bool kConverts = true;
 
   static int64_t row_size(const LinearWeight& weight) {
-    return weight.in_features + int64_t{sizeof(float)};
+    return tile_row_bytes(weight.in_features * int64_t{sizeof(bf16)}) / int64_t{sizeof(bf16)};
   }
 
+  static void convert(const LinearWeight& weight, const bf16* from, Input* to) {
+    constexpr int64_t kTileInputs = kTileBytes / sizeof(bf16);
+    const int64_t size = weight.in_features;
+    __builtin_memcpy(to, from, size * sizeof(bf16));
+    const int64_t whole = ceil_div(size, kTileInputs) * kTileInputs;
+    __builtin_memset(to + size, 0, (whole - size) * sizeof(bf16));
+  }
+
+  static VLLM_INLINE Vec value(const LinearWeight&, const Input*, Vec sum, int64_t) { return sum; }
+};
+using Int8Tile = DenseMatrix<TilesOfU8S8, DotInt8>;
+template <bool kHasZeros>
+using Int4KindTile = Int4Matrix<kHasZeros>;
+
+// Bytes of a row before its scale, and in all.
+inline int64_t int8_scale_at(int64_t size) { return ceil_div(size, int64_t{kTileBytes}) * kTileBytes; }
+inline int64_t int8_row_size(int64_t size) {
+  return tile_row_bytes(int8_scale_at(size) + int64_t{sizeof(float)});
+}
+
+#else
+
+using Int8Tile = DenseTile<DotInt8>;
+template <bool kHasZeros>
+using Int4KindTile = Int4Tile<kHasZeros>;
+
+inline int64_t int8_scale_at(int64_t size) { return size; }
+inline int64_t int8_row_size(int64_t size) { return size + int64_t{sizeof(float)}; }
+
+#endif
+
+// A row is its bytes, x + 128, and then their scale.
+template <typename T>
+struct Int8Kind {
+  using Tile = Int8Tile;
+  using Input = uint8_t;
+  static constexpr bool kConverts = true;
+
+  static int64_t row_size(const LinearWeight& weight) { return int8_row_size(weight.in_features); }
+
   static void convert(const LinearWeight& weight, const T* from, Input* to) {
-    const float scale = quantize_row(from, to, weight.in_features);
-    __builtin_memcpy(to + weight.in_features, &scale, sizeof scale);
+    const int64_t size = weight.in_features, scale_at = int8_scale_at(size);
+    const float scale = quantize_row(from, to, size);
+    __builtin_memset(to + size, 0, scale_at - size);
+    __builtin_memcpy(to + scale_at, &scale, sizeof scale);
   }
 
   static VLLM_INLINE Vec value(const LinearWeight& weight, const Input* row, Ints sum,
@@ -100,14 +144,14 @@ struct Int8Kind {
     const Ints weights = reinterpret_cast<Ints>(load_bits(weight.sums + output));
     const Vec steps = __builtin_convertvector(sum - (weights << 7), Vec);
     return steps * load(weight.scales + output) *
-           reinterpret_cast<Vec>(splat_bits(row + weight.in_features));
+           reinterpret_cast<Vec>(splat_bits(row + int8_scale_at(weight.in_features)));
   }
 };
 
 // A row is blocks of an Int4Header and bytes.
 template <typename T, bool kHasZeros>
 struct Int4Kind {
-  using Tile = Int4Tile<kHasZeros>;
+  using Tile = Int4KindTile<kHasZeros>;
   using Input = int8_t;
   static constexpr bool kConverts = true;
 
@@ -156,7 +200,9 @@ VLLM_INLINE int64_t with_kind(const LinearWeight& weight, Body body) {
     case WeightFormat::kFloat:
       return body(FloatKind<T, DotFloat>{});
     case WeightFormat::kBf16:
-#ifdef __AVX512BF16__
+#if defined(VLLM_MATRIX_TILES)
+      if constexpr (sizeof(T) == sizeof(bf16)) return body(Bf16MatrixKind{});
+#elif defined(__AVX512BF16__)
       if constexpr (sizeof(T) == sizeof(bf16)) return body(FloatKind<T, DotBf16>{});
 #endif
       return body(FloatKind<T, DotWide>{});

@@ -34,6 +34,7 @@ struct DenseTile {
   using Acc = typename Dot::Acc;
   static constexpr int64_t kStretchInputs = 128 * Dot::kInputs;  // 32 KiB of weights
   static constexpr bool kIsFollowed = true;  // by the hardware, as long as one tile reads
+  static constexpr int64_t kRowUnit = 1;
 
   static constexpr int64_t kStepLines = 4 * kPanel * 4 / 64;
   static int64_t num_steps(const LinearWeight&, int64_t inputs) {
@@ -111,6 +112,7 @@ struct Int4Tile {
   using Acc = Vec;
   static constexpr int64_t kStretchInputs = 512;  // at most 19 KiB of weights
   static constexpr bool kIsFollowed = false;
+  static constexpr int64_t kRowUnit = 1;
 
   // One for each word of a row, and one for the header of a block.
   static constexpr int64_t kStepLines = kPanel * 4 / 64;
@@ -202,5 +204,44 @@ struct Int4Tile {
     }
   }
 };
+
+// All rows with one stretch of a panel, in tiles of about equal height.
+template <class Tile>
+void run_tiles(const LinearWeight& weight, const typename Tile::Input* x, int64_t x_stride,
+               int64_t rows, const uint32_t* w, int64_t inputs,
+               typename Tile::Acc (*total)[kPanel / kLanes], bool is_first, const uint32_t* next) {
+  const int64_t num_tiles = vllm_cpu::ceil_div(rows, int64_t{kMaxTileRows});
+  const int64_t num_steps = Tile::num_steps(weight, inputs);
+  int64_t lines = vllm_cpu::ceil_div(Tile::kStepLines, num_tiles);
+  if (num_tiles == 1 && Tile::kIsFollowed) lines = 0;
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t first = rows * tile / num_tiles;
+    const bool is_needed = tile * lines < Tile::kStepLines;
+    const Prefetch prefetch = {reinterpret_cast<const char*>(next) + tile * lines * num_steps * 64,
+                               is_needed ? lines : 0};
+    const auto run = [&](auto kernel) {
+      kernel(weight, x + first * x_stride, x_stride, w, inputs, total + first, is_first, prefetch);
+    };
+    switch (rows * (tile + 1) / num_tiles - first) {
+      case 1:
+        run(Tile::template run<1>);
+        break;
+      case 2:
+        run(Tile::template run<2>);
+        break;
+      case 3:
+        run(Tile::template run<3>);
+        break;
+      case 4:
+        run(Tile::template run<4>);
+        break;
+      case 5:
+        run(Tile::template run<5>);
+        break;
+      default:
+        run(Tile::template run<6>);
+    }
+  }
+}
 
 }  // namespace VLLM_ISA

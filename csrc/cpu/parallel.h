@@ -11,6 +11,8 @@
 
 #include <cstdint>
 
+#include "matrix_tiles.h"
+
 namespace vllm_cpu {
 
 // begin, end: the share of the loop. worker: below num_threads, different for each thread that
@@ -19,8 +21,10 @@ using LoopBody = void (*)(void* context, int64_t begin, int64_t end, int worker)
 
 // Calls `body` for disjoint ranges that cover [0, n), each `chunk` long but the last. Threads
 // take the next range when they are done with one, so uneven work is shared evenly. Returns when
-// all is done. Uses the calling thread alone when there is only one range.
-void run_parallel(int64_t n, int64_t chunk, int num_threads, LoopBody body, void* context);
+// all is done. Uses the calling thread alone when there is only one range. leave: what each thread
+// calls when it is done with its last range, for what `body` has set up in it; or null.
+void run_parallel(int64_t n, int64_t chunk, int num_threads, LoopBody body, void (*leave)(),
+                  void* context);
 
 // Calls `body` once, on the calling thread. Meanwhile the other threads stand by, so that a loop
 // of at most num_threads threads that `body` runs starts and ends in a fraction of a microsecond.
@@ -37,7 +41,7 @@ inline void parallel_for(int64_t n, int64_t chunk, int num_threads, Body body) {
       [](void* context, int64_t begin, int64_t end, int worker) {
         (*static_cast<Body*>(context))(begin, end, worker);
       },
-      &body);
+      kLeaveThread, &body);
 }
 
 template <typename Body>

@@ -15,6 +15,7 @@ Parallel gomp_parallel = nullptr;
 struct Loop {
   int64_t n, chunk;
   LoopBody body;
+  void (*leave)();
   void* context;
   int64_t next_begin;
   int next_worker;
@@ -25,10 +26,11 @@ void take_ranges(void* data) {
   const int worker = __atomic_fetch_add(&loop->next_worker, 1, __ATOMIC_RELAXED);
   for (;;) {
     const int64_t begin = __atomic_fetch_add(&loop->next_begin, loop->chunk, __ATOMIC_RELAXED);
-    if (begin >= loop->n) return;
+    if (begin >= loop->n) break;
     const int64_t end = begin + loop->chunk;
     loop->body(loop->context, begin, end < loop->n ? end : loop->n, worker);
   }
+  if (loop->leave != nullptr) loop->leave();
 }
 
 // Waits a moment for another thread; `turn` counts the calls. Gives the core away when that takes
@@ -114,8 +116,9 @@ thread_local Workspace kept;
 
 }  // namespace
 
-void run_parallel(int64_t n, int64_t chunk, int num_threads, LoopBody body, void* context) {
-  Loop loop = {n, chunk, body, context, 0, 0};
+void run_parallel(int64_t n, int64_t chunk, int num_threads, LoopBody body, void (*leave)(),
+                  void* context) {
+  Loop loop = {n, chunk, body, leave, context, 0, 0};
   if (num_threads <= 1 || chunk >= n || gomp_parallel == nullptr) {
     take_ranges(&loop);
   } else if (led != nullptr && num_threads <= led->size()) {

@@ -75,6 +75,25 @@ def test_a_stale_library_is_not_looked_at_when_the_kernels_are_switched_off(monk
         envs.get.cache_clear()
 
 
+@pytest.mark.parametrize("isa", ["base", "mmx"])
+def test_the_instruction_set_of_the_variable_runs_or_is_refused(monkeypatch, isa):
+    monkeypatch.setenv("VLLM_CPU_ISA", isa)
+    best = load_cpu_kernels().isa
+    envs.get.cache_clear()
+    try:
+        if isa == "base":
+            assert library_module._load.__wrapped__().isa == "base"
+        else:
+            with pytest.raises(
+                ConfigError, match=f"VLLM_CPU_ISA='mmx': .*best set here is '{best}'"
+            ):
+                library_module._load.__wrapped__()
+    finally:
+        monkeypatch.undo()
+        envs.get.cache_clear()
+        assert load_cpu_kernels().set_isa(best)
+
+
 def test_each_change_of_a_source_changes_the_hash(tmp_path):
     assert hash_sources(tmp_path) is None
     folder = tmp_path / "csrc" / "cpu"

@@ -63,6 +63,10 @@ class CPUKernels:
         library.vllm_cpu_set_isa.argtypes = [c_char_p]
         library.vllm_cpu_set_isa.restype = c_bool
         library.vllm_cpu_set_isa(None)
+        library.vllm_cpu_notice.restype = c_char_p
+        notice = library.vllm_cpu_notice()
+        if notice is not None:
+            logger.warning("%s. The %s kernels run instead.", notice.decode(), self.isa)
         library.vllm_cpu_set_openmp.argtypes = [c_void_p]
         library.vllm_cpu_set_openmp.restype = None
         address = _gomp_parallel()
@@ -99,7 +103,8 @@ def load_cpu_kernels() -> CPUKernels | None:
     reason is logged once, and the torch operators serve instead.
 
     Raises:
-        ConfigError: the library was built from other sources than those of this package.
+        ConfigError: the library was built from other sources than those of this package, or it
+            cannot run on the instruction set VLLM_CPU_ISA here.
     """
     return _load() if envs.get().VLLM_CPU_KERNELS else None
 
@@ -124,6 +129,12 @@ def _load() -> CPUKernels | None:
         reason = str(error) if LIBRARY_PATH.exists() else f"{LIBRARY_PATH} was not built"
         logger.warning("the C++ CPU kernels are not used, torch operators run instead: %s", reason)
         return None
+    wanted = envs.get().VLLM_CPU_ISA
+    if wanted is not None and not kernels.set_isa(wanted):
+        raise ConfigError(
+            f"VLLM_CPU_ISA={wanted!r}: this build has no such kernels, or this processor cannot "
+            f"run them. The best set here is {kernels.isa!r}; leave the variable out to use it."
+        )
     logger.debug("C++ CPU kernels loaded, instruction set %s", kernels.isa)
     return kernels
 

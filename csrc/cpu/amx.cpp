@@ -1,0 +1,160 @@
+// Permission for Intel AMX, and a check of its products before they are relied on.
+#include "amx.h"
+
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "linear_format.h"
+
+namespace vllm_cpu {
+namespace {
+
+enum class Answer { kUnknown, kNo, kYes };
+Answer answer = Answer::kUnknown;
+bool is_assumed = false;  // that the processor has AMX
+char notice[256] = "";
+
+#if defined(__x86_64__) && defined(__linux__)
+
+// AMX-TILE, AMX-BF16 and AMX-INT8, and a system that saves the tiles.
+bool processor_has_amx() {
+  constexpr unsigned kHasXgetbv = 1u << 27;
+  constexpr unsigned kFeatures = 1u << 22 | 1u << 24 | 1u << 25;  // BF16, TILE, INT8
+  constexpr unsigned kTileStates = 1u << 17 | 1u << 18;           // of XCR0: TILECFG, TILEDATA
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || (c & kHasXgetbv) == 0) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kFeatures) != kFeatures) return false;
+  unsigned low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & kTileStates) == kTileStates;
+}
+
+// Linux gives a process the tiles when it asks for them, since the state of a thread gets larger.
+bool ask_permission() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+#else
+
+bool processor_has_amx() { return false; }
+bool ask_permission() {
+  errno = ENOSYS;
+  return false;
+}
+
+#endif
+
+Function find(const Kernel* kernels, const char* name) {
+  while (std::strcmp(kernels->name, name) != 0 || std::strcmp(kernels->dtype, "f32") == 0) ++kernels;
+  return kernels->function;
+}
+
+// A product of each kind, of sizes that do not fill the tiles. The numbers are small and whole, so
+// that every order of sums gives the same bits; int4 has one order (linear_matrix.h).
+constexpr int64_t kRows = 20, kInputs = 104, kOutputs = kPanel;
+
+struct alignas(64) Product {
+  alignas(64) uint32_t panels[kOutputs * kInputs] = {};
+  float scales[kOutputs] = {};
+  int32_t sums[kOutputs] = {};
+  bf16 plain[kOutputs * kInputs], x[kRows * kInputs];
+  bf16 out[2][kRows * kOutputs] = {};
+};
+
+bf16 small_number(int64_t i) {
+  const float number = static_cast<float>((i * 2654435761u >> 13) % 7) - 3.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &number, sizeof bits);
+  return {static_cast<uint16_t>(bits >> 16)};
+}
+
+// out[i] by the kernels of tables[i]. False: no memory.
+bool multiply(WeightFormat format, const Kernel* const* tables, Product& product) {
+  for (int64_t i = 0; i < kOutputs * kInputs; ++i) product.plain[i] = small_number(i);
+  for (int64_t i = 0; i < kRows * kInputs; ++i) product.x[i] = small_number(i + 77777);
+  const LinearWeight weight = {product.panels, product.scales, product.sums, nullptr,  kInputs,
+                               kOutputs,       format,         32,           0};
+  using Pack = int64_t (*)(uint32_t*, int64_t, int64_t, int);
+  using Quantize = int64_t (*)(const LinearWeight&, const bf16*, int);
+  using Linear = int64_t (*)(const LinearWeight&, const bf16*, const bf16*, bf16*, int64_t, int64_t,
+                             int);
+  if (format == WeightFormat::kBf16) {
+    std::memcpy(product.panels, product.plain, sizeof product.plain);
+    const auto pack = reinterpret_cast<Pack>(find(tables[1], "pack_panels"));
+    if (pack(product.panels, 1, kInputs / 2, 1) != 0) return false;
+  } else {
+    const auto quantize = reinterpret_cast<Quantize>(find(tables[1], "quantize_weight"));
+    if (quantize(weight, product.plain, 1) != 0) return false;
+  }
+  for (int i = 0; i < 2; ++i) {
+    const auto linear = reinterpret_cast<Linear>(find(tables[i], "linear"));
+    if (linear(weight, product.x, nullptr, product.out[i], kRows, kInputs, 1) != 0) return false;
+  }
+  return true;
+}
+
+// The format whose product is wrong; null: none.
+const char* wrong_product(const Kernel* amx, const Kernel* reference) {
+  const Kernel* const tables[] = {amx, reference};
+  const struct {
+    const char* name;
+    WeightFormat format;
+  } cases[] = {{"bf16", WeightFormat::kBf16},
+               {"int8", WeightFormat::kInt8},
+               {"int4", WeightFormat::kInt4}};
+  for (const auto& kind : cases) {
+    void* const memory = std::aligned_alloc(64, sizeof(Product));
+    if (memory == nullptr) return kind.name;
+    Product& product = *new (memory) Product;
+    const bool is_right = multiply(kind.format, tables, product) &&
+                          std::memcmp(product.out[0], product.out[1], sizeof product.out[0]) == 0;
+    std::free(memory);
+    if (!is_right) return kind.name;
+  }
+  return nullptr;
+}
+
+bool find_out(const Kernel* amx, const Kernel* reference) {
+  notice[0] = 0;
+  if (!is_assumed && !processor_has_amx()) return false;
+  if (!ask_permission()) {
+    std::snprintf(notice, sizeof notice,
+                  "AMX is not used: the system refuses this process the tiles (arch_prctl: %s)",
+                  std::strerror(errno));
+    return false;
+  }
+  const char* const wrong = wrong_product(amx, reference);
+  if (wrong == nullptr) return true;
+  std::snprintf(notice, sizeof notice,
+                "AMX is not used: its product of %s weights is wrong on this processor", wrong);
+  return false;
+}
+
+}  // namespace
+
+bool can_use_amx(const Kernel* amx, const Kernel* reference) {
+  if (answer == Answer::kUnknown) answer = find_out(amx, reference) ? Answer::kYes : Answer::kNo;
+  return answer == Answer::kYes;
+}
+
+const char* amx_notice() { return notice[0] != 0 ? notice : nullptr; }
+
+}  // namespace vllm_cpu
+
+// For tests with an emulator: the processor counts as one with AMX, and everything after that is
+// found out once more.
+extern "C" __attribute__((visibility("default"))) void vllm_cpu_assume_amx() {
+  vllm_cpu::is_assumed = true;
+  vllm_cpu::answer = vllm_cpu::Answer::kUnknown;
+}

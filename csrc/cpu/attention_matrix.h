@@ -1,0 +1,77 @@
+// The products of prefill attention on matrix tiles: scores = keys * queries, and results += values *
+// weights. Queries and weights are words of rows in lanes, which is what a tile of b holds; keys are
+// rows of a as they are copied, and values are transposed when they are.
+#pragma once
+
+#include "attention_pack.h"
+#include "matrix_product.h"
+
+namespace VLLM_ISA {
+
+constexpr int kPrefillKeys = 64;  // keys of a tile of attention
+
+// Whether prefill attention of these words runs on matrix tiles.
+template <class Dot>
+constexpr bool kAttendsOnTiles = kHasTiles && Dot::kInputs == 2;
+
+#ifdef VLLM_MATRIX_TILES
+
+// scores[num_keys][rows] = keys * query for kVectors * 16 rows, each row_stride words apart; as many
+// scores as keys, rounded up to a whole tile.
+template <int kVectors>
+inline void score_on_tiles(const uint32_t* query, int64_t row_stride, const uint32_t* keys,
+                           int64_t key_stride, int64_t num_words, int64_t num_keys,
+                           float* scores) {
+  for (int v = 0; v < kVectors; ++v) {
+    multiply_column<TilesOfBf16>({keys, 4 * key_stride, query + v * kTileRows, 4 * row_stride,
+                                  scores + v * kTileRows, 4 * row_stride,
+                                  vllm_cpu::ceil_div(num_words, int64_t{kTileRows}), true},
+                                 vllm_cpu::ceil_div(num_keys, int64_t{kTileRows}));
+  }
+}
+
+// out[head_size][rows] += values * weights over all keys of a tile: a row's sums are the same ones
+// however many of the keys the other rows see.
+template <int kVectors>
+inline void add_on_tiles(const uint32_t* values, const uint32_t* weights, int64_t row_stride,
+                         int64_t head_size, float* out) {
+  constexpr int64_t kValueWords = kPrefillKeys / 2;
+  for (int v = 0; v < kVectors; ++v) {
+    multiply_column<TilesOfBf16>({values, 4 * kValueWords, weights + v * kTileRows, 4 * row_stride,
+                                  out + v * kTileRows, 4 * row_stride, kValueWords / kTileRows,
+                                  false},
+                                 vllm_cpu::ceil_div(head_size, int64_t{kTileRows}));
+  }
+}
+
+// Values as [padded head size][kPrefillKeys / 2] words: two keys each, zeros after the last key.
+// value_at(k): where the row of a value is.
+template <class Dot, typename T, typename ValueAt>
+inline void pack_values_transposed(int64_t num_keys, int64_t head_size, ValueAt value_at,
+                                   uint32_t* to) {
+  constexpr int64_t kValueWords = kPrefillKeys / 2;
+  for (int64_t word = 0; word < kValueWords; word += kLanes) {
+    for (int64_t i = 0; i < head_size; i += kLanes) {
+      Vec pairs[kLanes];
+      for (int64_t j = 0; j < kLanes; ++j) {
+        const int64_t k = (word + j) * Dot::kInputs;
+        uint32_t words[kLanes] = {};
+        if (k < num_keys) {
+          const T* const second = k + 1 < num_keys ? value_at(k + 1) + i : nullptr;
+          const T* const values[] = {value_at(k) + i, second};
+          const int64_t left = head_size - i;
+          pack_values<Dot, T>(values, left < kLanes ? left : int64_t{kLanes}, words);
+        }
+        __builtin_memcpy(&pairs[j], words, sizeof words);
+      }
+      transpose(pairs);
+      for (int64_t j = 0; j < kLanes; ++j) {
+        __builtin_memcpy(to + (i + j) * kValueWords + word, &pairs[j], sizeof(Vec));
+      }
+    }
+  }
+}
+
+#endif  // VLLM_MATRIX_TILES
+
+}  // namespace VLLM_ISA

@@ -1,0 +1,183 @@
+// One stretch of a panel of weights with all rows, on matrix tiles. The classes take the place of the
+// tiles of linear_tile.h.
+//
+// Panels are read as they are: their words are what a tile of b holds. Up to 16 rows take all 64
+// outputs of a panel at once, in one pass over memory; more rows take 32 outputs at a time with 32
+// rows, so that each tile that is loaded serves two products.
+#pragma once
+
+#include "matrix_product.h"
+
+#ifdef VLLM_MATRIX_TILES
+
+namespace VLLM_ISA {
+
+constexpr int64_t kRowUnit = 2 * kTileRows;  // rows that share what is loaded of the weights
+
+// Bytes from one row of x to the next, of which `bytes` are used: whole lines of the cache, and an
+// odd number of them, or the rows of a tile would compete for the same few places of the cache.
+inline int64_t tile_row_bytes(int64_t bytes) {
+  return (vllm_cpu::ceil_div(bytes, int64_t{kTileBytes}) | 1) * kTileBytes;
+}
+
+// bf16 and int8 weights. Rows of x are zero, or the last words of b are, up to a whole tile.
+template <class Numbers, class Dot>
+struct DenseMatrix {
+  using Input = typename Dot::Input;
+  using Acc = typename Dot::Acc;
+  static constexpr int64_t kStretchInputs = 256 * Dot::kInputs;  // 64 KiB of weights
+  static constexpr int64_t kRowUnit = VLLM_ISA::kRowUnit;
+
+  static int64_t x_offset(const LinearWeight&, int64_t input) { return input; }
+
+  static void run(const LinearWeight&, const Input* x, int64_t x_stride, int64_t rows,
+                  const uint32_t* w, int64_t inputs, Acc (*total)[kPanel / kLanes], bool is_first,
+                  const uint32_t* next) {
+    const int64_t num_words = inputs / Dot::kInputs, num_steps = num_words / kTileRows;
+    const int64_t columns = rows <= kTileRows ? kPanel : kPanel / 2;
+    const int64_t num_calls = kPanel / columns * vllm_cpu::ceil_div(rows, kRowUnit);
+    // The next stretch is asked for in equal parts.
+    const int64_t lines = vllm_cpu::ceil_div(kTileRows * kPanel * 4 / kTileBytes, num_calls);
+    const char* ahead = reinterpret_cast<const char*>(next);
+    TileProduct product = {nullptr, x_stride * int64_t{sizeof(Input)}, nullptr, 4 * kPanel,
+                           nullptr, 4 * kPanel,                        num_steps, is_first};
+    for (int64_t column = 0; column < kPanel; column += columns) {
+      for (int64_t first = 0; first < rows; first += kRowUnit) {
+        const int64_t left = rows - first < kRowUnit ? rows - first : kRowUnit;
+        product.a = x + first * x_stride;
+        product.b = w + column;
+        product.c = reinterpret_cast<float*>(total + first) + column;
+        Prefetch prefetch = {ahead, lines};
+        if (num_steps > 0) multiply(product, left, columns, prefetch);
+        ahead = prefetch.next;
+      }
+    }
+    const int64_t num_last = num_words - num_steps * kTileRows;
+    if (num_last == 0) return;
+    alignas(64) uint32_t last[kTileRows * kPanel] = {};
+    __builtin_memcpy(last, w + num_steps * kTileRows * kPanel, num_last * kPanel * 4);
+    product.num_steps = 1;
+    product.is_first = is_first && num_steps == 0;
+    Prefetch nothing = {nullptr, 0};
+    for (int64_t first = 0; first < rows; first += kRowUnit) {
+      const int64_t left = rows - first < kRowUnit ? rows - first : kRowUnit;
+      for (int64_t column = 0; column < kPanel; column += columns) {
+        product.a = x + first * x_stride + num_steps * kTileRows * Dot::kInputs;
+        product.b = last + column;
+        product.c = reinterpret_cast<float*>(total + first) + column;
+        multiply(product, left, columns, nothing);
+      }
+    }
+  }
+
+ private:
+  static void multiply(const TileProduct& product, int64_t rows, int64_t columns,
+                       Prefetch& prefetch) {
+    if (rows > kTileRows) {
+      configure_tiles(kTileRows, rows - kTileRows, kTileRows);
+      return multiply_tiles<Numbers, 2, 2>(product, prefetch);
+    }
+    configure_tiles(rows, rows, kTileRows);
+    if (columns == kPanel) return multiply_tiles<Numbers, 1, 4>(product, prefetch);
+    multiply_tiles<Numbers, 1, 2>(product, prefetch);
+  }
+};
+
+// int4 weights: a stretch is unpacked to int8, minus the zero points, once for all rows. Sums of
+// whole numbers are exact, and they are scaled and added up in the order of Int4Tile: the results
+// are the same bits, and a few rows are left to it.
+template <bool kHasZeros>
+struct Int4Matrix : Int4Tile<kHasZeros> {
+  using Vectors = Int4Tile<kHasZeros>;
+  using Input = typename Vectors::Input;
+  static constexpr int64_t kRowUnit = kTileRows;
+
+  static void run(const LinearWeight& weight, const Input* x, int64_t x_stride, int64_t rows,
+                  const uint32_t* w, int64_t inputs, Vec (*total)[kPanel / kLanes], bool is_first,
+                  const uint32_t* next) {
+    if (rows <= kMaxTileRows) {
+      return run_tiles<Vectors>(weight, x, x_stride, rows, w, inputs, total, is_first, next);
+    }
+    if (is_first) __builtin_memset(total, 0, rows * kPanel * sizeof(float));
+    Unpacked unpacked;
+    unpack(weight, w, inputs, unpacked);
+    const int64_t lines = (next - w) * 4 / kTileBytes;  // of a stretch like this one
+    const int64_t share = vllm_cpu::ceil_div(lines, vllm_cpu::ceil_div(rows, int64_t{kTileRows}));
+    Prefetch prefetch = {reinterpret_cast<const char*>(next), share};
+    for (int64_t first = 0; first < rows; first += kTileRows) {
+      prefetch.step();
+      const int64_t left = rows - first < kTileRows ? rows - first : int64_t{kTileRows};
+      add_rows(x + first * x_stride, x_stride, left, weight.block_inputs, inputs, unpacked,
+               total + first);
+    }
+  }
+
+ private:
+  struct Unpacked {
+    alignas(64) Bits quads[Vectors::kStretchInputs / 4][kPanel / kLanes];
+    Vec scales[Vectors::kStretchInputs / 32][kPanel / kLanes];  // of each block
+  };
+
+  static void unpack(const LinearWeight& weight, const uint32_t* w, int64_t inputs, Unpacked& to) {
+    const int64_t block = weight.block_inputs;
+    for (int64_t k = 0; k < inputs; k += block) {
+      const uint16_t* const scales = reinterpret_cast<const uint16_t*>(w);
+      const uint8_t* const zeros = reinterpret_cast<const uint8_t*>(w + vllm_cpu::kScaleWords);
+      w += vllm_cpu::header_words(weight);
+      const int64_t count = inputs - k < block ? inputs - k : block;
+      for (int v = 0; v < kPanel / kLanes; ++v) {
+        to.scales[k / block][v] = load_halves(scales + v * kLanes);
+        Bits zero = Bits{} + uint32_t{vllm_cpu::kNoZero};
+        if (kHasZeros) {
+          typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+          Bytes bytes;
+          __builtin_memcpy(&bytes, zeros + v * kLanes, sizeof bytes);
+          zero = __builtin_convertvector(bytes, Bits);
+        }
+        zero *= 0x01010101u;
+        for (int64_t i = 0; i < block; i += 8) {  // 0 after the end
+          Bits(*const quads)[kPanel / kLanes] = to.quads + (k + i) / 4;
+          const Bits words = i < count ? load_bits(w + i / 8 * kPanel + v * kLanes) : Bits{};
+          quads[0][v] = i < count ? minus_bytes(words & 0x0f0f0f0fu, zero) : Bits{};
+          quads[1][v] = i < count ? minus_bytes((words >> 4) & 0x0f0f0f0fu, zero) : Bits{};
+        }
+      }
+      w += count / 8 * kPanel;
+    }
+  }
+
+  // Byte by byte.
+  static VLLM_INLINE Bits minus_bytes(Bits a, Bits b) {
+    typedef uint8_t Bytes __attribute__((vector_size(kLanes * 4)));
+    return reinterpret_cast<Bits>(reinterpret_cast<Bytes>(a) - reinterpret_cast<Bytes>(b));
+  }
+
+  // At most 16 rows.
+  static void add_rows(const Input* x, int64_t x_stride, int64_t rows, int64_t block,
+                       int64_t inputs, const Unpacked& unpacked, Vec (*total)[kPanel / kLanes]) {
+    constexpr int64_t kStepInputs = kTileBytes;
+    alignas(64) Ints sums[kTileRows][kPanel / kLanes];
+    configure_tiles(rows, rows, (block < kStepInputs ? block : kStepInputs) / 4);
+    TileProduct product = {nullptr, x_stride, nullptr,
+                           4 * kPanel, sums,  4 * kPanel,
+                           vllm_cpu::ceil_div(block, kStepInputs), true};
+    Prefetch nothing = {nullptr, 0};
+    for (int64_t k = 0; k < inputs; k += block, x += sizeof(Int4Header) + block) {
+      product.a = x + sizeof(Int4Header);
+      product.b = unpacked.quads[k / 4];
+      multiply_tiles<TilesOfS8S8, 1, 4>(product, nothing);
+      for (int64_t r = 0; r < rows; ++r) {
+        const Vec x_scale = reinterpret_cast<Vec>(splat_bits(x + r * x_stride));
+#pragma GCC unroll 4
+        for (int v = 0; v < kPanel / kLanes; ++v) {
+          total[r][v] = fma(__builtin_convertvector(sums[r][v], Vec),
+                            unpacked.scales[k / block][v] * x_scale, total[r][v]);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace VLLM_ISA
+
+#endif  // VLLM_MATRIX_TILES

@@ -1,0 +1,116 @@
+// A product of up to four tiles of sums: the innermost loop of everything that matrix tiles compute.
+#pragma once
+
+#include "linear_tile.h"
+#include "matrix_tiles.h"
+
+#ifdef VLLM_MATRIX_TILES
+
+namespace VLLM_ISA {
+
+// c = (or +=) a b. All strides are in bytes.
+struct TileProduct {
+  const void* a;  // [rows][inputs of a step, num_steps of them]
+  int64_t a_stride;
+  const void* b;  // [words of a step, num_steps of them][16 words for each tile of columns]
+  int64_t b_stride;
+  void* c;  // [rows][16 floats or int32 for each tile of columns]
+  int64_t c_stride;
+  int64_t num_steps;  // of kTileBytes bytes of a, or the only one of fewer
+  bool is_first;      // c is not read
+};
+
+template <int kNumber>
+struct Number {
+  static constexpr int value = kNumber;
+};
+
+// Calls body(Number<0>{}), body(Number<1>{}) and so on.
+template <int kEnd, int kAt = 0, class Body>
+VLLM_INLINE void unroll(Body body) {
+  if constexpr (kAt < kEnd) {
+    body(Number<kAt>{});
+    unroll<kEnd, kAt + 1>(body);
+  }
+}
+
+// Tiles of sums are rows first: 1 x 4, 2 x 2 or 4 x 1, or fewer. The tiles must be configured: for
+// two rows of tiles with the rows of each, for others with equal numbers. A sum is made in the order
+// of inputs, one step after the other: it does not depend on how many tiles there are.
+template <class Numbers, int kRows, int kColumns>
+inline void multiply_tiles(const TileProduct& product, Prefetch& prefetch) {
+  static_assert(kRows * kColumns <= 4);
+  constexpr int kA = 4, kB = 6;  // the first of two tiles each
+  const auto sum_at = [&](int row, int column) {
+    return static_cast<char*>(product.c) + row * kTileRows * product.c_stride + column * kTileBytes;
+  };
+  unroll<kRows * kColumns>([&](auto at) {
+    constexpr int kSum = decltype(at)::value;
+    if (product.is_first) {
+      Tiles::zero<kSum>();
+    } else {
+      Tiles::load<kSum>(sum_at(kSum / kColumns, kSum % kColumns), product.c_stride);
+    }
+  });
+  const char* a = static_cast<const char*>(product.a);
+  const char* b = static_cast<const char*>(product.b);
+  for (int64_t step = 0; step < product.num_steps; ++step) {
+    prefetch.step();
+    const auto load_a = [&](auto row) {
+      constexpr int kRow = decltype(row)::value;
+      Tiles::load<kA + kRow % 2>(a + kRow * kTileRows * product.a_stride, product.a_stride);
+    };
+    const auto load_b = [&](auto column) {
+      constexpr int kColumn = decltype(column)::value;
+      Tiles::load<kB + kColumn % 2>(b + kColumn * kTileBytes, product.b_stride);
+    };
+    // What there are at most two of stays in its tiles during the step.
+    if constexpr (kColumns <= 2) {
+      unroll<kColumns>(load_b);
+    } else {
+      unroll<kRows>(load_a);
+    }
+    unroll<kRows>([&](auto row) {
+      if constexpr (kColumns <= 2) load_a(row);
+      unroll<kColumns>([&](auto column) {
+        constexpr int kRow = decltype(row)::value, kColumn = decltype(column)::value;
+        if constexpr (kColumns > 2) load_b(column);
+        Tiles::dot<kRow * kColumns + kColumn, kA + kRow % 2, kB + kColumn % 2>(Numbers{});
+      });
+    });
+    a += kTileBytes;
+    b += kTileRows * product.b_stride;
+  }
+  unroll<kRows * kColumns>([&](auto at) {
+    constexpr int kSum = decltype(at)::value;
+    Tiles::store<kSum>(sum_at(kSum / kColumns, kSum % kColumns), product.c_stride);
+  });
+}
+
+// The same for one tile of columns and full tiles of rows, any number of them.
+template <class Numbers>
+inline void multiply_column(TileProduct product, int64_t num_row_tiles) {
+  configure_tiles(kTileRows, kTileRows, kTileRows);
+  Prefetch nothing = {nullptr, 0};
+  for (; num_row_tiles > 0; num_row_tiles -= 4) {
+    switch (num_row_tiles) {
+      case 1:
+        multiply_tiles<Numbers, 1, 1>(product, nothing);
+        break;
+      case 2:
+        multiply_tiles<Numbers, 2, 1>(product, nothing);
+        break;
+      case 3:
+        multiply_tiles<Numbers, 3, 1>(product, nothing);
+        break;
+      default:
+        multiply_tiles<Numbers, 4, 1>(product, nothing);
+    }
+    product.a = static_cast<const char*>(product.a) + 4 * kTileRows * product.a_stride;
+    product.c = static_cast<char*>(product.c) + 4 * kTileRows * product.c_stride;
+  }
+}
+
+}  // namespace VLLM_ISA
+
+#endif  // VLLM_MATRIX_TILES

@@ -1,0 +1,228 @@
+// Matrix tiles: eight registers of up to 16 rows of 64 bytes, and products of them. They are those of
+// Intel AMX (Software Developer's Manual, volume 1, chapter 18).
+//
+// The kernels know only `Tiles`, which is one of two: AmxTiles, the instructions, or PortableTiles,
+// C++ with the same order of sums and the same rounding. The second exists for tests of the layout
+// and the arithmetic on processors without AMX; tests/ops/amx_emulator.cpp runs the first there.
+//
+// A product c += a b has rows of a with inputs next to each other, and words of b as panels have
+// them (linear_format.h): row k of b is inputs k * kInputs and after of 16 outputs.
+#pragma once
+
+#include "linear_dot.h"
+
+#if defined(__AMX_TILE__) || defined(VLLM_PORTABLE_TILES)
+#define VLLM_MATRIX_TILES
+#endif
+
+namespace VLLM_ISA {
+
+#ifndef VLLM_MATRIX_TILES
+
+constexpr bool kHasTiles = false;
+constexpr void (*kLeaveThread)() = nullptr;
+
+#else
+
+constexpr bool kHasTiles = true;
+constexpr int kTileRows = 16;  // of a tile, and 32-bit words of a row
+constexpr int kTileBytes = 64;  // of a row
+
+// What LDTILECFG reads.
+struct alignas(64) TileConfig {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
+};
+
+// Which numbers a product multiplies: of the rows of a, and of b.
+struct TilesOfBf16 {};
+struct TilesOfU8S8 {};
+struct TilesOfS8S8 {};
+
+#ifdef __AMX_TILE__
+
+struct AmxTiles {
+  static VLLM_INLINE void configure(const TileConfig& config) {
+    __asm__ volatile("ldtilecfg %0" : : "m"(config));
+  }
+  static VLLM_INLINE void release() { __asm__ volatile("tilerelease"); }
+
+  template <int kTile>
+  static VLLM_INLINE void zero() {
+    __asm__ volatile("tilezero %%tmm%c0" : : "i"(kTile));
+  }
+  template <int kTile>
+  static VLLM_INLINE void load(const void* from, int64_t stride) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2"
+                     :
+                     : "r"(from), "r"(stride), "i"(kTile)
+                     : "memory");
+  }
+  template <int kTile>
+  static VLLM_INLINE void store(void* to, int64_t stride) {
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)"
+                     :
+                     : "r"(to), "r"(stride), "i"(kTile)
+                     : "memory");
+  }
+
+  template <int kC, int kA, int kB>
+  static VLLM_INLINE void dot(TilesOfBf16) {
+    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+  }
+  template <int kC, int kA, int kB>
+  static VLLM_INLINE void dot(TilesOfU8S8) {
+    __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+  }
+  template <int kC, int kA, int kB>
+  static VLLM_INLINE void dot(TilesOfS8S8) {
+    __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+  }
+};
+using Tiles = AmxTiles;
+
+#else
+
+// What a thread has in its registers.
+struct TileFile {
+  TileConfig config;
+  alignas(64) uint32_t words[8][kTileRows][kTileRows];
+};
+static thread_local TileFile tile_file;
+
+struct PortableTiles {
+  static void configure(const TileConfig& config) {
+    __builtin_memset(&tile_file, 0, sizeof tile_file);
+    tile_file.config = config;
+  }
+  static void release() { tile_file.config.palette = 0; }
+
+  template <int kTile>
+  static void zero() {
+    __builtin_memset(tile_file.words[kTile], 0, sizeof tile_file.words[kTile]);
+  }
+  template <int kTile>
+  static void load(const void* from, int64_t stride) {
+    zero<kTile>();
+    const TileConfig& config = configured();
+    for (int row = 0; row < config.rows[kTile]; ++row) {
+      __builtin_memcpy(tile_file.words[kTile][row], static_cast<const char*>(from) + row * stride,
+                       config.row_bytes[kTile]);
+    }
+  }
+  template <int kTile>
+  static void store(void* to, int64_t stride) {
+    const TileConfig& config = configured();
+    for (int row = 0; row < config.rows[kTile]; ++row) {
+      __builtin_memcpy(static_cast<char*>(to) + row * stride, tile_file.words[kTile][row],
+                       config.row_bytes[kTile]);
+    }
+  }
+  template <int kC, int kA, int kB, class Numbers>
+  static void dot(Numbers numbers) {
+    add_product(numbers, kC, kA, kB);
+  }
+
+ private:
+  static const TileConfig& configured() {
+    if (tile_file.config.palette != 1) __builtin_trap();  // as the processor would
+    return tile_file.config;
+  }
+
+  // Calls body(sums, words of a row of a, their number, 16 or fewer columns of b) for each part of c.
+  template <class Sum, class Body>
+  static void for_each_sum(int c, int a, int b, Body body) {
+    const TileConfig& config = configured();
+    const int num_words = config.row_bytes[a] / 4;
+    if (config.rows[a] != config.rows[c] || config.rows[b] != num_words) __builtin_trap();
+    for (int row = 0; row < config.rows[c]; ++row) {
+      for (int column = 0; column < kTileRows; column += kLanes) {
+        uint32_t* const at = tile_file.words[c][row] + column;
+        Sum sum;
+        __builtin_memcpy(&sum, at, sizeof sum);
+        sum = body(sum, tile_file.words[a][row], num_words, &tile_file.words[b][0][column]);
+        __builtin_memcpy(at, &sum, sizeof sum);
+      }
+    }
+  }
+
+  // TDPBF16PS: the products of first and of second numbers are summed up apart, from zero and in the
+  // order of inputs, each with one rounding; then both sums are added, and the result to c. Rounds to
+  // nearest even; numbers below 2^-126 count as zero, read or written, whatever MXCSR says.
+  static __attribute__((noinline)) void add_product(TilesOfBf16, int c, int a, int b) {
+    constexpr unsigned kFlushes = 0x9fc0;  // MXCSR: FTZ, DAZ, all exceptions masked
+    const unsigned before = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(kFlushes);
+    __asm__ volatile("" : : : "memory");
+    for_each_sum<Vec>(c, a, b, [](Vec sum, const uint32_t* x, int num_words, const uint32_t* w) {
+      Vec first = {}, second = {};
+      for (int k = 0; k < num_words; ++k) {
+        const Bits words = load_bits(w + k * kTileRows), inputs = splat_bits(x + k);
+        first = fma(reinterpret_cast<Vec>(words << 16), reinterpret_cast<Vec>(inputs << 16), first);
+        second = fma(reinterpret_cast<Vec>(words & 0xffff0000u),
+                     reinterpret_cast<Vec>(inputs & 0xffff0000u), second);
+      }
+      return sum + (first + second);
+    });
+    __asm__ volatile("" : : : "memory");
+    __builtin_ia32_ldmxcsr(before);
+  }
+
+  // TDPBUSD and TDPBSSD: exact, modulo 2^32.
+  static void add_product(TilesOfU8S8, int c, int a, int b) { add_bytes<false>(c, a, b); }
+  static void add_product(TilesOfS8S8, int c, int a, int b) { add_bytes<true>(c, a, b); }
+
+  template <bool kIsSigned>
+  static void add_bytes(int c, int a, int b) {
+    for_each_sum<Ints>(c, a, b, [](Ints sum, const uint32_t* x, int num_words, const uint32_t* w) {
+      for (int k = 0; k < num_words; ++k) {
+        const Ints weights = reinterpret_cast<Ints>(load_bits(w + k * kTileRows));
+        for (int i = 0; i < 4; ++i) {
+          const uint8_t byte = static_cast<uint8_t>(x[k] >> (8 * i));
+          const int32_t number = kIsSigned ? static_cast<int8_t>(byte) : byte;
+          sum += ((weights << (24 - 8 * i)) >> 24) * number;
+        }
+      }
+      return sum;
+    });
+  }
+};
+using Tiles = PortableTiles;
+
+#endif
+
+// Which rows and bytes the tiles of this thread have: those of `configure_tiles`; 0: it has none.
+static thread_local uint32_t tile_shape = 0;
+
+// Gives the tiles the shape of a product (matrix_product.h): sums 0 and 1 and tile 4 have
+// first_rows rows, sums 2 and 3 and tile 5 last_rows; rows of a have num_words words. Their content
+// is undefined then.
+inline void configure_tiles(int64_t first_rows, int64_t last_rows, int64_t num_words) {
+  uint32_t& current = tile_shape;
+  const uint32_t shape = static_cast<uint32_t>(first_rows | last_rows << 8 | num_words << 16);
+  if (shape == current) return;
+  current = shape;
+  TileConfig config = {};
+  config.palette = 1;
+  for (int tile = 0; tile < 8; ++tile) {
+    const bool is_last = tile == 2 || tile == 3 || tile == 5;
+    config.rows[tile] = static_cast<uint8_t>(tile >= 6 ? num_words : is_last ? last_rows : first_rows);
+    const bool is_of_a = tile == 4 || tile == 5;
+    config.row_bytes[tile] = static_cast<uint16_t>(is_of_a ? 4 * num_words : kTileBytes);
+  }
+  Tiles::configure(config);
+}
+
+// What a thread does when it leaves a loop (parallel.h): tiles in use would be saved at each switch
+// to another thread, and keep the core from its deeper sleep.
+inline void release_tiles() {
+  if (tile_shape == 0) return;
+  tile_shape = 0;
+  Tiles::release();
+}
+constexpr void (*kLeaveThread)() = release_tiles;
+
+#endif  // VLLM_MATRIX_TILES
+
+}  // namespace VLLM_ISA

@@ -1,0 +1,139 @@
+"""A program: the kernels for AMX against those on portable tiles, bit by bit. Prints JSON.
+
+Where the processor has no AMX, `amx_emulator.cpp` is preloaded; then it also says what became of a
+refused permission, and of wrong products.
+"""
+
+import ctypes
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.ops.cpu.library import LIBRARY_PATH, CPUKernels, require_cpu_kernels
+from vllm.ops.cpu.linear import PackedWeight, WeightFormat
+from vllm.ops.cpu.moe import PackedExperts
+from vllm.ops.cpu.operators import CPUOps
+
+ROWS = (1, 6, 7, 15, 16, 17, 33, 49, 70)
+LIBRARY = require_cpu_kernels("this program needs")
+
+
+def linear_layers() -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    formats = {"bf16": None, "int8": WeightFormat.INT8, "int4": WeightFormat.INT4}
+    for num_out, num_in in ((70, 1096), (64, 40), (64, 8)):
+        weight = 16 * torch.randn(num_out, num_in).bfloat16()
+        x = torch.randn(max(ROWS), num_in).bfloat16()
+        half = num_in // 2
+        weight[:, half:], x[::2, half:] = (
+            -weight[:, :half],
+            x[::2, :half],
+        )  # only roundings are left
+        x[1, 3], x[2, 4] = float("nan"), float("inf")
+        x[3], x[5] = 2**-130, 2**-126  # inputs that count as zero, and products that do
+        packed = {
+            name: PackedWeight.pack(weight.clone())
+            if weight_format is None
+            else PackedWeight.quantize(weight, weight_format)
+            for name, weight_format in formats.items()
+        }
+        if num_in == 1096:
+            packed["gptq"] = random_gptq(128, 1024)
+        for name, of_format in packed.items():
+            for rows in ROWS:
+                part = x[:rows, : of_format.in_features]
+                run = partial(of_format.linear, part)
+                yield f"linear {name} [{num_out}, {num_in}] {rows} rows", run
+
+
+def random_gptq(num_out: int, num_in: int) -> PackedWeight:
+    """Groups of 128 inputs with zero points."""
+    words = torch.randint(-(2**31), 2**31 - 1, (num_in // 8, num_out), dtype=torch.int32)
+    zeros = torch.randint(-(2**31), 2**31 - 1, (num_in // 128, num_out // 8), dtype=torch.int32)
+    return PackedWeight.from_gptq(words, zeros, torch.rand(num_in // 128, num_out).half())
+
+
+def experts() -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    num_tokens, num_experts, hidden, size = 40, 3, 72, 80
+    gate_up = torch.randn(num_experts, 2 * size, hidden).bfloat16()
+    down = torch.randn(num_experts, hidden, size).bfloat16()
+    x = torch.randn(num_tokens, hidden).bfloat16()
+    ids, weights = torch.randint(0, num_experts, (num_tokens, 2)), torch.rand(num_tokens, 2)
+    for weight_format in (None, WeightFormat.INT8, WeightFormat.INT4):
+        packed = PackedExperts.pack(gate_up.clone(), down.clone(), weight_format)
+        yield f"experts {weight_format}", partial(packed.forward, x, ids, weights)
+
+
+def prompts() -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    ops, lens, block_size = CPUOps(), [5, 90, 1], 16
+    for head_size in (64, 80, 33):
+        blocks = torch.randn(2, 24, block_size, 2, head_size).bfloat16()
+        query = torch.randn(sum(lens), 6, head_size).bfloat16()
+        tables = torch.randperm(24).int().view(3, 8)
+        starts, ends = [0, 5, 95, 96], [12, 120, 77]
+        for window, cap in ((None, None), (20, 3.0)):
+            options = {"sliding_window": window, "logits_soft_cap": cap, "scale": 0.125}
+            run = partial(
+                ops.paged_attention_prefill, query, *blocks, tables, starts, ends, **options
+            )
+            yield f"prompt attention, heads of {head_size}, window {window}", run
+
+
+def differing() -> tuple[int, list[str]]:
+    """How many kernels were compared, and where the bits differ."""
+    cases = [*linear_layers(), *experts(), *prompts()]
+    wrong = []
+    for number, (name, run) in enumerate(cases):
+        torch.set_num_threads(1 + number % 2)
+        results = []
+        for isa in ("amx", "amx_portable"):
+            assert LIBRARY.set_isa(isa)
+            results.append(run())
+        got, want = (out.nan_to_num(nan=1.25e37).view(torch.int16) for out in results)
+        if not torch.equal(got, want):
+            wrong.append(name)
+    return len(cases), wrong
+
+
+class Emulator:
+    """`amx_emulator.cpp`, preloaded into this process."""
+
+    def __init__(self) -> None:
+        self._functions: Any = ctypes.CDLL(None)
+        self._functions.amx_emulator_counters.restype = ctypes.POINTER(ctypes.c_int64)
+        self._functions.amx_emulator_is_configured.restype = ctypes.c_bool
+
+    def start(self, *, grants: bool, errs: bool) -> str:
+        """The instruction set that is chosen on a processor of this behaviour."""
+        self._functions.amx_emulator_behave(grants, errs)
+        ctypes.CDLL(str(LIBRARY_PATH)).vllm_cpu_assume_amx()
+        return CPUKernels(LIBRARY_PATH).isa
+
+    def counters(self) -> dict[str, int]:
+        names = ("configured", "released", "tdpbf16ps", "tdpbusd", "tdpbssd")
+        return dict(zip(names, self._functions.amx_emulator_counters()[: len(names)], strict=True))
+
+    def is_configured(self) -> bool:
+        """Whether this thread still has tiles."""
+        return bool(self._functions.amx_emulator_is_configured())
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+    emulator = None if LIBRARY.set_isa("amx") else Emulator()
+    if emulator is not None:
+        found["refused"] = emulator.start(grants=False, errs=False)
+        found["wrong"] = emulator.start(grants=True, errs=True)
+        found["granted"] = emulator.start(grants=True, errs=False)
+    found["compared"], found["differing"] = differing()
+    if emulator is not None:
+        found["counters"], found["is_configured"] = emulator.counters(), emulator.is_configured()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
