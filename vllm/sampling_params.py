@@ -4,6 +4,7 @@ engine."""
 import copy
 import math
 import operator
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
@@ -19,6 +20,7 @@ _MIN_TEMPERATURE = 0.01
 _MAX_BIAS = 100.0
 _MAX_INTEGER = 2**63 - 1
 """The largest integer of 64 bits, as in messages between processes."""
+_LARGEST_FLOAT = sys.float_info.max
 _MAX_QUALNAME_CHARS = 256
 _MAX_SHOWN_CHARS = 100
 _END_TOKENS = "_end_token_ids"
@@ -426,6 +428,13 @@ def _check_range(
     at_most: float | None = None,
 ) -> None:
     """Refuse what is not a number in the range; NaN is in no range."""
+    if (
+        type(value) in (float, int)
+        and (above is None or value > above)
+        and (-_LARGEST_FLOAT if at_least is None else at_least) <= value
+        and value <= (_LARGEST_FLOAT if at_most is None else at_most)
+    ):
+        return  # the usual case; all else is checked one by one, for the message
     if not isinstance(value, Real) or isinstance(value, bool):
         raise RequestError(f"{name} must be a number, got {value!r}", param=name)
     try:

@@ -101,7 +101,7 @@ REFUSED = [
     (
         LoadConfig,
         {"load_format": "gguf"},
-        "load_format must be one of auto, safetensors, pt, dummy, got 'gguf'",
+        "load_format must be one of auto, safetensors, pt, dummy, sharded_state, got 'gguf'",
     ),
     (
         ModelConfig,

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -273,15 +274,20 @@ def test_what_is_in_doubt_is_left_to_transformers(raw):
     assert complete_plain_config(raw) is None
 
 
-def test_config_and_tokenizer_of_a_plain_model_load_no_torch():
+def test_config_and_tokenizer_of_a_plain_model_load_no_torch(tmp_path):
+    shutil.copy(BUNDLED_MODEL / "tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizerFast"}')
     code = (
         "import sys\n"
         "from vllm.engine.arg_utils import EngineArgs\n"
-        "from vllm.transformers_utils.tokenizer import load_tokenizer\n"
+        "from vllm.transformers_utils.tokenizer import get_tokenizer, load_tokenizer\n"
         "config = EngineArgs().create_engine_config()\n"
         "tokenizer = load_tokenizer(config.model)\n"
         "tokenizer.decode(tokenizer('import os').input_ids)\n"
         "tokenizer.apply_chat_template([{'role': 'user', 'content': 'x'}], tokenize=False)\n"
+        "get_tokenizer(sys.argv[1])  # of another family, with a class of its own\n"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert run.returncode == 0

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from vllm.config.fields import check_one_of
 from vllm.errors import ConfigError
 
-LoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
+LoadFormat = Literal["auto", "safetensors", "pt", "dummy", "sharded_state"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,8 @@ class LoadConfig:
 
     load_format: LoadFormat = "auto"
     """Format of the weights. auto: safetensors, else .bin (read with weights_only); dummy: seeded
-    random weights, for measuring without a checkpoint."""
+    random weights, for measuring without a checkpoint; sharded_state: one file per rank, which
+    tools/save_sharded_state.py has written."""
 
     download_dir: str | None = None
     """Folder for downloaded models. Not set: the Hugging Face cache."""
@@ -38,7 +39,7 @@ class LoadConfig:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.cpu_offload_gb) and self.cpu_offload_gb >= 0):
             raise ConfigError(f"cpu_offload_gb must be at least 0, got {self.cpu_offload_gb}")
-        check_one_of(self, "load_format", ("auto", "safetensors", "pt", "dummy"))
+        check_one_of(self, "load_format", get_args(LoadFormat))
 
     @property
     def cpu_offload_bytes(self) -> int:

@@ -5,16 +5,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.config import ModelConfig
 from vllm.errors import ConfigError
-from vllm.transformers_utils.json_file import read_json_object
+from vllm.transformers_utils.tokenizer_class import tokenizer_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 AnyTokenizer: TypeAlias = "PreTrainedTokenizerBase"
 """Any tokenizer, in the annotations of programs written for vLLM."""
-
-_GENERIC_TYPES = ("llama", "qwen3")
-"""Model types for which transformers never replaces the tokenizer class that a checkpoint names."""
 
 _FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 """Files of tokenizers. The folder of a model must have at least one of them."""
@@ -57,12 +54,11 @@ def get_tokenizer(
     Raises:
         ConfigError: there is none, or its files are damaged.
     """
-    is_generic = tokenizer_mode != "slow" and not kwargs and _is_generic(Path(tokenizer_name))
+    folder = Path(tokenizer_name)
     try:
-        if is_generic:
-            from transformers import PreTrainedTokenizerFast
-
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_name)
+        chosen = None if tokenizer_mode == "slow" or kwargs else tokenizer_class(folder)
+        if chosen is not None:
+            tokenizer = chosen.from_pretrained(tokenizer_name)
         else:
             from transformers import AutoTokenizer
 
@@ -74,10 +70,12 @@ def get_tokenizer(
                 cache_dir=download_dir,
                 **kwargs,
             )
+    except ConfigError:
+        raise
     except Exception as error:  # tokenizers raises a plain Exception for a damaged file
         # The text of a KeyError is only the key.
         own_words = repr(error) if isinstance(error, LookupError) else str(error) or repr(error)
-        reason = _what_lacks(Path(tokenizer_name)) or own_words
+        reason = _what_lacks(folder) or own_words
         raise ConfigError(_failure(tokenizer_name, reason)) from error
     if len(tokenizer) == 0:
         raise ConfigError(_failure(tokenizer_name, "its vocabulary is empty"))
@@ -94,24 +92,6 @@ def check_tokenizer_files(folder: Path) -> None:
     reason = _what_lacks(folder)
     if reason is not None:
         raise ConfigError(_failure(str(folder), reason))
-
-
-def _is_generic(folder: Path) -> bool:
-    """Whether `AutoTokenizer` would choose the generic class.
-
-    Calling it imports torch and the config classes of all models, which takes seconds. Two small
-    files usually give the same answer; if not, it is called.
-    """
-    paths = [folder / name for name in ("tokenizer_config.json", "config.json")]
-    if not (folder / "tokenizer.json").is_file() or not all(path.is_file() for path in paths):
-        return False
-    settings, config = (read_json_object(path) for path in paths)
-    return (
-        settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-        and config.get("model_type") in _GENERIC_TYPES
-        and "auto_map" not in settings
-        and "auto_map" not in config
-    )
 
 
 def _what_lacks(folder: Path) -> str | None:

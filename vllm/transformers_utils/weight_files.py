@@ -12,16 +12,33 @@ _INDEX_NAMES = {
 """Format -> single file, index of a sharded checkpoint, shards without an index."""
 
 
+_SHARDS = "model-rank-*-part-0.safetensors"
+
+
+def shard_name(rank: int) -> str:
+    """The file with the weights of one rank (`sharded_state`)."""
+    return _SHARDS.replace("*", str(rank))
+
+
 def find_files(folder: Path, load_format: str) -> list[Path]:
     """The files that hold the weights.
 
     Args:
         folder: the model's folder.
-        load_format: "safetensors", "pt", or "auto" for the first of the two that is there.
+        load_format: "safetensors", "pt", "auto" for the first of the two that is there, or
+            "sharded_state" for the files of all ranks.
 
     Raises:
         WeightLoadError: the folder has no weights, or the index names a file that is missing.
     """
+    shards_of_ranks = sorted(folder.glob(_SHARDS))
+    if load_format == "sharded_state":
+        if not shards_of_ranks:
+            raise WeightLoadError(
+                f"no weights in {folder}: --load-format sharded_state expects {_SHARDS}, as "
+                f"tools/save_sharded_state.py writes"
+            )
+        return shards_of_ranks
     formats = ("safetensors", "pt") if load_format == "auto" else (load_format,)
     for load_format in formats:
         single, index, pattern = _INDEX_NAMES[load_format]
@@ -29,9 +46,11 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
             return [folder / single]
         if (folder / index).is_file():
             return _read_index(folder / index)
-        if shards := sorted(folder.glob(pattern)):
+        if shards := sorted({*folder.glob(pattern)} - {*shards_of_ranks}):
             return shards
     wanted = " or ".join(name for each in formats for name in _INDEX_NAMES[each][:2])
+    if shards_of_ranks:
+        wanted += f". It has {shards_of_ranks[0].name}: use --load-format sharded_state"
     raise WeightLoadError(f"no weights in {folder}: expected {wanted}")
 
 

@@ -22,22 +22,35 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class BodyRoute(APIRoute):
-    """A route whose handler gets a body that is within the limits of the server."""
+    """A route whose handler gets a body that is within the limits of the server.
+
+    The handler is a coroutine function with a body, and maybe the request, as its arguments. It is
+    called as it is: FastAPI would validate the body once more, and solve dependencies that these
+    routes do not have.
+    """
 
     def get_route_handler(self) -> Handler:
-        """FastAPI's handler, for which the body is already read and validated."""
+        """A handler that reads and validates the body; FastAPI's for a request without one."""
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
+        dependant, endpoint = self.dependant, self.endpoint
+        (body_name,) = (param.name for param in dependant.body_params)
+        request_name = dependant.request_param_name
+        others = (dependant.path_params, dependant.query_params, dependant.header_params)
+        assert not any((*others, dependant.cookie_params, dependant.dependencies)), self.path
 
         async def read_and_handle(request: Request) -> Response:
             data = await request.body()
             off_loop.mark_request(len(data))
             if not data:
-                return await handle(request)
+                return await handle(request)  # its error names the body
             args = get_context(request).args
-            value = await off_loop.run(partial(self.read_body, data, args))
-            return await handle(_ReadRequest(request, data, value))
+            given = {body_name: await off_loop.run(partial(self.read_body, data, args))}
+            if request_name is not None:
+                given[request_name] = request
+            response: Response = await endpoint(**given)
+            return response
 
         return read_and_handle
 
@@ -67,19 +80,6 @@ class BodyRoute(APIRoute):
         if errors:
             raise RequestValidationError(errors)
         return value
-
-
-class _ReadRequest(Request):
-    """A request whose body was read."""
-
-    def __init__(self, request: Request, data: bytes, value: Any) -> None:
-        super().__init__(request.scope, request.receive)
-        self._body = data
-        self._value = value
-
-    async def json(self) -> Any:
-        """The validated body, where FastAPI expects plain JSON: it takes it as it is."""
-        return self._value
 
 
 def _body_classes(annotation: Any) -> list[type]:

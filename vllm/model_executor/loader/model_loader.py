@@ -20,7 +20,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.dummy import fill_with_dummy_weights
-from vllm.model_executor.loader.weights import load_weights
+from vllm.model_executor.loader.sharded_state import shard_of
+from vllm.model_executor.loader.weights import load_parameters, load_weights
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.quantization import Quantization, quantization_of
@@ -74,13 +75,19 @@ def load_model(
     else:
         memory = ParameterMemory(model, device, on_host)
         files = find_files(Path(config.model.resolved_path), config.load.load_format)
+        is_split = config.load.load_format == "sharded_state"
+        if is_split:
+            files = [shard_of(files, tp)]
         show_bar = config.load.use_tqdm_on_load
         with closing(
             iterate_tensors(
                 files, show_bar, lambda done: startup_progress.report(phase, done, len(files))
             )
         ) as tensors:
-            load_weights(model, tensors, tp, prepare=memory.allocate, finish=finisher.finish)
+            if is_split:
+                load_parameters(model, tensors, prepare=memory.allocate, finish=finisher.finish)
+            else:
+                load_weights(model, tensors, tp, prepare=memory.allocate, finish=finisher.finish)
         materialize_buffers(model, device)
     for module in model.modules():
         finisher.finish(module)  # those without parameters that only they have

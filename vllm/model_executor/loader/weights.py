@@ -55,11 +55,51 @@ def load_weights(
         WeightLoadError: a tensor has the wrong shape, comes twice or has no place, or a
             parameter stays empty. Names the tensors.
     """
-    targets = _find_targets(model)
+    _fill(model, _converted(tensors, model), _find_targets(model), tp, prepare, finish)
+
+
+@torch.no_grad()
+def load_parameters(
+    model: LoadableModel,
+    tensors: Iterable[tuple[str, Source]],
+    *,
+    prepare: ModuleHook = lambda module: None,
+    finish: ModuleHook = lambda module: None,
+) -> None:
+    """Fill every parameter of one rank's `model` from a tensor of its own name and shape.
+
+    Args and errors as of `load_weights`.
+    """
+    entries = ((name, name, source) for name, source in tensors)
+    targets = _Targets(
+        {name: Place(module, param, None) for name, module, param in own_parameters(model)}
+    )
+    _fill(model, entries, targets, TPGroup(), prepare, finish)
+
+
+def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Full name, module and name there of every parameter; one that is shared comes once."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if id(param) not in seen:
+                seen.add(id(param))
+                yield f"{path}.{name}" if path else name, module, name
+
+
+def _fill(
+    model: LoadableModel,
+    entries: Iterable[tuple[str, str, Source]],
+    targets: _Targets,
+    tp: TPGroup,
+    prepare: ModuleHook,
+    finish: ModuleHook,
+) -> None:
+    """Fill the targets from (name in the checkpoint, name in the model, tensor)."""
     todo = dict(targets.by_name)
     unexpected = []
     num_empty = Counter(target.module for target in todo.values())
-    for checkpoint_name, name, source in _converted(tensors, model):
+    for checkpoint_name, name, source in entries:
         if name in targets.aliases:
             continue
         if load_kv_scale(model, name, source):

@@ -72,10 +72,15 @@ class RequestBody(RequestModel):
         return data
 
 
+_ALWAYS_ENCODABLE = {int, bool, type(None)}
+
+
 def _check_encodable(value: Any) -> None:
-    """Raise if the value cannot be encoded as JSON; fast for the two types that can be long."""
+    """Raise if the value cannot be encoded as JSON; fast for the types that are frequent."""
     if isinstance(value, str):
         value.encode()
+    elif type(value) in _ALWAYS_ENCODABLE:
+        return
     elif not (isinstance(value, list) and set(map(type, value)) == {int}):
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 

@@ -1,0 +1,57 @@
+"""Weights saved per rank are the weights that each rank loads from the checkpoint."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.model_executor.helpers import load, logits_of, prompt_of, reference_logits
+from tools.save_sharded_state import save
+from vllm.distributed import TPGroup
+from vllm.errors import WeightLoadError
+
+INPUT_IDS = prompt_of(12)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
+def test_one_rank_gives_the_logits_of_transformers(tiny_model, tmp_path, family):
+    folder = tiny_model(family)
+    save(str(folder), tmp_path / "out", 1, "float32")
+    model = load(tmp_path / "out", load_format="sharded_state")
+    want = reference_logits(folder, INPUT_IDS)
+    torch.testing.assert_close(logits_of(model, INPUT_IDS), want, atol=2e-5, rtol=0)
+
+
+def test_each_of_two_ranks_gets_its_own_part(tiny_model, tmp_path):
+    folder = tiny_model("llama")
+    files = save(str(folder), tmp_path / "out", 2, "float32")
+    assert [file.name for file in files] == [
+        "model-rank-0-part-0.safetensors",
+        "model-rank-1-part-0.safetensors",
+    ]
+    for rank in (0, 1):
+        tp = TPGroup(rank, 2)
+        got = load(tmp_path / "out", tp, load_format="sharded_state").state_dict()
+        want = load(folder, tp).state_dict()
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    with pytest.raises(WeightLoadError, match=r"has weights for 2 ranks .* is 1"):
+        load(tmp_path / "out", load_format="sharded_state")
+    with pytest.raises(WeightLoadError, match="use --load-format sharded_state"):
+        load(tmp_path / "out")
+    with pytest.raises(WeightLoadError, match="sharded_state expects model-rank-"):
+        load(folder, load_format="sharded_state")
+    files[1].write_bytes(files[1].read_bytes()[:-100])
+    with pytest.raises(WeightLoadError, match="damaged"):
+        load(tmp_path / "out", TPGroup(1, 2), load_format="sharded_state")
+
+
+def test_scales_of_a_cache_are_kept(tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "in")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor([0.5])
+    save_file(tensors, folder / "model.safetensors")
+    save(str(folder), tmp_path / "out", 1, "float32")
+    attn = load(tmp_path / "out", load_format="sharded_state").model.layers[0].self_attn.attn
+    assert (attn.key_scale, attn.value_scale) == (0.5, 1.0)

@@ -1,0 +1,75 @@
+"""Split a checkpoint over ranks once, so that each rank later reads only its own file.
+
+    python tools/save_sharded_state.py --model FOLDER --tensor-parallel-size 2 --output FOLDER_2
+    vllm serve FOLDER_2 --load-format sharded_state --tensor-parallel-size 2
+
+The files of config and tokenizer are copied. Nothing is computed, and ranks are handled one after
+the other, so the memory for one rank's weights is enough.
+"""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from vllm.distributed import TPGroup
+from vllm.engine.arg_utils import EngineArgs
+from vllm.errors import ConfigError, WeightLoadError
+from vllm.model_executor.loader.model_loader import ParameterMemory, build_model
+from vllm.model_executor.loader.sharded_state import save_shard
+from vllm.model_executor.quantization import quantization_of
+
+_COPIED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
+
+
+def save(model: str, output: Path, size: int, dtype: str = "auto") -> list[Path]:
+    """Write the files of `size` ranks, and copy what else the model needs.
+
+    Raises:
+        ConfigError, WeightLoadError: the model cannot be loaded, or cannot be split.
+    """
+    config = EngineArgs(model=model, dtype=dtype).create_engine_config()
+    folder = Path(config.model.resolved_path)
+    if output.resolve() == folder.resolve():
+        raise ConfigError(f"--output {output} is the folder of the model; name another one")
+    output.mkdir(parents=True, exist_ok=True)
+    quantization = quantization_of(config.model)
+    formats = [] if quantization is None else [quantization]
+    torch_dtype = getattr(torch, config.model.dtype_name)
+    files = []
+    for rank in range(size):
+        tp = TPGroup(rank, size)
+        part = build_model(config.model.resolved_arch, tp, torch_dtype, formats=formats)
+        memory = ParameterMemory(part, torch.device("cpu"))
+        files.append(save_shard(part, tp, folder, output, memory.allocate))
+    for pattern in _COPIED:
+        for path in folder.glob(pattern):
+            if not path.name.endswith(".index.json"):
+                shutil.copy(path, output)
+    return files
+
+
+def main() -> int:
+    """Parse the command line and save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder, or name on the hub")
+    parser.add_argument("--output", required=True, type=Path, help="folder to write")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="number of ranks")
+    parser.add_argument("--dtype", default="auto", help="of the weights")
+    args = parser.parse_args()
+    if args.tensor_parallel_size < 1:
+        parser.error(f"--tensor-parallel-size must be at least 1, got {args.tensor_parallel_size}")
+    try:
+        files = save(args.model, args.output, args.tensor_parallel_size, args.dtype)
+    except (ConfigError, WeightLoadError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for file in files:
+        print(f"{file}: {file.stat().st_size / 2**20:.1f} MiB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Which tokenizer class `AutoTokenizer` chooses for a model folder, without importing it.
+
+The import of `AutoTokenizer` loads torch and the configurations of all models, which takes seconds.
+The tokenizer classes themselves do not. Two small files and the table below give the same choice
+for the families of the registry; for anything else it is None, and `AutoTokenizer` is asked.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.transformers_utils.json_file import read_json_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_GENERIC = "PreTrainedTokenizerFast"
+"""The class that takes everything from tokenizer.json; transformers 5 has this name for it, too."""
+_NAMES_OF_GENERIC = {
+    *(_GENERIC, "TokenizersBackend", "PreTrainedTokenizer", "PythonBackend"),
+    *("BloomTokenizer", "BloomTokenizerFast"),
+}
+_CLASSES = {
+    **dict.fromkeys(("llama", "llama4", "llama4_text", "falcon", "bloom", "gpt_oss"), ""),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "bamba", "baichuan", "chatglm"), ""),
+    **dict.fromkeys(("mistral", "mixtral", "phi3", "phimoe", "granite", "granitemoe"), _GENERIC),
+    **dict.fromkeys(("granitemoehybrid", "gpt_bigcode", "stablelm", "glm", "glm4"), _GENERIC),
+    **dict.fromkeys(("internlm2", "internlm3", "olmo2", "olmo3"), _GENERIC),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
+    **dict.fromkeys(("gpt2", "gptj", "opt", "phi", "starcoder2"), "GPT2Tokenizer"),
+    **dict.fromkeys(("gpt_neox", "mpt", "olmo", "olmoe", "mamba", "mamba2"), "GPTNeoXTokenizer"),
+    **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
+    "bert": "BertTokenizer",
+    "roberta": "RobertaTokenizer",
+    "xlm-roberta": "XLMRobertaTokenizer",
+}
+"""Model type -> the class that transformers 5 registers for it; "": none, the checkpoint's."""
+_FORCED = {"qwen2"}
+"""Model types whose registered class replaces the one that the checkpoint names."""
+_MISTRAL = {"mistral", "mixtral"}
+"""Model types that mistral_common serves where it is installed."""
+
+
+def tokenizer_class(folder: Path) -> "type[PreTrainedTokenizerFast] | None":
+    """The class that `AutoTokenizer.from_pretrained(folder)` would make; None: not known here.
+
+    Raises:
+        ConfigError: tokenizer_config.json or config.json is not a JSON object.
+    """
+    paths = [folder / name for name in ("tokenizer_config.json", "config.json")]
+    if not (folder / "tokenizer.json").is_file() or not all(path.is_file() for path in paths):
+        return None
+    settings, config = (read_json_object(path) for path in paths)
+    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    if not isinstance(named, str) or "auto_map" in settings or "auto_map" in config:
+        return None
+
+    import transformers
+
+    model_type = config.get("model_type")
+    if transformers.__version__.startswith("4."):
+        choice: str | None = named.removesuffix("Fast") + "Fast"  # whatever the model type
+    else:
+        choice = _chosen_by_version_5(named, model_type, folder)
+    return None if choice is None else getattr(transformers, choice, None)
+
+
+def _chosen_by_version_5(named: str, model_type: object, folder: Path) -> str | None:
+    registered = _CLASSES.get(model_type) if isinstance(model_type, str) else None
+    if registered is None:
+        return None
+    if model_type in _MISTRAL and importlib.util.find_spec("mistral_common"):
+        return None
+    if registered == _GENERIC or model_type in _FORCED:
+        return registered
+    if named in _NAMES_OF_GENERIC:
+        return _GENERIC
+    named = named.removesuffix("Fast")
+    if named == "LlamaTokenizer":
+        has_byte_level = _has_byte_level(folder)
+        if has_byte_level is not False:
+            return None if has_byte_level is None else _GENERIC
+    return named
+
+
+def _has_byte_level(folder: Path) -> bool | None:
+    """Whether tokenizer.json is of byte-level BPE; None: this transformers does not look.
+
+    `LlamaTokenizer` would split the text at spaces, as SentencePiece does.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    check = getattr(PreTrainedTokenizerFast, "_tokenizer_json_has_byte_level", None)
+    return None if check is None else bool(check(str(folder)))
