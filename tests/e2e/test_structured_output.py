@@ -129,7 +129,7 @@ def test_the_simulated_card_gives_the_tokens_of_the_cpu_and_compiles_nothing(mod
     want = seen_by_user(llm.generate(prompts, params, use_tqdm=False))
     is_lazy, enforce_eager = MODES[mode]
     buckets = FEW_BUCKETS | {"VLLM_DECODE_BS_BUCKET_MIN": 8}
-    with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **buckets) as bridge:
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=is_lazy, **buckets) as bridge:
         card = LLM(**TINY_ENGINE, enforce_eager=enforce_eager, sampling_warmup="all")
         before = bridge.counters()
         outputs = card.generate(prompts, params, use_tqdm=False)
