@@ -14,7 +14,7 @@ VENDOR_VENV ?= .venv-vendor-$(VENDOR_TORCH)
 PYTHON_VENDOR ?= $(firstword $(shell command -v python3.10) $(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-graphs test-vendor lint unit format docs bench clean
+.PHONY: help demo test test-graphs test-exhaustive test-vendor lint unit format docs bench clean
 
 help: ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,10 @@ unit: $(VENV)/.installed-dev ## the tests
 # Every architecture as a card compiles it; a run of the tests captures a few of them.
 test-graphs: $(VENV)/.installed-dev ## the graphs of every architecture, by the rules of the card's compiler
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "exhaustive or not exhaustive" tests/conformance
+
+# More cases of what a run of the tests proves with fewer: all graphs, and more random requests.
+test-exhaustive: $(VENV)/.installed-dev ## what `test` leaves out: all graphs, more random requests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m exhaustive
 
 # Not part of `test`: it downloads 3 GB and takes 6 GB of disk for each version.
 test-vendor: $(VENDOR_VENV)/.installed ## the tests on the torch of a Gaudi image: VENDOR_TORCH=2.6.0 or 2.7.1

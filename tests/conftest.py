@@ -1,4 +1,7 @@
-"""Settings of every test process."""
+"""Settings of every test process.
+
+Torch is imported where it is used: the process that distributes the tests does not need it.
+"""
 
 import functools
 import os
@@ -8,25 +11,15 @@ import sys
 import threading
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from tests.hpu import HAS_SIMULATED_DEVICE, NO_SIMULATED_DEVICE
-from vllm.platforms.habana import sim
-from vllm.structured_output import compiler
-from vllm.utils import deadline_worker
-from vllm.utils.fork_server import ForkServer
 from vllm.utils.process_memory import keep_for_good
 
 # The tests start some hundred processes. Each would compile all of the package again if nobody may
 # keep the bytecode.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
-# Test processes run side by side: more threads than cores would only wait for each other.
-torch.set_num_threads(1)
 
 # No test fails by chance: examples are the same in each run, however slow the machine is.
 # `--hypothesis-profile default` looks for new ones.
@@ -44,6 +37,14 @@ if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Test processes run side by side: more threads than cores would only wait for each other."""
+    if session.config.getoption("dist", "no") == "no":  # the process that distributes runs none
+        import torch
+
+        torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse names of tests that differ between processes, as these could not share the tests."""
     for item in items:
@@ -57,21 +58,23 @@ def pytest_collection_finish() -> None:
     keep_for_good()
 
 
-class _KeptServer(ForkServer):
-    """Forks for all engines of this process that have one tokenizer; none of them ends it."""
-
-    def close(self) -> None:
-        """The next engine goes on with it."""
-
-
 @pytest.fixture(autouse=True, scope="session")
 def engines_share_the_process_that_compiles_grammars() -> Iterator[None]:
     """It takes over two seconds to start, and each engine of a test would have one of its own."""
+    from vllm.structured_output import compiler
+    from vllm.utils import deadline_worker
+    from vllm.utils.fork_server import ForkServer
+
+    class KeptServer(ForkServer):
+        """Forks for all engines of this process that have one tokenizer; none of them ends it."""
+
+        def close(self) -> None:
+            """The next engine goes on with it."""
 
     @functools.cache
     def make_kept_server(target: str, setup: bytes) -> ForkServer:
         made = deadline_worker.make_server(target, setup)
-        made.__class__ = _KeptServer
+        made.__class__ = KeptServer
         return made
 
     with pytest.MonkeyPatch.context() as patch:
@@ -82,6 +85,9 @@ def engines_share_the_process_that_compiles_grammars() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def simulated_cards_skip_where_torch_has_no_device_for_them() -> Iterator[None]:
     """So a test need not say that it uses one: making it ends the test, with the reason."""
+    from tests.hpu import HAS_SIMULATED_DEVICE, NO_SIMULATED_DEVICE
+    from vllm.platforms.habana import sim
+
     with pytest.MonkeyPatch.context() as patch:
         if not HAS_SIMULATED_DEVICE:
             patch.setattr(sim, "install", lambda *_, **__: pytest.skip(NO_SIMULATED_DEVICE))
@@ -91,6 +97,9 @@ def simulated_cards_skip_where_torch_has_no_device_for_them() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def same_numbers_in_each_run() -> None:
     """What a test draws without a generator of its own."""
+    import numpy as np
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -116,6 +125,8 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def restore_threads() -> Iterator[None]:
     """The test may change the number of threads."""
+    import torch
+
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)

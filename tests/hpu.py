@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,8 @@ from vllm.platforms import resolve_platform
 from vllm.platforms.habana import sim_spec
 from vllm.platforms.habana.sim import SimBridge
 from vllm.platforms.hpu import HPUPlatform
+from vllm.utils.process_memory import keep_for_good
+from vllm.worker.hpu.worker import HPUWorker
 
 MODES = {
     "HPU graphs": (1, False),
@@ -59,10 +62,19 @@ makes one skips the test by itself (tests/conftest.py)."""
 
 _OURS = ("VLLM_", "PT_HPU", "HABANA_")
 
+_num_kept_modules = 0
+
+_LAUNCH_BYTES = 2**30
+"""Far more than a launch of a tiny model needs, far less than a card has."""
+
 
 @contextmanager
 def simulated_hpu(
-    *, card: str = "gaudi2", pool_bytes: int | None = None, **variables: object
+    *,
+    card: str = "gaudi2",
+    pool_bytes: int | None = None,
+    has_profiling_run: bool = True,
+    **variables: object,
 ) -> Iterator[SimBridge]:
     """Inside, `LLM(...)` runs on a new simulated card; afterwards the process is as it was.
 
@@ -73,6 +85,9 @@ def simulated_hpu(
     Args:
         card: a key of `sim_spec.CARDS`.
         pool_bytes: memory of the card; None is what the real one has.
+        has_profiling_run: measure the memory of launches at a start. False is for tests of tokens:
+            a start takes half the time, since the profiling run compiles its launches for a cache
+            of its own.
         variables: environment variables by name; True and False are 1 and 0.
 
     Yields:
@@ -87,6 +102,8 @@ def simulated_hpu(
         if pool_bytes is not None:
             spec = replace(sim_spec.CARDS[card], pool_bytes=pool_bytes)
             patch.setitem(sim_spec.CARDS, card, spec)
+        if not has_profiling_run:
+            patch.setattr(HPUWorker, "_profile", lambda *_: _LAUNCH_BYTES)
         patch.setattr(vllm.ops, "_ops", None)
         # Each compilation flushes the processor's caches to time its guards, for a log line.
         patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)
@@ -105,6 +122,7 @@ def simulated_hpu(
             torch._dynamo.reset()
             patch.undo()
             _forget_environment()
+            _leave_new_modules_out_of_collections()
 
 
 @contextmanager
@@ -122,6 +140,15 @@ def captured_log(level: int = logging.INFO) -> Iterator[list[str]]:
             yield messages
         finally:
             logger.setLevel(before)
+
+
+def _leave_new_modules_out_of_collections() -> None:
+    """Each start on a card asks for a full garbage collection, which would visit all modules that
+    earlier tests have imported, torch's compiler above all."""
+    global _num_kept_modules
+    if len(sys.modules) > _num_kept_modules + 100:
+        _num_kept_modules = len(sys.modules)
+        keep_for_good()
 
 
 def _forget_environment() -> None:

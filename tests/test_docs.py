@@ -1,6 +1,7 @@
 """The generated pages of docs/ say what the code says."""
 
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -30,7 +31,8 @@ def test_every_variable_is_on_its_page():
 
 def test_a_page_that_differs_is_named(tmp_path):
     flags = ["--folder", str(tmp_path)]
-    subprocess.run([*GENERATE, *flags], cwd=ROOT, check=True, timeout=600)
+    for page in (ROOT / "docs").glob("*.md"):
+        shutil.copy(page, tmp_path)
     with (tmp_path / "env_variables.md").open("a") as page:
         page.write("more\n")
     result = subprocess.run(

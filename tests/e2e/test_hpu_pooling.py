@@ -26,7 +26,7 @@ def run(
     """Results on a simulated card that has compiled and padded as planned."""
     lazy, is_eager = MODES[mode]
     buckets = FEW_BUCKETS | {"VLLM_PROMPT_SEQ_BUCKET_MAX": longest, "VLLM_PROMPT_BS_BUCKET_MAX": 2}
-    with simulated_hpu(PT_HPU_LAZY_MODE=lazy, **buckets):
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=lazy, **buckets):
         llm = LLM(str(folder), skip_tokenizer_init=True, enforce_eager=is_eager, **settings)
         outputs = llm.encode(prompts, use_tqdm=False)
         stats = llm.llm_engine.engine_core.executor._running_worker.stats()

@@ -23,7 +23,8 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[bool, LLM]]:
     """One that waits for each step and one that runs ahead, on one card."""
-    with pytest.MonkeyPatch.context() as patch, simulated_hpu(PT_HPU_LAZY_MODE=True, **FEW_BUCKETS):
+    card = simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=True, **FEW_BUCKETS)
+    with pytest.MonkeyPatch.context() as patch, card:
         # Whatever the time of a step, which is measured otherwise.
         patch.setattr(engine_core, "RunAhead", lambda allowed: RunAhead(allowed, 0))
         yield {

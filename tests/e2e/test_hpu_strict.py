@@ -7,15 +7,17 @@ fails. The counters say the rest: what happened between launches.
 import random
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from tests.hpu import FEW_BUCKETS, MODES, captured_log, simulated_hpu
 from vllm import LLM, SamplingParams
+from vllm.assets import BUNDLED_MODEL
 from vllm.worker.model_runner import LaunchResult
 
-NUM_REQUESTS = {"HPU graphs": 60, "torch.compile": 30, "eager": 30}
+NUM_REQUESTS = {"HPU graphs": 100, "torch.compile": 50, "eager": 50}
 LOGPROB_COPIES = 3
 """Token ids, log-probabilities and ranks."""
 
@@ -88,12 +90,18 @@ def seen_by_user(outputs) -> list[list]:
 
 
 @pytest.fixture(scope="module")
-def load() -> Load:
+def engine(models) -> dict[str, Any]:
+    """Arguments of `LLM`: a tiny model that reads texts."""
+    return ENGINE | {"model": str(models("llama")), "tokenizer": str(BUNDLED_MODEL)}
+
+
+@pytest.fixture(scope="module")
+def load(engine) -> Load:
     rng = random.Random(11)
     stems = ["".join(rng.choices(PIECES, k=12)) for _ in range(3)]
     pairs = [random_request(rng, stems) for _ in range(max(NUM_REQUESTS.values()))]
     prompts, params = ([pair[i] for pair in pairs] for i in range(2))
-    llm = LLM(**ENGINE, device="cpu")
+    llm = LLM(**engine, device="cpu")
     return Load(prompts, params, seen_by_user(llm.generate(prompts, params, use_tqdm=False)))
 
 
@@ -108,11 +116,11 @@ def expected_syncs(launches: list[LaunchResult]) -> int:
 
 
 @pytest.mark.parametrize("mode", NUM_REQUESTS)
-def test_random_requests_compile_nothing_and_wait_only_for_tokens(mode, load, monkeypatch):
+def test_random_requests_compile_nothing_and_wait_only_for_tokens(mode, engine, load, monkeypatch):
     count = NUM_REQUESTS[mode]
     is_lazy, enforce_eager = MODES[mode]
-    with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **BUCKETS) as bridge:
-        llm = LLM(**ENGINE, enforce_eager=enforce_eager)
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=is_lazy, **BUCKETS) as bridge:
+        llm = LLM(**engine, enforce_eager=enforce_eager)
         core = llm.llm_engine.engine_core
         runner = core.executor._worker.runner
         launches: list[LaunchResult] = []
@@ -133,11 +141,11 @@ def test_random_requests_compile_nothing_and_wait_only_for_tokens(mode, load, mo
     assert seen_by_user(outputs) == load.want[:count]
 
 
-def test_sampling_that_was_not_warmed_up_compiles_once_with_a_line_in_the_log(load):
+def test_sampling_that_was_not_warmed_up_compiles_once_with_a_line_in_the_log(engine):
     lines, compiled = [], []
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=1, max_tokens=3, ignore_eos=True)
-    with simulated_hpu(PT_HPU_LAZY_MODE=1, **BUCKETS) as bridge:
-        llm = LLM(**ENGINE | {"sampling_warmup": "basic"})
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **BUCKETS) as bridge:
+        llm = LLM(**engine | {"sampling_warmup": "basic"})
         misses = llm.llm_engine.engine_core.stats().runner.num_bucket_misses
         for asked in (SamplingParams(seed=1, max_tokens=3, ignore_eos=True), params, params):
             before = bridge.counters().compilations
@@ -163,11 +171,11 @@ def only_300(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
     return torch.full_like(logits, float("-inf")).index_fill(0, torch.tensor([300]), 0.0)
 
 
-def test_code_of_a_user_may_read_logits():
+def test_code_of_a_user_may_read_logits(engine):
     params = SamplingParams(
         temperature=0, max_tokens=3, ignore_eos=True, logits_processors=[only_300]
     )
-    with simulated_hpu(PT_HPU_LAZY_MODE=1, **BUCKETS):
-        llm = LLM(**ENGINE)
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **BUCKETS):
+        llm = LLM(**engine)
         output = llm.generate(["import os\n"], params, use_tqdm=False)[0].outputs[0]
     assert output.token_ids == [300, 300, 300]

@@ -124,10 +124,11 @@ def test_nothing_is_held_after_all_this(server):
 
 
 @pytest.mark.slow
-def test_schemathesis_finds_no_server_error(server, tmp_path):
+@pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.exhaustive)])
+def test_schemathesis_finds_no_server_error(count, server, tmp_path):
     pytest.importorskip("schemathesis")
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
-    command += ["--checks", "not_a_server_error", "--max-examples", "5", "--no-color"]
+    command += ["--checks", "not_a_server_error", "--max-examples", str(count), "--no-color"]
     command += ["--phases", "examples,coverage,fuzzing", "--request-timeout", "300", "--seed", "1"]
     command += ["--exclude-path-regex", "^/(livez|startupz|readyz|health|ping|collective_rpc)$"]
     command += ["--generation-database", "none"]

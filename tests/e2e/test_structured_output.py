@@ -123,13 +123,14 @@ def test_a_request_gets_the_same_in_a_crowd_as_alone(llm):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [12, pytest.param(24, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("mode", ["HPU graphs", "eager"])
-def test_the_simulated_card_gives_the_tokens_of_the_cpu_and_compiles_nothing(mode, llm):
-    prompts, params = random_requests(12, seed=7)
+def test_the_simulated_card_gives_the_tokens_of_the_cpu_and_compiles_nothing(mode, count, llm):
+    prompts, params = random_requests(count, seed=7)
     want = seen_by_user(llm.generate(prompts, params, use_tqdm=False))
     is_lazy, enforce_eager = MODES[mode]
     buckets = FEW_BUCKETS | {"VLLM_DECODE_BS_BUCKET_MIN": 8}
-    with simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, **buckets) as bridge:
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=is_lazy, **buckets) as bridge:
         card = LLM(**TINY_ENGINE, enforce_eager=enforce_eager, sampling_warmup="all")
         before = bridge.counters()
         outputs = card.generate(prompts, params, use_tqdm=False)

@@ -236,7 +236,15 @@ def test_the_tokenizer_may_be_elsewhere_or_absent(tmp_path):
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1, got 0"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be"),
-        ({"hf_overrides": {"architectures": ["Nope"]}}, "architecture 'Nope' is not supported"),
+        (
+            {"hf_overrides": {"architectures": ["Nope"]}},
+            "architecture 'Nope' is not supported, and the installed transformers has no decoder "
+            "of that name either; supported architectures: Bert",
+        ),
+        (
+            {"hf_overrides": {"architectures": ["SmolLM3ForCausalLM"]}, "model_impl": "vllm"},
+            "with model_impl='vllm'. Leave model_impl out to run it with the modules of transform",
+        ),
     ],
 )
 def test_what_cannot_start_is_one_line_that_names_it(settings, message):

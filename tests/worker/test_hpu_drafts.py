@@ -53,7 +53,7 @@ def run(engine: LLMEngine) -> list:
 def test_users_get_the_same_with_drafts_as_without(mode, is_contiguous, monkeypatch):
     is_lazy, is_eager = MODES[mode]
     variables = FEW_BUCKETS | {"VLLM_CONTIGUOUS_PA": is_contiguous, "PT_HPU_LAZY_MODE": is_lazy}
-    with simulated_hpu(**variables) as bridge:
+    with simulated_hpu(has_profiling_run=False, **variables) as bridge:
         engine = make_engine(0, is_eager, 33)
         runner = engine.engine_core.executor._worker.runner
         assert all(b.query_len == 1 for b in runner.launches.planner.catalog.decode)

@@ -25,7 +25,7 @@ def runner_of(llm: LLM):
 def test_without_warm_up_every_shape_is_named_once(mode):
     is_lazy, is_eager = MODES[mode]
     variables = FEW_BUCKETS | {"VLLM_SKIP_WARMUP": 1, "PT_HPU_LAZY_MODE": is_lazy}
-    with simulated_hpu(**variables) as bridge, captured_log() as log:
+    with simulated_hpu(has_profiling_run=False, **variables) as bridge, captured_log() as log:
         llm = LLM(**SMALL_ENGINE, enforce_eager=is_eager)
         assert not any("[Warmup]" in line or "Warmup finished" in line for line in log)
         counts = []
@@ -44,7 +44,10 @@ def test_without_warm_up_every_shape_is_named_once(mode):
 
 
 def test_after_a_warm_up_no_shape_is_named():
-    with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS), captured_log() as log:
+    with (
+        simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS),
+        captured_log() as log,
+    ):
         llm = LLM(**SMALL_ENGINE)
         for lengths in ((20,), (25,), (40,), (20, 25, 40)):
             generate(llm, *lengths)
@@ -57,7 +60,10 @@ def test_after_a_warm_up_no_shape_is_named():
 def test_a_graph_ends_after_so_many_layers(layers, mode, monkeypatch):
     """The embedding belongs to the first part, norm and logits to the last one."""
     variables = FEW_BUCKETS | {"VLLM_CONFIG_HIDDEN_LAYERS": layers, "VLLM_SKIP_WARMUP": 1}
-    with simulated_hpu(PT_HPU_LAZY_MODE=1, **variables) as bridge, captured_log():
+    with (
+        simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **variables) as bridge,
+        captured_log(),
+    ):
         llm = LLM(**SMALL_ENGINE, enforce_eager=mode == "lazy")
         runner, shape = runner_of(llm), PaddedShape(decode(3, 20))
         launches: list[int] = []
@@ -84,7 +90,7 @@ def test_a_graph_ends_after_so_many_layers(layers, mode, monkeypatch):
 
 def test_a_full_warm_up_makes_a_later_compilation_an_error():
     variables = FEW_BUCKETS | {"VLLM_FULL_WARMUP": 1}
-    with simulated_hpu(**variables) as bridge, captured_log():
+    with simulated_hpu(has_profiling_run=False, **variables) as bridge, captured_log():
         llm = LLM(**SMALL_ENGINE)
         before = bridge.counters().compilations
         generate(llm, 20, 70)
@@ -99,7 +105,7 @@ def test_blocks_of_a_request_that_computed_nan_spoil_no_later_request(is_contigu
     variables = {"VLLM_SKIP_WARMUP": 1, "PT_HPU_LAZY_MODE": 1, "VLLM_CONTIGUOUS_PA": is_contiguous}
     prompts = [{"prompt_token_ids": [20 + n] * n} for n in (33, 7, 20)]
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    with simulated_hpu(**FEW_BUCKETS | variables), captured_log():
+    with simulated_hpu(has_profiling_run=False, **FEW_BUCKETS | variables), captured_log():
         llm = LLM(
             **SMALL_ENGINE | {"num_gpu_blocks_override": 9},
             enable_prefix_caching=False,
@@ -127,7 +133,7 @@ def test_a_chunk_of_one_token_has_the_log_probabilities_of_its_prompt():
     """The budget leaves one token for the first chunk of the second prompt."""
     prompts = [{"prompt_token_ids": [20 + n] * n} for n in (32, 40)]
     wants = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, prompt_logprobs=1)
-    with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
         llm = LLM(**SMALL_ENGINE | {"max_num_batched_tokens": 33, "enable_chunked_prefill": True})
         outputs = llm.generate(prompts, [GREEDY, wants], use_tqdm=False)
         alone = llm.generate(prompts[1], wants, use_tqdm=False)[0].prompt_logprobs

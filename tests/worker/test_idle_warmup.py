@@ -69,7 +69,10 @@ class Server:
 
 
 def test_an_idle_server_compiles_the_rest_and_requests_wait_for_one_launch_at_most(monkeypatch):
-    with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS) as bridge, captured_log() as log:
+    with (
+        simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS) as bridge,
+        captured_log() as log,
+    ):
         llm = LLM(**SMALL_ENGINE)
         server = Server(llm, monkeypatch)
         server.loop.turn()
@@ -106,7 +109,7 @@ def test_an_idle_server_compiles_the_rest_and_requests_wait_for_one_launch_at_mo
 
 def test_offline_nothing_is_warmed_between_calls_and_all_leaves_nothing(monkeypatch):
     for mode in ("basic", "all"):
-        with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+        with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
             llm = LLM(**SMALL_ENGINE, sampling_warmup=mode)
             server = Server(llm, monkeypatch)
             params = SamplingParams(temperature=0, max_tokens=2)
@@ -119,7 +122,10 @@ def test_offline_nothing_is_warmed_between_calls_and_all_leaves_nothing(monkeypa
 
 
 def test_without_memory_it_gives_up_with_one_line(monkeypatch):
-    with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS), captured_log() as log:
+    with (
+        simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS),
+        captured_log() as log,
+    ):
         llm = LLM(**SMALL_ENGINE)
         server = Server(llm, monkeypatch)
 

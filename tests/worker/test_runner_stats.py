@@ -22,7 +22,7 @@ def test_a_device_that_takes_any_shape_pads_nothing():
 
 
 def test_padding_is_what_the_buckets_add():
-    with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS), captured_log():
+    with simulated_hpu(has_profiling_run=False, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS), captured_log():
         assert stats_after_one_request("hpu") == RunnerStats(
             num_steps=3,
             num_useful_tokens=22,
@@ -33,7 +33,7 @@ def test_padding_is_what_the_buckets_add():
 
 def test_without_warm_up_shapes_are_missed_once_and_compile_while_requests_wait():
     variables = FEW_BUCKETS | {"VLLM_SKIP_WARMUP": 1, "PT_HPU_LAZY_MODE": 1}
-    with simulated_hpu(**variables), captured_log():
+    with simulated_hpu(has_profiling_run=False, **variables), captured_log():
         stats = stats_after_one_request("hpu")
     assert (stats.num_bucket_misses, stats.num_bucket_hits) == (2, 1)
     assert stats.num_late_compilations > 0

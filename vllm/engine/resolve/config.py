@@ -302,15 +302,20 @@ def _class_of(architecture: str, model_impl: ModelImpl) -> str:
     is_ours = architecture in ModelRegistry.supported()
     if is_ours and model_impl != "transformers":
         return architecture
-    if model_impl != "vllm" and is_known_to_transformers(architecture):
+    is_theirs = is_known_to_transformers(architecture)
+    if is_theirs and model_impl != "vllm":
         return BY_TRANSFORMERS
     if is_ours:
         raise ConfigError(
             f"model_impl='transformers': the installed transformers has no decoder "
             f"{architecture}. Leave model_impl out"
         )
-    ModelRegistry.resolve(architecture)  # raises, and lists what is supported
-    raise AssertionError("unreachable")
+    elsewhere = (
+        " with model_impl='vllm'. Leave model_impl out to run it with the modules of transformers"
+        if is_theirs
+        else ", and the installed transformers has no decoder of that name either"
+    )
+    raise ConfigError(ModelRegistry.unsupported_message(architecture, elsewhere))
 
 
 def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> str | None:

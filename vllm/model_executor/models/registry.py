@@ -102,7 +102,7 @@ class _ModelRegistry:
         """
         model = self._models.get(arch_name)
         if model is None:
-            raise ConfigError(self._unsupported(arch_name))
+            raise ConfigError(self.unsupported_message(arch_name))
         if not isinstance(model, str):
             return model
         module, _, name = model.partition(":")
@@ -112,12 +112,18 @@ class _ModelRegistry:
             raise ConfigError(f"model {arch_name!r}: cannot import {model!r}: {error}") from error
         return found
 
-    def _unsupported(self, arch_name: str) -> str:
+    def unsupported_message(self, arch_name: str, elsewhere: str = "") -> str:
+        """What an error says about an architecture that is not in the registry.
+
+        Args:
+            arch_name: name in config.json.
+            elsewhere: whether transformers has it, as the end of a sentence.
+        """
         names = self.supported()
         near = difflib.get_close_matches(arch_name, names, n=3)
         hint = f" (the nearest: {', '.join(near)})" if near else ""
         return (
-            f"model architecture {arch_name!r} is not supported{hint}; "
+            f"model architecture {arch_name!r} is not supported{hint}{elsewhere}; "
             f"supported architectures: {', '.join(names)}"
         )
 
