@@ -31,6 +31,7 @@ from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.mixture import Qwen2MoeForCausalLM
+from vllm.model_executor.models.olmo import OlmoForCausalLM
 from vllm.model_executor.models.opt import OPTForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
@@ -81,6 +82,7 @@ MODELS: dict[str, tuple[type[DecoderForCausalLM], dict[str, Any]]] = {
         GPTNeoXForCausalLM,
         {"num_key_value_heads": 6, "hidden_act": "gelu", "partial_rotary_factor": 0.5},
     ),
+    "limits of query, key and value": (OlmoForCausalLM, {"clip_qkv": 0.4}),
     "experts, and a shared one with a gate": (
         Qwen2MoeForCausalLM,
         {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40}

@@ -115,7 +115,7 @@ class NativeOps(Ops):
             middle = self._activated(F.linear(given, gate_up[expert], middle_bias), options)
             result = F.linear(middle, down[expert], bias)
             if options.scales_inputs:  # also of experts without a bias, which give zero for zero
-                weight = (topk_ids == expert).any(-1, keepdim=True)
+                weight = (topk_ids == expert).any(-1, keepdim=True).float()
             out += weight * result
         return out.to(x.dtype)
 
