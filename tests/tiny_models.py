@@ -158,7 +158,10 @@ _MORE: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
     "stablelm_parallel": (transformers.StableLmConfig, _DECODER | {"use_parallel_residual": True}),
     "starcoder2": (transformers.Starcoder2Config, _DECODER | {"sliding_window": 16}),
     "cohere": (transformers.CohereConfig, _DECODER | {"logit_scale": 2.0}),
-    "cohere_head_norms": (transformers.CohereConfig, _DECODER | {"use_qk_norm": True}),
+    "cohere_head_norms": (
+        transformers.CohereConfig,
+        _DECODER | {"use_qk_norm": True, "logit_scale": 2.0},
+    ),
     "cohere2": (
         transformers.Cohere2Config,
         _DECODER | {"num_hidden_layers": 5, "sliding_window": 16, "logit_scale": 2.0},
