@@ -151,9 +151,17 @@ _MORE: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
         transformers.StableLmConfig,
         _DECODER | {"use_qkv_bias": True, "partial_rotary_factor": 0.25},
     ),
+    "stablelm_head_norms": (
+        transformers.StableLmConfig,
+        _DECODER | {"qk_layernorm": True, "use_qkv_bias": True},
+    ),
     "stablelm_parallel": (transformers.StableLmConfig, _DECODER | {"use_parallel_residual": True}),
     "starcoder2": (transformers.Starcoder2Config, _DECODER | {"sliding_window": 16}),
     "cohere": (transformers.CohereConfig, _DECODER | {"logit_scale": 2.0}),
+    "cohere_head_norms": (
+        transformers.CohereConfig,
+        _DECODER | {"use_qk_norm": True, "logit_scale": 2.0},
+    ),
     "cohere2": (
         transformers.Cohere2Config,
         _DECODER | {"num_hidden_layers": 5, "sliding_window": 16, "logit_scale": 2.0},
@@ -217,6 +225,21 @@ _MORE |= {
     ),
     "olmoe": (transformers.OlmoeConfig, _MOE | {"num_experts": 4, "clip_qkv": 1.0}),
 }
+_MORE |= _if_known(
+    "gpt_oss",
+    "GptOssConfig",
+    _MOE
+    | {"num_local_experts": 6, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 16}
+    | {"rope_parameters": _YARN_ROPE | {"truncate": False}, "swiglu_limit": 1.0},
+)
+_MORE |= _if_known(
+    "llama4",
+    "Llama4TextConfig",
+    _DECODER
+    | {"num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 4, "intermediate_size_mlp": 112}
+    | {"interleave_moe_layer_step": 2, "attention_chunk_size": 20, "floor_scale": 8}
+    | {"rope_parameters": _LLAMA3_ROPE, "attn_scale": 0.5},
+)
 _FAMILIES |= _MORE
 
 ALL_FAMILIES = tuple(_FAMILIES)

@@ -16,6 +16,17 @@ inline void silu_and_mul_row(const T* x, T* out, int64_t size) {
   });
 }
 
+// out = g * sigmoid(alpha * g) * (u + 1), of gates g up to `limit` and ups u between -limit and limit
+// (GPT-OSS; OpenAI 2025, arXiv 2508.10925). x: [2 * size], gate then up. Rounded once.
+template <typename T>
+inline void clamped_swiglu_row(const T* x, T* out, int64_t size, float alpha, float limit) {
+  for_each_vector(size, [&](int64_t i, int64_t count) {
+    const Vec g = min(splat(limit), load(x + i, count));
+    const Vec u = max(splat(-limit), min(splat(limit), load(x + size + i, count)));
+    store(out + i, g / (1.0f + exp(-alpha * g)) * (u + 1.0f), count);
+  });
+}
+
 // x * P(X <= x) of a normal X, with erf by formula 7.1.26 of Abramowitz and Stegun (1964), whose
 // error is at most 1.5e-7.
 VLLM_INLINE Vec gelu(Vec x) {

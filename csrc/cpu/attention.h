@@ -20,11 +20,13 @@ constexpr int kStepsAhead = 2;  // how early memory is asked for a tile of a kv 
 template <typename T>
 struct DecodeCall : vllm_cpu::AttentionArgs<T> {
   int64_t group() const { return this->num_heads / this->num_kv_heads; }
+  const float* sink(int64_t head) const {
+    return this->sinks == nullptr ? nullptr : this->sinks + head;
+  }
   // Keys [first_key, end_key) are visible to request b.
   int64_t end_key(int64_t b) const { return this->seq_lens[b]; }
   int64_t first_key(int64_t b) const {
-    const int64_t first = end_key(b) - this->sliding_window;
-    return this->sliding_window > 0 && first > 0 ? first : 0;
+    return Sight{this->sliding_window, this->chunk_size}.first_key(end_key(b) - 1);
   }
   // An empty request has one partition of no keys, which writes its zeros.
   int64_t num_partitions(int64_t b) const {
@@ -148,7 +150,7 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
   TileWork work = scratch.work;
   work.states = states;
   work.first_head = item.first_g * group;
-  const ScoreOptions options{call.scale, call.soft_cap, call.alibi_slopes, 0};
+  const ScoreOptions options{call.scale, call.soft_cap, call.alibi_slopes, {}};
 
   // A ring: the rows of the tile in use, and of those after it up to the one being fetched.
   DecodeRows rows[kStepsAhead + 1];
@@ -187,11 +189,16 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
   return true;
 }
 
-// Writes the head whose softmax is finished, times `scale`. No keys: zeros.
+// Writes the head whose softmax is finished, times `scale`. No keys: zeros. sink: of the head, or
+// null.
 template <class Dot, typename T>
-inline void write_out(const float* state, int64_t head_size, float scale, T* out) {
+inline void write_out(const float* state, int64_t head_size, float scale, const float* sink,
+                      T* out) {
   const float total = sum_lanes(load(state + kTotal));
-  const float factor = total > 0 ? scale / total : total == 0 ? 0.0f : total;
+  float factor = total > 0 ? scale / total : total == 0 ? 0.0f : total;
+  if (sink != nullptr && total > 0) {
+    factor = scale * inverse_with_sink(splat(state[0]), splat(total), splat(*sink))[0];
+  }
   for (int64_t i = 0; i < head_size; i += kLanes * Dot::kInputs) {
     Vec parts[Dot::kInputs];
     for (int j = 0; j < Dot::kInputs; ++j) parts[j] = load(state + kHeader + i + j * kLanes);
@@ -203,7 +210,8 @@ inline void write_out(const float* state, int64_t head_size, float scale, T* out
   }
 }
 
-// Adds the partial results of one head, `stride` floats apart, in order into the first of them.
+// Adds the partial results of one head, `stride` floats apart, in order into the first of them,
+// whose largest score becomes that of all.
 inline void merge(float* states, int64_t num_states, int64_t stride, int64_t padded_size) {
   float largest = states[0];
   for (int64_t p = 1; p < num_states; ++p) {
@@ -217,6 +225,7 @@ inline void merge(float* states, int64_t num_states, int64_t stride, int64_t pad
       store(states + i, fma(weight, load(state + i), before));
     }
   }
+  states[0] = largest;
 }
 
 // How the partitions of all requests are numbered and cut into items.
@@ -303,7 +312,7 @@ int64_t paged_attention_decode(const vllm_cpu::AttentionArgs<T>& args, int num_t
     }
     for (int64_t h = first_head; is_whole && h < item.end_g * call.group(); ++h) {
       write_out<Dot>(states + (h - first_head) * state_floats, head_size, call.value_scale,
-                     call.out + (item.b * num_heads + h) * head_size);
+                     call.sink(h), call.out + (item.b * num_heads + h) * head_size);
     }
   };
   // Several items at a time, where there are many, so that the next one is known.
@@ -323,7 +332,8 @@ int64_t paged_attention_decode(const vllm_cpu::AttentionArgs<T>& args, int num_t
       if (work.num_partitions(b) == 1) continue;  // already written
       float* const states = partials + (work.first_partition(b) * num_heads + h) * state_floats;
       merge(states, work.num_partitions(b), num_heads * state_floats, padded_size);
-      write_out<Dot>(states, head_size, call.value_scale, call.out + row * head_size);
+      write_out<Dot>(states, head_size, call.value_scale, call.sink(h),
+                     call.out + row * head_size);
     }
   });
   return bad_request;

@@ -32,6 +32,7 @@ VLLM_STRUCT(AttentionArgs,
   const int32_t* block_tables;  // [num_requests, max_blocks], requests table_stride apart
   const int32_t* seq_lens;      // [num_requests]
   const float* alibi_slopes;    // [num_heads], or null
+  const float* sinks;           // [num_heads]: score of a key without a value, or null
   T* out;                       // [tokens, num_heads, head_size], dense
   int64_t num_requests, num_heads, num_kv_heads, head_size, num_blocks, block_size, max_blocks;
   int64_t query_stride, table_stride;
@@ -39,6 +40,7 @@ VLLM_STRUCT(AttentionArgs,
   float soft_cap;          // 0: none
   float value_scale = 1;   // multiplies the result; that of the keys is part of `scale`
   int64_t sliding_window;  // 0: none; below 2^31
+  int64_t chunk_size;      // a query sees keys of its own chunk only; 0: of all
   CacheType cache_type = CacheType::kSame;
   const int32_t* query_start_loc;  // [num_requests + 1], for prefill only
   int64_t num_tokens;              // for prefill only

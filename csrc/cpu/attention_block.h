@@ -22,7 +22,9 @@ struct RowBlock {
   float* largest;   // [1]
   float* total;     // [1]: sum(e^(score - largest))
   float* slopes;    // [1]
-  int32_t* positions;  // [1], in the request
+  float* sinks;     // [1]
+  int32_t* positions;   // [1], in the request
+  int32_t* first_keys;  // [1]: the first key that the row sees
   int64_t num_rows;
   int64_t first_position, last_position;  // of its rows
 };
@@ -133,10 +135,11 @@ VLLM_INLINE Ints distance(const RowBlock& block, int v, int64_t key) {
   return positions - static_cast<int32_t>(key);
 }
 
-// All ones where a row sees a key at this distance.
-VLLM_INLINE Ints sees(Ints distance, int64_t window) {
-  const Ints is_past = distance >= 0;
-  return window > 0 ? is_past & (distance < static_cast<int32_t>(window)) : is_past;
+// All ones where a row sees a key.
+VLLM_INLINE Ints sees(const RowBlock& block, int v, int64_t key) {
+  Ints first_keys;
+  __builtin_memcpy(&first_keys, block.first_keys + v * kLanes, sizeof first_keys);
+  return (distance(block, v, key) >= 0) & (first_keys <= static_cast<int32_t>(key));
 }
 
 // Turns products into scores, and returns the largest of each row (-inf when it sees no key).
@@ -158,9 +161,7 @@ inline void finish_scores(const RowBlock& block, const ScoreOptions& options, in
                    __builtin_convertvector(distance(block, v, begin + k), Vec);
         }
         if (is_masked) {
-          score = sees(distance(block, v, begin + k), options.window)
-                      ? score
-                      : splat(-__builtin_inff());
+          score = sees(block, v, begin + k) ? score : splat(-__builtin_inff());
         }
       }
       store(at, score);
@@ -190,14 +191,13 @@ VLLM_INLINE void store_weights(uint32_t* to, Vec first, Vec second) {
 
 // weights = e^(score - largest), zero where a row does not see the key. Adds them to total.
 template <class Dot, int kVectors>
-inline void weigh_scores(const RowBlock& block, const ScoreOptions& options, int64_t begin,
-                         int64_t num_keys, bool is_masked, const float* scores,
-                         const Vec (&largest)[kVectors], Vec (&total)[kVectors],
-                         uint32_t* weights) {
+inline void weigh_scores(const RowBlock& block, int64_t begin, int64_t num_keys, bool is_masked,
+                         const float* scores, const Vec (&largest)[kVectors],
+                         Vec (&total)[kVectors], uint32_t* weights) {
   const auto weight_at = [&](int64_t k, int v) __attribute__((always_inline)) {
     const Vec weight = exp(load(scores + k * kQueryRows + v * kLanes) - largest[v]);
     if (!is_masked) return weight;
-    return sees(distance(block, v, begin + k), options.window) ? weight : Vec{};
+    return sees(block, v, begin + k) ? weight : Vec{};
   };
   for (int64_t k = 0; k < num_keys; k += Dot::kInputs, weights += kQueryRows) {
 #pragma GCC unroll 4
@@ -235,7 +235,7 @@ inline void attend_block(const RowBlock& block, const TileScratch& tile,
                          int64_t head_size) {
   const bool is_masked =
       begin + num_keys - 1 > block.first_position ||
-      (options.window > 0 && block.last_position - begin >= options.window);
+      options.sight.first_key(block.last_position) > begin;
   score_block<Dot, kVectors>(block, tile.keys, tile.key_stride,
                              (head_size + Dot::kInputs - 1) / Dot::kInputs, num_keys, tile.scores);
   Vec largest[kVectors], total[kVectors], shrink[kVectors];
@@ -247,8 +247,8 @@ inline void attend_block(const RowBlock& block, const TileScratch& tile,
     shrink[v] = largest[v] == before ? splat(1.0f) : exp(before - largest[v]);
     total[v] = load(block.total + v * kLanes) * shrink[v];
   }
-  weigh_scores<Dot, kVectors>(block, options, begin, num_keys, is_masked, tile.scores, largest,
-                              total, tile.weights);
+  weigh_scores<Dot, kVectors>(block, begin, num_keys, is_masked, tile.scores, largest, total,
+                              tile.weights);
   for (int v = 0; v < kVectors; ++v) {
     store(block.largest + v * kLanes, largest[v]);
     store(block.total + v * kLanes, total[v]);
@@ -264,8 +264,7 @@ inline void attend_tile(const RowBlock& block, const TileScratch& tile,
                         int64_t head_size) {
   const int64_t visible = block.last_position + 1 - begin;
   const int64_t last_key = begin + num_keys - 1;
-  const bool is_forgotten =
-      options.window > 0 && block.first_position - last_key >= options.window;
+  const bool is_forgotten = options.sight.first_key(block.first_position) > last_key;
   if (visible <= 0 || is_forgotten) return;
   if (visible < num_keys) num_keys = visible;
   if (block.num_rows > 2 * kLanes) {

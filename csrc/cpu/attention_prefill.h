@@ -14,6 +14,7 @@
 
 namespace VLLM_ISA {
 
+constexpr int64_t kRowNumbers = 6;  // arrays of a block with one number per row
 constexpr int64_t kItemRows = 192;  // a multiple of kQueryRows for every instruction set
 
 template <typename T>
@@ -22,6 +23,7 @@ struct PrefillCall : vllm_cpu::AttentionArgs<T> {
   int64_t query_len(int64_t b) const {
     return int64_t{this->query_start_loc[b + 1]} - this->query_start_loc[b];
   }
+  Sight sight() const { return {this->sliding_window, this->chunk_size}; }
   int64_t context_len(int64_t b) const { return this->seq_lens[b] - query_len(b); }
   // True when what the caller says of request b fits its table and the query.
   bool is_valid(int64_t b) const {
@@ -110,11 +112,13 @@ class PrefillScratch {
     uint32_t* const rows = query + head_words_ * kQueryRows;
     float* const floats = reinterpret_cast<float*>(rows);
     return {query,
-            floats + 4 * kQueryRows,
+            floats + kRowNumbers * kQueryRows,
             floats,
             floats + kQueryRows,
             floats + 2 * kQueryRows,
-            reinterpret_cast<int32_t*>(rows + 3 * kQueryRows),
+            floats + 3 * kQueryRows,
+            reinterpret_cast<int32_t*>(rows + 4 * kQueryRows),
+            reinterpret_cast<int32_t*>(rows + 5 * kQueryRows),
             0,
             0,
             0};
@@ -128,7 +132,7 @@ class PrefillScratch {
     return padded((head_size + Dot::kInputs - 1) / Dot::kInputs);
   }
   static int64_t block_words(int64_t head_size) {
-    return (padded_words(head_size) + 4 + padded(head_size)) * kQueryRows;
+    return (padded_words(head_size) + kRowNumbers + padded(head_size)) * kQueryRows;
   }
   uint32_t* blocks_;
   int64_t block_words_, head_words_;
@@ -163,7 +167,9 @@ inline void start_block(const PrefillCall<T>& call, const PrefillItem& item, int
     block.largest[r] = -__builtin_inff();
     block.total[r] = 0;
     block.slopes[r] = call.alibi_slopes != nullptr ? call.alibi_slopes[head] : 0;
+    block.sinks[r] = call.sinks != nullptr ? call.sinks[head] : 0;
     block.positions[r] = static_cast<int32_t>(context_len + token);
+    block.first_keys[r] = static_cast<int32_t>(call.sight().first_key(context_len + token));
     queries[r] = call.query + (first_token + token) * call.query_stride + head * head_size;
     prefetch_row(reinterpret_cast<const char*>(queries[r]), head_size * int64_t{sizeof(T)});
   });
@@ -259,7 +265,11 @@ inline void write_block(const PrefillCall<T>& call, const PrefillItem& item, int
     out[r] = call.out + ((first_token + token) * call.num_heads + head) * head_size;
   });
   for (int64_t r = 0; r < block.num_rows; r += kLanes) {
-    const Vec factor = call.value_scale / load(block.total + r);
+    Vec factor = call.value_scale / load(block.total + r);
+    if (call.sinks != nullptr) {
+      factor = call.value_scale * inverse_with_sink(load(block.largest + r), load(block.total + r),
+                                                    load(block.sinks + r));
+    }
     const int64_t num_lanes = block.num_rows - r < kLanes ? block.num_rows - r : kLanes;
     for_each_vector(head_size, [&](int64_t i, int64_t count) {
       Vec rows[kLanes];
@@ -277,12 +287,11 @@ inline void write_block(const PrefillCall<T>& call, const PrefillItem& item, int
 template <class Dot, typename T>
 inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
                         const PrefillScratch<Dot>& scratch) {
-  const ScoreOptions options{call.scale, call.soft_cap, call.alibi_slopes, call.sliding_window};
+  const ScoreOptions options{call.scale, call.soft_cap, call.alibi_slopes, call.sight()};
   // Keys that no row of the item sees are not touched.
   const int64_t context_len = call.context_len(item.b), group = call.group();
-  const int64_t first_seen = context_len + item.begin / group + 1 - options.window;
-  const int64_t begin =
-      options.window > 0 && first_seen > 0 ? first_seen / kPrefillKeys * kPrefillKeys : 0;
+  const int64_t first_seen = options.sight.first_key(context_len + item.begin / group);
+  const int64_t begin = first_seen / kPrefillKeys * kPrefillKeys;
   const int64_t end = context_len + (item.end - 1) / group + 1;
   TileRows rows[2];  // of the even tiles, and of the odd ones
   if (!find_tile(call, item, begin, end, rows[begin / kPrefillKeys % 2])) return false;

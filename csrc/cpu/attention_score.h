@@ -5,13 +5,26 @@
 
 namespace VLLM_ISA {
 
+// Which keys before it a query sees.
+struct Sight {
+  int64_t window;      // most recent keys, its own included; 0: all
+  int64_t chunk_size;  // only keys of its own chunk; 0: of all
+
+  // The first key that a query at `position` sees; 0 for the -1 of an empty request.
+  int64_t first_key(int64_t position) const {
+    const int64_t of_window = window > 0 ? position + 1 - window : 0;
+    const int64_t of_chunk = chunk_size > 0 ? position - position % chunk_size : 0;
+    const int64_t first = of_window > of_chunk ? of_window : of_chunk;
+    return first > 0 ? first : 0;
+  }
+};
+
 // In this order.
 struct ScoreOptions {
   float scale;
   float soft_cap;       // cap * tanh(score / cap); 0: none
   const float* slopes;  // ALiBi: minus the slope of the head times the distance of the key, or null
-  int64_t window;       // most recent keys a query sees; 0: all. For decode the caller leaves the
-                        // others out.
+  Sight sight;          // for prefill; for decode the caller leaves the other keys out
 };
 
 // tanh within 3e-7. By its series near zero, where the difference from one would cancel.
@@ -23,6 +36,13 @@ VLLM_INLINE Vec tanh(Vec x) {
   const Vec near = fma(p * square, x, x);
   const Vec far = 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
   return square < 0.09f ? near : far;
+}
+
+// 1 / (sum of the weights and of the sink's), relative to `largest`, which is the score that the
+// weights of `total` are relative to (attention sinks; Xiao et al. 2023, arXiv 2309.17453).
+VLLM_INLINE Vec inverse_with_sink(Vec largest, Vec total, Vec sink) {
+  const Vec top = max(largest, sink), shrink = exp(largest - top);
+  return shrink / fma(total, shrink, exp(sink - top));
 }
 
 }  // namespace VLLM_ISA

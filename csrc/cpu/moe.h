@@ -1,4 +1,4 @@
-// A mixture of experts: out = sum over a token's choices of weight * down(silu(gate x) * up x).
+// A mixture of experts: out = sum over a token's choices of weight * down(act(gate x) * up x).
 //
 // Pairs of a token and a choice are sorted by expert, so that each expert multiplies its rows at
 // once; only x is copied, never a weight. The unit of work is one panel of an expert with a block
@@ -9,28 +9,12 @@
 
 #include "activation.h"
 #include "linear.h"
-
-namespace vllm_cpu {
-
-// All gates and ups are [I, H] in one format, with the same order of inputs in an expert's two; all
-// downs are [H, I] in one format.
-template <typename T>
-VLLM_STRUCT(MoeArgs,
-  const LinearWeight* const* gate;  // [num_experts]
-  const LinearWeight* const* up;
-  const LinearWeight* const* down;
-  const T* x;            // [num_tokens, H], tokens x_stride apart
-  const int64_t* ids;    // [num_tokens, top_k]
-  const float* weights;  // the same
-  T* out;                // [num_tokens, H], dense
-  int64_t num_tokens, num_experts, top_k, x_stride;
-  int64_t has_orders;  // 1 when a gate has an order of inputs
-);
-
-}  // namespace vllm_cpu
+#include "moe_args.h"
 
 namespace VLLM_ISA {
 
+using vllm_cpu::ExpertActivation;
+using vllm_cpu::Experts;
 using vllm_cpu::MoeArgs;
 
 constexpr int64_t kSlabPairs = 4096;  // that are sorted and multiplied at a time
@@ -43,6 +27,7 @@ struct ExpertRows {
 template <typename T>
 struct MoeSlab {
   const MoeArgs<T>& args;
+  const Experts& experts;
   int64_t first_token, num_tokens;
   int num_threads;
 
@@ -57,10 +42,16 @@ struct MoeSlab {
   char* sums = nullptr;  // of each thread: sum_rows() rows, twice
 
   int64_t num_pairs() const { return num_tokens * args.top_k; }
-  const LinearWeight& gate(int64_t e) const { return *args.gate[e]; }
-  const LinearWeight& up(int64_t e) const { return *args.up[e]; }
-  const LinearWeight& down(int64_t e) const { return *args.down[e]; }
-  const int64_t* ids() const { return args.ids + first_token * args.top_k; }
+  const LinearWeight& gate(int64_t e) const { return *experts.gate[e]; }
+  const LinearWeight& up(int64_t e) const { return *experts.up[e]; }
+  const LinearWeight& down(int64_t e) const { return *experts.down[e]; }
+  // Of a token of the slab, top_k each.
+  const int64_t* ids(int64_t token) const {
+    return args.ids + (first_token + token) * args.ids_stride;
+  }
+  const float* weights(int64_t token) const {
+    return args.weights + (first_token + token) * args.weights_stride;
+  }
 
   int64_t sum_rows() const { return num_pairs() < kBlockRows ? num_pairs() : kBlockRows; }
 
@@ -74,9 +65,9 @@ struct MoeSlab {
     };
     const int64_t pairs = num_pairs();
     take(num_blocks, 1);
-    take(starts, args.num_experts + 1);
+    take(starts, experts.num_experts + 1);
     take(row_of, pairs);
-    take(blocks, args.num_experts + pairs / kBlockRows + 1);
+    take(blocks, experts.num_experts + pairs / kBlockRows + 1);
     take(hidden, pairs * down(0).in_features);
     take(results, pairs * down(0).out_features);
     take(rows, pairs * row_bytes);
@@ -86,11 +77,13 @@ struct MoeSlab {
 
   // Sorts the pairs by expert.
   void sort_pairs() {
-    const int64_t experts = args.num_experts, pairs = num_pairs();
-    __builtin_memset(starts, 0, (experts + 1) * sizeof *starts);
-    for (int64_t i = 0; i < pairs; ++i) ++starts[ids()[i] + 1];
+    const int64_t num_experts = experts.num_experts, k = args.top_k;
+    __builtin_memset(starts, 0, (num_experts + 1) * sizeof *starts);
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      for (int64_t i = 0; i < k; ++i) ++starts[ids(token)[i] + 1];
+    }
     int64_t used = 0;
-    for (int64_t e = 0; e < experts; ++e) {
+    for (int64_t e = 0; e < num_experts; ++e) {
       starts[e + 1] += starts[e];
       for (int32_t first = starts[e]; first < starts[e + 1]; first += kBlockRows) {
         const int32_t left = starts[e + 1] - first;
@@ -99,7 +92,9 @@ struct MoeSlab {
       }
     }
     *num_blocks = used;
-    for (int64_t i = 0; i < pairs; ++i) row_of[i] = starts[ids()[i]]++;
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      for (int64_t i = 0; i < k; ++i) row_of[token * k + i] = starts[ids(token)[i]]++;
+    }
   }
 
   // Calls body(rows of an expert, panel, sums of this thread) for all panels of the experts that
@@ -120,7 +115,8 @@ struct MoeSlab {
   }
 };
 
-// Copies x to the rows of its choices, as the tiles read it.
+// Copies x to the rows of its choices, as the tiles read it. Where weights scale the inputs, the
+// scaled row is made where the result of the choice will be.
 template <class Kind, typename T>
 void gather_rows(const MoeSlab<T>& slab) {
   using Input = typename Kind::Input;
@@ -131,8 +127,15 @@ void gather_rows(const MoeSlab<T>& slab) {
     const T* const x = args.x + (slab.first_token + token) * args.x_stride;
     const int32_t* const row_of = slab.row_of + token * k;
     for (int64_t i = 0; i < k; ++i) {
-      const LinearWeight& weight = slab.gate(slab.ids()[token * k + i]);
-      if (i == 0 || slab.args.has_orders) {  // each expert has its own
+      const LinearWeight& weight = slab.gate(slab.ids(token)[i]);
+      if (slab.experts.scales_inputs) {
+        T* const scaled = slab.results + row_of[i] * weight.in_features;
+        const Vec factor = splat(slab.weights(token)[i]);
+        for_each_vector(weight.in_features, [&](int64_t at, int64_t count) {
+          store(scaled + at, load(x + at, count) * factor, count);
+        });
+        Kind::convert(weight, scaled, rows + row_of[i] * size);
+      } else if (i == 0 || slab.experts.has_orders) {  // each expert has its own
         Kind::convert(weight, x, rows + row_of[i] * size);
       } else {
         __builtin_memcpy(rows + row_of[i] * size, rows + row_of[0] * size, size * sizeof(Input));
@@ -141,7 +144,30 @@ void gather_rows(const MoeSlab<T>& slab) {
   });
 }
 
-// hidden = silu(gate x) * up x, rounded where the separate operators would round.
+// The middle of an expert on `size` gates and as many ups behind them.
+template <typename T>
+void activate(const Experts& experts, const T* both, T* out, int64_t size) {
+  switch (experts.activation) {
+    case ExpertActivation::kSilu:
+      return silu_and_mul_row(both, out, size);
+    case ExpertActivation::kClampedSwiglu:
+      return clamped_swiglu_row(both, out, size, experts.alpha, experts.limit);
+  }
+}
+
+// The features [begin, ...) of expert `e` in biases of `width` each; null: there are none.
+template <typename T>
+const T* bias_at(const void* biases, int64_t e, int64_t width, int64_t begin) {
+  return biases == nullptr ? nullptr : static_cast<const T*>(biases) + e * width + begin;
+}
+
+// A vector of a product, with its part of the bias.
+template <typename T>
+VLLM_INLINE Vec with_bias(Vec value, const T* bias, int64_t i, int64_t count) {
+  return bias == nullptr ? value : value + load(bias + i, count);
+}
+
+// hidden = act(gate x) * up x, rounded where the separate operators would round.
 template <class Kind, typename T>
 void expand(const MoeSlab<T>& slab) {
   using Tile = typename Kind::Tile;
@@ -157,14 +183,19 @@ void expand(const MoeSlab<T>& slab) {
     panel_sums<Tile>(up, panel, x, size, of.count, ups);
     const int64_t begin = panel * kPanel;
     const int64_t columns = width - begin < kPanel ? width - begin : int64_t{kPanel};
+    const void* const biases = slab.experts.gate_up_bias;
+    const T* const gate_bias = bias_at<T>(biases, of.expert, 2 * width, begin);
+    const T* const up_bias = bias_at<T>(biases, of.expert, 2 * width, width + begin);
     for (int64_t r = 0; r < of.count; ++r) {
       T both[2 * kPanel];  // a gate and an up, `columns` each
       for_each_vector(columns, [&](int64_t i, int64_t count) {
         const auto* const row = x + r * size;
-        store(both + i, Kind::value(gate, row, gates[r][i / kLanes], begin + i), count);
-        store(both + columns + i, Kind::value(up, row, ups[r][i / kLanes], begin + i), count);
+        const Vec g = Kind::value(gate, row, gates[r][i / kLanes], begin + i);
+        const Vec u = Kind::value(up, row, ups[r][i / kLanes], begin + i);
+        store(both + i, with_bias(g, gate_bias, i, count), count);
+        store(both + columns + i, with_bias(u, up_bias, i, count), count);
       });
-      silu_and_mul_row(both, slab.hidden + (of.first + r) * width + begin, columns);
+      activate(slab.experts, both, slab.hidden + (of.first + r) * width + begin, columns);
     }
   });
 }
@@ -205,10 +236,12 @@ void reduce(const MoeSlab<T>& slab) {
     panel_sums<Tile>(down, panel, x, size, of.count, totals);
     const int64_t begin = panel * kPanel;
     const int64_t columns = width - begin < kPanel ? width - begin : int64_t{kPanel};
+    const T* const bias = bias_at<T>(slab.experts.down_bias, of.expert, width, begin);
     for (int64_t r = 0; r < of.count; ++r) {
       T* const to = slab.results + (of.first + r) * width + begin;
       for_each_vector(columns, [&](int64_t i, int64_t count) {
-        store(to + i, Kind::value(down, x + r * size, totals[r][i / kLanes], begin + i), count);
+        const Vec value = Kind::value(down, x + r * size, totals[r][i / kLanes], begin + i);
+        store(to + i, with_bias(value, bias, i, count), count);
       });
     }
   });
@@ -220,13 +253,14 @@ void combine(const MoeSlab<T>& slab) {
   const MoeArgs<T>& args = slab.args;
   const int64_t width = slab.down(0).out_features, k = args.top_k;
   parallel_rows(slab.num_tokens, k * width, slab.num_threads, [&](int64_t token) {
-    const float* const weights = args.weights + (slab.first_token + token) * k;
+    const float* const weights = slab.weights(token);
     T* const out = args.out + (slab.first_token + token) * width;
     for_each_vector(width, [&](int64_t i, int64_t count) {
       Vec sum = {};
       for (int64_t j = 0; j < k; ++j) {
         const T* const result = slab.results + slab.row_of[token * k + j] * width;
-        sum = fma(splat(weights[j]), load(result + i, count), sum);
+        const Vec weight = splat(slab.experts.scales_inputs ? 1.0f : weights[j]);
+        sum = fma(weight, load(result + i, count), sum);
       }
       store(out + i, sum, count);
     });
@@ -264,12 +298,13 @@ int64_t moe_slab(MoeSlab<T> slab) {
 template <typename T>
 int64_t moe(const MoeArgs<T>& args, int num_threads) {
   for (int64_t i = 0; i < args.num_tokens * args.top_k; ++i) {
-    if (args.ids[i] < 0 || args.ids[i] >= args.num_experts) return i;
+    const int64_t id = args.ids[i / args.top_k * args.ids_stride + i % args.top_k];
+    if (id < 0 || id >= args.experts->num_experts) return i;
   }
   const int64_t step = kSlabPairs > args.top_k ? kSlabPairs / args.top_k : 1;
   for (int64_t first = 0; first < args.num_tokens; first += step) {
     const int64_t left = args.num_tokens - first;
-    const MoeSlab<T> slab = {args, first, left < step ? left : step, num_threads};
+    const MoeSlab<T> slab = {args, *args.experts, first, left < step ? left : step, num_threads};
     const int64_t status = moe_slab(slab);
     if (status != -1) return status;
   }

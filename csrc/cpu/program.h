@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "attention_prefill.h"
+#include "moe.h"
 #include "program_rows.h"
 
 namespace VLLM_ISA {
@@ -123,13 +124,13 @@ class ProgramPass {
   // Takes some rows through a run. Operations between two products share a loop.
   void run_rows(const Operation* op, const Operation* end, const Rows& rows, int num_threads) {
     while (op < end) {
-      if (OperationKind(op->kind) == OperationKind::linear) {
+      if (is_product(*op)) {
         multiply_by(*op++, rows, num_threads);
         continue;
       }
       const Operation* const first = op;
       int64_t cost = 0;
-      for (; op < end && OperationKind(op->kind) != OperationKind::linear; ++op) cost += row_cost(*op);
+      for (; op < end && !is_product(*op); ++op) cost += row_cost(*op);
       // No second thread before each has work for about a microsecond: a team wakes fast.
       parallel_row_ranges(rows.count, 2 * cost, num_threads, [&](int64_t begin, int64_t stop) {
         for (int64_t row = begin; row < stop; row += kRowBlock) {
@@ -142,8 +143,23 @@ class ProgramPass {
     }
   }
 
+  // Shares its rows or its weights between the threads by itself.
+  static bool is_product(const Operation& op) {
+    const OperationKind kind = OperationKind(op.kind);
+    return kind == OperationKind::linear || kind == OperationKind::experts;
+  }
+
   void multiply_by(const Operation& op, const Rows& rows, int num_threads) {
     const auto x = rows_.view(op.x, op.x_offset, rows);
+    if (OperationKind(op.kind) == OperationKind::experts) {
+      const auto choices = choices_at(rows_.view(op.y, op.y_offset, rows).first, op.top_k);
+      const vllm_cpu::MoeArgs<T> args = {
+          op.experts,      x.first,  choices.ids, choices.weights, rows_.view(op.out, 0, rows).first,
+          rows.count,      op.top_k, x.stride,    choices.ids_stride,
+          choices.weights_stride};
+      if (moe(args, num_threads) != -1) fail(ProgramStatus::kNoMemory, 0);
+      return;
+    }
     if (linear<T>(*op.packed, x.first, static_cast<const T*>(op.bias),
                   rows_.view(op.out, 0, rows).first, rows.count, x.stride, num_threads) != 0) {
       fail(ProgramStatus::kNoMemory, 0);
@@ -162,6 +178,7 @@ class ProgramPass {
                         first * launch_.table_stride;
     args.seq_lens = launch_.seq_lens + first;
     args.alibi_slopes = op.table;
+    args.sinks = op.sinks;
     args.out = rows_.view(op.out, 0, {0, 0, 0}).first;
     args.num_requests = count;
     args.num_heads = op.num_heads;
@@ -175,6 +192,7 @@ class ProgramPass {
     args.scale = op.scalar;
     args.soft_cap = op.soft_cap;
     args.sliding_window = op.sliding_window;
+    args.chunk_size = op.chunk_size;
     return args;
   }
 

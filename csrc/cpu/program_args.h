@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "linear_format.h"
+#include "moe_args.h"
 
 namespace vllm_cpu {
 
@@ -22,14 +22,20 @@ VLLM_STRUCT(Operation,
   const LinearWeight* packed;  // of a linear layer; of a lookup that has no weight
   const float* table;          // [positions, rot_dim] of rotate, cosines then sines
                                // [num_heads] of attend: ALiBi slopes, or null
+  const float* sinks;          // [num_heads] of attend, or null
+  const Experts* experts;      // of experts
   void* key_cache;             // [num_blocks, block_size, num_kv_heads, head_size], dense
   void* value_cache;           // the same
   int64_t num_heads, head_size, num_kv_heads;
   int64_t option;          // lookup_position: what is added to a position; rotate: rot_dim;
-                           // gelu_and_mul: 1 for tanh
+                           // gelu_and_mul: 1 for tanh; scale_rows: 1 for the sigmoid;
+                           // route: a Routing
+  int64_t top_k;           // of route and experts
   int64_t group;           // of write_cache and attend: whose slots and block tables are used
   int64_t sliding_window;  // 0: none
-  float scalar;            // eps of a norm; the factor of scale; of query @ key in attend
+  int64_t chunk_size;      // of attend; 0: none
+  float scalar;            // eps of a norm; the factor of scale; the limit of clip; of query @ key
+                           // in attend; of the weights in route
   float soft_cap;          // of the scores in attend; 0: none
 );
 

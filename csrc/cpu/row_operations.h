@@ -23,6 +23,9 @@
   X(layer_norm, 3)             \
   X(add, 1)                    \
   X(scale, 1)                  \
+  X(scale_rows, 1)             \
+  X(clip, 1)                   \
+  X(route, 10)                 \
   X(relu, 1)                   \
   X(gelu, 5)                   \
   X(silu_and_mul, 4)           \
@@ -34,12 +37,13 @@
 namespace vllm_cpu {
 
 #define VLLM_KIND(name, cost) name,
-VLLM_ENUM(OperationKind, VLLM_ROW_OPERATIONS(VLLM_KIND) linear, attend);
+VLLM_ENUM(OperationKind, VLLM_ROW_OPERATIONS(VLLM_KIND) linear, attend, experts);
 #undef VLLM_KIND
 
 // Tensors that an operation is called with. x, y, out: [num_rows, num_heads, head_size]; x of a gated
-// activation [num_rows, num_heads, 2 * head_size]. Rows of x are x_stride elements apart, those of
-// out as far when it is x, and all else is dense. What an operation does not use is 0.
+// activation [num_rows, num_heads, 2 * head_size]; y of scale_rows [num_rows]; out of route as said
+// there. Rows are x_stride, y_stride and out_stride elements apart, and all else is dense. What an
+// operation does not use is 0.
 VLLM_STRUCT(RowTensors,
   int64_t kind;  // OperationKind
   void* x;
@@ -47,8 +51,9 @@ VLLM_STRUCT(RowTensors,
   void* out;
   const void* weight;  // [head_size]
   const void* bias;    // [head_size]
-  int64_t num_rows, num_heads, head_size, x_stride;
+  int64_t num_rows, num_heads, head_size, x_stride, y_stride, out_stride;
   int64_t option;  // as in Operation
+  int64_t top_k;   // the same
   float scalar;    // the same
 );
 
@@ -174,6 +179,84 @@ void scale(const RowCall<T>& rows) {
   });
 }
 
+// x times the number in y, or times its sigmoid.
+template <typename T>
+void scale_rows(const RowCall<T>& rows) {
+  for (int64_t i = 0; i < rows.count; ++i) {
+    Vec factor = splat(to_float(rows.y[i][0]));
+    if (rows.op.option != 0) factor = round_to<T>(1.0f / (1.0f + exp(-factor)));
+    for_each_vector(rows.op.num_heads * rows.op.head_size, [&](int64_t at, int64_t count) {
+      store(rows.out[i] + at, load(rows.x[i] + at, count) * factor, count);
+    });
+  }
+}
+
+// Elements up to `scalar` and down to its negative. NaN stays NaN.
+template <typename T>
+void clip(const RowCall<T>& rows) {
+  const Vec limit = splat(rows.op.scalar);
+  rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
+    for_each_vector(rows.op.head_size, [&](int64_t i, int64_t count) {
+      store(out + i, max(-limit, min(limit, load(x + i, count))), count);
+    });
+  });
+}
+
+// The choices of a token, as `choice_bytes` says; from one row to the next by the strides.
+struct Choices {
+  int64_t* ids;
+  float* weights;
+  int64_t ids_stride, weights_stride;
+};
+
+inline Choices choices_at(void* row, int64_t top_k) {
+  int64_t* const ids = static_cast<int64_t*>(row);
+  const int64_t bytes = vllm_cpu::choice_bytes(top_k);
+  return {ids, reinterpret_cast<float*>(ids + top_k), bytes / 8, bytes / 4};
+}
+
+// The largest of head_size logits x, at most kMaxTopK, and how much each of them counts. The first of
+// equal ones is chosen; NaN is chosen last.
+template <typename T>
+void route(const RowCall<T>& rows) {
+  using vllm_cpu::Routing;
+  const int64_t num_experts = rows.op.head_size, k = rows.op.top_k;
+  const Routing routing = Routing(rows.op.option);
+  const bool is_softmax = routing == Routing::kSoftmax || routing == Routing::kSoftmaxOfChosen;
+  for (int64_t i = 0; i < rows.count; ++i) {
+    const T* const logits = rows.x[i];
+    float keys[vllm_cpu::kMaxTopK + 1], weights[vllm_cpu::kMaxTopK];
+    int64_t ids[vllm_cpu::kMaxTopK + 1];
+    for (int64_t e = 0, num = 0; e < num_experts; ++e) {
+      const float logit = to_float(logits[e]), key = logit == logit ? logit : -__builtin_inff();
+      int64_t at = num;
+      for (; at > 0 && key > keys[at - 1]; --at) keys[at] = keys[at - 1], ids[at] = ids[at - 1];
+      keys[at] = key, ids[at] = e;
+      if (num < k) ++num;
+    }
+    float total = 0;
+    for (int64_t j = 0; j < k; ++j) {
+      const Vec logit = splat(to_float(logits[ids[j]]));
+      weights[j] = is_softmax ? exp(logit - keys[0])[0] : (1.0f / (1.0f + exp(-logit)))[0];
+      total += weights[j];
+    }
+    if (routing == Routing::kSigmoid) total = 1;
+    if (routing == Routing::kSoftmax) {
+      Vec sum = {};
+      for_each_vector(num_experts, [&](int64_t e, int64_t count) {
+        const Vec part = exp(load(logits + e, count) - keys[0]);
+        for (int64_t lane = 0; lane < count; ++lane) sum[lane] += part[lane];
+      });
+      total = sum_lanes(sum);
+    }
+    const Choices to = choices_at(rows.out[i], k);
+    for (int64_t j = 0; j < k; ++j) {
+      to.ids[j] = ids[j];
+      to.weights[j] = rows.op.scalar * weights[j] / total;
+    }
+  }
+}
+
 // NaN stays NaN.
 template <typename T>
 void relu(const RowCall<T>& rows) {
@@ -280,15 +363,15 @@ void row_operation(const vllm_cpu::RowTensors& of, int num_threads) {
   op.num_heads = of.num_heads;
   op.head_size = of.head_size;
   op.option = of.option;
+  op.top_k = of.top_k;
   op.scalar = of.scalar;
   const ProgramLaunch launch = {};
   T *const x = static_cast<T*>(of.x), *const y = static_cast<T*>(of.y);
   T* const out = static_cast<T*>(of.out);
-  const int64_t width = of.num_heads * of.head_size;
-  const int64_t out_stride = out == x ? of.x_stride : width;
   parallel_row_ranges(of.num_rows, row_cost(op), num_threads, [&](int64_t begin, int64_t end) {
     run_operation<T>({op, launch, begin, end - begin, {x + begin * of.x_stride, of.x_stride},
-                      {y + begin * width, width}, {out + begin * out_stride, out_stride}});
+                      {y + begin * of.y_stride, of.y_stride},
+                      {out + begin * of.out_stride, of.out_stride}});
   });
 }
 

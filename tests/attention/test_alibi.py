@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.attention.launches import UNUSED, random_cache
 from vllm.attention import Attention, LaunchContext
@@ -114,9 +115,48 @@ def test_padded_launches_of_a_layer_are_the_prompt_in_one_piece(
     torch.testing.assert_close(torch.cat(outputs).float(), want, rtol=1e-5, atol=atol)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sinks": nn.Parameter(torch.tensor([-3.0, 0, 1, 2, 5, 300])), "sliding_window": 9},
+        {"chunk_size": 12},
+        {"chunk_size": 12, "sliding_window": 7},
+    ],
+    ids=["sinks", "chunks", "chunks and a window"],
+)
+@pytest.mark.parametrize("kind", ["rows", "merged", "two queries"])
+def test_sinks_and_chunks_are_those_of_the_prompt_in_one_piece(options, kind):
+    torch.manual_seed(0)
+    tables, layer = np.array([[3, 1, 2]]), Attention(6, 16, 2, **options)
+    query, key, value = torch.randn(43, 10, 16).split([6, 2, 2], dim=1)
+    want = layer(query, key, value)
+    layer.bind_kv_cache(*(torch.full((4 * 16, 2, 16), unused) for unused in UNUSED))
+    kinds, num_new = layer_kinds([layer]), 2 if kind == "two queries" else 1
+    outputs = []
+    for start, stop in ((0, 20), (20, 37), *((i, i + num_new) for i in range(37, 43, num_new))):
+        sizes = (tables, [start], [stop - start], 1, stop - start, 2, 16)
+        positions = torch.arange(start, stop, dtype=torch.int32)
+        if stop - start <= 2:
+            lens = {"query_lens": np.array([num_new]), "padded_query_len": num_new}
+            decode = build_decode_metadata(tables, [stop], 1, 4, 16, **lens).to("cpu")
+            launch = PaddedDecode.derive(
+                decode, kinds, 16, torch.float32, positions=positions[None]
+            )
+        elif kind == "merged":
+            merged = build_merged_prefill_metadata(*sizes).to("cpu")
+            launch = PaddedPrefill.derive_merged(merged, kinds, 16, torch_sdpa)
+        else:
+            prefill = build_prefill_metadata(*sizes).to("cpu")
+            launch = PaddedPrefill.derive(prefill, kinds, 16, torch_sdpa)
+        part = slice(start, stop)
+        with layer.launch.running(LaunchContext(launch, positions)):
+            outputs.append(layer(query[part], key[part], value[part]))
+    torch.testing.assert_close(torch.cat(outputs), want, rtol=1e-5, atol=1e-5)
+
+
 def test_layers_with_slopes_of_their_own_are_refused():
     layers = [Attention(4, 16, 4, alibi_slopes=alibi_slopes(4) * factor) for factor in (1, 2)]
-    assert list(layer_kinds(layers[:1])) == [(None, True)]
+    assert list(layer_kinds(layers[:1])) == [(None, True, None)]
     with pytest.raises(ConfigError, match=r"different ALiBi slopes.*run it on cpu"):
         layer_kinds(layers)
 

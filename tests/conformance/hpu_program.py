@@ -56,8 +56,8 @@ GENERATORS: dict[str, str] = {}
 for _family, (_create, _) in _FAMILIES.items():
     GENERATORS.setdefault(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_create.model_type], _family)
 
-_TWO_LAYERS = ("gemma2", "olmo3", "qwen2", "qwen3_moe")
-"""Families whose second layer differs from the first."""
+_NUM_LAYERS = dict.fromkeys(("gemma2", "gpt_oss", "olmo3", "qwen2", "qwen3_moe"), 2) | {"llama4": 4}
+"""Of families whose layers differ: as many as it takes to have all kinds."""
 
 
 def _values_of(architecture: str) -> tuple[Any, dict[str, Any]]:
@@ -65,7 +65,7 @@ def _values_of(architecture: str) -> tuple[Any, dict[str, Any]]:
     if architecture in GENERATORS:
         family = GENERATORS[architecture]
         create, values = _FAMILIES[family]
-        return create, values | {"num_hidden_layers": 2 if family in _TWO_LAYERS else 1}
+        return create, values | {"num_hidden_layers": _NUM_LAYERS.get(family, 1)}
     if architecture in REWARD_MODELS:
         create = MODELS["Qwen2ForSequenceClassification"][0]
         return create, _QWEN | {"num_hidden_layers": 1, "num_labels": REWARD_MODELS[architecture]}
@@ -97,8 +97,9 @@ def config_of(architecture: str, dtype: str) -> VllmConfig:
 def operators_of_a_card() -> Iterator[None]:
     """Inside, layers call the operators of a card, with the fused kernels as simulated ones."""
     register()
+    bridge = SimpleNamespace(kernels=SimulatedKernels(), is_lazy=False)
     with MonkeyPatch.context() as patch:
-        patch.setattr(vllm.ops, "_ops", HPUOps(SimpleNamespace(kernels=SimulatedKernels())))
+        patch.setattr(vllm.ops, "_ops", HPUOps(bridge))
         yield
 
 

@@ -27,19 +27,28 @@ _FIRST = "LlamaForCausalLM"
 _ALIASES = {"MPTForCausalLM"}
 _FOREIGN = {"TransformersForCausalLM"}
 """Runs the code of transformers, which nobody here has captured."""
+_SAME_LAYERS = {
+    *("BaichuanForCausalLM", "BaiChuanForCausalLM", "InternLM2ForCausalLM", "InternLM3ForCausalLM"),
+}
+"""Have the layers of a Llama, those of Baichuan 13B with the ALiBi of BLOOM."""
+_NEWER = ("GptOss", "Llama4", "Olmo3")
+"""What the oldest transformers that we run on does not have."""
 _POOLERS = (*MODELS, *REWARD_MODELS)
 _TYPICAL = {
     *("BertModel", "BloomForCausalLM", "GPTJForCausalLM", "LlamaForSequenceClassification"),
     *("OPTForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", _FIRST),
-    "Gemma2ForCausalLM",
+    *("Gemma2ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM"),
 }
 """Together they have every kind of layer: those that every run of the tests captures."""
-_PREFILLS = ("Qwen2ForCausalLM", "BloomForCausalLM", "Gemma2ForCausalLM")
+_PREFILLS = (
+    *("Qwen2ForCausalLM", "BloomForCausalLM", "Gemma2ForCausalLM"),
+    *("GptOssForCausalLM", "Llama4ForCausalLM"),
+)
 _ALL_CASES = [
     *((_FIRST, shape) for shape in SHAPES),
     *((name, "decode") for name in GENERATORS if name != _FIRST),
-    # With windows, with ALiBi, and with a soft cap.
-    *((name, "prefill with context") for name in _PREFILLS),
+    # With windows, with ALiBi, with a soft cap, with sinks, and with chunks.
+    *((name, "prefill with context") for name in _PREFILLS if name in GENERATORS),
     *((name, "prefill") for name in _POOLERS if name not in GENERATORS),
 ]
 CASES = [
@@ -49,9 +58,10 @@ CASES = [
 
 
 def test_every_architecture_is_captured():
-    names = set(ModelRegistry.supported()) - _ALIASES - _FOREIGN
-    if not hasattr(transformers, "Olmo3Config"):
-        names.remove("Olmo3ForCausalLM")
+    names = set(ModelRegistry.supported()) - _ALIASES - _FOREIGN - _SAME_LAYERS
+    for family in _NEWER:
+        if not hasattr(transformers, f"{family}Config"):
+            names.remove(f"{family}ForCausalLM")
     assert names == {name for name, _ in _ALL_CASES}
 
 

@@ -96,7 +96,7 @@ def test_what_cannot_run_is_refused_at_the_start(model_type, message, tmp_path):
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     folder = make(model_type, tmp_path)
     with pytest.raises(ConfigError, match=message):
-        LLM(model=str(folder), **SETTINGS)
+        LLM(model=str(folder), model_impl="transformers", **SETTINGS)
 
 
 def test_with_the_modules_of_this_package_only_other_types_are_refused(tmp_path):

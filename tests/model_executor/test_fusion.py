@@ -27,8 +27,11 @@ from vllm.model_executor.models.cohere import CohereForCausalLM
 from vllm.model_executor.models.decoder import DecoderAttention, DecoderForCausalLM
 from vllm.model_executor.models.gpt2 import GPTBigCodeForCausalLM
 from vllm.model_executor.models.gpt_neox import GPTNeoXForCausalLM
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.mixture import Qwen2MoeForCausalLM
+from vllm.model_executor.models.olmo import OlmoForCausalLM
 from vllm.model_executor.models.opt import OPTForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
@@ -78,6 +81,17 @@ MODELS: dict[str, tuple[type[DecoderForCausalLM], dict[str, Any]]] = {
     "gelu, part of a head rotated": (
         GPTNeoXForCausalLM,
         {"num_key_value_heads": 6, "hidden_act": "gelu", "partial_rotary_factor": 0.5},
+    ),
+    "limits of query, key and value": (OlmoForCausalLM, {"clip_qkv": 0.4}),
+    "experts, and a shared one with a gate": (
+        Qwen2MoeForCausalLM,
+        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False},
+    ),
+    "sinks, experts with biases": (
+        GptOssForCausalLM,
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "attention_bias": True}
+        | {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
 }
 # New tokens of each request, launch after launch.
@@ -133,6 +147,8 @@ def prepare(model: Any, stored_as: Any, dtype: torch.dtype) -> Any:
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
             module.float()
+        if isinstance(module, DecoderAttention) and module.sinks is not None:
+            module.sinks.data = module.sinks.data.float()
     pack_weights(model, stored_as)
     for layer in attention_layers(model):
         shape = (NUM_BLOCKS, BLOCK_SIZE, layer.num_kv_heads, layer.head_size)

@@ -118,6 +118,8 @@ class Prompts:
         sliding_window: int | None = None,
         alibi_slopes: Tensor | None = None,
         logits_soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        chunk_size: int | None = None,
     ) -> Tensor:
         """[end - begin, H, D]: these tokens of request b."""
         heads = self.heads
@@ -138,7 +140,13 @@ class Prompts:
         if alibi_slopes is not None:
             scores = scores - alibi_slopes.double()[:, None, None] * distance
         is_seen = (distance >= 0) & (distance < (sliding_window or 10**9))
-        weights = scores.masked_fill(~is_seen, float("-inf")).softmax(-1)
+        if chunk_size is not None:
+            is_seen &= position // chunk_size == (position[begin:] // chunk_size)[:, None]
+        scores = scores.masked_fill(~is_seen, float("-inf"))
+        if sinks is not None:
+            sinks = sinks.double()[:, None, None].expand(-1, end - begin, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(-1)[..., :end]
         return torch.einsum("hqk,khd->qhd", weights, values).to(heads.dtype)
 
 
@@ -152,6 +160,8 @@ def assert_is_formula(
 
 def options_of(name: str, num_heads: int) -> dict[str, Any]:
     slopes = 2.0 ** -torch.arange(1, num_heads + 1)
+    sinks = torch.linspace(-8, 8, num_heads)
+    sinks[-1] = 300.0  # takes all
     return {
         "plain": {"sliding_window": None},
         "window of 1": {"sliding_window": 1},
@@ -161,12 +171,17 @@ def options_of(name: str, num_heads: int) -> dict[str, Any]:
         "wide soft cap": {"sliding_window": None, "logits_soft_cap": 50.0},
         "alibi": {"sliding_window": None, "alibi_slopes": slopes},
         "all": {"sliding_window": 50, "logits_soft_cap": 2.0, "alibi_slopes": slopes},
+        "sinks": {"sliding_window": None, "sinks": sinks},
+        "sinks and a window": {"sliding_window": 50, "sinks": sinks},
+        "chunks of 48": {"sliding_window": None, "chunk_size": 48},
+        "chunks of 128, a window": {"sliding_window": 100, "chunk_size": 128},
     }[name]
 
 
 OPTIONS = [
     *("plain", "window of 1", "window of 70", "endless window"),
     *("soft cap", "wide soft cap", "alibi", "all"),
+    *("sinks", "sinks and a window", "chunks of 48", "chunks of 128, a window"),
 ]
 
 
@@ -248,8 +263,8 @@ def test_prefill_survives_large_scores(ops):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("option", ["soft cap", "wide soft cap", "alibi", "all"])
-def test_decode_has_soft_cap_and_alibi(ops, option, dtype):
+@pytest.mark.parametrize("option", OPTIONS[4:])
+def test_decode_is_the_formula_for_all_options(ops, option, dtype):
     prompts = Prompts([300, 1, 65, 256, 31], Heads(14, 2, 40, 16, dtype))
     options = options_of(option, 14)
     want = prompts.last_of_formula(options)
@@ -282,7 +297,7 @@ def test_other_dtypes_run_on_the_reference(ops):
     assert torch.equal(got, prompts.prefill(NativeOps(), [(0, 3, 20)])[0])
 
 
-def test_the_reference_is_the_formula_for_soft_cap_and_alibi():
+def test_the_reference_is_the_formula_for_all_options():
     prompts = Prompts([90, 40], Heads(6, 2, 32))
     for option in OPTIONS:
         assert_is_formula(prompts, NativeOps(), [(0, 0, 90), (1, 17, 40)], options_of(option, 6))

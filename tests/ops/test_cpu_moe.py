@@ -8,6 +8,7 @@ from torch import Tensor
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.operators import load_cpu_kernels
+from vllm.ops.interface import ExpertOptions
 from vllm.ops.native import NativeOps
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -50,6 +51,32 @@ def test_packed_experts_agree_with_the_reference(isa, num_experts, top_k, hidden
         want = NATIVE.moe(x, topk_ids, topk_weights, gate_up, down)
         tolerance = 1e-5 if dtype is FLOAT32 else 2**-6
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ExpertOptions(),
+        ExpertOptions(limit=0.8),
+        ExpertOptions(alpha=1.1, limit=3.0, scales_inputs=True),
+        ExpertOptions(scales_inputs=True),
+    ],
+    ids=str,
+)
+def test_biases_and_options_agree_with_the_reference(isa, options, dtype):
+    gate_up, down = experts_of(6, 96, 104, dtype)
+    for biases in ((torch.randn(6, 208).to(dtype), torch.randn(6, 96).to(dtype)), (None, None)):
+        packed = PackedExperts.pack(gate_up.clone(), down.clone(), None, *biases, options)
+        for num_tokens in (1, 7, 64):
+            x = torch.randn(num_tokens, 96).to(dtype)
+            choices = choices_of(num_tokens, 6, 2)
+            got = packed.forward(x, *choices)
+            want = NATIVE.moe(x, *choices, gate_up, down, *biases, options)
+            tolerance = 1e-5 if dtype is FLOAT32 else 2**-6
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=2 * tolerance)
+    with pytest.raises(ValueError, match=r"a bias is \[5, 208\].*\[6, 208\]"):
+        PackedExperts.pack(gate_up, down, None, torch.randn(5, 208).to(dtype))
 
 
 def composed(experts: list[list[PackedWeight]], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

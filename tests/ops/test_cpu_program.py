@@ -101,6 +101,8 @@ def record_layer(recorder: Recorder, layer: Layer, cos_sin: Tensor, x: Rows) -> 
         sliding_window=None,
         alibi_slopes=None,
         logits_soft_cap=None,
+        sinks=None,
+        chunk_size=None,
         cache_group=0,
     )
     attended = recorder.attend(attention, query, key, value).flatten(1)

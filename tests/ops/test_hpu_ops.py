@@ -20,8 +20,9 @@ from tests.ops.test_ops_parity import (  # noqa: F401
     test_silu_and_mul_of_extreme_gates,
 )
 from vllm.ops.hpu import HPUOps
-from vllm.ops.interface import Ops
+from vllm.ops.interface import ExpertOptions, Ops
 from vllm.ops.native import NativeOps
+from vllm.platforms.habana.experts import FusedExperts
 from vllm.platforms.habana.sim import SimBridge
 
 NATIVE = NativeOps()
@@ -114,7 +115,8 @@ def test_the_kernel_of_the_norm_gets_at_least_three_dimensions():
         shapes.append(tuple(x.shape))
         return x.clone()
 
-    ops = HPUOps(SimpleNamespace(kernels=SimpleNamespace(rms_norm=rms_norm)))
+    kernels = SimpleNamespace(rms_norm=rms_norm, has_moe=False)
+    ops = HPUOps(SimpleNamespace(kernels=kernels, is_lazy=True))
     for shape in [(7, 16), (7, 2, 16), (16,)]:
         assert ops.rms_norm(torch.randn(shape), torch.ones(16), 1e-5).shape == shape
     assert shapes == [(1, 7, 16), (7, 2, 16), (1, 1, 16)]
@@ -187,3 +189,34 @@ def test_without_a_bridge_it_is_that_of_the_platform(monkeypatch):
         assert ops.rms_norm(x.to("hpu"), torch.ones(8).to("hpu"), 1e-5).shape == (3, 8)
     finally:
         registry.resolve_platform.cache_clear()
+
+
+class CountsExperts(FusedExperts):
+    calls = 0
+
+    def moe(self, *args: Any) -> Tensor:
+        self.calls += 1
+        return super().moe(*args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_one_operator_of_the_bridge_where_it_has_one(bridge, dtype, monkeypatch):
+    ops, kernels = HPUOps(bridge), CountsExperts()
+    monkeypatch.setattr(ops, "_kernels", kernels)
+    x, gate_up, down = torch.randn(9, 32), torch.randn(5, 48, 32) / 6, torch.randn(5, 32, 24) / 5
+    given = [t.to(dtype) for t in (x, gate_up, down)]
+    routed = NATIVE.route(torch.randn(9, 5), 3, "softmax_of_chosen")
+    biases = [torch.randn(5, 48).to(dtype), torch.randn(5, 32).to(dtype)]
+    for options in (ExpertOptions(), ExpertOptions(limit=1.0), ExpertOptions(scales_inputs=True)):
+        for more in ([], biases):
+            before = kernels.calls
+            want = NATIVE.moe(given[0], *routed, *given[1:], *(more or (None, None)), options)
+            tensors = [t.to("hpu") for t in (given[0], *routed, *given[1:], *more)]
+            got = ops.moe(*tensors, *([] if more else (None, None)), options)
+            torch.testing.assert_close(got.cpu(), want, rtol=0, atol=TOLERANCES[dtype]["atol"] * 8)
+            is_plain = options == ExpertOptions() and not more
+            assert kernels.calls - before == (is_plain and bridge.is_lazy)
+    monkeypatch.setattr(ops, "_has_moe", False)
+    before = kernels.calls
+    ops.moe(*(t.to("hpu") for t in (given[0], *routed, *given[1:])))
+    assert kernels.calls == before

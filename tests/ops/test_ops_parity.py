@@ -5,6 +5,7 @@ against each other.
 """
 
 from itertools import product
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.interface import Ops
+from vllm.ops.interface import Ops, Routing
 from vllm.ops.native import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -164,6 +165,49 @@ def test_gelu_and_mul_of_extreme_gates(ops, is_tanh, dtype):
     x = torch.cat((gates, torch.ones(11)))[None].to(dtype)
     assert_close(ops.gelu_and_mul(x, is_tanh), NATIVE.gelu_and_mul(x, is_tanh))
     assert_close(ops.gelu(x, is_tanh), NATIVE.gelu(x, is_tanh))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_gate", [False, True])
+def test_scale_rows_agrees_with_reference(ops, is_gate, dtype):
+    for shape in ((1, 7), (33, 3, 20), (0, 8)):
+        x = torch.randn(*shape[:-1], shape[-1] + 3, dtype=dtype)[..., :-3].contiguous()
+        factor = torch.randn(len(x), 1, dtype=dtype) * 3
+        want = NATIVE.scale_rows(x, factor, is_gate)
+        assert_close(ops.scale_rows(x, factor, is_gate), want)
+    packed = torch.randn(5, 9, 20, dtype=dtype)
+    factor = torch.randn(5, 1, dtype=dtype)
+    heads = packed[:, 2:5]
+    assert_close(ops.scale_rows(heads, factor, is_gate), NATIVE.scale_rows(heads, factor, is_gate))
+    for implementation in (ops, NATIVE):
+        with pytest.raises(ValueError, match=r"factor.*\[4, 1\]"):
+            implementation.scale_rows(heads, factor[1:], is_gate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("routing", get_args(Routing))
+def test_route_agrees_with_reference(ops, routing, dtype):
+    for num_experts, top_k in ((4, 1), (7, 2), (60, 4), (128, 8), (300, 64), (5, 5), (90, 70)):
+        logits = torch.randn(40, num_experts + 1)[:, :num_experts].to(dtype)
+        # Different numbers in a row: which of equal ones is chosen is not said.
+        logits = (logits.argsort(-1).float() * 4 / num_experts - 2).to(dtype)
+        if len(logits[0].unique()) < num_experts:
+            continue
+        for scale in (1.0, 2.5):
+            want_ids, want = NATIVE.route(logits, top_k, routing, scale)
+            ids, weights = ops.route(logits, top_k, routing, scale)
+            assert (ids.dtype, weights.dtype) == (torch.int64, torch.float32)
+            assert torch.equal(ids, want_ids)
+            torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-6)
+    for implementation in (ops, NATIVE):
+        with pytest.raises(ValueError, match="top_k is 6; it must be from 1 to 5"):
+            implementation.route(torch.randn(2, 5), 6, routing)
+
+
+def test_route_chooses_experts_that_exist_whatever_the_logits_are(ops):
+    nan = float("nan")
+    ids, _ = ops.route(torch.tensor([[nan, 1, nan, 2], [nan] * 4]), 3, "softmax_of_chosen")
+    assert ids.tolist() == [[3, 1, 0], [0, 1, 2]]
 
 
 def test_not_a_number_is_not_hidden(ops):

@@ -29,6 +29,8 @@ class EncoderAttention(CachedLayer, ReadsContext):
     sliding_window: int | None = None
     alibi_slopes: Tensor | None = None
     logits_soft_cap: float | None = None
+    sinks: Tensor | None = None
+    chunk_size: int | None = None
     key_scale: float = 1.0
     value_scale: float = 1.0
 

@@ -1,7 +1,7 @@
 """The attention layer of a model: heads and KV cache; how to compute is the backend's."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm.attention.backends.native_attn import prompt_attention
 from vllm.attention.cached_layer import CachedLayer
@@ -23,6 +23,9 @@ class Attention(CachedLayer, ReadsContext):
         alibi_slopes: [H] float32, ALiBi slopes: what is subtracted from the score of each head
             per token of distance; None without ALiBi.
         logits_soft_cap: C > 0 replaces each score s by C * tanh(s / C); None does not.
+        sinks: [H] float32, the score of one more key of each head, whose value is zero; None
+            without. A parameter of the checkpoint, which the caller shares with this layer.
+        chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
 
     Shape: query [T, H, D], key and value [T, G, D] -> [T, H, D]
     """
@@ -34,6 +37,7 @@ class Attention(CachedLayer, ReadsContext):
     runner, None until then."""
     value_cache: Tensor | None
     alibi_slopes: Tensor | None
+    sinks: Tensor | None
     key_scale: float
     """Of what an fp8 key cache holds: key / key_scale. 1 unless a checkpoint says otherwise."""
     value_scale: float
@@ -47,6 +51,8 @@ class Attention(CachedLayer, ReadsContext):
         sliding_window: int | None = None,
         alibi_slopes: Tensor | None = None,
         logits_soft_cap: float | None = None,
+        sinks: nn.Parameter | None = None,
+        chunk_size: int | None = None,
     ) -> None:
         super().__init__()
         self.launch = ContextHolder()
@@ -60,6 +66,8 @@ class Attention(CachedLayer, ReadsContext):
         # Not of the checkpoint, and float32 whatever the dtype of the model.
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
         self.logits_soft_cap = logits_soft_cap
+        self.register_parameter("sinks", sinks)
+        self.chunk_size = chunk_size
         self.key_scale = self.value_scale = 1.0
         self.key_cache = None
         self.value_cache = None

@@ -26,6 +26,10 @@ class AttentionLayer(Protocol):
     without ALiBi."""
     logits_soft_cap: float | None
     """C replaces each score s by C * tanh(s / C); None does not."""
+    sinks: Tensor | None
+    """[H] float32: the score of one more key of each head, whose value is zero; None without."""
+    chunk_size: int | None
+    """C: a query at position p sees keys from p // C * C on; None: all."""
     key_scale: float
     """Of what an fp8 key cache holds: key / key_scale."""
     value_scale: float

@@ -153,6 +153,7 @@ _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _INTERMEDIATE_SIZE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _MAX_POSITIONS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
+    "model_max_length",
 )
 _ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
 """How the families spell it."""
@@ -222,8 +223,8 @@ def _read_ropes(
     parameters = dict(config.get("rope_parameters") or {})
     parameters.update(config.get("rope_scaling") or {})
     theta = config.get("rope_theta") or config.get("rotary_emb_base")
-    if theta is None and config.get("rotary_dim"):
-        theta = 10000.0  # GPT-J says only how much of a head is rotated
+    if theta is None and _rotates_by_default(config):
+        theta = 10000.0
     local_theta = config.get("rope_local_base_freq")
     if "full_attention" in parameters or "sliding_attention" in parameters:
         full = _read_rope(config, head_size, dict(parameters.get("full_attention") or {}), theta)
@@ -236,11 +237,29 @@ def _read_ropes(
             local = _read_rope(config, head_size, {}, local_theta)
     if config.get("model_type") in _NO_ROPE_WITHOUT_WINDOW:
         full = None
-    has_rope = config.get("no_rope_layers") or [True] * len(windows)
+    has_rope = config.get("no_rope_layers") or _layers_with_rope(config, len(windows))
     return tuple(
         (full if window is None else local) if is_rotated else None
         for window, is_rotated in zip(windows, has_rope, strict=True)
     )
+
+
+def _rotates_by_default(config: Mapping[str, Any]) -> bool:
+    """Whether a config without a base of rotations means the usual one.
+
+    GPT-J says only how much of a head is rotated. Baichuan has rotations where there is a maximum
+    of positions, else ALiBi.
+    """
+    is_baichuan = config.get("model_type") == "baichuan"
+    return bool(config.get("rotary_dim") or (is_baichuan and config.get("max_position_embeddings")))
+
+
+def _layers_with_rope(config: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """For configs that do not list them."""
+    interval = config.get("no_rope_layer_interval")
+    if interval is None and config.get("model_type") == "llama4_text":
+        interval = 4
+    return [not interval or (index + 1) % interval != 0 for index in range(num_layers)]
 
 
 def _read_rope(

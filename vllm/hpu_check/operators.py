@@ -23,8 +23,8 @@ def check_moe(bridge: HabanaBridge) -> Outcome:
         ids = torch.stack([torch.randperm(4)[:2] for _ in range(17)])
         ids[0] = 3
         weights = torch.rand(17, 2)
-        given = x, ids, weights, gate_up, down
-        got = HPUOps(bridge).moe(*(t.to(bridge.device) for t in given))
+        near = [t.to(bridge.device) for t in (x, ids, weights, gate_up, down)]
+        got = HPUOps(bridge).moe(near[0], near[1], near[2], near[3], near[4])
         want = host.moe(x.float(), ids, weights, gate_up.float(), down.float())
         comparison.add(str(dtype), got, want)
     return comparison.outcome()

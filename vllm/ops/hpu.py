@@ -7,6 +7,7 @@ be captured in a graph. Attention is not here: its layouts are those of `attenti
 import torch
 from torch import Tensor
 
+from vllm.ops.interface import SILU_EXPERTS, ExpertOptions
 from vllm.ops.native import NativeOps
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import HPUPlatform
@@ -33,6 +34,7 @@ class HPUOps(NativeOps):
             assert isinstance(platform, HPUPlatform)
             bridge = platform.bridge
         self._kernels = bridge.kernels
+        self._is_lazy, self._has_moe = bridge.is_lazy, bridge.kernels.has_moe
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.shape != x.shape[-1:]:
@@ -40,6 +42,27 @@ class HPUOps(NativeOps):
         # The kernel takes three dimensions or more; models launch with [T, hidden].
         shaped = x if x.dim() > 2 else x.reshape(1, -1, x.shape[-1])
         return self._kernels.rms_norm(shaped, weight, eps).view(x.shape)
+
+    def moe(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
+    ) -> Tensor:
+        # The operator is not for plain eager mode.
+        can_run = self._is_lazy or torch.compiler.is_compiling()
+        is_plain = options == SILU_EXPERTS and gate_up_bias is None and down_bias is None
+        if not (can_run and is_plain and self._has_moe):
+            return super().moe(
+                *(x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias), options
+            )
+        weights = topk_weights.to(x.dtype)
+        return self._kernels.moe(x, topk_ids, weights, gate_up.unbind(0), down.unbind(0))
 
     def rotary_angles(
         self, positions: Tensor, cos_sin_cache: Tensor, dtype: torch.dtype, is_neox: bool

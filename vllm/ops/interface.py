@@ -14,6 +14,8 @@ the CPU); on a device its effect is undefined.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,6 +23,27 @@ from torch import Tensor
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """What a KV cache may hold besides the dtype of the model."""
+
+Routing = Literal["softmax", "softmax_of_chosen", "sigmoid", "sigmoid_of_chosen"]
+"""The weight of a chosen expert: its part of a softmax over all experts, or over the chosen ones;
+its sigmoid, or that divided by the sum of the chosen ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """What an expert computes besides its products, and where its weight counts."""
+
+    alpha: float = 1.702
+    """Of the clamped activation; no effect without `limit`."""
+    limit: float | None = None
+    """None: the middle is silu(gate) * up. Else it is gate * sigmoid(alpha * gate) * (up + 1), of
+    gates up to this and ups between its negative and this (GPT-OSS), rounded once."""
+    scales_inputs: bool = False
+    """The weight of a choice multiplies x (Llama 4), and not the result."""
+
+
+SILU_EXPERTS = ExpertOptions()
+"""Those of most families."""
 
 
 class Ops(ABC):
@@ -135,11 +158,54 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def scale_rows(self, x: Tensor, factor: Tensor, is_gate: bool = False) -> Tensor:
+        """x times one number per token.
+
+        Args:
+            x: [T, ...]. Not changed.
+            factor: [T, 1].
+            is_gate: the number is the sigmoid of the factor, rounded to the dtype of x.
+
+        Returns:
+            A new dense tensor, shape and dtype of x.
+
+        Raises:
+            ValueError: factor does not have one number per token.
+        """
+
+    @abstractmethod
+    def route(
+        self, logits: Tensor, top_k: int, routing: Routing, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each token: those with the largest logits.
+
+        Args:
+            logits: [T, E]. Not changed.
+            top_k: k, from 1 to E.
+            routing: how much a chosen expert counts; computed in float32.
+            scale: multiplies the weights.
+
+        Returns:
+            (ids [T, k] int64, weights [T, k] float32), as `moe` takes them; the largest first.
+
+        Raises:
+            ValueError: top_k is out of range.
+        """
+
+    @abstractmethod
     def moe(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
     ) -> Tensor:
-        """The sum over a token's k experts e of `weight * (silu_and_mul(x @ gate_up[e].T) @
-        down[e].T)`. E experts of intermediate size I.
+        """The sum over a token's k experts e of `weight * (act(x @ gate_up[e].T) @ down[e].T)`. E
+        experts of intermediate size I.
 
         What an expert returns is rounded to the dtype of x, the weighted sum is made in float32.
 
@@ -149,6 +215,9 @@ class Ops(ABC):
             topk_weights: [T, k], float32.
             gate_up: [E, 2 * I, hidden], gate then up.
             down: [E, hidden, I].
+            gate_up_bias: [E, 2 * I], added to the first product, or None.
+            down_bias: [E, hidden], added to the second one, or None.
+            options: act, and what the weights multiply.
 
         Returns:
             [T, hidden], new and dense.
@@ -247,6 +316,8 @@ class Ops(ABC):
         logits_soft_cap: float | None = None,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
+        sinks: Tensor | None = None,
+        chunk_size: int | None = None,
     ) -> Tensor:
         """Attention of one new token per request over everything its request has cached.
 
@@ -268,6 +339,10 @@ class Ops(ABC):
             logits_soft_cap: C > 0 replaces each score s by C * tanh(s / C); None does not.
             key_scale: multiplies what an fp8 cache holds; no effect on another.
             value_scale: the same.
+            sinks: [H] float32, dense: the score of one more key of each head, whose value is zero
+                (after soft cap and ALiBi); None without sinks (Xiao et al. 2023, arXiv
+                2309.17453).
+            chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
 
         Returns:
             [B, H, D], new and dense. Padding rows are zero. What the unused part of a block
@@ -293,6 +368,8 @@ class Ops(ABC):
         logits_soft_cap: float | None = None,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
+        sinks: Tensor | None = None,
+        chunk_size: int | None = None,
     ) -> Tensor:
         """Causal attention of several new tokens per request, ragged.
 
@@ -314,6 +391,8 @@ class Ops(ABC):
             logits_soft_cap: as for decode.
             key_scale: as for decode.
             value_scale: as for decode.
+            sinks: as for decode.
+            chunk_size: as for decode.
 
         Returns:
             [T, H, D], new and dense. Rows from query_start_loc[B] on (padding) are zero.

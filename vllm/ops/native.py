@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm.ops.interface import FP8_DTYPES, Ops
+from vllm.ops.interface import FP8_DTYPES, SILU_EXPERTS, ExpertOptions, Ops, Routing
 
 
 class NativeOps(Ops):
@@ -62,8 +62,38 @@ class NativeOps(Ops):
         gate, up = x.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh" if is_tanh else "none") * up
 
+    def scale_rows(self, x: Tensor, factor: Tensor, is_gate: bool = False) -> Tensor:
+        if factor.shape != (len(x), 1):
+            raise ValueError(f"factor is {list(factor.shape)}, not [{len(x)}, 1]")
+        factor = factor.sigmoid() if is_gate else factor
+        return x * factor.view(-1, *[1] * (x.dim() - 1))
+
+    def route(
+        self, logits: Tensor, top_k: int, routing: Routing, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        check_top_k(top_k, logits)
+        logits = logits.float()
+        chosen, ids = logits.topk(top_k, dim=-1)
+        if routing == "softmax":
+            weights = (chosen - logits.logsumexp(-1, keepdim=True)).exp()
+        elif routing == "softmax_of_chosen":
+            weights = chosen.softmax(-1)
+        else:
+            weights = chosen.sigmoid()
+            if routing == "sigmoid_of_chosen":
+                weights = weights / weights.sum(-1, keepdim=True)
+        return ids, weights * scale
+
     def moe(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
     ) -> Tensor:
         num_experts, hidden, size = down.shape
         if gate_up.shape != (num_experts, 2 * size, hidden) or x.shape[1:] != (hidden,):
@@ -79,9 +109,23 @@ class NativeOps(Ops):
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in range(num_experts):
             weight = topk_weights.masked_fill(topk_ids != expert, 0.0).sum(-1, keepdim=True)
-            result = F.linear(self.silu_and_mul(F.linear(x, gate_up[expert])), down[expert])
+            middle_bias = None if gate_up_bias is None else gate_up_bias[expert]
+            bias = None if down_bias is None else down_bias[expert]
+            given = (x * weight).to(x.dtype) if options.scales_inputs else x
+            middle = self._activated(F.linear(given, gate_up[expert], middle_bias), options)
+            result = F.linear(middle, down[expert], bias)
+            if options.scales_inputs:  # also of experts without a bias, which give zero for zero
+                weight = (topk_ids == expert).any(-1, keepdim=True).float()
             out += weight * result
         return out.to(x.dtype)
+
+    def _activated(self, gate_up: Tensor, options: ExpertOptions) -> Tensor:
+        """The middle of an expert: [..., 2 * I] -> [..., I]."""
+        if options.limit is None:
+            return self.silu_and_mul(gate_up)
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+        return (gate * (options.alpha * gate).sigmoid() * (up + 1)).to(gate_up.dtype)
 
     def rotary_embedding(
         self,
@@ -152,9 +196,11 @@ class NativeOps(Ops):
         logits_soft_cap: float | None = None,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
+        sinks: Tensor | None = None,
+        chunk_size: int | None = None,
     ) -> Tensor:
-        check_attention(query, key_cache, value_cache, sliding_window)
-        check_scores(query, alibi_slopes, logits_soft_cap)
+        check_attention(query, key_cache, value_cache, sliding_window, chunk_size)
+        check_scores(query, alibi_slopes, logits_soft_cap, sinks)
         if key_cache.dtype in FP8_DTYPES:
             scale = scale * key_scale
         num_kv_heads = key_cache.shape[2]
@@ -168,6 +214,8 @@ class NativeOps(Ops):
         is_hidden = position >= seq_lens[:, None]  # [B, K]
         if sliding_window is not None:
             is_hidden |= position < seq_lens[:, None] - sliding_window
+        if chunk_size is not None:
+            is_hidden |= position < (seq_lens[:, None] - 1) // chunk_size * chunk_size
         # What a block holds past the end may be NaN, and 0 * NaN is NaN: clear it.
         values = values.masked_fill(is_hidden[:, :, None, None], 0.0)
         scores = torch.einsum("bgrd,bkgd->bgrk", grouped, keys) * scale
@@ -177,7 +225,11 @@ class NativeOps(Ops):
         )
         scores = adjusted.view(scores.shape)
         scores = scores.masked_fill(is_hidden[:, None, None], float("-inf"))
+        if sinks is not None:
+            sinks = sinks.view(1, num_kv_heads, -1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sinks), dim=-1)
         weights = scores.softmax(-1).masked_fill((seq_lens == 0)[:, None, None, None], 0.0)
+        weights = weights[..., : keys.shape[1]]
         return torch.einsum("bgrk,bkgd->bgrd", weights, values).flatten(1, 2).to(query.dtype)
 
     def paged_attention_prefill(
@@ -194,9 +246,11 @@ class NativeOps(Ops):
         logits_soft_cap: float | None = None,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
+        sinks: Tensor | None = None,
+        chunk_size: int | None = None,
     ) -> Tensor:
-        check_attention(query, key_cache, value_cache, sliding_window)
-        check_scores(query, alibi_slopes, logits_soft_cap)
+        check_attention(query, key_cache, value_cache, sliding_window, chunk_size)
+        check_scores(query, alibi_slopes, logits_soft_cap, sinks)
         is_fp8 = key_cache.dtype in FP8_DTYPES
         if is_fp8:
             scale = scale * key_scale
@@ -222,7 +276,8 @@ class NativeOps(Ops):
                 .to(query.dtype)
                 for cache in (key_cache, value_cache)
             )
-            attended = attend_prompt(q, k, v, scale, sliding_window, alibi_slopes, logits_soft_cap)
+            options = (alibi_slopes, logits_soft_cap, sinks, chunk_size)
+            attended = attend_prompt(q, k, v, scale, sliding_window, *options)
             if is_fp8:
                 attended = attended * value_scale
             out[start:end] = attended[0].transpose(0, 1)
@@ -241,8 +296,18 @@ def check_rotary(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: T
         )
 
 
+def check_top_k(top_k: int, logits: Tensor) -> None:
+    """Raise ValueError for a number of choices that no router can make."""
+    if not 1 <= top_k <= logits.shape[-1]:
+        raise ValueError(f"top_k is {top_k}; it must be from 1 to {logits.shape[-1]} experts")
+
+
 def check_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, sliding_window: int | None
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    sliding_window: int | None,
+    chunk_size: int | None = None,
 ) -> None:
     """The part of the attention contract that does not depend on the phase.
 
@@ -265,26 +330,34 @@ def check_attention(
         )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window is {sliding_window}; it must be at least 1, or None")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1, or None")
 
 
-def check_scores(query: Tensor, alibi_slopes: Tensor | None, logits_soft_cap: float | None) -> None:
+def check_scores(
+    query: Tensor,
+    alibi_slopes: Tensor | None,
+    logits_soft_cap: float | None,
+    sinks: Tensor | None = None,
+) -> None:
     """The part of the attention contract that is about what is done to scores.
 
     Raises:
-        ValueError: the slopes do not fit the heads, or the cap is not positive.
+        ValueError: slopes or sinks do not fit the heads, or the cap is not positive.
     """
     if logits_soft_cap is not None and not logits_soft_cap > 0:
         raise ValueError(f"logits_soft_cap is {logits_soft_cap}; it must be positive, or None")
-    if alibi_slopes is not None and (
-        alibi_slopes.shape != query.shape[1:2]
-        or alibi_slopes.dtype != torch.float32
-        or not alibi_slopes.is_contiguous()
-    ):
-        raise ValueError(
-            f"alibi_slopes is {alibi_slopes.dtype} {list(alibi_slopes.shape)} with strides "
-            f"{list(alibi_slopes.stride())}, not one dense torch.float32 for each of "
-            f"{query.shape[1]} heads"
-        )
+    for name, numbers in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if numbers is not None and (
+            numbers.shape != query.shape[1:2]
+            or numbers.dtype != torch.float32
+            or not numbers.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} is {numbers.dtype} {list(numbers.shape)} with strides "
+                f"{list(numbers.stride())}, not one dense torch.float32 for each of "
+                f"{query.shape[1]} heads"
+            )
 
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -324,10 +397,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
 
 
 def _prefill_mask(
-    query_len: int, seq_len: int, sliding_window: int | None, device: torch.device
+    query_len: int,
+    seq_len: int,
+    sliding_window: int | None,
+    chunk_size: int | None,
+    device: torch.device,
 ) -> tuple[Tensor | None, bool]:
     """(attn_mask, is_causal) of one request; the mask is bool [query_len, seq_len]."""
     has_window = sliding_window is not None and sliding_window < seq_len
+    has_window = has_window or (chunk_size is not None and chunk_size < seq_len)
     if query_len == seq_len and not has_window:
         return None, True
     if query_len == 1 and not has_window:
@@ -338,6 +416,8 @@ def _prefill_mask(
     mask = key_pos <= query_pos
     if sliding_window is not None:
         mask &= key_pos > query_pos - sliding_window
+    if chunk_size is not None:
+        mask &= key_pos >= query_pos // chunk_size * chunk_size
     return mask, False
 
 
@@ -349,11 +429,13 @@ def attend_prompt(
     sliding_window: int | None,
     alibi_slopes: Tensor | None,
     logits_soft_cap: float | None,
+    sinks: Tensor | None,
+    chunk_size: int | None,
 ) -> Tensor:
     """[1, H, Q, D]: the last Q tokens of one request; q [1, H, Q, D], k and v [1, G, K, D]."""
     query_len, seq_len = q.shape[2], k.shape[2]
-    mask, is_causal = _prefill_mask(query_len, seq_len, sliding_window, q.device)
-    if alibi_slopes is None and logits_soft_cap is None:
+    mask, is_causal = _prefill_mask(query_len, seq_len, sliding_window, chunk_size, q.device)
+    if alibi_slopes is None and logits_soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -371,7 +453,10 @@ def attend_prompt(
         (q.float() @ k.transpose(2, 3) * scale)[0], distance, alibi_slopes, logits_soft_cap
     )
     is_hidden = distance < 0 if mask is None else ~mask
-    return (scores.masked_fill(is_hidden, float("-inf")).softmax(-1) @ v).to(q.dtype)
+    scores = scores.masked_fill(is_hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:2], 1)), dim=-1)
+    return (scores.softmax(-1)[..., :seq_len] @ v).to(q.dtype)
 
 
 def _adjust(

@@ -8,6 +8,12 @@ from vllm.errors import ConfigError
 from vllm.transformers_utils.json_file import read_json_object
 from vllm.transformers_utils.plain_config import complete_plain_config
 
+_LIKE_LLAMA = ("baichuan", "internlm2", "internlm3")
+"""Model types that not every transformers has. Keys and defaults of their configs are Llama's."""
+
+_POSITIONS = ("max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta")
+"""Keys that have no defaults there: without them Baichuan has ALiBi."""
+
 
 def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Read config.json and apply `overrides`. Does not import transformers.
@@ -64,6 +70,10 @@ def complete_hf_config(
             return {**config_class.from_dict(dict(raw)).to_dict(), **raw}
         if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
             return dict(CONFIG_MAPPING[model_type].from_dict(dict(raw)).to_dict())
+        if model_type in _LIKE_LLAMA:
+            completed = CONFIG_MAPPING["llama"].from_dict(dict(raw)).to_dict()
+            given = {name: value for name, value in completed.items() if name not in _POSITIONS}
+            return {**given, **raw}
     except Exception as error:
         raise ConfigError(f"config.json of '{folder}': {' '.join(str(error).split())}") from error
     fix = (

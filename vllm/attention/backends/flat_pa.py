@@ -82,6 +82,7 @@ def derive_decode_blocks(
     dtype: torch.dtype,
     sliding_window: int | None = None,
     positions: Tensor | None = None,
+    chunk_size: int | None = None,
 ) -> DecodeBlocks:
     """Masks and one-hot matrix of a launch.
 
@@ -91,9 +92,11 @@ def derive_decode_blocks(
         dtype: of the queries.
         sliding_window: None sees all keys; W the W most recent ones, the new one included.
         positions: [B, Q] int32 of the new tokens of each row, ascending; padding repeats the last.
-            None: one token each.
+            None: one token each, and no chunks.
+        chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
     """
     groups = metadata.block_groups
+    query_len = 1 if positions is None else positions.shape[1]
     batch = (metadata.slot_mapping if positions is None else positions).shape[0]
     slot = torch.arange(block_size, dtype=torch.int32, device=groups.device)
     row_ids = torch.arange(batch, dtype=torch.int32, device=groups.device)
@@ -101,16 +104,25 @@ def derive_decode_blocks(
     age = metadata.block_age.view(-1, 1, 1) - slot
     is_hidden = is_padding.view(-1, 1, 1) | (slot >= metadata.block_usage.view(-1, 1, 1))
     rows = groups.masked_fill(is_padding, 0)
-    if positions is not None:
+    chunk = None
+    if chunk_size is not None:  # how many tokens before each query belong to its chunk
+        assert positions is not None
+        chunk = positions.remainder(chunk_size).index_select(0, rows.long()).unsqueeze(-1)
+    if positions is not None and query_len > 1:
         # How many tokens each query is older than the newest one: it sees nothing younger.
         back = (positions[:, -1:] - positions).index_select(0, rows.long())
         age_of_query = age - back.unsqueeze(-1)  # [N, Q, S]
         is_hidden = is_hidden | (age_of_query < 0)
         if sliding_window is not None:
             is_hidden = is_hidden | (age_of_query >= sliding_window)
+        if chunk is not None:
+            is_hidden = is_hidden | (age_of_query > chunk)
         is_hidden = is_hidden.unflatten(1, (1, -1, 1))
-    elif sliding_window is not None:
-        is_hidden = is_hidden | (age >= sliding_window)
+    else:
+        if sliding_window is not None:
+            is_hidden = is_hidden | (age >= sliding_window)
+        if chunk is not None:
+            is_hidden = is_hidden | (age > chunk)
     mapping = (groups.view(-1, 1) == row_ids).to(dtype)
     return DecodeBlocks(
         block_list=metadata.block_list,
@@ -121,7 +133,7 @@ def derive_decode_blocks(
         summing=(row_ids.view(-1, 1) == rows).float(),
         is_hidden=is_hidden,
         age=age,
-        query_len=1 if positions is None else positions.shape[1],
+        query_len=query_len,
     )
 
 
@@ -134,6 +146,7 @@ def flat_paged_attention(
     *,
     alibi_slopes: Tensor | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     is_pipelined: bool = True,
     normaliser: Normaliser | float | None = None,
 ) -> Tensor:
@@ -151,6 +164,8 @@ def flat_paged_attention(
         alibi_slopes: [H] float32; None without ALiBi.
         soft_cap: C > 0 replaces each score s by C * tanh(s / C), before ALiBi and before anything
             is hidden; None does not.
+        sinks: [H] float32, the score of one more key of each head, whose value is zero; None
+            without.
         is_pipelined: True multiplies with the values under the maximum of each block and
             corrects for that of the row afterwards, so that nothing waits for the latter; False
             finds the maximum of the row first. The results are the same but for rounding.
@@ -171,25 +186,27 @@ def flat_paged_attention(
     if blocks.query_len > 1:
         query = _queries_as_heads(query, num_kv_heads, blocks.query_len)
         if alibi_slopes is not None:  # an older query's distances differ by a constant: no matter
-            slopes = alibi_slopes.view(num_kv_heads, 1, -1)
-            alibi_slopes = slopes.expand(-1, blocks.query_len, -1).flatten()
+            alibi_slopes = _numbers_of_heads(alibi_slopes, num_kv_heads, blocks.query_len)
+        if sinks is not None:
+            sinks = _numbers_of_heads(sinks, num_kv_heads, blocks.query_len)
     queries = blocks.mapping @ query.flatten(1)  # [N, B] @ [B, H * D]
     queries = queries.view(-1, num_kv_heads, query.shape[1] // num_kv_heads, head_size)
     parts = _fetch(key_cache, value_cache, blocks)
     scores = [_scores(part, queries, blocks, scale, alibi_slopes, soft_cap) for part in parts]
     if isinstance(normaliser, (float, int)):  # a union breaks the graph before torch 2.10
         out, total = _attend(parts, scores, normaliser, blocks, query.dtype)
-        factor = (sum_of_rows(total, blocks) + _TINY).reciprocal()
+        factor = _sum_with_sinks(total, sinks, normaliser, blocks).reciprocal()
     else:
         block_max = _joined([s.amax(-1, keepdim=True) for s in scores])  # [N, H, 1]
         if normaliser is None and is_pipelined:
             out, total = _attend(parts, scores, block_max, blocks, query.dtype)
-            correction = (block_max - max_of_rows(block_max, blocks)).exp()
-            factor = correction / (sum_of_rows(total * correction, blocks) + _TINY)
+            row_max = max_of_rows(block_max, blocks)
+            correction = (block_max - row_max).exp()
+            factor = correction / _sum_with_sinks(total * correction, sinks, row_max, blocks)
         else:
             offset = (normaliser or max_of_rows)(block_max, blocks)
             out, total = _attend(parts, scores, offset, blocks, query.dtype)
-            factor = (sum_of_rows(total, blocks) + _TINY).reciprocal()
+            factor = _sum_with_sinks(total, sinks, offset, blocks).reciprocal()
     out = (out * factor).to(query.dtype)
     out = (blocks.mapping_t @ out.flatten(1)).view(query.shape)
     if blocks.query_len > 1:
@@ -202,6 +219,27 @@ def _queries_as_heads(query: Tensor, num_kv_heads: int, query_len: int) -> Tenso
     """[B * Q, H, D] -> [B, G * Q * R, D]: those of one key/value head beside each other."""
     by_row = query.unflatten(0, (-1, query_len)).unflatten(2, (num_kv_heads, -1))
     return by_row.transpose(1, 2).flatten(1, 3)
+
+
+def _numbers_of_heads(numbers: Tensor, num_kv_heads: int, query_len: int) -> Tensor:
+    """[H] -> [G * Q * R], one for each of `_queries_as_heads`."""
+    return numbers.view(num_kv_heads, 1, -1).expand(-1, query_len, -1).flatten()
+
+
+def _sum_with_sinks(
+    total: Tensor, sinks: Tensor | None, offset: Tensor | float, blocks: DecodeBlocks
+) -> Tensor:
+    """[N, H, 1] the sum of all weights of each entry's row, and of the weight of its sink. Never
+    zero.
+
+    A sink so far above the scores that its weight overflows takes all: the factor is zero.
+    """
+    total = sum_of_rows(total, blocks) + _TINY
+    if sinks is None:
+        return total
+    if isinstance(offset, Tensor):
+        offset = offset.clamp(min=_LOWEST_OFFSET)
+    return total + (sinks[:, None] - offset).exp()
 
 
 def max_of_rows(x: Tensor, blocks: DecodeBlocks) -> Tensor:

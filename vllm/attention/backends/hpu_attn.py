@@ -79,6 +79,7 @@ def decode_attention(
     *,
     alibi_slopes: Tensor | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
     is_pipelined: bool = True,
     normaliser: Normaliser | float | None = None,
 ) -> Tensor:
@@ -94,6 +95,7 @@ def decode_attention(
         scale: multiplies query @ key.
         alibi_slopes: [H] float32, or None.
         soft_cap: see `flat_paged_attention`.
+        sinks: see there.
         is_pipelined: see `flat_paged_attention`.
         normaliser: see there.
 
@@ -109,6 +111,7 @@ def decode_attention(
         scale,
         alibi_slopes=alibi_slopes,
         soft_cap=soft_cap,
+        sinks=sinks,
         is_pipelined=is_pipelined,
         normaliser=normaliser,
     )
@@ -220,6 +223,7 @@ def prefill_mask(
     sliding_window: int | None = None,
     alibi_slopes: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    chunk_size: int | None = None,
 ) -> Tensor | None:
     """Which keys the queries of a launch see; derived on the device, once a forward.
 
@@ -232,13 +236,15 @@ def prefill_mask(
         sliding_window: None sees all earlier keys; W the W most recent ones, itself included.
         alibi_slopes: [H] float32; None without ALiBi.
         dtype: of an ALiBi mask: that of the queries, as torch wants it.
+        chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
 
     Returns:
         [B, 1, Q, K] bool; with ALiBi [B, H, Q, K] to be added. None when plain causality says it
         all: no context, no window, padding on the right.
     """
     num_context, query_len = metadata.context_blocks.shape[1], metadata.slot_mapping.shape[1]
-    if num_context == 0 and sliding_window is None and alibi_slopes is None:
+    is_plain = sliding_window is None and alibi_slopes is None and chunk_size is None
+    if num_context == 0 and is_plain:
         return None
     device, context_lens = metadata.context_lens.device, metadata.context_lens[:, None]
     column = torch.arange(num_context * block_size, dtype=torch.int32, device=device)
@@ -249,6 +255,8 @@ def prefill_mask(
     mask = age >= 0
     if sliding_window is not None:
         mask = mask & (age < sliding_window)
+    if chunk_size is not None:
+        mask = mask & (age <= query_pos.remainder(chunk_size)[:, None, :, None])
     if alibi_slopes is None:
         return mask
     bias = -age.float() * alibi_slopes[:, None, None]

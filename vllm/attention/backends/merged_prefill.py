@@ -125,6 +125,7 @@ def derive_merged_mask(
     sliding_window: int | None = None,
     alibi_slopes: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """Which keys the tokens of a launch see; derived on the device, once a forward.
 
@@ -136,6 +137,7 @@ def derive_merged_mask(
         sliding_window: None sees all earlier keys; W the W most recent ones, itself included.
         alibi_slopes: [H] float32; None without ALiBi.
         dtype: of an ALiBi mask: that of the queries, as torch wants it.
+        chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
 
     Returns:
         [1, 1, Q, K] bool; with ALiBi [1, H, Q, K] to be added. Padding sees padding.
@@ -151,6 +153,8 @@ def derive_merged_mask(
         key_positions = torch.cat((context_positions.flatten(), positions))
     age = positions[:, None] - key_positions
     mask = _is_seen(ids, key_ids, age, sliding_window)
+    if chunk_size is not None:
+        mask = mask & (age <= positions.remainder(chunk_size)[:, None])
     if alibi_slopes is None:
         return mask[None, None]
     bias = -age.float() * alibi_slopes[:, None, None]

@@ -42,6 +42,7 @@ class RaggedMetadata:
         ops, num_decodes = get_ops(), self.num_decodes
         key_cache, value_cache = layer.key_cache, layer.value_cache
         scales = (layer.key_scale, layer.value_scale)
+        more = (*scales, layer.sinks, layer.chunk_size)
         # All writes come before all reads, so a request may read blocks that another request of
         # the same launch fills.
         slot_mapping, block_tables = self.slot_mapping, self.block_tables
@@ -59,7 +60,7 @@ class RaggedMetadata:
                     block_tables[:num_decodes],
                     self.seq_lens[:num_decodes],
                     *options,
-                    *scales,
+                    *more,
                 )
             )
         if len(self.host_seq_lens) > num_decodes:
@@ -72,7 +73,7 @@ class RaggedMetadata:
                     self.query_start_loc[num_decodes:] - num_decodes,
                     self.host_seq_lens[num_decodes:],
                     *options,
-                    *scales,
+                    *more,
                 )
             )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -98,5 +99,7 @@ def prompt_attention(layer: AttentionLayer, query: Tensor, key: Tensor, value: T
         layer.sliding_window,
         layer.alibi_slopes,
         layer.logits_soft_cap,
+        layer.sinks,
+        layer.chunk_size,
     )
     return attended[0].transpose(0, 1)

@@ -7,6 +7,7 @@ the device, when the launch is made.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +27,22 @@ from vllm.attention.backends.sdpa import SDPAKernel, naive_sdpa
 from vllm.attention.metadata import AttentionLayer
 from vllm.errors import ConfigError
 
-LayerKind = tuple[int | None, bool]
-"""Sliding window, and whether there is ALiBi: what a mask depends on."""
+
+class LayerKind(NamedTuple):
+    """What the mask of a layer depends on."""
+
+    window: int | None
+    has_alibi: bool
+    chunk_size: int | None = None
+
+    @property
+    def sight(self) -> tuple[int | None, int | None]:
+        """Which keys a query sees: window and size of chunks."""
+        return self.window, self.chunk_size
 
 
 def _kind(layer: AttentionLayer) -> LayerKind:
-    return layer.sliding_window, layer.alibi_slopes is not None
+    return LayerKind(layer.sliding_window, layer.alibi_slopes is not None, layer.chunk_size)
 
 
 def layer_kinds(layers: Iterable[AttentionLayer]) -> dict[LayerKind, AttentionLayer]:
@@ -52,10 +63,10 @@ def layer_kinds(layers: Iterable[AttentionLayer]) -> dict[LayerKind, AttentionLa
 
 
 def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel) -> SDPAKernel:
-    """Fused kernels have no soft cap, and a mask in the dtype of the queries, which would round
-    ALiBi far back."""
-    if layer.logits_soft_cap is not None:
-        return partial(naive_sdpa, soft_cap=layer.logits_soft_cap)
+    """Fused kernels have no soft cap and no sinks, and a mask in the dtype of the queries, which
+    would round ALiBi far back."""
+    if layer.logits_soft_cap is not None or layer.sinks is not None:
+        return partial(naive_sdpa, soft_cap=layer.logits_soft_cap, sinks=layer.sinks)
     return kernel if layer.alibi_slopes is None else naive_sdpa
 
 
@@ -63,8 +74,8 @@ def _kernel_for(layer: AttentionLayer, kernel: SDPAKernel) -> SDPAKernel:
 class PaddedDecode:
     """One new token for each of B padded rows, or the drafts to verify and one more."""
 
-    blocks: Mapping[int | None, DecodeBlocks]
-    """Sliding window -> what all layers with it need."""
+    blocks: Mapping[tuple[int | None, int | None], DecodeBlocks]
+    """`LayerKind.sight` -> what all layers with it need."""
     normaliser: Normaliser | float | None = None
     """See `flat_paged_attention`."""
 
@@ -79,12 +90,12 @@ class PaddedDecode:
         positions: Tensor | None = None,
     ) -> "PaddedDecode":
         """A launch for layers of these kinds and queries of this dtype; `positions` see
-        `derive_decode_blocks`."""
-        blocks: dict[int | None, DecodeBlocks] = {}
-        for window, _ in kinds:
-            if window not in blocks:
-                blocks[window] = derive_decode_blocks(
-                    metadata, block_size, dtype, window, positions
+        `derive_decode_blocks`, needed for chunks."""
+        blocks: dict[tuple[int | None, int | None], DecodeBlocks] = {}
+        for kind in kinds:
+            if kind.sight not in blocks:
+                blocks[kind.sight] = derive_decode_blocks(
+                    metadata, block_size, dtype, kind.window, positions, kind.chunk_size
                 )
         return cls(blocks, normaliser)
 
@@ -97,10 +108,11 @@ class PaddedDecode:
             value,
             layer.key_cache,
             layer.value_cache,
-            self.blocks[layer.sliding_window],
+            self.blocks[_kind(layer).sight],
             layer.scale,
             alibi_slopes=layer.alibi_slopes,
             soft_cap=layer.logits_soft_cap,
+            sinks=layer.sinks,
             normaliser=self.normaliser,
         )
 
@@ -124,7 +136,9 @@ class PaddedPrefill:
     ) -> "PaddedPrefill":
         """A launch for layers of these kinds."""
         masks = {
-            kind: prefill_mask(metadata, block_size, kind[0], layer.alibi_slopes)
+            kind: prefill_mask(
+                metadata, block_size, kind.window, layer.alibi_slopes, chunk_size=kind.chunk_size
+            )
             for kind, layer in kinds.items()
         }
         return cls(derive_prefill_blocks(metadata, block_size), masks, kernel)
@@ -139,7 +153,9 @@ class PaddedPrefill:
     ) -> "PaddedPrefill":
         """A launch of prompts end to end in one row, for layers of these kinds."""
         masks = {
-            kind: derive_merged_mask(metadata, block_size, kind[0], layer.alibi_slopes)
+            kind: derive_merged_mask(
+                metadata, block_size, kind.window, layer.alibi_slopes, chunk_size=kind.chunk_size
+            )
             for kind, layer in kinds.items()
         }
         return cls(derive_merged_blocks(metadata, block_size), masks, kernel)

@@ -78,11 +78,14 @@ def naive_sdpa(
     scale: float,
     valid_lens: Tensor | None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Product, float32 softmax, product: the reference of the others.
 
     Args:
         soft_cap: C > 0 replaces each score s by C * tanh(s / C), before the mask; None does not.
+        sinks: [H] float32, the score of one more key of each head, whose value is zero; None
+            without.
     """
     num_kv_heads, query_len, key_len = key.shape[1], query.shape[2], key.shape[2]
     if mask is None:
@@ -94,7 +97,10 @@ def naive_sdpa(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, float("-inf"))
-    weights = (scores + mask).softmax(-1).to(value.dtype).unflatten(1, (num_kv_heads, -1))
+    scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    weights = scores.softmax(-1)[..., :key_len].to(value.dtype).unflatten(1, (num_kv_heads, -1))
     return (weights @ value[:, :, None]).flatten(1, 2)
 
 

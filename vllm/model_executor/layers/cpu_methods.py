@@ -66,9 +66,13 @@ class CPUExperts(DenseExperts):
         for weight_format in _FORMATS[self.stored_as]:
             half = gate_up[0, : layer.intermediate_size]
             if can_pack(half, weight_format) and can_pack(down[0], weight_format):
-                self.packed = PackedExperts.pack(gate_up, down, weight_format)
+                biases = layer.gate_up_bias, layer.bias_of_sum()
+                self.packed = PackedExperts.pack(
+                    gate_up, down, weight_format, *biases, layer.options
+                )
                 del layer.gate_up, layer.down
-                layer.slices.clear()
+                for name in ("gate_up", "down"):
+                    layer.slices.pop(name, None)
                 return
 
     def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

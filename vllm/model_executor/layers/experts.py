@@ -14,6 +14,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.slice import ExpertSlice
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 from vllm.ops import get_ops
+from vllm.ops.interface import SILU_EXPERTS, ExpertOptions, Routing
 
 
 class ExpertsMethod(WeightMethod["Experts"]):
@@ -45,7 +46,10 @@ class DenseExperts(ExpertsMethod):
                 )
 
     def apply(self, layer: "Experts", x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return get_ops().moe(x, ids, weights, layer.gate_up, layer.down)
+        return get_ops().moe(
+            *(x, ids, weights, layer.gate_up, layer.down, layer.gate_up_bias, layer.bias_of_sum()),
+            layer.options,
+        )
 
 
 class Experts(MethodLayer):
@@ -56,6 +60,8 @@ class Experts(MethodLayer):
         hidden_size: features of x.
         intermediate_size: of one expert, over all ranks.
         tp: the ranks that share the layer.
+        options: what an expert computes between its products.
+        has_bias: both products of an expert have one.
 
     Shape: x [T, hidden], ids [T, k] int64, weights [T, k] float32 -> [T, hidden]
 
@@ -63,12 +69,24 @@ class Experts(MethodLayer):
         ValueError: intermediate_size cannot be split evenly.
     """
 
+    own_parameters = ("gate_up_bias", "down_bias")
+
     gate_up: nn.Parameter
     down: nn.Parameter
+    gate_up_bias: nn.Parameter | None
+    """[E, 2 * I]"""
+    down_bias: nn.Parameter | None
+    """[E, hidden]"""
     method: ExpertsMethod
 
     def __init__(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, tp: TPGroup
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        tp: TPGroup,
+        options: ExpertOptions = SILU_EXPERTS,
+        has_bias: bool = False,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
@@ -76,7 +94,32 @@ class Experts(MethodLayer):
         self.intermediate_size = divide(intermediate_size, tp.size)
         """Of this rank."""
         self.tp = tp
+        self.options = options
+        self.register_parameter("gate_up_bias", None)
+        self.register_parameter("down_bias", None)
+        if has_bias:
+            self._create_biases(intermediate_size)
         self.use_method(DenseExperts())
+
+    def _create_biases(self, total_size: int) -> None:
+        experts, size, hidden = self.num_experts, self.intermediate_size, self.hidden_size
+        self.gate_up_bias = nn.Parameter(torch.empty(experts, 2 * size), requires_grad=False)
+        self.down_bias = nn.Parameter(torch.empty(experts, hidden), requires_grad=False)
+        self.slices["gate_up_bias"], self.slices["down_bias"] = {}, {}
+        parts = {
+            "gate_proj": ("gate_up_bias", 0, size, total_size, 1),
+            "up_proj": ("gate_up_bias", size, size, total_size, 1),
+            "down_proj": ("down_bias", 0, hidden, hidden, self.tp.size),  # whole on every rank
+        }
+        for expert in range(experts):
+            for name, (place, offset, part_size, total, replicas) in parts.items():
+                self.slices[place][f"experts.{expert}.{name}"] = ExpertSlice(
+                    0, offset, part_size, total, replicas, "bias", expert=expert
+                )
+
+    def bias_of_sum(self) -> Tensor | None:
+        """`down_bias` as this rank applies it: the sum over ranks must contain it once."""
+        return self.down_bias if self.tp.rank == 0 else None
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return self.tp.all_reduce(self.method.apply(self, x, ids, weights))
@@ -89,23 +132,26 @@ class Router(ColumnParallelLinear):
         hidden_size: features of x.
         num_experts: E.
         top_k: k.
-        is_normalized: the weights of the chosen experts sum to 1; False: they are parts of a
-            softmax over all.
+        routing: how much a chosen expert counts.
+        bias: whether there is one, added to the logits.
 
     Shape: x [T, hidden] -> (ids [T, k] int64, weights [T, k] float32)
     """
 
     keeps_precision = True
 
-    def __init__(self, hidden_size: int, num_experts: int, top_k: int, is_normalized: bool) -> None:
-        super().__init__(hidden_size, {"": num_experts}, TPGroup())
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        routing: Routing,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(hidden_size, {"": num_experts}, TPGroup(), bias=bias)
         self.top_k = top_k
-        self.is_normalized = is_normalized
+        self.routing = routing
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token, and how much each of them counts."""
-        logits = self.forward(x).float()
-        values, ids = logits.topk(self.top_k, dim=-1)
-        if self.is_normalized:
-            return ids, values.softmax(-1)
-        return ids, (values - logits.logsumexp(-1, keepdim=True)).exp()
+        return get_ops().route(self.forward(x), self.top_k, self.routing)

@@ -5,6 +5,8 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
+from vllm.distributed import TPGroup, divide
+from vllm.model_executor.layers.slice import Slice, SlicedModule
 from vllm.ops import get_ops
 
 
@@ -65,3 +67,31 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return get_ops().layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class HeadLayerNorm(SlicedModule):
+    """A layer norm without bias for each head, with weights of its own.
+
+    Args:
+        total_heads: over all ranks.
+        head_size: D.
+        eps: added to the variance.
+        tp: the ranks that share the heads.
+        num_replicas: ranks that have the same heads.
+
+    Shape: [T, H, D] -> [T, H, D], of the H heads of this rank
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, total_heads: int, head_size: int, eps: float, tp: TPGroup, num_replicas: int = 1
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        num_heads = divide(total_heads * num_replicas, tp.size)
+        self.weight = nn.Parameter(torch.ones(num_heads, head_size), requires_grad=False)
+        self.slices["weight"] = {"": Slice(0, 0, num_heads, total_heads, num_replicas)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return get_ops().layer_norm(x, None, None, self.eps) * self.weight

@@ -6,7 +6,7 @@ and how to compute with them. Independent of formats and files.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.slice import Place, SlicedModule, Source
@@ -53,6 +53,9 @@ class WeightMethod(ABC, Generic[Layer]):
 class MethodLayer(SlicedModule):
     """A layer whose weights are its method's. Its bias, if any, is its own."""
 
+    own_parameters: ClassVar[tuple[str, ...]] = ("bias",)
+    """Names of parameters that are not the method's."""
+
     method: WeightMethod[Any]
 
     def use_method(self, method: WeightMethod[Any]) -> None:
@@ -62,13 +65,14 @@ class MethodLayer(SlicedModule):
         method.create_weights(self)
 
     def _remove_weights(self) -> None:
-        for name in [name for name, _ in self.named_parameters() if name != "bias"]:
+        names = [name for name, _ in self.named_parameters() if name not in self.own_parameters]
+        for name in names:
             delattr(self, name)
             self.slices.pop(name, None)
 
     def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
         """Fill one of the layer's parameters; see `WeightMethod.load`."""
-        if place.param_name == "bias":
+        if place.param_name in self.own_parameters:
             place.fill(name, source, tp)
         else:
             self.method.load(place, name, source, tp)

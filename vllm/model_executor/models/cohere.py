@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.errors import ConfigError
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     ParallelLayer,
@@ -19,12 +18,11 @@ class CohereForCausalLM(DecoderForCausalLM):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         config = arch.hf_config
-        if config.get("use_qk_norm"):
-            raise ConfigError("use_qk_norm is not supported for CohereForCausalLM")
         options = replace(
             llama_options(arch),
             norm=layer_norm_without_bias,
             is_neox=False,
+            has_norm_per_head=bool(config.get("use_qk_norm", False)),
             logit_scale=float(config.get("logit_scale") or 1.0),
         )
         super().__init__(arch, tp, options, ParallelLayer)

@@ -25,8 +25,9 @@ from vllm.model_executor.layers.embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.norm import LayerNorm, RMSNorm
+from vllm.model_executor.layers.norm import HeadLayerNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
+from vllm.model_executor.layers.slice import Slice, SlicedModule
 from vllm.model_executor.models.interface import CausalLM
 
 NormFactory = Callable[[ModelArch, int], nn.Module]
@@ -64,10 +65,16 @@ class DecoderOptions:
     """Elements of query, key and value are limited to this and its negative, after head norms."""
     head_norm: NormFactory | None = None
     """Of every query and key head before the rotation."""
+    has_norm_per_head: bool = False
+    """The same, a layer norm with weights of its own for each head."""
     attention_scale: float | None = None
     """Multiplies query @ key. None: 1 / sqrt(head size)."""
     attention_soft_cap: float | None = None
     """C replaces each score s by C * tanh(s / C)."""
+    attention_chunk_size: int | None = None
+    """C: a query at position p sees keys from p // C * C on; None: all."""
+    has_sinks: bool = False
+    """Each head has a learned score, `sinks`, of one more key without a value."""
     alibi_scale: float = 0.0
     """Multiplies the slopes of ALiBi; 0: there are none."""
     is_neox: bool = True
@@ -81,7 +88,7 @@ class DecoderOptions:
     logit_soft_cap: float | None = None
 
 
-class DecoderAttention(nn.Module):
+class DecoderAttention(SlicedModule):
     """Grouped-query attention with rotary positions.
 
     Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
@@ -112,8 +119,18 @@ class DecoderAttention(nn.Module):
         head_norm = options.head_norm
         self.q_norm = None if head_norm is None else head_norm(arch, arch.head_size)
         self.k_norm = None if head_norm is None else head_norm(arch, arch.head_size)
+        if options.has_norm_per_head:
+            sizes = (arch.head_size, arch.norm_eps, tp)
+            self.q_norm = HeadLayerNorm(arch.num_heads, *sizes)
+            self.k_norm = HeadLayerNorm(arch.num_kv_heads, *sizes, num_replicas=replicas)
         self.rotary_emb = rotary_emb
         num_heads = divide(arch.num_heads, tp.size)
+        self.register_parameter("sinks", None)
+        if options.has_sinks:
+            self.sinks = nn.Parameter(
+                torch.empty(num_heads, dtype=torch.float32), requires_grad=False
+            )
+            self.slices["sinks"] = {"": Slice(0, 0, num_heads, arch.num_heads)}
         slopes = None
         if options.alibi_scale:
             first = tp.rank * num_heads
@@ -126,6 +143,8 @@ class DecoderAttention(nn.Module):
             sliding_window=window,
             alibi_slopes=slopes,
             logits_soft_cap=options.attention_soft_cap,
+            sinks=self.sinks,
+            chunk_size=options.attention_chunk_size,
         )
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:

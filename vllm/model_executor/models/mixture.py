@@ -20,6 +20,8 @@ from vllm.model_executor.models.decoder import (
 )
 from vllm.model_executor.models.granite import GraniteLayer, granite_options
 from vllm.model_executor.models.llama import llama_options
+from vllm.ops import get_ops
+from vllm.ops.interface import SILU_EXPERTS, ExpertOptions, Routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +32,20 @@ class MixtureOptions:
     top_k: int
     intermediate_size: int
     """Of one expert."""
-    is_normalized: bool = True
-    """The weights of the chosen experts sum to 1."""
+    routing: Routing = "softmax_of_chosen"
+    """How much a chosen expert counts."""
     shared_size: int = 0
-    """Intermediate size of an expert that all tokens use."""
+    """Intermediate size of an expert that all tokens use; 0: there is none."""
+    has_shared_gate: bool = True
+    """A gate says how much that expert counts."""
+    has_bias: bool = False
+    """Of the router, and of both products of the experts."""
+    experts: ExpertOptions = SILU_EXPERTS
+    """What an expert computes between its products."""
 
 
 class Mixture(nn.Module):
-    """A router, its experts, and maybe one that all tokens use, as much as a gate says.
+    """A router, its experts, and maybe one that all tokens use, which may have a gate.
 
     Shape: [T, hidden] -> [T, hidden]
     """
@@ -45,21 +53,28 @@ class Mixture(nn.Module):
     def __init__(self, arch: ModelArch, options: MixtureOptions, tp: TPGroup) -> None:
         super().__init__()
         size = arch.hidden_size
-        self.gate = Router(size, options.num_experts, options.top_k, options.is_normalized)
-        self.experts = Experts(options.num_experts, size, options.intermediate_size, tp)
+        num_experts, bias = options.num_experts, options.has_bias
+        self.gate = Router(size, num_experts, options.top_k, options.routing, bias)
+        self.experts = Experts(
+            num_experts, size, options.intermediate_size, tp, options.experts, bias
+        )
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: ColumnParallelLinear | None = None
         if options.shared_size:
             shared = replace(arch, intermediate_size=options.shared_size)
             self.shared_expert = GatedMLP(shared, False, tp)
+        if options.shared_size and options.has_shared_gate:
             self.shared_expert_gate = ColumnParallelLinear(size, {"": 1}, TPGroup())
             self.shared_expert_gate.keeps_precision = True
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.experts(x, *self.gate.choose(x))
-        if self.shared_expert is None or self.shared_expert_gate is None:
+        if self.shared_expert is None:
             return out
-        return out + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        shared = self.shared_expert(x)
+        if self.shared_expert_gate is not None:
+            shared = get_ops().scale_rows(shared, self.shared_expert_gate(x), is_gate=True)
+        return out + shared
 
 
 def mixture_options(arch: ModelArch) -> MixtureOptions:
@@ -69,7 +84,7 @@ def mixture_options(arch: ModelArch) -> MixtureOptions:
         num_experts=int(config.get("num_local_experts") or config["num_experts"]),
         top_k=int(config["num_experts_per_tok"]),
         intermediate_size=int(config.get("moe_intermediate_size") or arch.intermediate_size),
-        is_normalized=bool(config.get("norm_topk_prob", True)),
+        routing="softmax_of_chosen" if config.get("norm_topk_prob", True) else "softmax",
         shared_size=int(config.get("shared_expert_intermediate_size") or 0),
     )
 

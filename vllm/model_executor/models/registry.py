@@ -32,6 +32,7 @@ _POOLING_DECODERS = {
 _DECODERS = {
     name: f"{_PACKAGE}.{module}:{name}"
     for module, names in {
+        "baichuan": ("BaichuanForCausalLM", "BaiChuanForCausalLM"),
         "bloom": ("BloomForCausalLM", "MPTForCausalLM", "MptForCausalLM"),
         "cohere": ("CohereForCausalLM", "Cohere2ForCausalLM"),
         "falcon": ("FalconForCausalLM",),
@@ -39,8 +40,11 @@ _DECODERS = {
         "glm": ("GlmForCausalLM", "Glm4ForCausalLM"),
         "gpt2": ("GPT2LMHeadModel", "GPTBigCodeForCausalLM"),
         "gpt_neox": ("GPTNeoXForCausalLM", "GPTJForCausalLM"),
+        "gpt_oss": ("GptOssForCausalLM",),
         "granite": ("GraniteForCausalLM",),
+        "internlm": ("InternLM2ForCausalLM", "InternLM3ForCausalLM"),
         "llama": ("LlamaForCausalLM",),
+        "llama4": ("Llama4ForCausalLM",),
         "mistral": ("MistralForCausalLM",),
         "mixture": (
             *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),

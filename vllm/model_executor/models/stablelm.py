@@ -1,8 +1,15 @@
 """StableLM."""
 
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.errors import ConfigError
+from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.decoder import (
     DecoderForCausalLM,
     DecoderLayer,
@@ -12,6 +19,8 @@ from vllm.model_executor.models.decoder import (
     layer_norm,
 )
 
+_HEAD_NORM = re.compile(r"(?P<layer>.*)\.(?P<kind>[qk])_layernorm\.norms\.(?P<head>\d+)\.weight")
+
 
 class StableLmForCausalLM(DecoderForCausalLM):
     """StableLM 3B and 2 (Bellagente et al. 2024, arXiv 2402.17834): a Llama with layer norms, which
@@ -19,9 +28,28 @@ class StableLmForCausalLM(DecoderForCausalLM):
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
         config = arch.hf_config
-        if config.get("qk_layernorm"):
-            raise ConfigError("qk_layernorm is not supported for StableLmForCausalLM")
         is_parallel = config.get("use_parallel_residual", False)
         layer: type[Layer] = ParallelLayer if is_parallel else DecoderLayer
-        options = DecoderOptions(norm=layer_norm, qkv_bias=bool(config.get("use_qkv_bias", False)))
+        options = DecoderOptions(
+            norm=layer_norm,
+            qkv_bias=bool(config.get("use_qkv_bias", False)),
+            has_norm_per_head=bool(config.get("qk_layernorm", False)),
+        )
         super().__init__(arch, tp, options, layer)
+        self._head_norms: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
+        """Name of a weight -> those of the heads that were read so far."""
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """The weights of the norms of heads are a tensor each."""
+        found = _HEAD_NORM.fullmatch(name)
+        if found is None:
+            return ((name, source),)
+        weight = f"{found['layer']}.{found['kind']}_norm.weight"
+        num_heads = self.arch.num_heads if found["kind"] == "q" else self.arch.num_kv_heads
+        heads = self._head_norms[weight]
+        heads[int(found["head"])] = source.read(())
+        if len(heads) < num_heads:
+            return ()
+        del self._head_norms[weight]
+        stacked = torch.stack([heads[head] for head in sorted(heads)])
+        return ((weight, Source(stacked.shape, stacked.__getitem__)),)

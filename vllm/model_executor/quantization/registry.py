@@ -30,6 +30,7 @@ _PACKAGE = "vllm.model_executor.quantization"
 _formats: dict[str, Format] = {
     "int8": Format(f"{_PACKAGE}.cpu_packed:CPUInt8", is_stored=False),
     "int4": Format(f"{_PACKAGE}.cpu_packed:CPUInt4", is_stored=False),
+    "mxfp4": Format(f"{_PACKAGE}.mxfp4:MXFP4"),
 }
 
 

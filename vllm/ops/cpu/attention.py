@@ -32,6 +32,8 @@ class AttentionOptions(NamedTuple):
     logits_soft_cap: float | None
     key_scale: float
     value_scale: float
+    sinks: Tensor | None
+    chunk_size: int | None
 
 
 def fp8_arguments(
@@ -146,7 +148,7 @@ def _arguments(
     options: AttentionOptions,
 ) -> Any:
     """The struct for both kernels, but for what prefill alone has."""
-    scale, window, slopes, cap, key_scale, value_scale = options
+    scale, window, slopes, cap, key_scale, value_scale, sinks, chunk_size = options
     num_blocks, block_size, num_kv_heads, head_size = key_cache.shape
     num_requests, max_blocks = block_tables.shape
     cache_type = _FP8_TYPES.get(key_cache.dtype)
@@ -157,6 +159,7 @@ def _arguments(
         block_tables=block_tables.data_ptr(),
         seq_lens=seq_lens_address,
         alibi_slopes=None if slopes is None else slopes.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
         out=out.data_ptr(),
         num_requests=num_requests,
         num_heads=query.shape[1],
@@ -171,6 +174,7 @@ def _arguments(
         soft_cap=cap or 0.0,
         value_scale=value_scale if cache_type else 1.0,
         sliding_window=min(window or 0, _MAX_WINDOW),
+        chunk_size=chunk_size or 0,
         cache_type=0 if cache_type is None else kernels.CacheType[cache_type],
     )
 
@@ -183,8 +187,9 @@ def _check(
     options: AttentionOptions,
 ) -> None:
     """What both kernels rely on."""
-    check_attention(query, key_cache, value_cache, options.sliding_window)
-    check_scores(query, options.alibi_slopes, options.logits_soft_cap)
+    window, chunk_size = options.sliding_window, options.chunk_size
+    check_attention(query, key_cache, value_cache, window, chunk_size)
+    check_scores(query, options.alibi_slopes, options.logits_soft_cap, options.sinks)
     if not key_cache.is_contiguous():
         _refuse_strides("key_cache", key_cache)
     if not value_cache.is_contiguous():

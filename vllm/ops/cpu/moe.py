@@ -7,12 +7,15 @@ router and no models.
 import ctypes
 from collections.abc import Sequence
 from ctypes import Array, c_void_p
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
+from vllm.ops.cpu.symbols import Rows
+from vllm.ops.interface import SILU_EXPERTS, ExpertOptions
 
 _ALIGNMENT = 64
 
@@ -30,6 +33,9 @@ class PackedExperts:
         gate: Sequence[PackedWeight],
         up: Sequence[PackedWeight],
         down: Sequence[PackedWeight],
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
     ) -> None:
         """Take over E packed weights each.
 
@@ -37,6 +43,9 @@ class PackedExperts:
             gate: [I, H] each, in any format, all in the same one.
             up: the same, in the format of the gates.
             down: [H, I] each, in any format, all in the same one.
+            gate_up_bias: [E, 2 * I] of the dtype of activations, gate then up; None: no bias.
+            down_bias: [E, H] of the same; None: no bias.
+            options: see `Ops.moe`.
 
         Raises:
             ValueError: numbers, shapes or formats do not fit, or a gate and its up have different
@@ -56,16 +65,58 @@ class PackedExperts:
                 raise ValueError(f"gate and up of expert {number} have different orders of inputs")
         self._weights = (tuple(gate), tuple(up), tuple(down))
         self._addresses = tuple(_addresses(weights) for weights in self._weights)
-        self._has_orders = any(weight.order is not None for weight in gate)
+        self._biases = (gate_up_bias, down_bias)
         kernels = require_cpu_kernels("packed experts need")
-        self._struct = kernels.plain.MoeArgs
+        self._args = kernels.plain.MoeArgs
         self._kernels = {dtype: of_dtype.moe for dtype, of_dtype in kernels.of.items()}
         if WeightFormat.FLOAT32 in (gate[0].weight_format, down[0].weight_format):
             del self._kernels[torch.bfloat16]
+        for bias, width in (
+            (gate_up_bias, 2 * self.intermediate_size),
+            (down_bias, self.hidden_size),
+        ):
+            if bias is not None:
+                self._check_bias(bias, width)
+        activations = kernels.plain.ExpertActivation
+        is_clamped = options.limit is not None
+        places = (ctypes.addressof(addresses) for addresses in self._addresses)
+        self._struct = kernels.plain.Experts(
+            **dict(zip(("gate", "up", "down"), places, strict=True)),
+            gate_up_bias=None if gate_up_bias is None else gate_up_bias.data_ptr(),
+            down_bias=None if down_bias is None else down_bias.data_ptr(),
+            num_experts=self.num_experts,
+            has_orders=any(weight.order is not None for weight in gate),
+            scales_inputs=options.scales_inputs,
+            activation=activations.kClampedSwiglu if is_clamped else activations.kSilu,
+            alpha=options.alpha,
+            limit=options.limit or 0.0,
+        )
+        self.address = ctypes.addressof(self._struct)
+        """Of the Experts that kernels take, valid as long as this object lives."""
+
+    def _check_bias(self, bias: Tensor, width: int) -> None:
+        """Activations must have the dtype of the biases."""
+        if bias.shape != (self.num_experts, width) or not bias.is_contiguous() or not bias.is_cpu:
+            raise ValueError(
+                f"a bias is {list(bias.shape)} on {bias.device}, not dense "
+                f"[{self.num_experts}, {width}] on cpu"
+            )
+        self._kernels = {d: kernel for d, kernel in self._kernels.items() if d == bias.dtype}
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of activations that `forward` takes."""
+        return tuple(self._kernels)
 
     @classmethod
     def pack(
-        cls, gate_up: Tensor, down: Tensor, weight_format: WeightFormat | None = None
+        cls,
+        gate_up: Tensor,
+        down: Tensor,
+        weight_format: WeightFormat | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        options: ExpertOptions = SILU_EXPERTS,
     ) -> "PackedExperts":
         """Pack or quantize dense experts.
 
@@ -74,6 +125,9 @@ class PackedExperts:
             down: [E, H, I]. Must not be used afterwards.
             weight_format: int8 or int4, in new memory; None packs the weights as they are, in
                 their own memory where H and I are multiples of 64.
+            gate_up_bias: see the class.
+            down_bias: the same.
+            options: the same.
 
         Raises:
             ValueError: dtypes, shapes or strides do not allow it.
@@ -86,21 +140,22 @@ class PackedExperts:
             )
         gate, up = gate_up.chunk(2, dim=1)
         packed = [[_pack(matrix, weight_format) for matrix in part] for part in (gate, up, down)]
-        return cls(*packed)
+        gates, ups, downs = packed
+        return cls(gates, ups, downs, gate_up_bias, down_bias, options)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the weights with their scales."""
         return sum(weight.num_bytes for part in self._weights for weight in part)
 
-    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def forward(self, x: Any, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """What `Ops.moe` says, for these experts.
 
         Args:
             x: [T, hidden], float32 or bfloat16 (with float32 weights: float32); rows may be
                 further apart.
-            topk_ids: [T, k] int64, dense.
-            topk_weights: [T, k] float32, dense.
+            topk_ids: [T, k] int64; rows may be further apart.
+            topk_weights: [T, k] float32, the same.
 
         Returns:
             [T, hidden] of x's dtype.
@@ -112,6 +167,8 @@ class PackedExperts:
         """
         kernel = self._kernels.get(x.dtype)
         if kernel is None or x.dim() != 2 or x.shape[1] != self.hidden_size or not x.is_cpu:
+            if isinstance(x, Rows):
+                return cast(Tensor, x.recorder.experts(self, x, topk_ids, topk_weights))
             raise ValueError(
                 f"x is {x.dtype} {list(x.shape)} on {x.device}, the experts have hidden size "
                 f"{self.hidden_size} and {self._weights[0][0].weight_format.name} weights"
@@ -123,7 +180,7 @@ class PackedExperts:
             ("topk_weights", topk_weights, torch.float32),
         )
         for name, values, dtype in choices:
-            is_dense = values.is_contiguous() and values.is_cpu
+            is_dense = values.is_cpu and values.dim() == 2 and values.stride(1) == 1
             is_whole = values.dim() == 2 and values.shape == (len(x), topk_ids.shape[-1])
             if values.dtype != dtype or not is_whole or not is_dense or topk_ids.shape[1] == 0:
                 raise ValueError(
@@ -131,20 +188,17 @@ class PackedExperts:
                     f"dense row of {dtype} for each of {len(x)} tokens"
                 )
         out = x.new_empty(x.shape)
-        gate, up, down = self._addresses
-        args = self._struct(
-            gate=ctypes.addressof(gate),
-            up=ctypes.addressof(up),
-            down=ctypes.addressof(down),
+        args = self._args(
+            experts=self.address,
             x=x.data_ptr(),
             ids=topk_ids.data_ptr(),
             weights=topk_weights.data_ptr(),
             out=out.data_ptr(),
             num_tokens=len(x),
-            num_experts=self.num_experts,
             top_k=topk_ids.shape[1],
             x_stride=x.stride(0),
-            has_orders=self._has_orders,
+            ids_stride=topk_ids.stride(0),
+            weights_stride=topk_weights.stride(0),
         )
         status = kernel(ctypes.addressof(args), _num_threads())
         if status >= 0:

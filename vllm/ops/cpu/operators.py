@@ -21,9 +21,16 @@ from vllm.ops.cpu.attention import (
     paged_attention_prefill,
 )
 from vllm.ops.cpu.library import load_cpu_kernels
-from vllm.ops.cpu.row_operations import RowOperations, check_rows, refuse_pair, refuse_strides
-from vllm.ops.interface import FP8_DTYPES
-from vllm.ops.native import NativeOps
+from vllm.ops.cpu.row_operations import (
+    ROUTINGS,
+    RowOperations,
+    check_rows,
+    choices_in,
+    refuse_pair,
+    refuse_strides,
+)
+from vllm.ops.interface import FP8_DTYPES, Routing
+from vllm.ops.native import NativeOps, check_top_k
 
 __all__ = ["CPUOps", "load_cpu_kernels"]
 
@@ -40,6 +47,7 @@ class CPUOps(NativeOps):
     def __init__(self) -> None:
         library = load_cpu_kernels()
         self._kernels: dict[torch.dtype, Any] = {} if library is None else library.of
+        self._max_top_k = 0 if library is None else int(library.plain.kMaxTopK)
         self._row_operations = {d: RowOperations(kernels) for d, kernels in self._kernels.items()}
 
     def _rows_of(self, x: Tensor) -> Callable[..., Any] | None:
@@ -85,6 +93,22 @@ class CPUOps(NativeOps):
         if run is None:
             return super().gelu_and_mul(x, is_tanh)
         return run("gelu_and_mul", x, is_gated=True, option=is_tanh)
+
+    def scale_rows(self, x: Tensor, factor: Tensor, is_gate: bool = False) -> Tensor:
+        run = self._rows_of(x)
+        if run is None:
+            return super().scale_rows(x, factor, is_gate)
+        return run("scale_rows", x, factor=factor, option=is_gate)
+
+    def route(
+        self, logits: Tensor, top_k: int, routing: Routing, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        run = self._rows_of(logits)
+        if run is None or top_k > self._max_top_k:
+            return super().route(logits, top_k, routing, scale)
+        check_top_k(top_k, logits)
+        option = ROUTINGS[routing]
+        return choices_in(run("route", logits, top_k=top_k, option=option, scalar=scale), top_k)
 
     def rotary_embedding(
         self,
@@ -199,10 +223,13 @@ class CPUOps(NativeOps):
         logits_soft_cap: float | None = None,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
+        sinks: Tensor | None = None,
+        chunk_size: int | None = None,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
         options = AttentionOptions(
-            scale, sliding_window, alibi_slopes, logits_soft_cap, key_scale, value_scale
+            *(scale, sliding_window, alibi_slopes, logits_soft_cap),
+            *(key_scale, value_scale, sinks, chunk_size),
         )
         if kernels is None:
             return super().paged_attention_decode(
@@ -225,10 +252,13 @@ class CPUOps(NativeOps):
         logits_soft_cap: float | None = None,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
+        sinks: Tensor | None = None,
+        chunk_size: int | None = None,
     ) -> Tensor:
         kernels = self._kernels.get(query.dtype)
         options = AttentionOptions(
-            scale, sliding_window, alibi_slopes, logits_soft_cap, key_scale, value_scale
+            *(scale, sliding_window, alibi_slopes, logits_soft_cap),
+            *(key_scale, value_scale, sinks, chunk_size),
         )
         if kernels is None:
             return super().paged_attention_prefill(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.linear import PackedWeight
+from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.recorder import Operation, Recorder
 from vllm.ops.cpu.symbols import Buffer, NotFusibleError, Rows
 
@@ -282,7 +283,7 @@ class _Buffers:
 
 def _is_row_operation(operation: Operation) -> bool:
     """Whether the result may take the place of an operand that is as wide."""
-    return operation.kind not in ("linear", "attend")
+    return operation.kind not in ("linear", "attend", "experts")
 
 
 def _used(operation: Operation) -> list[Buffer]:
@@ -304,7 +305,10 @@ def _runs(operations: list[Operation]) -> Iterator[list[Operation]]:
 
 
 def _weight_bytes(operation: Operation) -> int:
-    weight = operation.operands.get("packed")
+    """Bytes of weights that one token is multiplied with."""
+    weight, experts = operation.operands.get("packed"), operation.operands.get("experts")
+    if isinstance(experts, PackedExperts):
+        return experts.num_bytes * int(operation.numbers["top_k"]) // experts.num_experts
     if operation.kind != "linear" or not isinstance(weight, PackedWeight):
         return 0
     return weight.num_bytes
@@ -322,10 +326,10 @@ def _fields(kernels: Any, operation: Operation, buffers: _Buffers) -> dict[str, 
     return fields | {name: _pointer(x) for name, x in operation.operands.items()}
 
 
-def _pointer(x: Tensor | PackedWeight | None) -> int | None:
+def _pointer(x: Tensor | PackedWeight | PackedExperts | None) -> int | None:
     if x is None:
         return None
-    return x.address if isinstance(x, PackedWeight) else x.data_ptr()
+    return x.data_ptr() if isinstance(x, Tensor) else x.address
 
 
 def _check_vector(name: str, x: Tensor, dtype: torch.dtype, size: int) -> None:

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
+from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.cpu.row_operations import gated_size
+from vllm.ops.cpu.row_operations import ROUTINGS, choice_width, gated_size
 from vllm.ops.cpu.symbols import Buffer, Ids, NotFusibleError, Rows, Symbol
+from vllm.ops.interface import Routing
 
 _MAX_WINDOW = 2**31 - 1
 
@@ -31,7 +33,7 @@ class Operation:
     x: Rows | None
     y: Rows | None
     out: Buffer
-    operands: dict[str, Tensor | PackedWeight | None]
+    operands: dict[str, Tensor | PackedWeight | PackedExperts | None]
     """What it reads besides rows, by the names of the fields of its struct."""
     numbers: dict[str, float]
     """The same of numbers."""
@@ -112,6 +114,40 @@ class Recorder(CPUOps):
         operands = {"packed": self._packed(weight), "bias": self._vector(bias, weight.out_features)}
         return self._rows("linear", (weight.out_features,), x, operands=operands)
 
+    def clip(self, x: Rows, limit: float) -> Rows:
+        """Elements up to a limit and down to its negative."""
+        return self._row_operation("clip", x, scalar=limit)
+
+    def scale_rows(self, x: Any, factor: Any, is_gate: bool = False) -> Any:
+        if not isinstance(x, Rows):
+            return super().scale_rows(x, factor, is_gate)
+        if not isinstance(factor, Rows) or factor.sizes != (1,):
+            raise NotFusibleError("rows are multiplied by one number each")
+        return self._rows("scale_rows", x.sizes, x, factor, option=is_gate)
+
+    def route(self, logits: Any, top_k: int, routing: Routing, scale: float = 1.0) -> Any:
+        if not isinstance(logits, Rows):
+            return super().route(logits, top_k, routing, scale)
+        (num_experts,) = logits.sizes
+        if not 1 <= top_k <= min(num_experts, self._max_top_k):
+            raise NotFusibleError(f"{top_k} of {num_experts} experts are chosen")
+        out = Rows(self, Buffer(choice_width(top_k, self.dtype)), (top_k,))
+        numbers: dict[str, float] = {"num_heads": 1, "head_size": num_experts, "top_k": top_k}
+        numbers |= {"option": ROUTINGS[routing], "scalar": scale}
+        self.operations.append(Operation("route", logits, None, out.buffer, {}, numbers))
+        return out, out  # ids and weights are one
+
+    def experts(self, experts: PackedExperts, x: Rows, ids: Any, weights: Any) -> Rows:
+        """The experts of each token, as `route` has chosen them."""
+        is_routed = isinstance(ids, Rows) and ids is weights
+        if x.sizes != (experts.hidden_size,) or not is_routed:
+            raise NotFusibleError(f"rows of {x.sizes} for experts of {experts.hidden_size}")
+        if self.dtype not in experts.dtypes:
+            raise NotFusibleError(f"float32 experts are applied to {self.dtype}")
+        return self._rows(
+            "experts", x.sizes, x, ids, operands={"experts": experts}, top_k=ids.width
+        )
+
     def _relu(self, x: Any, inplace: bool = False) -> Rows:
         if inplace:
             raise NotFusibleError("relu in place cannot be recorded")
@@ -158,20 +194,22 @@ class Recorder(CPUOps):
         operands = {n: self._dense(c, *shape) for n, c in zip(names, caches, strict=True)}
         group = layer.cache_group
         self.num_groups = max(self.num_groups, group + 1)
-        self._in_place("write_cache", key, value, operands=operands, group=group)
-        slopes = layer.alibi_slopes
-        if slopes is not None:
-            slopes = self._dense(slopes, query.sizes[0], dtype=torch.float32)
+        self._in_place("write_cache", key, value, operands=dict(operands), group=group)
+        by_head = {"table": layer.alibi_slopes, "sinks": layer.sinks}
+        for name, numbers in by_head.items():
+            if numbers is not None:
+                operands[name] = self._dense(numbers, query.sizes[0], dtype=torch.float32)
         return self._rows(
             "attend",
             query.sizes,
             query,
-            operands=operands | {"table": slopes},
+            operands=operands,
             group=group,
             num_kv_heads=shape[2],
             scalar=layer.scale,
             soft_cap=layer.logits_soft_cap or 0.0,
             sliding_window=min(layer.sliding_window or 0, _MAX_WINDOW),
+            chunk_size=layer.chunk_size or 0,
         )
 
     def _embedding(self, ids: Any, weight: Any, *args: Any, **options: Any) -> Rows:

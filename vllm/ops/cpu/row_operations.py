@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from vllm.ops.cpu.library import packer
+from vllm.ops.interface import Routing
 
 _DENSE = torch.contiguous_format
 
 _num_threads = torch.get_num_threads
 
 
-_FIELDS = "kind x y out weight bias num_rows num_heads head_size x_stride option scalar"
+_FIELDS = (
+    "kind x y out weight bias num_rows num_heads head_size x_stride y_stride out_stride option "
+    "top_k scalar"
+)
 
 
 class RowOperations:
@@ -40,6 +44,8 @@ class RowOperations:
         bias: Tensor | None = None,
         is_gated: bool = False,
         in_place: bool = False,
+        factor: Tensor | None = None,
+        top_k: int = 0,
         option: int = 0,
         scalar: float = 0.0,
     ) -> Tensor:
@@ -53,6 +59,8 @@ class RowOperations:
             bias: [N].
             is_gated: the result has N / 2 elements in its last dimension, and not N.
             in_place: the result may be written over x.
+            factor: [T, 1], dense: a second operand with one number for each row x[t].
+            top_k: not 0: the result has that many choices of each row, see `choices_in`.
             option: what it means is said in csrc/cpu/program_args.h.
             scalar: the same.
 
@@ -61,11 +69,13 @@ class RowOperations:
         """
         shape = x.shape
         size = shape[-1]
-        if x.is_contiguous():
+        if factor is not None:
+            y, (rows, heads, stride) = _check_factor(factor, x), _strided(x)
+        elif x.is_contiguous():
             rows, heads, stride = x.numel() // size, 1, size
         else:
             rows, heads, stride = _strided(x)
-        if y is not None:
+        if factor is None and y is not None:
             if y.shape != shape or y.dtype != x.dtype or not y.is_cpu:
                 refuse_pair("the second operand", y, "x", x)
             if not y.is_contiguous():
@@ -74,11 +84,15 @@ class RowOperations:
             _check_vector("weight", weight, size, x)
         if bias is not None:
             _check_vector("bias", bias, size, x)
+        out_stride = heads * size
         if is_gated:
-            size = gated_size(size)
+            out_stride = size = gated_size(size)
             out = x.new_empty(*shape[:-1], size)  # twice as fast as torch.empty
         elif in_place:
-            out = x
+            out, out_stride = x, stride
+        elif top_k:
+            out_stride = choice_width(top_k, x.dtype)
+            out = x.new_empty(rows, out_stride)
         else:
             out = torch.empty_like(x, memory_format=_DENSE)
         operands = self._pack(
@@ -92,11 +106,34 @@ class RowOperations:
             heads,
             size,
             stride,
+            heads * size if factor is None else 1,
+            out_stride,
             option,
+            top_k,
             scalar,
         )
         self._run(operands, _num_threads())
         return out
+
+
+ROUTINGS: dict[Routing, int] = {
+    "softmax": 0,
+    "softmax_of_chosen": 1,
+    "sigmoid": 2,
+    "sigmoid_of_chosen": 3,
+}
+"""The option of `route`: a Routing of csrc/cpu/moe_args.h."""
+
+
+def choice_width(top_k: int, dtype: torch.dtype) -> int:
+    """Elements that the choices of a token take: k ids of 8 bytes, then k weights of 4, in whole
+    multiples of 8 bytes."""
+    return 8 * (top_k + (top_k + 1) // 2) // dtype.itemsize
+
+
+def choices_in(rows: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """What `route` has written, [T, choice_width]: ids [T, k] int64 and weights [T, k] float32."""
+    return rows.view(torch.int64)[:, :top_k], rows.view(torch.float32)[:, 2 * top_k : 3 * top_k]
 
 
 def gated_size(size: int) -> int:
@@ -104,6 +141,15 @@ def gated_size(size: int) -> int:
     if size % 2:
         raise ValueError(f"the last dimension of x must be even (gate and up), got {size}")
     return size // 2
+
+
+def _check_factor(factor: Tensor, x: Tensor) -> Tensor:
+    """factor is dense [T, 1], of the dtype of x [T, ...]."""
+    if factor.shape != (len(x), 1) or factor.dtype != x.dtype or not factor.is_cpu:
+        refuse_pair("the factor", factor, "x", x)
+    if not factor.is_contiguous():
+        refuse_strides("the factor", factor)
+    return factor
 
 
 def _strided(x: Tensor) -> tuple[int, int, int]:

@@ -154,6 +154,12 @@ class Rows(Symbol):
             raise NotFusibleError("the dimension of tokens cannot be flattened")
         return Rows(self.recorder, self.buffer, (self.width,), self.offset)
 
+    def clamp(self, least: float, largest: float) -> "Rows":
+        """Elements within symmetric limits."""
+        if least != -largest or largest <= 0:
+            raise NotFusibleError(f"limits of {least} and {largest} cannot be recorded")
+        return self.recorder.clip(self, largest)
+
     def __getitem__(self, index: Any) -> "Rows":
         if index != (..., slice(None, self.sizes[-1])):
             raise NotFusibleError(f"the part {index} of rows of {self.sizes} cannot be recorded")

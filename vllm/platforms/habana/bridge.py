@@ -4,7 +4,7 @@ The facts in the docstrings are those of the published bridge (builds 1.19 and l
 model, no bucket and no scheduler.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -92,6 +92,29 @@ class FusedKernels(Protocol):
             x: [tokens, heads, rotated].
             cos, sin: [tokens, 1, rotated], already as wide as x.
             interleaved: True pairs neighbours (GPT-J), False the two halves (NeoX).
+        """
+
+    @property
+    def has_moe(self) -> bool:
+        """Whether this build has `moe`."""
+
+    def moe(
+        self,
+        x: "Tensor",
+        ids: "Tensor",
+        weights: "Tensor",
+        gate_up: "Sequence[Tensor]",
+        down: "Sequence[Tensor]",
+    ) -> "Tensor":
+        """Sum of weight * (silu(gate x) * up x) down over the experts of each token; in lazy mode
+        and in compiled code only.
+
+        Args:
+            x: [tokens, hidden].
+            ids: [tokens, k] int32 or int64.
+            weights: [tokens, k] of the type of x.
+            gate_up: of each expert [2 * I, hidden], gate then up.
+            down: of each expert [hidden, I].
         """
 
 

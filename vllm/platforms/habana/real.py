@@ -21,6 +21,7 @@ from vllm.platforms.habana.bridge import (
     FusedKernels,
     MemoryInfo,
 )
+from vllm.platforms.habana.experts import FusedExperts
 
 logger = init_logger(__name__)
 
@@ -164,7 +165,7 @@ class RealBridge:
         return {} if metric is None else dict(metric.stats())
 
 
-class _RealKernels:
+class _RealKernels(FusedExperts):
     """The kernels of `habana_frameworks.torch.hpex`; all their arguments go by position."""
 
     def __init__(self) -> None:

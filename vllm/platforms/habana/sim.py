@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.platforms.habana.bridge import DeviceCounters, DeviceEvent, FusedKernels, MemoryInfo
+from vllm.platforms.habana.experts import FusedExperts
 from vllm.platforms.habana.sim_card import SimulatedCard
 from vllm.platforms.habana.sim_compile import compile_for_card
 from vllm.platforms.habana.sim_device import HpuTensor, install
@@ -164,7 +165,7 @@ class SimBridge:
         random.manual_seed_all(seed)
 
 
-class SimulatedKernels:
+class SimulatedKernels(FusedExperts):
     """`FusedKernels` over the simulated operators; refuses what the real ones refuse."""
 
     def sdpa(

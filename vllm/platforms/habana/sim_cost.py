@@ -104,6 +104,9 @@ def work_of(op: Any, operands: list[torch.Tensor], results: list[torch.Tensor]) 
         query, key = operands[0], operands[1]
         flops = 4.0 * query.numel() * key.shape[-2]
         return Work(flops, num_bytes, sim_spec.SDPA_SHARE)
+    if name == "mixture_of_experts":
+        num_choices, gate_up = operands[1].numel(), operands[3]
+        return Work(3.0 * num_choices * gate_up.numel(), num_bytes)
     if name in _FIRST_FACTOR:
         left = operands[min(_FIRST_FACTOR[name], len(operands) - 1)]
         flops = 2.0 * results[0].numel() * left.shape[-1]

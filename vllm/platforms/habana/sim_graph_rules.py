@@ -60,7 +60,7 @@ _TYPES: dict[frozenset[torch.dtype], tuple[str, ...]] = {
     frozenset({torch.float32, torch.bfloat16}): ("logsumexp",),
     frozenset(_MATRIX): (
         *("addmm", "baddbmm", "bmm", "mm", "sdpa_recomp_fwd", "fp8_gemm_v2", "cast_from_fp8"),
-        *("cast_to_fp8_v2", "fp8_sdpa_recomp_fwd"),
+        *("cast_to_fp8_v2", "fp8_sdpa_recomp_fwd", "mixture_of_experts"),
     ),
 }
 NATIVE = {name: types for types, names in _TYPES.items() for name in names}

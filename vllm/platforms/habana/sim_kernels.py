@@ -18,6 +18,11 @@ _SCHEMAS = {
         "(Tensor input, Tensor sin, Tensor cos, Tensor? position_ids, int offset, int mode)"
         " -> Tensor"
     ),
+    "mixture_of_experts.fused_weights": (
+        "(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, Tensor[] w12,"
+        " Tensor[] w3, bool permuted_weights, str activation, int experts_min, int experts_max)"
+        " -> Tensor"
+    ),
     "sdpa_recomp_fwd": (
         "(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, float scale,"
         " bool is_causal, bool requires_backward, str softmax_mode, Tensor? valid_seq_len,"
@@ -37,6 +42,7 @@ def register() -> torch.library.Library:
     kernels: dict[str, Callable[..., object]] = {
         "rms_norm": _rms_norm,
         "rotary_pos_embedding": _rotary_pos_embedding,
+        "mixture_of_experts.fused_weights": _mixture_of_experts,
         "sdpa_recomp_fwd": _sdpa_recomp_fwd,
         **sim_fp8.KERNELS,
     }
@@ -76,6 +82,30 @@ def _rows_at(table: Tensor, position_ids: Tensor, x: Tensor) -> Tensor:
     """Rows of `table` [..., rows, D] for x [tokens, heads, D] or [batch, heads, tokens, D]."""
     rows = table.reshape(-1, table.shape[-1]).index_select(0, position_ids.reshape(-1))
     return rows.unsqueeze(1) if x.dim() == 3 else rows.view(-1, 1, x.shape[-2], rows.shape[-1])
+
+
+def _mixture_of_experts(
+    hidden_states: Tensor,
+    expert_routing_table: Tensor,
+    router_weights: Tensor,
+    w12: list[Tensor],
+    w3: list[Tensor],
+    permuted_weights: bool,
+    activation: str,
+    experts_min: int,
+    experts_max: int,
+) -> Tensor:
+    if activation != "silu" or not permuted_weights:
+        raise NotImplementedError("the simulated kernel has silu and the layout of nn.Linear only")
+    if not len(w12) == len(w3) == experts_max - experts_min + 1:
+        raise RuntimeError(f"{len(w12)} weights of experts {experts_min} to {experts_max}")
+    x, out = hidden_states.float(), torch.zeros_like(hidden_states, dtype=torch.float32)
+    for expert, (gate_up, down) in enumerate(zip(w12, w3, strict=True), experts_min):
+        is_chosen = expert_routing_table == expert
+        weight = router_weights.float().masked_fill(~is_chosen, 0.0).sum(-1, keepdim=True)
+        gate, up = (x @ gate_up.float().T).chunk(2, dim=-1)
+        out = out + weight * ((torch.nn.functional.silu(gate) * up) @ down.float().T)
+    return out.to(hidden_states.dtype)
 
 
 def _sdpa_recomp_fwd(

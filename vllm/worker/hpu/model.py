@@ -145,11 +145,11 @@ class HPUModel(LaunchModel):
     def _prepare_decode(self, packed: Tensor, shape: PaddedShape) -> _Prepared:
         given = unpack_decode(packed, shape)
         query_len, positions, token_ids = shape.bucket.query_len, None, given.token_ids
-        if query_len > 1:
+        if query_len > 1 or any(kind.chunk_size for kind in self._kinds):
             positions = given.positions.unflatten(0, (-1, query_len))
         if self.last_token_ids is not None:
             resident = self.last_token_ids.index_select(0, given.rows)
-            if positions is not None:
+            if positions is not None and query_len > 1:
                 resident = resident.unsqueeze(-1).expand(positions.shape).flatten()
             token_ids = torch.where(token_ids < 0, resident, token_ids)
         attention = PaddedDecode.derive(

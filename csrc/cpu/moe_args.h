@@ -1,0 +1,49 @@
+// What the kernel of a mixture of experts is told; what it does is said in moe.h.
+#pragma once
+
+#include <cstdint>
+
+#include "linear_format.h"
+
+namespace vllm_cpu {
+
+// The middle of an expert. kSilu: silu(gate) * up. kClampedSwiglu: gate * sigmoid(alpha * gate) *
+// (up + 1), of gates up to `limit` and ups between -limit and limit (GPT-OSS).
+VLLM_ENUM(ExpertActivation, kSilu, kClampedSwiglu);
+
+// The weights of a chosen expert: its part of a softmax over all, or over the chosen ones; its
+// sigmoid, or that divided by the sum of the chosen ones.
+VLLM_ENUM(Routing, kSoftmax, kSoftmaxOfChosen, kSigmoid, kSigmoidOfChosen);
+
+constexpr int64_t kMaxTopK = 64;
+
+// All gates and ups are [I, H] in one format, with the same order of inputs in an expert's two; all
+// downs are [H, I] in one format. Biases are of the type of the activations.
+VLLM_STRUCT(Experts,
+  const LinearWeight* const* gate;  // [num_experts]
+  const LinearWeight* const* up;
+  const LinearWeight* const* down;
+  const void* gate_up_bias;  // [num_experts, 2 I], gate then up; or null
+  const void* down_bias;     // [num_experts, H]; or null
+  int64_t num_experts;
+  int64_t has_orders;     // 1 when a gate has an order of inputs
+  int64_t scales_inputs;  // 1: the weight of a choice multiplies x, and not the result
+  ExpertActivation activation;
+  float alpha, limit;  // of kClampedSwiglu
+);
+
+template <typename T>
+VLLM_STRUCT(MoeArgs,
+  const Experts* experts;
+  const T* x;            // [num_tokens, H], tokens x_stride apart
+  const int64_t* ids;    // [num_tokens, top_k], tokens ids_stride apart
+  const float* weights;  // the same, weights_stride apart
+  T* out;                // [num_tokens, H], dense
+  int64_t num_tokens, top_k, x_stride, ids_stride, weights_stride;
+);
+
+// The choices of a token as `route` writes them: top_k ids (int64_t), then as many weights (float).
+// Rows are whole multiples of 8 bytes.
+constexpr int64_t choice_bytes(int64_t top_k) { return 8 * (top_k + (top_k + 1) / 2); }
+
+}  // namespace vllm_cpu

@@ -1,0 +1,158 @@
+"""Families whose reference is code that comes with their checkpoints: the same tokens as a Llama of
+`transformers` with the same weights, or as the formulas of the paper."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.e2e.reference import Reference, generate, random_prompts
+from tests.e2e.test_more_families import MAX_TOKENS, check
+from tests.hpu import FEW_BUCKETS, simulated_hpu
+from tests.tiny_models import make_tiny_model
+
+Tensors = dict[str, Tensor]
+HEADS, KV_HEADS, SIZE = 4, 2, 16
+
+
+def internlm2(tensors: Tensors) -> Tensors:
+    """By key/value heads: their queries, the key, the value; and other names."""
+    renames = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "self_attn.o_proj": "attention.wo",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3",
+    }
+    stored = {}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            q, k, v = (tensors[name.replace("q_proj", p)] for p in ("q_proj", "k_proj", "v_proj"))
+            groups = [x.unflatten(0, (KV_HEADS, -1)) for x in (q, k, v)]
+            packed = torch.cat(groups, dim=1).flatten(0, 1)
+            stored[name.replace("self_attn.q_proj", "attention.wqkv")] = packed
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            for ours, theirs in renames.items():
+                name = name.replace(ours, theirs)
+            stored[name] = tensor
+    return stored
+
+
+def internlm3(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+def baichuan(tensors: Tensors) -> Tensors:
+    stored = {}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            parts = [tensors[name.replace("q_proj", p)] for p in ("q_proj", "k_proj", "v_proj")]
+            stored[name.replace("q_proj", "W_pack")] = torch.cat(parts)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            stored[name] = tensor
+    return stored
+
+
+def with_normed_head(tensors: Tensors) -> Tensors:
+    """The head that the rows of a normed head stand for."""
+    return tensors | {"lm_head.weight": F.normalize(tensors["lm_head.weight"])}
+
+
+FULL = {"num_key_value_heads": HEADS}
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors], Tensors]]] = {
+    # Family: what the Llama has, the config of the family, and how it is stored.
+    "InternLM2ForCausalLM": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"model_type": "internlm2", "rope_theta": 1e6, "bias": False},
+        internlm2,
+    ),
+    "InternLM3ForCausalLM": (
+        {"attention_bias": True, "mlp_bias": True},
+        {"model_type": "internlm3", "rope_theta": 1e4, "bias": True, "qkv_bias": True},
+        internlm3,
+    ),
+    "BaichuanForCausalLM": (FULL, {"model_type": "baichuan"}, baichuan),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(folder of a family, what transformers makes of the prompts with a Llama)"""
+
+    def make(family: str) -> tuple[Path, list[Reference]]:
+        llama, folder = (tmp_path_factory.mktemp(family) for _ in range(2))
+        options, config, store = FAMILIES[family]
+        make_tiny_model("llama", llama, head_dim=SIZE, num_hidden_layers=2, **options)
+        tensors = load_file(llama / "model.safetensors")
+        save_file(store(tensors), folder / "model.safetensors")
+        if config["model_type"] == "baichuan":
+            save_file(with_normed_head(tensors), llama / "model.safetensors", {"format": "pt"})
+        known = json.loads((llama / "config.json").read_text())
+        kept = {k: v for k, v in known.items() if "rope" not in k and "bias" not in k}
+        own = {"architectures": [family], "auto_map": {"AutoConfig": "own.Config"}}
+        (folder / "config.json").write_text(json.dumps(kept | own | config))
+        prompts = random_prompts(10, 90 - MAX_TOKENS, vocab_size=4096)
+        return folder, generate(llama, prompts, MAX_TOKENS)
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_gives_the_tokens_of_a_llama_with_its_weights(family, made):
+    folder, want = made(family)
+    check(folder, want)
+    if family == "BaichuanForCausalLM":
+        with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+            check(folder, want)
+
+
+def by_formulas(tensors: Tensors, token_ids: list[int]) -> Tensor:
+    """Logits [T, vocab] of Baichuan 2 13B (arXiv 2309.10305): RMS norms, ALiBi, SwiGLU, and an
+    output head whose rows have the length 1."""
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * tensors[f"{name}.weight"]
+
+    x = tensors["model.embed_tokens.weight"][token_ids]
+    age = torch.arange(len(token_ids))[:, None] - torch.arange(len(token_ids))
+    slopes = 2.0 ** -(torch.arange(1, HEADS + 1) * 8 / HEADS)
+    bias = -slopes[:, None, None] * age
+    bias = bias.masked_fill(age < 0, float("-inf"))
+    for layer in ("model.layers.0", "model.layers.1"):
+        y = normed(x, f"{layer}.input_layernorm")
+        packed = (y @ tensors[f"{layer}.self_attn.W_pack.weight"].T).unflatten(-1, (3, HEADS, SIZE))
+        q, k, v = packed.permute(1, 2, 0, 3)
+        attended = (q @ k.transpose(1, 2) * SIZE**-0.5 + bias).softmax(-1) @ v
+        x = x + attended.transpose(0, 1).flatten(1) @ tensors[f"{layer}.self_attn.o_proj.weight"].T
+        y = normed(x, f"{layer}.post_attention_layernorm")
+        gate, up = (y @ tensors[f"{layer}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (F.silu(gate) * up) @ tensors[f"{layer}.mlp.down_proj.weight"].T
+    return normed(x, "model.norm") @ F.normalize(tensors["lm_head.weight"]).T
+
+
+def test_baichuan_13b_gives_the_tokens_of_its_formulas(made, tmp_path):
+    folder, _ = made("BaichuanForCausalLM")
+    config = json.loads((folder / "config.json").read_text())
+    config["model_max_length"] = config.pop("max_position_embeddings")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
+    want = []
+    for prompt in random_prompts(10, 90 - MAX_TOKENS, vocab_size=4096):
+        token_ids, margins = list(prompt), []
+        for _ in range(MAX_TOKENS):
+            logits = by_formulas(tensors, token_ids)[-1]
+            best = logits.topk(2)
+            margins.append(float(best.values[0] - best.values[1]))
+            token_ids.append(int(best.indices[0]))
+        want.append(Reference(prompt, token_ids[len(prompt) :], logits, margins))
+    check(tmp_path, want)

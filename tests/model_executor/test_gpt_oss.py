@@ -1,0 +1,92 @@
+"""GPT-OSS checkpoints as they are published: experts in MXFP4."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.model_executor.helpers import load, logits_of, prompt_of
+from tests.tiny_models import make_tiny_model
+from vllm.errors import WeightLoadError
+from vllm.model_executor.quantization.mxfp4 import dequantize_mxfp4
+
+pytest.importorskip("transformers.models.gpt_oss")
+
+
+def by_definition(blocks: Tensor, scales: Tensor) -> Tensor:
+    """[rows, B, 16] and [rows, B] -> [rows, B * 32], a number at a time."""
+    rows = []
+    for row_blocks, row_scales in zip(blocks.tolist(), scales.tolist(), strict=True):
+        row = []
+        for block, scale in zip(row_blocks, row_scales, strict=True):
+            for byte in block:
+                for bits in (byte & 0xF, byte >> 4):
+                    exponent, mantissa = bits >> 1 & 3, bits & 1
+                    # Without a leading one below the smallest exponent.
+                    size = (
+                        mantissa * 0.5 if exponent == 0 else (2 + mantissa) * 2.0 ** (exponent - 2)
+                    )
+                    row.append((-size if bits & 8 else size) * 2.0 ** (scale - 127))
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+def test_blocks_are_dequantized_by_the_definition_of_the_format():
+    torch.manual_seed(0)
+    blocks = torch.randint(256, (3, 2, 16), dtype=torch.uint8)
+    blocks[0, 0] = torch.arange(16) * 17
+    scales = torch.tensor([[127, 0], [120, 130], [1, 254]], dtype=torch.uint8)
+    assert torch.equal(dequantize_mxfp4(blocks, scales), by_definition(blocks, scales))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """The same model dense, and with its experts in MXFP4."""
+    dense, packed = (tmp_path_factory.mktemp(name) for name in ("dense", "mxfp4"))
+    make_tiny_model("gpt_oss", dense, intermediate_size=192, num_hidden_layers=2)
+    config = json.loads((dense / "config.json").read_text())
+    tensors = load_file(dense / "model.safetensors")
+    stored = dict(tensors)
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, num_in, num_out = tensor.shape  # stored as [experts, in, out]
+            shape = (experts, num_out, -(-num_in // 32), 16)
+            blocks = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+            scales = torch.randint(121, 125, shape[:3], generator=generator, dtype=torch.uint8)
+            numbers = by_definition(blocks.flatten(0, 1), scales.flatten(0, 1))
+            tensors[name] = numbers.view(experts, num_out, -1).transpose(1, 2).contiguous()
+            del stored[name]
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, dense / "model.safetensors")
+    save_file(stored, packed / "model.safetensors")
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config |= {"quantization_config": settings}
+    (packed / "config.json").write_text(json.dumps(config))
+    return dense, packed
+
+
+def test_mxfp4_gives_the_logits_of_its_numbers(checkpoints):
+    dense, packed = (load(folder) for folder in checkpoints)
+    tokens = prompt_of(40)
+    assert torch.equal(logits_of(packed, tokens), logits_of(dense, tokens))
+
+
+def test_blocks_without_scales_are_refused(checkpoints, tmp_path):
+    _, packed = checkpoints
+    tensors = load_file(packed / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    (tmp_path / "config.json").write_text((packed / "config.json").read_text())
+    for scales, message in (
+        (None, r"missing from the checkpoint: model\.layers\.1\.mlp\.experts\.0\.down_proj"),
+        (tensors[name][:, :5], r"uint8 \[6, 64, 6, 16\] and scales torch\.uint8 \[6, 5, 6\]"),
+        (tensors[name].float(), r"scales torch\.float32"),
+    ):
+        changed = tensors | {name: scales} if scales is not None else dict(tensors)
+        if scales is None:
+            del changed[name]
+        save_file({k: v.contiguous() for k, v in changed.items()}, tmp_path / "model.safetensors")
+        with pytest.raises(WeightLoadError, match=message):
+            load(tmp_path)

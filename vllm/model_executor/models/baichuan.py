@@ -1,0 +1,34 @@
+"""Baichuan 1 and 2."""
+
+from collections.abc import Iterable
+
+import torch.nn.functional as F
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
+from vllm.model_executor.models.fused_weights import qkv_sizes, split_rows
+
+_VOCAB_SIZE_OF_1 = 64000
+
+
+class BaichuanForCausalLM(DecoderForCausalLM):
+    """Baichuan 1 and 2 (Yang et al. 2023, arXiv 2309.10305): a Llama; the models of 13B have ALiBi
+    in place of rotations. The rows of the output head of Baichuan 2 have the length 1."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, DecoderOptions(alibi_scale=1.0 if arch.rope is None else 0.0))
+        self.has_normed_head = arch.vocab_size != _VOCAB_SIZE_OF_1
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Query, key and value are stored as one; a normed head is stored as it was trained."""
+        if name == "lm_head.weight" and self.has_normed_head:
+            return ((name, source.mapped(F.normalize)),)
+        if ".W_pack." not in name:
+            return ((name, source),)
+        return split_rows(name, source, "W_pack", qkv_sizes(self.arch))
+
+
+class BaiChuanForCausalLM(BaichuanForCausalLM):
+    """Baichuan 1 7B, as its config spells it."""

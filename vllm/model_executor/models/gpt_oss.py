@@ -1,0 +1,97 @@
+"""GPT-OSS."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderOptions
+from vllm.model_executor.models.llama import llama_options
+from vllm.model_executor.models.mixture import Mixture, mixture_options
+from vllm.model_executor.quantization.mxfp4 import dequantize_mxfp4
+from vllm.ops.interface import ExpertOptions
+
+
+class GptOssLayer(DecoderLayer):
+    """A `DecoderLayer` of experts with biases and a clamped SwiGLU."""
+
+    def make_mlp(
+        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
+    ) -> Mixture:
+        config = arch.hf_config
+        experts = ExpertOptions(
+            alpha=float(config.get("swiglu_alpha") or 1.702),
+            limit=float(config.get("swiglu_limit") or 7.0),
+        )
+        mixture = replace(mixture_options(arch), has_bias=True, experts=experts)
+        return Mixture(arch, mixture, tp)
+
+
+class GptOssForCausalLM(DecoderForCausalLM):
+    """GPT-OSS 20B and 120B (OpenAI 2025, arXiv 2508.10925), in MXFP4 or dense: attention with
+    sinks, every second layer with a window."""
+
+    checkpoint_names: ClassVar[dict[str, str]] = {".mlp.router.": ".mlp.gate."}
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, replace(llama_options(arch), has_sinks=True), GptOssLayer)
+        self._blocks: dict[str, Tensor] = {}
+        """Name of a weight in MXFP4 -> what of it was read first, its blocks or its scales."""
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """The weights of all experts are stored as one: [experts, in, out], or in MXFP4 [experts,
+        out, in]. Gates and ups alternate."""
+        parent, _, kind = name.rpartition(".experts.")
+        if not parent:
+            return ((name, source),)
+        weight, _, suffix = kind.rpartition("_")
+        if suffix in ("blocks", "scales"):
+            return self._from_mxfp4(f"{parent}.experts.", weight, suffix, source)
+        is_bias = kind.endswith("_bias")
+        return _by_expert(f"{parent}.experts.", kind.removesuffix("_bias"), source, is_bias)
+
+    def _from_mxfp4(
+        self, parent: str, weight: str, suffix: str, source: Source
+    ) -> Iterator[tuple[str, Source]]:
+        first = self._blocks.pop(parent + weight, None)
+        if first is None:  # a source cannot be read later
+            self._blocks[parent + weight] = source.read(())
+            return
+        second = source.read(())
+        blocks, scales = (first, second) if suffix == "scales" else (second, first)
+        if blocks.shape[:-1] != scales.shape:
+            dequantize_mxfp4(blocks, scales)  # says what is wrong
+        for expert, parts in enumerate(zip(blocks, scales, strict=True)):
+            dense = dequantize_mxfp4(*parts)
+            yield from _parts_of(parent, weight, expert, dense, "weight")
+
+    def check(self) -> None:
+        """See `LoadableModel.check`."""
+        if self._blocks:
+            raise WeightLoadError(
+                f"the checkpoint has only blocks, or only scales, of {', '.join(self._blocks)}"
+            )
+
+
+def _by_expert(
+    parent: str, weight: str, source: Source, is_bias: bool
+) -> Iterator[tuple[str, Source]]:
+    """The dense matrices, or biases, of each expert."""
+    for expert in range(source.shape[0]):
+        stored = source.read((slice(expert, expert + 1),))[0]
+        kind = "bias" if is_bias else "weight"
+        yield from _parts_of(parent, weight, expert, stored if is_bias else stored.T, kind)
+
+
+def _parts_of(
+    parent: str, weight: str, expert: int, rows: Tensor, kind: str
+) -> Iterator[tuple[str, Source]]:
+    """Of one expert: gate and up [I, ...] of [2 * I, ...], or down as it is."""
+    pairs = (("gate_proj", rows[::2]), ("up_proj", rows[1::2]))
+    for name, part in pairs if weight == "gate_up_proj" else (("down_proj", rows),):
+        yield f"{parent}{expert}.{name}.{kind}", Source(part.shape, part.__getitem__)

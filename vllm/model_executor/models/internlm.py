@@ -1,0 +1,50 @@
+"""InternLM 2 and 3."""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderOptions
+from vllm.model_executor.models.fused_weights import split_qkv_groups
+
+
+class InternLM2ForCausalLM(DecoderForCausalLM):
+    """InternLM 2 and 2.5 (Cai et al. 2024, arXiv 2403.17297): a Llama with other names."""
+
+    checkpoint_prefixes: ClassVar[dict[str, str]] = {
+        "model.tok_embeddings.": "model.embed_tokens.",
+        "output.": "lm_head.",
+    }
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".attention.wqkv.": ".self_attn.qkv_proj.",
+        ".attention.wo.": ".self_attn.o_proj.",
+        ".attention_norm.": ".input_layernorm.",
+        ".ffn_norm.": ".post_attention_layernorm.",
+        ".feed_forward.w1.": ".mlp.gate_proj.",
+        ".feed_forward.w2.": ".mlp.down_proj.",
+        ".feed_forward.w3.": ".mlp.up_proj.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        has_bias = bool(arch.hf_config.get("bias", False))
+        super().__init__(arch, tp, DecoderOptions(qkv_bias=has_bias, output_bias=has_bias))
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Query, key and value are stored as one, by key/value heads."""
+        return split_qkv_groups(self.arch, name, source)
+
+
+class InternLM3ForCausalLM(DecoderForCausalLM):
+    """InternLM 3 (Shanghai AI Laboratory 2025): a Llama whose biases the config names otherwise."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        config = arch.hf_config  # transformers renames the keys
+        has_bias = bool(config.get("bias", config.get("mlp_bias", False)))
+        options = DecoderOptions(
+            qkv_bias=bool(config.get("qkv_bias", config.get("attention_bias", False))),
+            output_bias=has_bias,
+            mlp_bias=has_bias,
+        )
+        super().__init__(arch, tp, options)

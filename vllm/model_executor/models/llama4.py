@@ -1,0 +1,144 @@
+"""Llama 4, text only."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm.attention import text_positions
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.rotary import RotaryEmbedding
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import (
+    DecoderAttention,
+    DecoderForCausalLM,
+    DecoderLayer,
+    DecoderOptions,
+)
+from vllm.model_executor.models.llama import llama_options
+from vllm.model_executor.models.mixture import Mixture, MixtureOptions
+from vllm.ops import get_ops
+from vllm.ops.interface import ExpertOptions
+
+
+class Llama4Attention(DecoderAttention):
+    """Attention within chunks, with rotations and normed heads; or, in every fourth layer, to all
+    tokens, without rotations, and sharper the longer the text is (arXiv 2501.19399)."""
+
+    norm: Tensor | None
+    """[head_size] ones: the norms of heads have no weights."""
+    temperatures: Tensor | None
+    """[positions, 1]: what the query of a position is multiplied by."""
+
+    def __init__(
+        self,
+        arch: ModelArch,
+        options: DecoderOptions,
+        rotary_emb: RotaryEmbedding | None,
+        tp: TPGroup,
+    ) -> None:
+        config = arch.hf_config
+        if rotary_emb is not None and config.get("attention_chunk_size"):
+            chunk_size = int(config["attention_chunk_size"])
+            options = replace(options, attention_chunk_size=chunk_size)
+        super().__init__(arch, options, None, rotary_emb, tp)
+        self.norm_eps = arch.norm_eps
+        norm = temperatures = None
+        if rotary_emb is not None and config.get("use_qk_norm", True):
+            norm = torch.ones(arch.head_size, device="cpu")
+        if rotary_emb is None and config.get("attn_temperature_tuning", True):
+            temperatures = _temperatures(
+                arch.derived_max_model_len,
+                float(config.get("floor_scale") or 8192),
+                float(config.get("attn_scale") or 0.1),
+            )
+        self.register_buffer("norm", norm, persistent=False)
+        self.register_buffer("temperatures", temperatures, persistent=False)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        q, k, v = self.project(hidden_states)
+        if self.rotary_emb is not None:
+            q, k = self.rotary_emb(positions, q, k)
+        if self.norm is not None:
+            q, k = (get_ops().rms_norm(x, self.norm, self.norm_eps) for x in (q, k))
+        if self.temperatures is not None:
+            factor = F.embedding(text_positions(positions), self.temperatures)
+            q = get_ops().scale_rows(q, factor)
+        return self.o_proj(self.attn(q, k, v).flatten(1))
+
+
+def _temperatures(num_positions: int, floor_scale: float, attn_scale: float) -> Tensor:
+    """What the query of each position is multiplied by: [num_positions, 1]."""
+    position = torch.arange(1, num_positions + 1, dtype=torch.float32, device="cpu")
+    factors = torch.log1p(torch.floor(position / floor_scale)) * attn_scale + 1.0
+    return factors.to(torch.get_default_dtype())[:, None]
+
+
+class Llama4Layer(DecoderLayer):
+    """A `DecoderLayer`; some, or all, have experts of which each token uses one, beside an MLP that
+    all tokens use."""
+
+    def make_attention(
+        self,
+        arch: ModelArch,
+        options: DecoderOptions,
+        index: int,
+        rotary_emb: RotaryEmbedding | None,
+        tp: TPGroup,
+    ) -> nn.Module:
+        return Llama4Attention(arch, options, rotary_emb, tp)
+
+    def make_mlp(
+        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
+    ) -> nn.Module:
+        config = arch.hf_config
+        step = int(config.get("interleave_moe_layer_step") or 1)
+        moe_layers = config.get("moe_layers") or range(step - 1, arch.num_layers, step)
+        if index not in moe_layers:
+            size = int(config["intermediate_size_mlp"])
+            return super().make_mlp(replace(arch, intermediate_size=size), options, index, tp)
+        mixture = MixtureOptions(
+            num_experts=int(config["num_local_experts"]),
+            top_k=int(config.get("num_experts_per_tok") or 1),
+            intermediate_size=arch.intermediate_size,
+            routing="sigmoid",
+            shared_size=arch.intermediate_size,
+            has_shared_gate=False,
+            experts=ExpertOptions(scales_inputs=True),
+        )
+        return Mixture(arch, mixture, tp)
+
+
+class Llama4ForCausalLM(DecoderForCausalLM):
+    """Llama 4 Scout and Maverick, text only (Meta 2025, "The Llama 4 herd"): experts, attention in
+    chunks, and some layers without rotations."""
+
+    checkpoint_prefixes: ClassVar[dict[str, str]] = {"language_model.": ""}
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".feed_forward.": ".mlp.",
+        ".mlp.router.": ".mlp.gate.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        options = replace(llama_options(arch), is_neox=False)
+        super().__init__(arch, tp, options, Llama4Layer)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """The weights of all experts are stored as one, [experts, in, out]; gates, then ups."""
+        parent, _, weight = name.rpartition(".experts.")
+        if not parent:
+            return ((name, source),)
+        return _by_expert(f"{parent}.experts.", weight, source)
+
+
+def _by_expert(parent: str, weight: str, source: Source) -> Iterator[tuple[str, Source]]:
+    names = ("gate_proj", "up_proj") if weight == "gate_up_proj" else ("down_proj",)
+    for expert in range(source.shape[0]):
+        matrix = source.rows(expert, 1).mapped(lambda x: x[0].T)
+        size = matrix.shape[0] // len(names)
+        for index, name in enumerate(names):
+            yield f"{parent}{expert}.{name}.weight", matrix.rows(index * size, size)
