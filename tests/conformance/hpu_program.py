@@ -56,7 +56,7 @@ GENERATORS: dict[str, str] = {}
 for _family, (_create, _) in _FAMILIES.items():
     GENERATORS.setdefault(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_create.model_type], _family)
 
-_TWO_LAYERS = ("gemma2", "olmo3", "qwen2", "qwen3_moe")
+_TWO_LAYERS = ("deepseek_v2", "deepseek_v3", "gemma2", "olmo3", "qwen2", "qwen3_moe")
 """Families whose second layer differs from the first."""
 
 

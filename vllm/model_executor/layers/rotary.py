@@ -186,13 +186,16 @@ def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
     if given is not None:
         return float(given)
 
-    def sharpness(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
     mscale, mscale_all_dim = rope.scaling.get("mscale"), rope.scaling.get("mscale_all_dim")
     if mscale and mscale_all_dim:
-        return sharpness(float(mscale)) / sharpness(float(mscale_all_dim))
-    return sharpness(1.0)
+        return yarn_sharpness(factor, float(mscale)) / yarn_sharpness(factor, float(mscale_all_dim))
+    return yarn_sharpness(factor, 1.0)
+
+
+def yarn_sharpness(factor: float, mscale: float) -> float:
+    """What keeps attention as sharp as it was when contexts grow by a factor (arXiv 2309.00071,
+    section 3.4), with a weight on its growth."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 _FREQUENCIES: dict[str, Callable[[RopeConfig, int], tuple[Tensor, float]]] = {

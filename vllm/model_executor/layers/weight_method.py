@@ -61,6 +61,10 @@ class MethodLayer(SlicedModule):
         self.method = method
         method.create_weights(self)
 
+    def finish(self) -> None:
+        """Bring the weights into the layout that runs; see `WeightMethod.finish`."""
+        self.method.finish(self)
+
     def _remove_weights(self) -> None:
         for name in [name for name, _ in self.named_parameters() if name != "bias"]:
             delattr(self, name)
