@@ -23,13 +23,10 @@ SETTINGS = {
     "block_size": 16,
     "num_gpu_blocks_override": 70,
 }
-ON_A_CARD = (
-    *("falcon_rw", "cohere2", "gemma2", "gemma3", "gpt_bigcode", "phi3_short", "qwen2_moe"),
-    "deepseek_v3",
-)
+ON_A_CARD = ("falcon_rw", "cohere2", "gemma2", "gemma3", "gpt_bigcode", "phi3_short", "qwen2_moe")
 """ALiBi; no rotations in some layers, and pairs of neighbours; a soft cap of scores, also with a
-window; two rotations; learned positions and one key/value head; LongRoPE; experts; a cache of
-latent vectors."""
+window; two rotations; learned positions and one key/value head; LongRoPE; experts. A latent cache
+is in test_latent_attention."""
 
 
 @pytest.fixture(scope="module")
