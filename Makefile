@@ -37,7 +37,7 @@ unit: $(VENV)/.installed-dev ## the tests
 
 # Every architecture as a card compiles it; a run of the tests captures a few of them.
 test-graphs: $(VENV)/.installed-dev ## the graphs of every architecture, by the rules of the card's compiler
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "exhaustive or not exhaustive" tests/conformance
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "exhaustive or not exhaustive" tests/conformance tests/e2e/test_latent_attention.py
 
 # Not part of `test`: it downloads 3 GB and takes 6 GB of disk for each version.
 test-vendor: $(VENDOR_VENV)/.installed ## the tests on the torch of a Gaudi image: VENDOR_TORCH=2.6.0 or 2.7.1

@@ -84,7 +84,7 @@ def _parameter(rope: RopeConfig, name: str) -> float:
     return float(value)
 
 
-def _powers(theta: float, rotary_dim: int) -> Tensor:
+def _powers(theta: float | Tensor, rotary_dim: int) -> Tensor:
     """theta^(2 i / rotary_dim) for every pair i: [rotary_dim / 2]"""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     return theta**exponents
@@ -107,7 +107,7 @@ def _dynamic(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
     """
     factor, dim = _parameter(rope, "factor"), rope.rotary_dim
     original = _parameter(rope, "original_max_position_embeddings")
-    longest = max(max_positions, original)
+    longest = torch.tensor(float(max(max_positions, original)))  # the base is float32, too
     stretch = factor * longest / original - (factor - 1)
     return 1.0 / _powers(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
 
