@@ -30,8 +30,6 @@ class LatentUpProjection(ColumnParallelLinear):
         tp: the ranks that share the heads.
     """
 
-    keeps_precision = True
-
     key_up: nn.Parameter
     """[H, N, V], once the layer is finished."""
     value_up: nn.Parameter
