@@ -61,10 +61,6 @@ class MethodLayer(SlicedModule):
         self.method = method
         method.create_weights(self)
 
-    def finish(self) -> None:
-        """Bring the weights into the layout that runs; see `WeightMethod.finish`."""
-        self.method.finish(self)
-
     def _remove_weights(self) -> None:
         for name in [name for name, _ in self.named_parameters() if name != "bias"]:
             delattr(self, name)
@@ -76,3 +72,7 @@ class MethodLayer(SlicedModule):
             place.fill(name, source, tp)
         else:
             self.method.load(place, name, source, tp)
+
+    def finish(self) -> None:
+        """Bring the weights into the layout that runs; see `WeightMethod.finish`."""
+        self.method.finish(self)
