@@ -49,6 +49,9 @@ class LatentUpProjection(ColumnParallelLinear):
         identity = torch.eye(self.input_size, dtype=self._dtype).to(device)
         weight = self(identity).T.unflatten(0, (-1, sum(self.head_sizes)))
         key_up, value_up = weight.split(self.head_sizes, dim=1)
+        for name in [*self._parameters, *self._buffers, *self._modules]:
+            if name != "bias":  # whatever the format has put there
+                delattr(self, name)
         self.use_method(_Halves())
         self.key_up = nn.Parameter(key_up.contiguous(), requires_grad=False)
         self.value_up = nn.Parameter(value_up.mT.contiguous(), requires_grad=False)
