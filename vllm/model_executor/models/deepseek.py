@@ -1,8 +1,9 @@
 """DeepSeek V2 and V3: latent attention, and a mixture of many small experts with shared ones."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +43,8 @@ class LatentSelfAttention(nn.Module):
     def __init__(self, arch: ModelArch, rotary_emb: RotaryEmbedding, tp: TPGroup) -> None:
         super().__init__()
         config, hidden, num_heads = arch.hf_config, arch.hidden_size, arch.num_heads
-        key_size, value_size = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
-        latent_size, rotary_size = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
+        key_size, value_size = _size(config, "qk_nope_head_dim"), _size(config, "v_head_dim")
+        latent_size, rotary_size = _size(config, "kv_lora_rank"), _size(config, "qk_rope_head_dim")
         has_bias = bool(config.get("attention_bias", False))
         self.query_sizes = (key_size, rotary_size)
         self.latent_sizes = (latent_size, rotary_size)
@@ -87,11 +88,24 @@ def _whole_linear(input_size: int, size: int, bias: bool, tp: TPGroup) -> Column
     return ColumnParallelLinear(input_size, {"": size}, tp, {"": tp.size}, bias)
 
 
+def _size(config: Mapping[str, Any], name: str) -> int:
+    """A number of config.json that has to be there.
+
+    Raises:
+        ConfigError: it is missing, or not a positive number.
+    """
+    value = config.get(name)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{name} in config.json must be a positive number, got {value!r}")
+    return value
+
+
 def _attention_scale(arch: ModelArch) -> float:
     """1 / sqrt(head size), and with YaRN the square of the weight `mscale_all_dim`, which other
     families put into the cosines and sines of queries and keys."""
     config = arch.hf_config
-    scale = float(config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5
+    head_size = _size(config, "qk_nope_head_dim") + _size(config, "qk_rope_head_dim")
+    scale = float(head_size) ** -0.5
     rope = arch.rope
     if rope is None or rope.rope_type == "default":
         return scale
@@ -108,7 +122,7 @@ class DeepseekMixture(nn.Module):
     def __init__(self, arch: ModelArch, routing: Routing, tp: TPGroup) -> None:
         super().__init__()
         config = arch.hf_config
-        size = int(config["moe_intermediate_size"])
+        size = _size(config, "moe_intermediate_size")
         self.gate = GroupedRouter(arch.hidden_size, routing)
         self.experts = Experts(routing.num_experts, arch.hidden_size, size, tp)
         self.shared_experts: GatedMLP | None = None
@@ -146,8 +160,8 @@ def deepseek_routing(arch: ModelArch) -> Routing:
     # V2 scales only weights that are not normalized.
     is_scaled = has_bias or not is_normalized
     routing = Routing(
-        num_experts=int(config["n_routed_experts"]),
-        top_k=int(config["num_experts_per_tok"]),
+        num_experts=_size(config, "n_routed_experts"),
+        top_k=_size(config, "num_experts_per_tok"),
         score=score,
         num_groups=1 if method == "greedy" else int(config.get("n_group") or 1),
         top_groups=int(config.get("topk_group") or 1),
