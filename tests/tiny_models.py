@@ -240,6 +240,35 @@ _MORE |= _if_known(
     | {"interleave_moe_layer_step": 2, "attention_chunk_size": 20, "floor_scale": 8}
     | {"rope_parameters": _LLAMA3_ROPE, "attn_scale": 0.5},
 )
+_DEEPSEEK = _DECODER | {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": _YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 1.3},
+}
+_MORE |= {
+    **_if_known(
+        "deepseek_v2", "DeepseekV2Config", _DEEPSEEK | {"topk_method": "group_limited_greedy"}
+    ),
+    **_if_known(
+        "deepseek_v2_lite",
+        "DeepseekV2Config",
+        _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True, "rope_parameters": _LINEAR_ROPE},
+    ),
+    "deepseek_v3": (transformers.DeepseekV3Config, _DEEPSEEK),
+}
 _FAMILIES |= _MORE
 
 ALL_FAMILIES = tuple(_FAMILIES)
@@ -289,7 +318,9 @@ def _spelled(values: dict[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def randomize(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for name, param in sorted(model.named_parameters()):
+    # The biases of a router are no parameters.
+    buffers = [(n, b) for n, b in model.named_buffers() if n.endswith("correction_bias")]
+    for name, param in sorted([*model.named_parameters(), *buffers]):
         values = torch.randn(param.shape, generator=generator)
         if name.endswith("bias"):
             param.copy_(values * 0.1)

@@ -23,6 +23,7 @@ struct DecodeCall : vllm_cpu::AttentionArgs<T> {
   const float* sink(int64_t head) const {
     return this->sinks == nullptr ? nullptr : this->sinks + head;
   }
+  bool has_one_cache() const { return this->value_cache == this->key_cache; }
   // Keys [first_key, end_key) are visible to request b.
   int64_t end_key(int64_t b) const { return this->seq_lens[b]; }
   int64_t first_key(int64_t b) const {
@@ -41,25 +42,29 @@ class DecodeScratch {
  public:
   static int64_t bytes(const DecodeCall<T>& call, int64_t heads) {
     const int64_t padded_size = decode_padded<Dot>(call.head_size);
+    const int64_t padded_values = decode_padded<Dot>(call.value_size);
     const bool is_widened = call.cache_type != vllm_cpu::CacheType::kSame;
-    return 4 * (heads * (padded_size / Dot::kInputs + kHeader + padded_size) + 8 * kTileKeys) +
+    return 4 * (heads * (padded_size / Dot::kInputs + kHeader + padded_values) + 8 * kTileKeys) +
            (is_widened ? kTileKeys * (2 * padded_size * int64_t{sizeof(T)} + 8) : 0);
   }
 
   DecodeScratch(char* memory, const DecodeCall<T>& call, int64_t heads) {
+    const int64_t padded_size = decode_padded<Dot>(call.head_size);
     work.head_size = call.head_size;
-    work.padded_size = decode_padded<Dot>(call.head_size);
-    work.query_stride = work.padded_size / Dot::kInputs;
+    work.value_size = call.value_size;
+    work.padded_values = decode_padded<Dot>(call.value_size);
+    work.query_stride = padded_size / Dot::kInputs;
     query = reinterpret_cast<uint32_t*>(memory);
     work.query = query;
     states = reinterpret_cast<float*>(query + heads * work.query_stride);
-    work.scores = states + heads * (kHeader + work.padded_size);
+    work.scores = states + heads * (kHeader + work.padded_values);
     work.weights = reinterpret_cast<uint32_t*>(work.scores + 4 * kTileKeys);
     keys_ = reinterpret_cast<T*>(work.weights + 4 * kTileKeys);
     if (call.cache_type == vllm_cpu::CacheType::kSame) return;
-    values_ = keys_ + kTileKeys * work.padded_size;
-    rows_ = reinterpret_cast<int64_t*>(values_ + kTileKeys * work.padded_size);
-    for (int64_t k = 0; k < kTileKeys; ++k) rows_[k] = k * work.padded_size;
+    T* const after_keys = keys_ + kTileKeys * padded_size;
+    values_ = call.has_one_cache() ? keys_ : after_keys;
+    rows_ = reinterpret_cast<int64_t*>(after_keys + kTileKeys * padded_size);
+    for (int64_t k = 0; k < kTileKeys; ++k) rows_[k] = k * padded_size;
   }
 
   // The rows of a tile as numbers of type T.
@@ -74,8 +79,10 @@ class DecodeScratch {
     const int64_t num_rows = round_up(num_keys, kLanes);
     widen_rows(type, num_rows, work.head_size, kUnit,
                [&](int64_t k) { return from.keys + from.rows[k]; }, keys_);
-    widen_rows(type, num_rows, work.head_size, kUnit,
-               [&](int64_t k) { return from.values + from.rows[k]; }, values_);
+    if (values_ != keys_) {
+      widen_rows(type, num_rows, work.head_size, kUnit,
+                 [&](int64_t k) { return from.values + from.rows[k]; }, values_);
+    }
     return {keys_, values_, rows_, num_keys, distance};
   }
 
@@ -128,7 +135,7 @@ template <class Dot, typename T>
 inline void start_item(const DecodeCall<T>& call, const Item& item, int64_t num_heads,
                        const DecodeScratch<Dot, T>& scratch, float* states) {
   const int64_t head_size = call.head_size, first_head = item.first_g * call.group();
-  const int64_t state_stride = kHeader + scratch.work.padded_size;
+  const int64_t state_stride = kHeader + scratch.work.padded_values;
   for (int64_t h = 0; h < num_heads; ++h) {
     const T* const query = call.query + item.b * call.query_stride + (first_head + h) * head_size;
     pack_key<Dot>(query, head_size, scratch.query + h * scratch.work.query_stride);
@@ -161,7 +168,7 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
     const int64_t of_head = g * call.head_size * bytes;
     return Fetch{static_cast<const char*>(call.key_cache) + of_head,
                  static_cast<const char*>(call.value_cache) + of_head, of_tile.at, bytes,
-                 call.head_size * bytes};
+                 call.head_size * bytes, call.has_one_cache() ? 0 : call.head_size * bytes};
   };
   DecodeRows rows_after;
   const bool has_after = after != nullptr && after->begin < after->end &&
@@ -192,19 +199,19 @@ inline bool attend(const DecodeCall<T>& call, const Item& item, const Item* afte
 // Writes the head whose softmax is finished, times `scale`. No keys: zeros. sink: of the head, or
 // null.
 template <class Dot, typename T>
-inline void write_out(const float* state, int64_t head_size, float scale, const float* sink,
+inline void write_out(const float* state, int64_t value_size, float scale, const float* sink,
                       T* out) {
   const float total = sum_lanes(load(state + kTotal));
   float factor = total > 0 ? scale / total : total == 0 ? 0.0f : total;
   if (sink != nullptr && total > 0) {
     factor = scale * inverse_with_sink(splat(state[0]), splat(total), splat(*sink))[0];
   }
-  for (int64_t i = 0; i < head_size; i += kLanes * Dot::kInputs) {
+  for (int64_t i = 0; i < value_size; i += kLanes * Dot::kInputs) {
     Vec parts[Dot::kInputs];
     for (int j = 0; j < Dot::kInputs; ++j) parts[j] = load(state + kHeader + i + j * kLanes);
     natural<Dot>(parts);
-    for (int64_t j = 0, at = i; j < Dot::kInputs && at < head_size; ++j, at += kLanes) {
-      const int64_t left = head_size - at;
+    for (int64_t j = 0, at = i; j < Dot::kInputs && at < value_size; ++j, at += kLanes) {
+      const int64_t left = value_size - at;
       store(out + at, parts[j] * factor, left < kLanes ? left : int64_t{kLanes});
     }
   }
@@ -212,7 +219,7 @@ inline void write_out(const float* state, int64_t head_size, float scale, const 
 
 // Adds the partial results of one head, `stride` floats apart, in order into the first of them,
 // whose largest score becomes that of all.
-inline void merge(float* states, int64_t num_states, int64_t stride, int64_t padded_size) {
+inline void merge(float* states, int64_t num_states, int64_t stride, int64_t padded_values) {
   float largest = states[0];
   for (int64_t p = 1; p < num_states; ++p) {
     if (states[p * stride] > largest) largest = states[p * stride];
@@ -220,7 +227,7 @@ inline void merge(float* states, int64_t num_states, int64_t stride, int64_t pad
   for (int64_t p = 0; p < num_states; ++p) {
     const float* const state = states + p * stride;
     const Vec weight = exp(splat(state[0] - largest));
-    for (int64_t i = kTotal; i < kHeader + padded_size; i += kLanes) {
+    for (int64_t i = kTotal; i < kHeader + padded_values; i += kLanes) {
       const Vec before = p == 0 ? Vec{} : load(states + i);
       store(states + i, fma(weight, load(state + i), before));
     }
@@ -279,9 +286,9 @@ int64_t paged_attention_decode(const vllm_cpu::AttentionArgs<T>& args, int num_t
   using Dot = typename PrefillDot<T>::type;
   using Scratch = DecodeScratch<Dot, T>;
   const DecodeCall<T> call{args};
-  const int64_t num_heads = call.num_heads, head_size = call.head_size;
-  const int64_t padded_size = decode_padded<Dot>(head_size);
-  const int64_t state_floats = kHeader + padded_size;
+  const int64_t num_heads = call.num_heads, value_size = call.value_size;
+  const int64_t padded_values = decode_padded<Dot>(value_size);
+  const int64_t state_floats = kHeader + padded_values;
 
   int64_t num_partitions = 0;
   for (int64_t b = 0; b < call.num_requests; ++b) {
@@ -311,8 +318,8 @@ int64_t paged_attention_decode(const vllm_cpu::AttentionArgs<T>& args, int num_t
       return;
     }
     for (int64_t h = first_head; is_whole && h < item.end_g * call.group(); ++h) {
-      write_out<Dot>(states + (h - first_head) * state_floats, head_size, call.value_scale,
-                     call.sink(h), call.out + (item.b * num_heads + h) * head_size);
+      write_out<Dot>(states + (h - first_head) * state_floats, value_size, call.value_scale,
+                     call.sink(h), call.out + (item.b * num_heads + h) * value_size);
     }
   };
   // Several items at a time, where there are many, so that the next one is known.
@@ -331,9 +338,9 @@ int64_t paged_attention_decode(const vllm_cpu::AttentionArgs<T>& args, int num_t
       const int64_t b = row / num_heads, h = row % num_heads;
       if (work.num_partitions(b) == 1) continue;  // already written
       float* const states = partials + (work.first_partition(b) * num_heads + h) * state_floats;
-      merge(states, work.num_partitions(b), num_heads * state_floats, padded_size);
-      write_out<Dot>(states, head_size, call.value_scale, call.sink(h),
-                     call.out + row * head_size);
+      merge(states, work.num_partitions(b), num_heads * state_floats, padded_values);
+      write_out<Dot>(states, value_size, call.value_scale, call.sink(h),
+                     call.out + row * value_size);
     }
   });
   return bad_request;

@@ -14,7 +14,7 @@ VLLM_ENUM(CacheType, kSame, kE4m3, kE5m2);
 template <typename T>
 VLLM_STRUCT(CacheFp8Args,
   const T* key;                 // [num_tokens, row_size], tokens key_stride apart
-  const T* value;               // the same, value_stride apart
+  const T* value;               // the same, value_stride apart; null: there are keys only
   uint8_t* key_cache;           // [num_slots, row_size], dense
   uint8_t* value_cache;         // the same
   const int64_t* slot_mapping;  // [num_tokens]; a token with a negative slot is skipped
@@ -23,18 +23,20 @@ VLLM_STRUCT(CacheFp8Args,
   CacheType cache_type;          // not kSame
 );
 
-// Paged attention. A token of decode is a request.
+// Paged attention. A token of decode is a request. Values may be narrower than keys: those of
+// latent attention are the first numbers of the keys, in one cache.
 template <typename T>
 VLLM_STRUCT(AttentionArgs,
   const T* query;               // [tokens, num_heads, head_size], tokens query_stride apart
   const void* key_cache;        // [num_blocks, block_size, num_kv_heads, head_size], dense
-  const void* value_cache;      // the same
+  const void* value_cache;      // value_size numbers each, as far apart as the keys
   const int32_t* block_tables;  // [num_requests, max_blocks], requests table_stride apart
   const int32_t* seq_lens;      // [num_requests]
   const float* alibi_slopes;    // [num_heads], or null
   const float* sinks;           // [num_heads]: score of a key without a value, or null
-  T* out;                       // [tokens, num_heads, head_size], dense
-  int64_t num_requests, num_heads, num_kv_heads, head_size, num_blocks, block_size, max_blocks;
+  T* out;                       // [tokens, num_heads, value_size], dense
+  int64_t num_requests, num_heads, num_kv_heads, head_size, value_size;
+  int64_t num_blocks, block_size, max_blocks;
   int64_t query_stride, table_stride;
   float scale;
   float soft_cap;          // 0: none

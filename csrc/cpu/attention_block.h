@@ -18,7 +18,7 @@ constexpr int64_t kQueryRows = kRowVectors * kLanes;
 // Scratch of one block of rows, each [...][kQueryRows].
 struct RowBlock {
   uint32_t* query;  // words of the head
-  float* out;       // [padded head size]: sum(e^(score - largest) * value)
+  float* out;       // [padded value size]: sum(e^(score - largest) * value)
   float* largest;   // [1]
   float* total;     // [1]: sum(e^(score - largest))
   float* slopes;    // [1]
@@ -97,15 +97,15 @@ inline void shrink_block(const RowBlock& block, int64_t padded_head, const Vec (
 // out = out * shrink + weights * values.
 template <class Dot, int kVectors>
 inline void add_values(const RowBlock& block, const uint32_t* values, int64_t value_stride,
-                       int64_t head_size, const uint32_t* weights, int64_t num_words,
+                       int64_t value_size, const uint32_t* weights, int64_t num_words,
                        const Vec (&shrink)[kVectors]) {
 #ifdef VLLM_MATRIX_TILES
   if constexpr (kAttendsOnTiles<Dot>) {
-    shrink_block(block, padded(head_size), shrink);
-    return add_on_tiles<kVectors>(values, weights, kQueryRows, head_size, block.out);
+    shrink_block(block, padded(value_size), shrink);
+    return add_on_tiles<kVectors>(values, weights, kQueryRows, value_size, block.out);
   }
 #endif
-  for (int64_t i = 0; i < head_size; i += kColumns) {
+  for (int64_t i = 0; i < value_size; i += kColumns) {
     float* const out = block.out + i * kQueryRows;
     Vec sums[kColumns][kVectors];
 #pragma GCC unroll 8
@@ -232,7 +232,7 @@ struct TileScratch {
 template <class Dot, int kVectors>
 inline void attend_block(const RowBlock& block, const TileScratch& tile,
                          const ScoreOptions& options, int64_t begin, int64_t num_keys,
-                         int64_t head_size) {
+                         int64_t head_size, int64_t value_size) {
   const bool is_masked =
       begin + num_keys - 1 > block.first_position ||
       options.sight.first_key(block.last_position) > begin;
@@ -253,7 +253,7 @@ inline void attend_block(const RowBlock& block, const TileScratch& tile,
     store(block.largest + v * kLanes, largest[v]);
     store(block.total + v * kLanes, total[v]);
   }
-  add_values<Dot, kVectors>(block, tile.values, tile.value_stride, head_size, tile.weights,
+  add_values<Dot, kVectors>(block, tile.values, tile.value_stride, value_size, tile.weights,
                             (num_keys + Dot::kInputs - 1) / Dot::kInputs, shrink);
 }
 
@@ -261,18 +261,18 @@ inline void attend_block(const RowBlock& block, const TileScratch& tile,
 template <class Dot>
 inline void attend_tile(const RowBlock& block, const TileScratch& tile,
                         const ScoreOptions& options, int64_t begin, int64_t num_keys,
-                        int64_t head_size) {
+                        int64_t head_size, int64_t value_size) {
   const int64_t visible = block.last_position + 1 - begin;
   const int64_t last_key = begin + num_keys - 1;
   const bool is_forgotten = options.sight.first_key(block.first_position) > last_key;
   if (visible <= 0 || is_forgotten) return;
   if (visible < num_keys) num_keys = visible;
   if (block.num_rows > 2 * kLanes) {
-    attend_block<Dot, 3>(block, tile, options, begin, num_keys, head_size);
+    attend_block<Dot, 3>(block, tile, options, begin, num_keys, head_size, value_size);
   } else if (block.num_rows > kLanes) {
-    attend_block<Dot, 2>(block, tile, options, begin, num_keys, head_size);
+    attend_block<Dot, 2>(block, tile, options, begin, num_keys, head_size, value_size);
   } else {
-    attend_block<Dot, 1>(block, tile, options, begin, num_keys, head_size);
+    attend_block<Dot, 1>(block, tile, options, begin, num_keys, head_size, value_size);
   }
 }
 

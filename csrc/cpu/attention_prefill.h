@@ -82,17 +82,18 @@ class PrefillWork {
 template <class Dot>
 class PrefillScratch {
  public:
-  static int64_t words(int64_t head_size, int64_t item_rows) {
+  static int64_t words(int64_t head_size, int64_t value_size, int64_t item_rows) {
     const int64_t padded_head = padded(head_size), head_words = padded_words(head_size);
-    return kPrefillKeys * head_words + kPrefillKeys / Dot::kInputs * padded_head +
+    return kPrefillKeys * head_words + kPrefillKeys / Dot::kInputs * padded(value_size) +
            (kPrefillKeys + kPrefillKeys / Dot::kInputs) * kQueryRows +
-           2 * kPrefillKeys * padded_head + item_rows / kQueryRows * block_words(head_size);
+           2 * kPrefillKeys * padded_head +
+           item_rows / kQueryRows * block_words(head_size, value_size);
   }
 
-  PrefillScratch(uint32_t* memory, int64_t head_size)
-      : block_words_(block_words(head_size)), head_words_(padded_words(head_size)) {
+  PrefillScratch(uint32_t* memory, int64_t head_size, int64_t value_size)
+      : block_words_(block_words(head_size, value_size)), head_words_(padded_words(head_size)) {
     tile.key_stride = head_words_;
-    tile.value_stride = padded(head_size);
+    tile.value_stride = padded(value_size);
     const auto take = [&](int64_t count) {
       uint32_t* const at = memory;
       memory += count;
@@ -131,8 +132,8 @@ class PrefillScratch {
   static int64_t padded_words(int64_t head_size) {
     return padded((head_size + Dot::kInputs - 1) / Dot::kInputs);
   }
-  static int64_t block_words(int64_t head_size) {
-    return (padded_words(head_size) + kRowNumbers + padded(head_size)) * kQueryRows;
+  static int64_t block_words(int64_t head_size, int64_t value_size) {
+    return (padded_words(head_size) + kRowNumbers + padded(value_size)) * kQueryRows;
   }
   uint32_t* blocks_;
   int64_t block_words_, head_words_;
@@ -175,7 +176,7 @@ inline void start_block(const PrefillCall<T>& call, const PrefillItem& item, int
   });
   block.first_position = block.positions[0];
   block.last_position = block.positions[kQueryRows - 1];
-  __builtin_memset(block.out, 0, padded(head_size) * kQueryRows * sizeof(float));
+  __builtin_memset(block.out, 0, padded(call.value_size) * kQueryRows * sizeof(float));
   for (int64_t r = 0; r < block.num_rows; r += kLanes) {
     pack_lanes<Dot>(queries + r, head_size, block.query + r, kQueryRows);
   }
@@ -206,7 +207,7 @@ inline bool find_tile(const PrefillCall<T>& call, const PrefillItem& item, int64
       rows.keys[k] = static_cast<const char*>(call.key_cache) + at;
       rows.values[k] = static_cast<const char*>(call.value_cache) + at;
       prefetch_row(rows.keys[k], row_bytes);
-      prefetch_row(rows.values[k], row_bytes);
+      if (rows.values[k] != rows.keys[k]) prefetch_row(rows.values[k], row_bytes);
     }
   }
   return true;
@@ -215,8 +216,8 @@ inline bool find_tile(const PrefillCall<T>& call, const PrefillItem& item, int64
 // Copies a tile whose rows are of type T. Keys after the last, up to a multiple of kKeyUnit, are
 // zero. key_at(k), value_at(k): where the row is.
 template <class Dot, typename T, typename KeyAt, typename ValueAt>
-inline void pack_rows(int64_t num_keys, int64_t head_size, KeyAt key_at, ValueAt value_at,
-                      const TileScratch& tile) {
+inline void pack_rows(int64_t num_keys, int64_t head_size, int64_t value_size, KeyAt key_at,
+                      ValueAt value_at, const TileScratch& tile) {
   for (int64_t k = 0; k < num_keys; ++k) {
     pack_key<Dot, T>(key_at(k), head_size, tile.keys + k * tile.key_stride);
   }
@@ -224,12 +225,12 @@ inline void pack_rows(int64_t num_keys, int64_t head_size, KeyAt key_at, ValueAt
                    (round_up(num_keys, kKeyUnit<Dot>) - num_keys) * tile.key_stride * 4);
 #ifdef VLLM_MATRIX_TILES
   if constexpr (kAttendsOnTiles<Dot>) {
-    return pack_values_transposed<Dot, T>(num_keys, head_size, value_at, tile.values);
+    return pack_values_transposed<Dot, T>(num_keys, value_size, value_at, tile.values);
   }
 #endif
   for (int64_t k = 0; k < num_keys; k += Dot::kInputs) {
     const T* const values[] = {value_at(k), k + 1 < num_keys ? value_at(k + 1) : nullptr};
-    pack_values<Dot>(values, head_size, tile.values + k / Dot::kInputs * tile.value_stride);
+    pack_values<Dot>(values, value_size, tile.values + k / Dot::kInputs * tile.value_stride);
   }
 }
 
@@ -239,7 +240,8 @@ inline void pack_tile(const PrefillCall<T>& call, const TileRows& rows,
   const int64_t num_keys = rows.num_keys, head_size = call.head_size;
   if (call.cache_type == vllm_cpu::CacheType::kSame) {
     pack_rows<Dot, T>(
-        num_keys, head_size, [&](int64_t k) { return reinterpret_cast<const T*>(rows.keys[k]); },
+        num_keys, head_size, call.value_size,
+        [&](int64_t k) { return reinterpret_cast<const T*>(rows.keys[k]); },
         [&](int64_t k) { return reinterpret_cast<const T*>(rows.values[k]); }, scratch.tile);
     return;
   }
@@ -251,7 +253,7 @@ inline void pack_tile(const PrefillCall<T>& call, const TileRows& rows,
   widen_rows(call.cache_type, num_keys, head_size, kLanes,
              [&](int64_t k) { return rows.values[k]; }, values);
   pack_rows<Dot, T>(
-      num_keys, head_size, [&](int64_t k) { return keys + k * stride; },
+      num_keys, head_size, call.value_size, [&](int64_t k) { return keys + k * stride; },
       [&](int64_t k) { return values + k * stride; }, scratch.tile);
 }
 
@@ -259,10 +261,10 @@ inline void pack_tile(const PrefillCall<T>& call, const TileRows& rows,
 template <typename T>
 inline void write_block(const PrefillCall<T>& call, const PrefillItem& item, int64_t first,
                         const RowBlock& block) {
-  const int64_t head_size = call.head_size, first_token = call.query_start_loc[item.b];
+  const int64_t value_size = call.value_size, first_token = call.query_start_loc[item.b];
   T* out[kQueryRows];
   for_each_lane(call, item, first, block.num_rows, [&](int64_t r, int64_t token, int64_t head) {
-    out[r] = call.out + ((first_token + token) * call.num_heads + head) * head_size;
+    out[r] = call.out + ((first_token + token) * call.num_heads + head) * value_size;
   });
   for (int64_t r = 0; r < block.num_rows; r += kLanes) {
     Vec factor = call.value_scale / load(block.total + r);
@@ -271,7 +273,7 @@ inline void write_block(const PrefillCall<T>& call, const PrefillItem& item, int
                                                     load(block.sinks + r));
     }
     const int64_t num_lanes = block.num_rows - r < kLanes ? block.num_rows - r : kLanes;
-    for_each_vector(head_size, [&](int64_t i, int64_t count) {
+    for_each_vector(value_size, [&](int64_t i, int64_t count) {
       Vec rows[kLanes];
 #pragma GCC unroll 16
       for (int j = 0; j < kLanes; ++j) {
@@ -311,7 +313,8 @@ inline bool attend_item(const PrefillCall<T>& call, const PrefillItem& item,
       return false;
     }
     for (int i = 0; i < num_blocks; ++i) {
-      attend_tile<Dot>(blocks[i], scratch.tile, options, key, now.num_keys, call.head_size);
+      attend_tile<Dot>(blocks[i], scratch.tile, options, key, now.num_keys, call.head_size,
+                       call.value_size);
     }
   }
   for (int i = 0; i < num_blocks; ++i) {
@@ -330,7 +333,7 @@ int64_t paged_attention_prefill(const vllm_cpu::AttentionArgs<T>& args, int num_
   for (int64_t b = 0; b < call.num_requests; ++b) {
     if (!call.is_valid(b)) return b;
   }
-  const int64_t most_words = PrefillScratch<Dot>::words(call.head_size, kItemRows);
+  const int64_t most_words = PrefillScratch<Dot>::words(call.head_size, call.value_size, kItemRows);
   char* const memory =
       vllm_cpu::workspace(num_threads * most_words * 4 + (call.num_requests + 1) * 8);
   if (memory == nullptr) return -2;
@@ -340,7 +343,7 @@ int64_t paged_attention_prefill(const vllm_cpu::AttentionArgs<T>& args, int num_
 
   int64_t bad_request = -1;
   parallel_for(work.num_items(), 1, num_threads, [&](int64_t begin, int64_t end, int worker) {
-    const PrefillScratch<Dot> scratch(words + worker * most_words, call.head_size);
+    const PrefillScratch<Dot> scratch(words + worker * most_words, call.head_size, call.value_size);
     for (int64_t index = begin; index < end; ++index) {
       const PrefillItem item = work.item(index);
       if (!attend_item(call, item, scratch)) {
@@ -348,7 +351,7 @@ int64_t paged_attention_prefill(const vllm_cpu::AttentionArgs<T>& args, int num_
       }
     }
   });
-  const int64_t row = call.num_heads * call.head_size;
+  const int64_t row = call.num_heads * call.value_size;
   const int64_t used = call.num_requests > 0 ? call.query_start_loc[call.num_requests] : 0;
   if (used < call.num_tokens) {
     __builtin_memset(call.out + used * row, 0, (call.num_tokens - used) * row * sizeof(T));

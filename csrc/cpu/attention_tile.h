@@ -12,7 +12,8 @@ namespace VLLM_ISA {
 
 constexpr int kTileKeys = 64;  // scores, keys and values of a tile stay in the first-level cache
 
-// Online softmax of some query heads that share keys. One head is kHeader + decode_padded floats:
+// Online softmax of some query heads that share keys. One head is kHeader floats, and decode_padded
+// of the value size:
 // the largest score in the first, kLanes parts of sum(e^(score - largest)) from kTotal on, then
 // sum(e^(score - largest) * value), in the order of `pair_up`.
 constexpr int64_t kTotal = kLanes, kHeader = 2 * kLanes;
@@ -34,12 +35,13 @@ struct Tile {
   int64_t distance;  // positions from the first key to the query
 };
 
-// A tile that will be needed soon: rows of `row_bytes`, element_bytes * rows[k] from the first.
+// A tile that will be needed soon: rows of `key_bytes` and `value_bytes`, element_bytes * rows[k]
+// from the first. Values that are part of the keys have no bytes.
 struct Fetch {
   const char* keys;
   const char* values;
   const int64_t* rows;
-  int64_t element_bytes, row_bytes;
+  int64_t element_bytes, key_bytes, value_bytes;
 };
 
 // Scores of kLanes / kHeads keys, from key k on, against kHeads query heads: lane h * keys + k.
@@ -79,7 +81,7 @@ inline void score_tile(const uint32_t* query, int64_t query_stride, const Tile<T
   constexpr int kKeys = kLanes / kHeads;
   for (int64_t k = 0; k < tile.num_keys; k += kKeys) {
     for (int j = 0; next != nullptr && j < kKeys; ++j) {
-      prefetch_row(next->keys + next->rows[k + j] * next->element_bytes, next->row_bytes);
+      prefetch_row(next->keys + next->rows[k + j] * next->element_bytes, next->key_bytes);
     }
     const Vec products = dot_products<Dot, kHeads>(query, query_stride, tile, k, head_size);
     float block[kLanes];
@@ -139,7 +141,7 @@ VLLM_INLINE void add_values(const uint32_t* weights, const Tile<T>& tile, const 
   }
   for (int64_t k = 0; k < tile.num_keys; k += kInputs) {
     for (int j = 0; next != nullptr && j < kInputs; ++j) {
-      prefetch_row(next->values + next->rows[k + j] * next->element_bytes, next->row_bytes);
+      prefetch_row(next->values + next->rows[k + j] * next->element_bytes, next->value_bytes);
     }
     typename Dot::Splat weight[kHeads];
 #pragma GCC unroll 16
@@ -172,18 +174,18 @@ VLLM_INLINE void add_values(const uint32_t* weights, const Tile<T>& tile, const 
 
 template <class Dot, int kHeads, typename T>
 inline void add_tile(const uint32_t* weights, const Tile<T>& tile, const Fetch* next,
-                     int64_t head_size, float* out, int64_t out_stride) {
+                     int64_t value_size, float* out, int64_t out_stride) {
   constexpr int64_t kElements = kLanes * Dot::kInputs;
   constexpr int kParts = 4 / Dot::kInputs;
   int64_t i = 0;
-  for (; i + kParts * kElements <= head_size; i += kParts * kElements, next = nullptr) {
+  for (; i + kParts * kElements <= value_size; i += kParts * kElements, next = nullptr) {
     add_values<Dot, kHeads, kParts>(weights, tile, next, i, kElements, out, out_stride);
   }
-  for (; i + kElements <= head_size; i += kElements, next = nullptr) {
+  for (; i + kElements <= value_size; i += kElements, next = nullptr) {
     add_values<Dot, kHeads, 1>(weights, tile, next, i, kElements, out, out_stride);
   }
-  if (i < head_size) {
-    add_values<Dot, kHeads, 1>(weights, tile, next, i, head_size - i, out, out_stride);
+  if (i < value_size) {
+    add_values<Dot, kHeads, 1>(weights, tile, next, i, value_size - i, out, out_stride);
   }
 }
 
@@ -222,14 +224,14 @@ inline float finish_scores(float* scores, int64_t num_keys, const ScoreOptions& 
 // brings the head's state up to the new largest score. No key: weight zero.
 template <class Dot>
 inline void weigh_tile(const float* scores, int64_t num_keys, float tile_largest, float* state,
-                       int64_t padded_size, uint32_t* weights) {
+                       int64_t padded_values, uint32_t* weights) {
   constexpr int kInputs = Dot::kInputs;
   Vec total = load(state + kTotal);
   if (tile_largest > state[0]) {
     const Vec shrink = exp(splat(state[0] - tile_largest));
     state[0] = tile_largest;
     total = total * shrink;
-    for (int64_t i = 0; i < padded_size; i += kLanes) {
+    for (int64_t i = 0; i < padded_values; i += kLanes) {
       store(state + kHeader + i, load(state + kHeader + i) * shrink);
     }
   }
@@ -259,10 +261,10 @@ inline void weigh_tile(const float* scores, int64_t num_keys, float tile_largest
 // What attending to a tile needs besides the tile.
 struct TileWork {
   const uint32_t* query;  // [heads][query_stride] words
-  float* states;          // [heads][kHeader + padded_size]
+  float* states;          // [heads][kHeader + padded_values]
   float* scores;          // [4][kTileKeys]
   uint32_t* weights;      // [4][kTileKeys]
-  int64_t query_stride, padded_size, head_size;
+  int64_t query_stride, padded_values, head_size, value_size;
   int64_t first_head;  // of the query, as `options.slopes` counts
 };
 
@@ -270,7 +272,7 @@ struct TileWork {
 template <class Dot, int kHeads, typename T>
 inline void attend_heads(const TileWork& work, int64_t head, const Tile<T>& tile,
                          const Fetch* next, const ScoreOptions& options) {
-  const int64_t state_stride = kHeader + work.padded_size;
+  const int64_t state_stride = kHeader + work.padded_values;
   float* const states = work.states + head * state_stride;
   score_tile<Dot, kHeads>(work.query + head * work.query_stride, work.query_stride, tile, next,
                           work.head_size, work.scores);
@@ -278,10 +280,10 @@ inline void attend_heads(const TileWork& work, int64_t head, const Tile<T>& tile
     float* const scores = work.scores + h * kTileKeys;
     const float largest = finish_scores(scores, tile.num_keys, options,
                                         work.first_head + head + h, tile.distance);
-    weigh_tile<Dot>(scores, tile.num_keys, largest, states + h * state_stride, work.padded_size,
+    weigh_tile<Dot>(scores, tile.num_keys, largest, states + h * state_stride, work.padded_values,
                     work.weights + h * kTileKeys);
   }
-  add_tile<Dot, kHeads>(work.weights, tile, next, work.head_size, states + kHeader, state_stride);
+  add_tile<Dot, kHeads>(work.weights, tile, next, work.value_size, states + kHeader, state_stride);
 }
 
 // One tile for `num_heads` query heads of its kv head, in steps of as many as the registers hold.

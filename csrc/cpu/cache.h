@@ -8,7 +8,7 @@
 namespace VLLM_ISA {
 
 // key, value: [T, row_size], tokens `*_stride` elements apart; caches: [num_slots, row_size],
-// dense. A token with a negative slot is skipped.
+// dense. A token with a negative slot is skipped. No value: there are keys only.
 // Returns -1, or a token whose slot is out of range; nothing is written then.
 template <typename T>
 int64_t reshape_and_cache(const T* key, const T* value, T* key_cache, T* value_cache,
@@ -22,6 +22,7 @@ int64_t reshape_and_cache(const T* key, const T* value, T* key_cache, T* value_c
     const int64_t slot = slot_mapping[t];
     if (slot < 0) return;
     __builtin_memcpy(key_cache + slot * row_size, key + t * key_stride, row_size * sizeof(T));
+    if (value == nullptr) return;
     __builtin_memcpy(value_cache + slot * row_size, value + t * value_stride, row_size * sizeof(T));
   });
   return -1;
@@ -36,6 +37,7 @@ void narrow_into_cache(const vllm_cpu::CacheFp8Args<T>& args, int num_threads) {
     if (slot < 0) return;
     narrow_row<Format>(args.key + t * args.key_stride, row_size, args.key_scale,
                        args.key_cache + slot * row_size);
+    if (args.value == nullptr) return;
     narrow_row<Format>(args.value + t * args.value_stride, row_size, args.value_scale,
                        args.value_cache + slot * row_size);
   });

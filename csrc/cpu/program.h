@@ -183,7 +183,7 @@ class ProgramPass {
     args.num_requests = count;
     args.num_heads = op.num_heads;
     args.num_kv_heads = op.num_kv_heads;
-    args.head_size = op.head_size;
+    args.head_size = args.value_size = op.head_size;
     args.num_blocks = program_.num_blocks;
     args.block_size = program_.block_size;
     args.max_blocks = launch_.max_blocks;

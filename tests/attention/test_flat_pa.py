@@ -413,3 +413,64 @@ def test_several_tokens_of_a_row_see_what_each_sees_alone(
         torch.testing.assert_close(got[real, j], want, rtol=1e-5, atol=1e-5)
         assert slots[real, j].tolist() == step.slot_mapping[: len(real)].tolist()
         assert (slots[np.flatnonzero(counts <= j), j] < cache.block_size).all(), "the null block"
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "gathered"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_values_that_are_the_first_numbers_of_the_keys(is_contiguous, dtype):
+    """The cache of latent attention. What is stored of a token is finite where it is a value."""
+    cache, value_size = random_cache([70, 1, 33], 1, HEAD_SIZE, 16, dtype), 12
+    cache.keys.nan_to_num_(0.0)
+    key_cache, _ = cache.flat
+    blocks = derive_decode_blocks(decode_launch(cache, is_contiguous), 16, dtype)
+    slots = blocks.slots[:3]
+    before = key_cache[slots]
+    new = before.clone()
+    new[1] = float("nan")
+    write_kv_cache(new, None, key_cache, value_size, slots)
+    assert torch.equal(key_cache[slots[[0, 2]]], new[[0, 2]])
+    assert not key_cache[slots[1], 0, :value_size].any()
+    assert key_cache[slots[1], 0, value_size:].isnan().all()
+    write_kv_cache(before, None, key_cache, value_size, slots)
+    assert torch.equal(key_cache[slots], before)
+
+    query = random_query(cache, 4)
+    padded = torch.cat((query, torch.zeros(len(blocks.slots) - 3, 4, HEAD_SIZE, dtype=dtype)))
+    got = flat_paged_attention(padded, key_cache, value_size, blocks, SCALE)[:3]
+    values = cache.keys[..., :value_size]
+    want = NativeOps().paged_attention_decode(
+        query,
+        cache.keys,
+        values,
+        torch.from_numpy(cache.tables),
+        torch.from_numpy(cache.seq_lens),
+        SCALE,
+        None,
+    )
+    assert got.shape == want.shape == (3, 4, value_size)
+    torch.testing.assert_close(got, want, **TOLERANCES[dtype])
+
+
+def test_drafts_over_a_latent_cache_are_those_over_two_caches():
+    cache, query_len = random_cache([70, 4, 33], 1, HEAD_SIZE), 3
+    query_lens = np.array([3, 2, 3], dtype=np.int32)
+    launch = build_decode_metadata(
+        cache.tables,
+        cache.seq_lens,
+        3,
+        12,
+        cache.block_size,
+        query_lens=query_lens,
+        padded_query_len=query_len,
+    ).to("cpu")
+    ends = torch.from_numpy(cache.seq_lens)[:, None]
+    positions = ends - torch.tensor([[3, 2, 1], [2, 1, 1], [3, 2, 1]])
+    blocks = derive_decode_blocks(
+        launch, cache.block_size, torch.float32, positions=positions.int()
+    )
+    query = torch.randn(3 * query_len, 4, HEAD_SIZE)
+    keys, _ = cache.flat
+    keys.nan_to_num_(0.0)
+    both = [flat_paged_attention(query, keys, v, blocks, SCALE) for v in (keys[..., :12], 12)]
+    assert both[1].shape == (9, 4, 12)
+    assert torch.equal(*both)

@@ -56,7 +56,9 @@ GENERATORS: dict[str, str] = {}
 for _family, (_create, _) in _FAMILIES.items():
     GENERATORS.setdefault(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_create.model_type], _family)
 
-_NUM_LAYERS = dict.fromkeys(("gemma2", "gpt_oss", "olmo3", "qwen2", "qwen3_moe"), 2) | {"llama4": 4}
+_NUM_LAYERS = dict.fromkeys(
+    ("deepseek_v2", "deepseek_v3", "gemma2", "gpt_oss", "olmo3", "qwen2", "qwen3_moe"), 2
+) | {"llama4": 4}
 """Of families whose layers differ: as many as it takes to have all kinds."""
 
 

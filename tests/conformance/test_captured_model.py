@@ -31,23 +31,23 @@ _SAME_LAYERS = {
     *("BaichuanForCausalLM", "BaiChuanForCausalLM", "InternLM2ForCausalLM", "InternLM3ForCausalLM"),
 }
 """Have the layers of a Llama, those of Baichuan 13B with the ALiBi of BLOOM."""
-_NEWER = ("GptOss", "Llama4", "Olmo3")
+_NEWER = ("DeepseekV2", "GptOss", "Llama4", "Olmo3")
 """What the oldest transformers that we run on does not have."""
 _POOLERS = (*MODELS, *REWARD_MODELS)
 _TYPICAL = {
     *("BertModel", "BloomForCausalLM", "GPTJForCausalLM", "LlamaForSequenceClassification"),
     *("OPTForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", _FIRST),
-    *("Gemma2ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM"),
+    *("Gemma2ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM"),
 }
 """Together they have every kind of layer: those that every run of the tests captures."""
 _PREFILLS = (
     *("Qwen2ForCausalLM", "BloomForCausalLM", "Gemma2ForCausalLM"),
-    *("GptOssForCausalLM", "Llama4ForCausalLM"),
+    *("GptOssForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM"),
 )
 _ALL_CASES = [
     *((_FIRST, shape) for shape in SHAPES),
     *((name, "decode") for name in GENERATORS if name != _FIRST),
-    # With windows, with ALiBi, with a soft cap, with sinks, and with chunks.
+    # With windows, with ALiBi, with a soft cap, with sinks, with chunks, with a latent cache.
     *((name, "prefill with context") for name in _PREFILLS if name in GENERATORS),
     *((name, "prefill") for name in _POOLERS if name not in GENERATORS),
 ]
@@ -67,11 +67,12 @@ def test_every_architecture_is_captured():
 
 @cache
 def captured(architecture: str, shape: str) -> tuple[fx.Graph, int]:
-    """The graph of a launch, and how many layers have keys and values."""
+    """The graph of a launch, and how many tensors the KV cache has."""
     with operators_of_a_card():
         model = launch_model(config_of(architecture, "bfloat16"))
         graph = capture(model, padding_input(model, SHAPES[shape]), SHAPES[shape])
-    return graph, 0 if is_encoder(architecture) else len(list(model.model.layers))
+    of_layer = 1 if architecture.startswith("Deepseek") else 2
+    return graph, 0 if is_encoder(architecture) else of_layer * len(list(model.model.layers))
 
 
 @pytest.mark.parametrize(("architecture", "shape"), CASES)
@@ -84,7 +85,7 @@ def test_a_launch_is_one_graph_of_operators_that_run_on_the_device(architecture,
     ("architecture", "shape"), [case for case in CASES if not is_encoder(str(case.values[0]))]
 )
 def test_keys_and_values_are_written_in_place_and_once(architecture, shape):
-    graph, num_layers = captured(architecture, shape)
+    graph, num_tensors = captured(architecture, shape)
     assert write_violations(graph) == []
     writes = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
-    assert len(writes) == 2 * num_layers
+    assert len(writes) == num_tensors

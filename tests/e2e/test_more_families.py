@@ -35,7 +35,8 @@ ON_A_CARD = (
     "llama4",
 )
 """ALiBi; no rotations in some layers, and pairs of neighbours; a soft cap of scores, also with a
-window; two rotations; learned positions and one key/value head; LongRoPE; experts."""
+window; two rotations; learned positions and one key/value head; LongRoPE; experts. A latent cache
+is in test_latent_attention."""
 
 
 @pytest.fixture(scope="module")

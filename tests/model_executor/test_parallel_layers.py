@@ -65,9 +65,10 @@ def logits_of_ranks(folder: Path, tp_size: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
-@pytest.mark.parametrize("family", [*FAMILIES, *SPLIT_OTHERWISE])
+@pytest.mark.parametrize("family", [*FAMILIES, *SPLIT_OTHERWISE, "deepseek_v3"])
 def test_ranks_together_compute_what_one_does(tiny_model, family, tp_size):
-    """Four ranks are more than the decoders' two KV heads: two ranks share each."""
+    """Four ranks are more than the decoders' two KV heads: two ranks share each. All ranks have the
+    whole latent vector of DeepSeek."""
     folder = tiny_model(family)
     want = logits_of(load(folder), INPUT_IDS)
     for got in logits_of_ranks(folder, tp_size):

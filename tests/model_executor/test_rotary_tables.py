@@ -84,7 +84,10 @@ def test_tables_are_those_of_transformers(name, head_dim):
         inv_freq, factor = 1.0 / (rope.theta**exponents), 1.0
     else:
         inv_freq, factor = ROPE_INIT_FUNCTIONS[rope.rope_type](
-            hf_config, torch.device("cpu"), seq_len=NUM_POSITIONS
+            # A tensor, as its forward pass gives it: float32 rounds the base.
+            hf_config,
+            torch.device("cpu"),
+            seq_len=torch.tensor(NUM_POSITIONS),
         )
     angles = torch.outer(torch.arange(NUM_POSITIONS).float(), inv_freq)
     want = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)

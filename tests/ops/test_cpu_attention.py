@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm.ops.cpu.operators import CPUOps
-from vllm.ops.interface import Ops
+from vllm.ops.interface import FP8_DTYPES, Ops
 from vllm.ops.native import NativeOps
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -340,3 +340,41 @@ def test_what_does_not_fit_is_refused(ops):
         tables[1, 1] = block_id
         with pytest.raises(IndexError, match=rf"request 1 .*{block_id}"):
             prefill(block_tables=tables)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "value_size", "num_heads"), [(576, 512, 5), (23, 9, 16)])
+def test_values_that_are_the_first_numbers_of_the_keys(ops, size, value_size, num_heads, dtype):
+    """The cache of latent attention: decodes of several partitions, and prompts in chunks."""
+    prompts = Prompts([300, 1, 70], Heads(num_heads, 1, size, 16, dtype))
+    prompts.values = prompts.keys
+    options = {"sliding_window": None}
+    want = prompts.last_of_formula(options)[..., :value_size]
+    chunks = [(0, 200, 300), (2, 0, 70), (1, 0, 1)]
+    whole = [prompts.formula(b, begin, end)[..., :value_size] for b, begin, end in chunks]
+    prompts.values = prompts.keys[..., :value_size]
+    for implementation in (ops, NativeOps()):
+        got = prompts.decode(implementation, options)
+        torch.testing.assert_close(got, want, **TOLERANCES[dtype])
+        for part, expected in zip(prompts.prefill(implementation, chunks), whole, strict=True):
+            torch.testing.assert_close(part, expected, **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("cache_dtype", [None, *FP8_DTYPES])
+def test_keys_alone_are_stored(ops, cache_dtype):
+    """And attention over a cache of eight-bit floats is what it is with another cache of values."""
+    heads = Heads(4, 1, 40, 16, torch.bfloat16)
+    prompts = Prompts([100], heads)
+    keys = prompts.keys.flatten(0, 1)[prompts.slots(0)]
+    cache = torch.zeros(prompts.keys.shape, dtype=torch.bfloat16).to(cache_dtype)
+    ops.reshape_and_cache(keys, None, cache, None, prompts.slots(0), 0.5)
+    both = []
+    for values in (cache.clone(), cache[..., :24]):
+        prompts.keys, prompts.values = cache, values
+        scales = {"key_scale": 0.5, "value_scale": 0.5}
+        out = prompts.decode(ops, NO_OPTIONS | scales)
+        (chunk,) = prompts.prefill(ops, [(0, 40, 100)], NO_OPTIONS | scales)
+        both.append((out[..., :24], chunk[..., :24]))
+    assert both[0][0].abs().max() > 0.1
+    for wide, narrow in zip(*both, strict=True):
+        assert torch.equal(wide, narrow)

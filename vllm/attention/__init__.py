@@ -12,6 +12,7 @@ from vllm.attention.context import (
     text_positions,
 )
 from vllm.attention.encoder import EncoderAttention
+from vllm.attention.latent import LatentAttention
 from vllm.attention.layer import Attention
 from vllm.attention.metadata import AttentionMetadata
 
@@ -22,6 +23,7 @@ __all__ = [
     "ContextHolder",
     "EncoderAttention",
     "EncoderMetadata",
+    "LatentAttention",
     "LaunchContext",
     "RaggedMetadata",
     "ReadsContext",

@@ -25,7 +25,7 @@ class EncoderAttention(CachedLayer, ReadsContext):
 
     key_cache: Tensor | None = None
     """Never there; makes this an `AttentionLayer` like the others."""
-    value_cache: Tensor | None = None
+    value_cache: Tensor | int | None = None
     sliding_window: int | None = None
     alibi_slopes: Tensor | None = None
     logits_soft_cap: float | None = None

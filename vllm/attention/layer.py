@@ -1,5 +1,7 @@
 """The attention layer of a model: heads and KV cache; how to compute is the backend's."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -30,12 +32,12 @@ class Attention(CachedLayer, ReadsContext):
     Shape: query [T, H, D], key and value [T, G, D] -> [T, H, D]
     """
 
-    cache_names = ("key_cache", "value_cache")
+    cache_names: ClassVar[tuple[str, ...]] = ("key_cache", "value_cache")
 
     key_cache: Tensor | None
     """[num_blocks, S, G, D], or [num_blocks * S, G, D] where the cache is flat; bound by the
     runner, None until then."""
-    value_cache: Tensor | None
+    value_cache: Tensor | int | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     key_scale: float
@@ -82,7 +84,7 @@ class Attention(CachedLayer, ReadsContext):
         )
         return KVCacheSpec(kind, tensors, self.sliding_window)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor | None = None) -> Tensor:
         context = self.launch.context
         if context is None or context.attention is None or self.key_cache is None:
             # No cache: all tokens are one prompt, and nothing is kept.

@@ -14,7 +14,8 @@ class AttentionLayer(Protocol):
 
     key_cache: Tensor | None
     """[num_blocks, S, G, D], or [num_blocks * S, G, D] where the cache is flat."""
-    value_cache: Tensor | None
+    value_cache: Tensor | int | None
+    """As key_cache; a number V: there is none, and the first V numbers of a key are its value."""
     cache_group: int
     """Index of the group of layers whose block tables this one reads."""
     scale: float
@@ -38,16 +39,18 @@ class AttentionLayer(Protocol):
 class AttentionMetadata(Protocol):
     """How the tokens of one launch attend, on one kind of device."""
 
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
+    ) -> Tensor:
         """Store the new keys and values, and attend to what their requests have in the cache.
 
         Args:
             layer: its caches are bound.
             query: [T, H, D].
             key: [T, G, D].
-            value: [T, G, D].
+            value: [T, G, D]; None where values are a part of the keys.
 
         Returns:
-            [T, H, D].
+            [T, H, D], or [T, H, V] where values are the first V numbers of the keys.
         """
         ...

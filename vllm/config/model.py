@@ -155,6 +155,7 @@ _MAX_POSITIONS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
     "model_max_length",
 )
+_ROTARY_DIM = ("rotary_dim", "qk_rope_head_dim")
 _ACTIVATION = ("hidden_activation", "hidden_act", "activation_function")
 """How the families spell it."""
 
@@ -284,7 +285,7 @@ def _read_rope(
             parameters["original_max_position_embeddings"] = max_positions
     return RopeConfig(
         theta=float(theta),
-        rotary_dim=int(config.get("rotary_dim") or head_size * partial),
+        rotary_dim=int(_first(config, _ROTARY_DIM) or head_size * partial),
         rope_type=rope_type,
         scaling=parameters,
     )

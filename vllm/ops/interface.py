@@ -277,9 +277,9 @@ class Ops(ABC):
     def reshape_and_cache(
         self,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         key_cache: Tensor,
-        value_cache: Tensor,
+        value_cache: Tensor | None,
         slot_mapping: Tensor,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
@@ -288,7 +288,7 @@ class Ops(ABC):
 
         Args:
             key: [T, G, D].
-            value: [T, G, D].
+            value: [T, G, D]; None, and no value_cache, where values are a part of the keys.
             key_cache: [N, S, G, D], dense. Written. Of the dtype of key, or of a dtype in
                 FP8_DTYPES: then it holds key / key_scale, rounded to nearest; what is too large
                 becomes the largest number, and NaN stays NaN.
@@ -328,7 +328,8 @@ class Ops(ABC):
         Args:
             query: [B, H, D].
             key_cache: [N, S, G, D], dense, of the dtype of query or of one in FP8_DTYPES.
-            value_cache: [N, S, G, D], dense, as key_cache.
+            value_cache: [N, S, G, V] of the dtype and strides of key_cache, V at most D: a tensor
+                of its own with V = D, or the first V numbers of each key (latent attention).
             block_tables: [B, max_blocks], int32. Entries after the last block of a request are
                 never used as content but must be valid block ids (NULL_BLOCK_ID).
             seq_lens: [B], int32, the new token included. 0 marks a padding row.
@@ -345,7 +346,7 @@ class Ops(ABC):
             chunk_size: C: a query at position p sees keys from p // C * C on; None: all.
 
         Returns:
-            [B, H, D], new and dense. Padding rows are zero. What the unused part of a block
+            [B, H, V], new and dense. Padding rows are zero. What the unused part of a block
             holds (even NaN) has no effect.
 
         Raises:
@@ -380,7 +381,7 @@ class Ops(ABC):
         Args:
             query: [T, H, D].
             key_cache: [N, S, G, D], dense, as for decode.
-            value_cache: [N, S, G, D], dense, as key_cache.
+            value_cache: [N, S, G, V], as for decode.
             block_tables: [B, max_blocks], int32.
             query_start_loc: [B + 1], on the host: 0, then the running sum of query lengths.
             seq_lens: [B], on the host: context and new tokens.
@@ -395,7 +396,7 @@ class Ops(ABC):
             chunk_size: as for decode.
 
         Returns:
-            [T, H, D], new and dense. Rows from query_start_loc[B] on (padding) are zero.
+            [T, H, V], new and dense. Rows from query_start_loc[B] on (padding) are zero.
 
         Raises:
             ValueError: H is not a multiple of G, a request has more new tokens than tokens, or

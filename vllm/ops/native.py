@@ -155,14 +155,17 @@ class NativeOps(Ops):
     def reshape_and_cache(
         self,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         key_cache: Tensor,
-        value_cache: Tensor,
+        value_cache: Tensor | None,
         slot_mapping: Tensor,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
     ) -> None:
-        for new, cache in ((key, key_cache), (value, value_cache)):
+        pairs = [(key, key_cache, key_scale)]
+        if value is not None and value_cache is not None:
+            pairs.append((value, value_cache, value_scale))
+        for new, cache, _ in pairs:
             if new.shape[1:] != cache.shape[2:] or new.shape[0] != slot_mapping.shape[0]:
                 raise ValueError(
                     f"new tokens are {list(new.shape)}, the cache is {list(cache.shape)}, "
@@ -177,9 +180,8 @@ class NativeOps(Ops):
         first_real = is_real.int().argmax(dim=0, keepdim=True)
         source = torch.where(is_real, torch.arange(len(key), device=key.device), first_real)
         slots = slot_mapping[source].clamp(min=0)
-        key, key_cache = _as_stored(key, key_cache, key_scale)
-        value, value_cache = _as_stored(value, value_cache, value_scale)
-        for new, cache in ((key, key_cache), (value, value_cache)):
+        for pair in pairs:
+            new, cache = _as_stored(*pair)
             flat = cache.flatten(0, 1)
             flat[slots] = torch.where(is_real.any(), new[source], flat[slots])
 
@@ -255,7 +257,8 @@ class NativeOps(Ops):
         if is_fp8:
             scale = scale * key_scale
         block_size = key_cache.shape[1]
-        out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        shape = (*query.shape[:2], value_cache.shape[3])
+        out = torch.zeros(shape, dtype=query.dtype, device=query.device)
         for b, seq_len in enumerate(map(int, seq_lens)):
             start, end = int(query_start_loc[b]), int(query_start_loc[b + 1])
             num_blocks = -(-seq_len // block_size)
@@ -314,7 +317,9 @@ def check_attention(
     Raises:
         ValueError: heads, head sizes, dtypes or the window do not fit.
     """
-    if key_cache.shape != value_cache.shape or query.shape[2] != key_cache.shape[3]:
+    *places, head_size = key_cache.shape
+    *value_places, value_size = value_cache.shape
+    if places != value_places or not value_size <= head_size == query.shape[2]:
         raise ValueError(
             f"query is {list(query.shape)}, key_cache is {list(key_cache.shape)}, "
             f"value_cache is {list(value_cache.shape)}"
@@ -432,7 +437,8 @@ def attend_prompt(
     sinks: Tensor | None,
     chunk_size: int | None,
 ) -> Tensor:
-    """[1, H, Q, D]: the last Q tokens of one request; q [1, H, Q, D], k and v [1, G, K, D]."""
+    """[1, H, Q, V]: the last Q tokens of one request; q [1, H, Q, D], k [1, G, K, D], v
+    [1, G, K, V]."""
     query_len, seq_len = q.shape[2], k.shape[2]
     mask, is_causal = _prefill_mask(query_len, seq_len, sliding_window, chunk_size, q.device)
     if alibi_slopes is None and logits_soft_cap is None and sinks is None:

@@ -49,8 +49,11 @@ class EncoderMetadata:
             start = end
         return cls(tuple(groups))
 
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `AttentionMetadata`; nothing is stored."""
+    def attend(
+        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
+    ) -> Tensor:
+        """See `AttentionMetadata`; nothing is stored, and there is a value."""
+        assert value is not None
         out = torch.empty_like(query)
         for group in self.groups:
             q, k, v = (x[group.tokens].unflatten(0, group.shape) for x in (query, key, value))

@@ -140,7 +140,7 @@ def derive_decode_blocks(
 def flat_paged_attention(
     query: Tensor,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | int,
     blocks: DecodeBlocks,
     scale: float,
     *,
@@ -158,7 +158,8 @@ def flat_paged_attention(
         query: [B * Q, H, D], all finite: a sum over a one-hot matrix meets every row.
         key_cache: [num_blocks * S, G, D], the new tokens' keys included.
         value_cache: [num_blocks * S, G, D], all finite, also what no query sees: it is read as it
-            is, and gets the weight 0. `write_kv_cache` sees to that.
+            is, and gets the weight 0. `write_kv_cache` sees to that. A number V: the first V
+            numbers of the keys, which are finite.
         blocks: the launch.
         scale: multiplies query @ key.
         alibi_slopes: [H] float32; None without ALiBi.
@@ -175,14 +176,15 @@ def flat_paged_attention(
             far below it becomes zero.
 
     Returns:
-        [B * Q, H, D]. Padded rows are zero. What hidden slots hold (of the keys even NaN) has no
-        effect.
+        [B * Q, H, D], or [B * Q, H, V]. Padded rows are zero. What hidden slots hold (of the keys
+        even NaN) has no effect.
 
     Raises:
         ValueError: the launch slices more blocks than the cache has.
     """
     num_kv_heads, head_size = key_cache.shape[1:]
-    shape = query.shape
+    value_size = value_cache if isinstance(value_cache, int) else value_cache.shape[-1]
+    shape = (*query.shape[:2], value_size)
     if blocks.query_len > 1:
         query = _queries_as_heads(query, num_kv_heads, blocks.query_len)
         if alibi_slopes is not None:  # an older query's distances differ by a constant: no matter
@@ -208,7 +210,7 @@ def flat_paged_attention(
             out, total = _attend(parts, scores, offset, blocks, query.dtype)
             factor = _sum_with_sinks(total, sinks, offset, blocks).reciprocal()
     out = (out * factor).to(query.dtype)
-    out = (blocks.mapping_t @ out.flatten(1)).view(query.shape)
+    out = (blocks.mapping_t @ out.flatten(1)).view(*query.shape[:2], value_size)
     if blocks.query_len > 1:
         out = out.unflatten(1, (num_kv_heads, blocks.query_len, -1)).transpose(1, 2)
         return out.reshape(shape)
@@ -273,26 +275,32 @@ class _Part:
         return x if self.span is None else x[self.span]
 
 
-def _fetch(key_cache: Tensor, value_cache: Tensor, blocks: DecodeBlocks) -> list[_Part]:
+def _fetch(key_cache: Tensor, value_cache: Tensor | int, blocks: DecodeBlocks) -> list[_Part]:
     """The part that is a slice of the cache, and the gathered one.
 
     They are kept apart to the end of the maths within a block: joining them would copy the slice.
     """
     num_gathered, num_entries = blocks.block_list.shape[0], blocks.rows.shape[0]
     num_sliced = num_entries - num_gathered
-    keys, values = (by_block(cache, blocks.block_size) for cache in (key_cache, value_cache))
+    keys = by_block(key_cache, blocks.block_size)
     if num_sliced > keys.shape[0]:
         raise ValueError(
             f"the launch reads blocks 0 to {num_sliced - 1} of a cache of {keys.shape[0]}"
         )
+
+    def part(span: slice | None, read: Callable[[Tensor], Tensor]) -> _Part:
+        part_keys = read(keys)
+        if isinstance(value_cache, int):
+            return _Part(span, part_keys, part_keys[..., :value_cache])
+        return _Part(span, part_keys, read(by_block(value_cache, blocks.block_size)))
+
     parts = []
     if num_sliced:
         span = slice(0, num_sliced) if num_gathered else None
-        parts.append(_Part(span, keys[:num_sliced], values[:num_sliced]))
+        parts.append(part(span, lambda cache: cache[:num_sliced]))
     if num_gathered or not num_sliced:
         span = slice(num_sliced, num_entries) if num_sliced else None
-        keys, values = (x.index_select(0, blocks.block_list) for x in (keys, values))
-        parts.append(_Part(span, keys, values))
+        parts.append(part(span, lambda cache: cache.index_select(0, blocks.block_list)))
     return parts
 
 
@@ -324,7 +332,7 @@ def _attend(
     blocks: DecodeBlocks,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """([N, H, D] weighted values of each entry, [N, H, 1] sum of its weights), both float32.
+    """([N, H, V] weighted values of each entry, [N, H, 1] sum of its weights), both float32.
 
     Weights are exponentials of the scores relative to the offset, [N, H, 1] or one for all.
     """

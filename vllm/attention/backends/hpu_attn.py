@@ -42,7 +42,11 @@ _NEVER = 2**30
 
 
 def write_kv_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+    key: Tensor,
+    value: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | int,
+    slots: Tensor,
 ) -> None:
     """Store the keys and values of a padded launch, in place.
 
@@ -56,24 +60,33 @@ def write_kv_cache(
 
     Args:
         key: [..., G, D].
-        value: [..., G, D].
+        value: [..., G, D]; None with a number as value_cache.
         key_cache: [num_blocks * S, G, D].
-        value_cache: [num_blocks * S, G, D].
+        value_cache: [num_blocks * S, G, D]; a number V: the first V numbers of a key are its value.
         slots: [...] int64, block id * S + offset.
     """
     slots = slots.flatten()
-    is_finite = value.abs() <= torch.finfo(value.dtype).max  # neither NaN nor infinite
-    value = torch.where(is_finite, value, 0.0)
-    for new, cache in ((key, key_cache), (value, value_cache)):
+    if isinstance(value_cache, int):
+        latent, rest = key[..., :value_cache], key[..., value_cache:]
+        new_rows = [(torch.cat((_finite(latent), rest), dim=-1), key_cache)]
+    else:
+        assert value is not None
+        new_rows = [(key, key_cache), (_finite(value), value_cache)]
+    for new, cache in new_rows:
         cache.index_copy_(0, slots, new if new.dim() == 3 else new.flatten(0, -3))
+
+
+def _finite(x: Tensor) -> Tensor:
+    """x with 0 in the place of NaN and infinity."""
+    return torch.where(x.abs() <= torch.finfo(x.dtype).max, x, 0.0)
 
 
 def decode_attention(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | int,
     blocks: DecodeBlocks,
     scale: float,
     *,
@@ -88,9 +101,9 @@ def decode_attention(
     Args:
         query: [B, H, D].
         key: [B, G, D].
-        value: [B, G, D].
+        value: [B, G, D]; None as for `write_kv_cache`.
         key_cache: [num_blocks * S, G, D]. Written.
-        value_cache: [num_blocks * S, G, D], finite. Written.
+        value_cache: [num_blocks * S, G, D], finite. Written. A number as for `write_kv_cache`.
         blocks: the launch, with the window of this layer.
         scale: multiplies query @ key.
         alibi_slopes: [H] float32, or None.
@@ -100,7 +113,7 @@ def decode_attention(
         normaliser: see there.
 
     Returns:
-        [B, H, D]. Padded rows are zero.
+        [B, H, D], or [B, H, V]. Padded rows are zero.
     """
     write_kv_cache(key, value, key_cache, value_cache, blocks.slots)
     return flat_paged_attention(
@@ -158,9 +171,9 @@ def derive_merged_blocks(metadata: MergedPrefillMetadata[Tensor], block_size: in
 def prefill_attention(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | int,
     blocks: PrefillBlocks,
     mask: Tensor | None,
     scale: float,
@@ -173,23 +186,28 @@ def prefill_attention(
     Args:
         query: [B, Q, H, D]. Here and below padding has to be finite.
         key: [B, Q, G, D].
-        value: [B, Q, G, D].
+        value: [B, Q, G, D]; None as for `write_kv_cache`.
         key_cache: [num_blocks * S, G, D]. Written.
-        value_cache: [num_blocks * S, G, D], finite. Written.
+        value_cache: [num_blocks * S, G, D], finite. Written. A number as for `write_kv_cache`.
         blocks: the launch.
         mask: `prefill_mask` or `derive_merged_mask` of it, with the window of this layer.
         scale: multiplies query @ key.
         kernel: what computes it.
 
     Returns:
-        [B, Q, H, D]. Padding is finite. What slots after the context hold has no effect.
+        [B, Q, H, D], or [B, Q, H, V]. Padding is finite. What slots after the context hold has no
+        effect.
     """
     write_kv_cache(key, value, key_cache, value_cache, blocks.slots)
     if blocks.context_blocks is not None and blocks.is_hidden is not None:
         # A score of NaN would stay NaN under a mask, and values are finite.
         context_keys = _context(key_cache, blocks).masked_fill(blocks.is_hidden, 0.0)
         key = torch.cat((context_keys, key), dim=1)
-        value = torch.cat((_context(value_cache, blocks), value), dim=1)
+        if value is not None and not isinstance(value_cache, int):
+            value = torch.cat((_context(value_cache, blocks), value), dim=1)
+    if isinstance(value_cache, int):
+        value = key[..., :value_cache]
+    assert value is not None
     return prompt_attention(query, key, value, mask, scale, blocks.query_lens, kernel)
 
 

@@ -36,19 +36,24 @@ class RaggedMetadata:
     more_groups: tuple[tuple[Tensor, Tensor], ...] = ()
     """`slot_mapping` and `block_tables` of each further group of layers."""
 
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
+    ) -> Tensor:
         """See `AttentionMetadata`."""
         assert layer.key_cache is not None and layer.value_cache is not None
         ops, num_decodes = get_ops(), self.num_decodes
         key_cache, value_cache = layer.key_cache, layer.value_cache
         scales = (layer.key_scale, layer.value_scale)
+        value_target = None if isinstance(value_cache, int) else value_cache
+        if isinstance(value_cache, int):
+            value_cache, scales = key_cache[..., :value_cache], (layer.key_scale, layer.key_scale)
         more = (*scales, layer.sinks, layer.chunk_size)
         # All writes come before all reads, so a request may read blocks that another request of
         # the same launch fills.
         slot_mapping, block_tables = self.slot_mapping, self.block_tables
         if layer.cache_group:
             slot_mapping, block_tables = self.more_groups[layer.cache_group - 1]
-        ops.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, *scales)
+        ops.reshape_and_cache(key, value, key_cache, value_target, slot_mapping, *scales)
         options = (layer.scale, layer.sliding_window, layer.alibi_slopes, layer.logits_soft_cap)
         outputs = []
         if num_decodes:
@@ -79,18 +84,23 @@ class RaggedMetadata:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def prompt_attention(layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def prompt_attention(
+    layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
+) -> Tensor:
     """Causal attention of one prompt without a cache.
 
     Args:
         layer: how to attend; its caches are not used.
         query: [T, H, D].
         key: [T, G, D].
-        value: [T, G, D].
+        value: [T, G, D]; None where values are a part of the keys.
 
     Returns:
-        [T, H, D].
+        [T, H, D], or [T, H, V] where values are the first V numbers of the keys.
     """
+    if value is None:
+        assert isinstance(layer.value_cache, int)
+        value = key[..., : layer.value_cache]
     attended = attend_prompt(
         query.transpose(0, 1)[None],
         key.transpose(0, 1)[None],

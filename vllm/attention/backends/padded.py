@@ -99,7 +99,9 @@ class PaddedDecode:
                 )
         return cls(blocks, normaliser)
 
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
+    ) -> Tensor:
         """See `AttentionMetadata`; T is B * Q."""
         assert layer.key_cache is not None and layer.value_cache is not None
         return decode_attention(
@@ -160,10 +162,14 @@ class PaddedPrefill:
         }
         return cls(derive_merged_blocks(metadata, block_size), masks, kernel)
 
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
+    ) -> Tensor:
         """See `AttentionMetadata`; T is B * Q."""
         assert layer.key_cache is not None and layer.value_cache is not None
-        query, key, value = (x.unflatten(0, self.blocks.slots.shape) for x in (query, key, value))
+        shape = self.blocks.slots.shape
+        query, key = query.unflatten(0, shape), key.unflatten(0, shape)
+        value = None if value is None else value.unflatten(0, shape)
         kind = _kind(layer)
         attended = prefill_attention(
             query,

@@ -32,8 +32,11 @@ class PaddedEncoder:
         mask = is_there[:, None, None].repeat(1, 1, query_len, 1)
         return cls(shape, mask, kernel)
 
-    def attend(self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `AttentionMetadata`; T is B * Q, and nothing is stored."""
+    def attend(
+        self, layer: AttentionLayer, query: Tensor, key: Tensor, value: Tensor | None
+    ) -> Tensor:
+        """See `AttentionMetadata`; T is B * Q, nothing is stored, and there is a value."""
+        assert value is not None
         attended = prompt_attention(
             query.unflatten(0, self.shape),
             key.unflatten(0, self.shape),

@@ -84,7 +84,7 @@ def _parameter(rope: RopeConfig, name: str) -> float:
     return float(value)
 
 
-def _powers(theta: float, rotary_dim: int) -> Tensor:
+def _powers(theta: float | Tensor, rotary_dim: int) -> Tensor:
     """theta^(2 i / rotary_dim) for every pair i: [rotary_dim / 2]"""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     return theta**exponents
@@ -107,7 +107,7 @@ def _dynamic(rope: RopeConfig, max_positions: int) -> tuple[Tensor, float]:
     """
     factor, dim = _parameter(rope, "factor"), rope.rotary_dim
     original = _parameter(rope, "original_max_position_embeddings")
-    longest = max(max_positions, original)
+    longest = torch.tensor(float(max(max_positions, original)))  # the base is float32, too
     stretch = factor * longest / original - (factor - 1)
     return 1.0 / _powers(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
 
@@ -186,13 +186,16 @@ def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
     if given is not None:
         return float(given)
 
-    def sharpness(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
     mscale, mscale_all_dim = rope.scaling.get("mscale"), rope.scaling.get("mscale_all_dim")
     if mscale and mscale_all_dim:
-        return sharpness(float(mscale)) / sharpness(float(mscale_all_dim))
-    return sharpness(1.0)
+        return yarn_sharpness(factor, float(mscale)) / yarn_sharpness(factor, float(mscale_all_dim))
+    return yarn_sharpness(factor, 1.0)
+
+
+def yarn_sharpness(factor: float, mscale: float) -> float:
+    """What keeps attention as sharp as it was when contexts grow by a factor (arXiv 2309.00071,
+    section 3.4), with a weight on its growth."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 _FREQUENCIES: dict[str, Callable[[RopeConfig, int], tuple[Tensor, float]]] = {

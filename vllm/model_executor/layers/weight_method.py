@@ -76,3 +76,7 @@ class MethodLayer(SlicedModule):
             place.fill(name, source, tp)
         else:
             self.method.load(place, name, source, tp)
+
+    def finish(self) -> None:
+        """Bring the weights into the layout that runs; see `WeightMethod.finish`."""
+        self.method.finish(self)

@@ -146,7 +146,7 @@ class _LayerFinisher:
         """All parameters of the module are filled."""
         if isinstance(module, MethodLayer) and module not in self._finished:
             self._finished.add(module)
-            module.method.finish(module)
+            module.finish()
 
 
 def _model_class(architecture: str, is_pooling: bool) -> type[CausalLM] | type[PoolingModel]:

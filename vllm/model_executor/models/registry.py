@@ -35,6 +35,7 @@ _DECODERS = {
         "baichuan": ("BaichuanForCausalLM", "BaiChuanForCausalLM"),
         "bloom": ("BloomForCausalLM", "MPTForCausalLM", "MptForCausalLM"),
         "cohere": ("CohereForCausalLM", "Cohere2ForCausalLM"),
+        "deepseek": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
         "falcon": ("FalconForCausalLM",),
         "gemma": ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
         "glm": ("GlmForCausalLM", "Glm4ForCausalLM"),

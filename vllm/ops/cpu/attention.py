@@ -39,9 +39,9 @@ class AttentionOptions(NamedTuple):
 def fp8_arguments(
     kernels: Any,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | None,
     slot_mapping: Tensor,
     key_scale: float,
     value_scale: float,
@@ -50,14 +50,14 @@ def fp8_arguments(
     num_tokens, num_kv_heads, head_size = key.shape
     return kernels.CacheFp8Args(
         key=key.data_ptr(),
-        value=value.data_ptr(),
+        value=None if value is None else value.data_ptr(),
         key_cache=key_cache.data_ptr(),
-        value_cache=value_cache.data_ptr(),
+        value_cache=None if value_cache is None else value_cache.data_ptr(),
         slot_mapping=slot_mapping.data_ptr(),
         num_tokens=num_tokens,
         row_size=num_kv_heads * head_size,
         key_stride=key.stride(0),
-        value_stride=value.stride(0),
+        value_stride=0 if value is None else value.stride(0),
         num_slots=key_cache.shape[0] * key_cache.shape[1],
         key_scale=key_scale,
         value_scale=value_scale,
@@ -76,7 +76,7 @@ def paged_attention_decode(
 ) -> Tensor:
     """See `Ops.paged_attention_decode`; kernels: those for the dtype of query."""
     _check(query, key_cache, value_cache, block_tables, options)
-    num_requests, num_heads, head_size = query.shape
+    num_requests, num_heads, _ = query.shape
     if seq_lens.shape != (num_requests,) or block_tables.shape[0] != num_requests:
         raise ValueError(
             f"seq_lens is {list(seq_lens.shape)}, block_tables is "
@@ -84,7 +84,7 @@ def paged_attention_decode(
         )
     if seq_lens.dtype != torch.int32 or not seq_lens.is_contiguous():
         raise ValueError(f"seq_lens is {seq_lens.dtype} {list(seq_lens.stride())}, not dense int32")
-    out = query.new_empty(num_requests, num_heads, head_size)  # half the time of a shape
+    out = query.new_empty(num_requests, num_heads, value_cache.shape[3])  # faster than a shape
     args = _arguments(
         kernels, query, key_cache, value_cache, block_tables, seq_lens.data_ptr(), out, options
     )
@@ -111,7 +111,7 @@ def paged_attention_prefill(
     `paged_attention_decode` has for the same token, and between instruction sets.
     """
     _check(query, key_cache, value_cache, block_tables, options)
-    num_tokens, num_heads, head_size = query.shape
+    num_tokens, num_heads, _ = query.shape
     num_requests = len(seq_lens)
     if len(query_start_loc) != num_requests + 1 or block_tables.shape[0] != num_requests:
         raise ValueError(
@@ -125,7 +125,7 @@ def paged_attention_prefill(
     if num_requests and starts[0]:
         raise ValueError(f"query_start_loc begins with {starts[0]}, not with 0")
     address = ctypes.addressof(c_int32.from_buffer(host.data))
-    out = query.new_empty(num_tokens, num_heads, head_size)
+    out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])
     lens_address = address + starts.nbytes
     args = _arguments(
         kernels, query, key_cache, value_cache, block_tables, lens_address, out, options
@@ -165,6 +165,7 @@ def _arguments(
         num_heads=query.shape[1],
         num_kv_heads=num_kv_heads,
         head_size=head_size,
+        value_size=value_cache.shape[3],
         num_blocks=num_blocks,
         block_size=block_size,
         max_blocks=max_blocks,
@@ -192,7 +193,7 @@ def _check(
     check_scores(query, options.alibi_slopes, options.logits_soft_cap, options.sinks)
     if not key_cache.is_contiguous():
         _refuse_strides("key_cache", key_cache)
-    if not value_cache.is_contiguous():
+    if value_cache.stride() != key_cache.stride():
         _refuse_strides("value_cache", value_cache)
     if block_tables.dtype != torch.int32:
         raise ValueError(f"block_tables is {block_tables.dtype}, it must be torch.int32")

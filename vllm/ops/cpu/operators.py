@@ -162,9 +162,9 @@ class CPUOps(NativeOps):
     def reshape_and_cache(
         self,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         key_cache: Tensor,
-        value_cache: Tensor,
+        value_cache: Tensor | None,
         slot_mapping: Tensor,
         key_scale: float = 1.0,
         value_scale: float = 1.0,
@@ -175,8 +175,13 @@ class CPUOps(NativeOps):
                 key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale
             )
         num_tokens, num_kv_heads, head_size = key.shape
-        if value.shape != key.shape or value.dtype != key.dtype:
-            refuse_pair("value", value, "key", key)
+        if value is not None and value_cache is not None:
+            if value.shape != key.shape or value.dtype != key.dtype:
+                refuse_pair("value", value, "key", key)
+            check_rows("value", value)
+            _check_alike(key_cache, value_cache)
+        else:
+            value = value_cache = None
         is_fp8 = key_cache.dtype in FP8_DTYPES
         if key_cache.shape[2:] != key.shape[1:] or not (is_fp8 or key_cache.dtype == key.dtype):
             refuse_pair("key_cache", key_cache, "key", key)
@@ -184,10 +189,10 @@ class CPUOps(NativeOps):
             raise ValueError(
                 f"slot_mapping is {list(slot_mapping.shape)}, key is {list(key.shape)}"
             )
-        _check_caches(key_cache, value_cache)
+        if not key_cache.is_contiguous():
+            refuse_strides("key_cache", key_cache)
         _check_dense("slot_mapping", slot_mapping, torch.int64)
         check_rows("key", key)
-        check_rows("value", value)
         num_slots = key_cache.shape[0] * key_cache.shape[1]
         if is_fp8:
             tensors = (key, value, key_cache, value_cache, slot_mapping)
@@ -196,14 +201,14 @@ class CPUOps(NativeOps):
         else:
             bad = kernels.reshape_and_cache(
                 key.data_ptr(),
-                value.data_ptr(),
+                0 if value is None else value.data_ptr(),
                 key_cache.data_ptr(),
-                value_cache.data_ptr(),
+                0 if value_cache is None else value_cache.data_ptr(),
                 slot_mapping.data_ptr(),
                 num_tokens,
                 num_kv_heads * head_size,
                 key.stride(0),
-                value.stride(0),
+                0 if value is None else value.stride(0),
                 num_slots,
                 _num_threads(),
             )
@@ -275,10 +280,8 @@ def _check_dense(name: str, x: Tensor, dtype: torch.dtype) -> None:
         refuse_strides(name, x)
 
 
-def _check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
+def _check_alike(key_cache: Tensor, value_cache: Tensor) -> None:
     if value_cache.shape != key_cache.shape or value_cache.dtype != key_cache.dtype:
         refuse_pair("value_cache", value_cache, "key_cache", key_cache)
-    if not key_cache.is_contiguous():
-        refuse_strides("key_cache", key_cache)
     if not value_cache.is_contiguous():
         refuse_strides("value_cache", value_cache)

@@ -1,0 +1,43 @@
+"""The attention layer over a latent cache: one vector per token, for keys and values of all heads.
+
+Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1), in the form in which
+the projections of keys and values are absorbed into those of queries and outputs: all query heads
+attend to one key/value head, whose key is the latent vector with the rotated part behind it, and
+whose value is the latent vector.
+"""
+
+import torch
+
+from vllm.attention.layer import Attention
+from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheSpec
+
+
+class LatentAttention(Attention):
+    """Causal attention of flattened tokens over the latent vectors of their requests.
+
+    H query heads, per rank; V latent size, R size of the rotated part. Every rank keeps the whole
+    cache.
+
+    Args:
+        num_heads: H.
+        latent_size: V.
+        rotary_size: R.
+        scale: multiplies query @ key.
+
+    Shape: query [T, H, V + R], key [T, 1, V + R] -> [T, H, V]
+    """
+
+    cache_names = ("key_cache",)
+
+    value_cache: int
+    """V: the first V numbers of a key are its value."""
+
+    def __init__(self, num_heads: int, latent_size: int, rotary_size: int, scale: float) -> None:
+        super().__init__(num_heads, latent_size + rotary_size, 1, scale)
+        self.value_cache = latent_size
+
+    def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        """One vector of V + R numbers for each token."""
+        shape, name = (1, self.head_size), str(dtype).removeprefix("torch.")
+        tensor = CacheTensor(shape, name, dtype.itemsize, self.key_scale)
+        return KVCacheSpec(CacheKind.LATENT, (tensor,))

@@ -1,0 +1,77 @@
+"""The projection from a latent vector to the keys and values of all heads, absorbed.
+
+DeepSeek-AI 2024 (arXiv 2405.04434, section 2.1.2): a score is q . (U c) = (U^T q) . c, so a query
+is projected down to the latent space instead of every key up, and what attention puts out there is
+projected up to values afterwards.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearMethod, ParallelLinear
+
+
+class LatentUpProjection(ColumnParallelLinear):
+    """`kv_b_proj`: for each head the rows of its key, then those of its value.
+
+    While weights are loaded it is a linear layer like any other, in whatever format the checkpoint
+    has. When they are complete it becomes two batches of matrices of the model's dtype, one matrix
+    for each head.
+
+    H heads of this rank, N key size, M value size, V latent size.
+
+    Args:
+        latent_size: V.
+        num_heads: of all ranks.
+        key_size: N, without the rotated part.
+        value_size: M.
+        tp: the ranks that share the heads.
+    """
+
+    key_up: nn.Parameter
+    """[H, N, V], once the layer is finished."""
+    value_up: nn.Parameter
+    """[H, V, M], once the layer is finished."""
+
+    def __init__(
+        self, latent_size: int, num_heads: int, key_size: int, value_size: int, tp: TPGroup
+    ) -> None:
+        super().__init__(latent_size, {"": num_heads * (key_size + value_size)}, tp)
+        self.head_sizes = (key_size, value_size)
+        self._dtype = torch.get_default_dtype()
+
+    def finish(self) -> None:
+        device = next(self.parameters()).device
+        super().finish()
+        # The product with the identity is the dense weight, whatever the format.
+        identity = torch.eye(self.input_size, dtype=self._dtype).to(device)
+        weight = self(identity).T.unflatten(0, (-1, sum(self.head_sizes)))
+        key_up, value_up = weight.split(self.head_sizes, dim=1)
+        for name in [*self._parameters, *self._buffers, *self._modules]:
+            if name != "bias":  # whatever the format has put there
+                delattr(self, name)
+        self.use_method(_Halves())
+        self.key_up = nn.Parameter(key_up.contiguous(), requires_grad=False)
+        self.value_up = nn.Parameter(value_up.mT.contiguous(), requires_grad=False)
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Queries [T, H, N] -> [T, H, V]: their products with latents are those with keys."""
+        return torch.bmm(query.transpose(0, 1), self.key_up).transpose(0, 1)
+
+    def expand(self, attended: Tensor) -> Tensor:
+        """Weighted latents [T, H, V] -> weighted values [T, H, M]."""
+        return torch.bmm(attended.transpose(0, 1), self.value_up).transpose(0, 1)
+
+
+class _Halves(LinearMethod):
+    """The weights of a `LatentUpProjection` that is finished."""
+
+    def create_weights(self, layer: ParallelLinear) -> None:
+        pass
+
+    def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert isinstance(layer, LatentUpProjection)
+        weight = torch.cat((layer.key_up, layer.value_up.mT), dim=1)
+        return F.linear(x, weight.flatten(0, 1), bias)

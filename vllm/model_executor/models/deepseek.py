@@ -1,0 +1,223 @@
+"""DeepSeek V2 and V3: latent attention, and a mixture of many small experts with shared ones."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.attention import LatentAttention
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup, divide
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.experts import Experts
+from vllm.model_executor.layers.grouped_router import GroupedRouter, Routing
+from vllm.model_executor.layers.latent import LatentUpProjection
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.norm import RMSNorm
+from vllm.model_executor.layers.rotary import RotaryEmbedding, yarn_sharpness
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    DecoderOptions,
+    GatedMLP,
+)
+
+_LATENT_NORM_EPS = 1e-6
+"""Of the norms of compressed vectors, whatever config.json says of the others."""
+
+
+class LatentSelfAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1).
+
+    Keys and values of all heads are projections of one latent vector, which is what is cached,
+    with one rotated key behind it that all heads share. Queries may be projected from a compressed
+    vector, too.
+
+    Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
+    """
+
+    def __init__(self, arch: ModelArch, rotary_emb: RotaryEmbedding, tp: TPGroup) -> None:
+        super().__init__()
+        config, hidden, num_heads = arch.hf_config, arch.hidden_size, arch.num_heads
+        key_size, value_size = _size(config, "qk_nope_head_dim"), _size(config, "v_head_dim")
+        latent_size, rotary_size = _size(config, "kv_lora_rank"), _size(config, "qk_rope_head_dim")
+        has_bias = bool(config.get("attention_bias", False))
+        self.query_sizes = (key_size, rotary_size)
+        self.latent_sizes = (latent_size, rotary_size)
+        self.q_a_proj: ColumnParallelLinear | None = None
+        query_size, query_rank = num_heads * sum(self.query_sizes), config.get("q_lora_rank")
+        if query_rank is None:
+            self.q_proj = ColumnParallelLinear(hidden, {"": query_size}, tp)
+        else:
+            self.q_a_proj = _whole_linear(hidden, int(query_rank), has_bias, tp)
+            self.q_a_layernorm = RMSNorm(int(query_rank), _LATENT_NORM_EPS)
+            self.q_b_proj = ColumnParallelLinear(int(query_rank), {"": query_size}, tp)
+        self.kv_a_proj_with_mqa = _whole_linear(hidden, sum(self.latent_sizes), has_bias, tp)
+        self.kv_a_layernorm = RMSNorm(latent_size, _LATENT_NORM_EPS)
+        self.kv_b_proj = LatentUpProjection(latent_size, num_heads, key_size, value_size, tp)
+        self.o_proj = RowParallelLinear(num_heads * value_size, hidden, tp, bias=has_bias)
+        self.rotary_emb = rotary_emb
+        self.attn = LatentAttention(
+            divide(num_heads, tp.size), latent_size, rotary_size, _attention_scale(arch)
+        )
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        query = self._project_query(hidden_states).unflatten(-1, (-1, sum(self.query_sizes)))
+        query, rotated = query.split(self.query_sizes, dim=-1)
+        latent, shared_key = self.kv_a_proj_with_mqa(hidden_states).split(self.latent_sizes, dim=-1)
+        rotated, shared_key = self.rotary_emb(
+            positions, rotated.contiguous(), shared_key.unsqueeze(1).contiguous()
+        )
+        query = torch.cat((self.kv_b_proj.absorb(query), rotated), dim=-1)
+        key = torch.cat((self.kv_a_layernorm(latent).unsqueeze(1), shared_key), dim=-1)
+        attended = self.kv_b_proj.expand(self.attn(query, key))
+        return self.o_proj(attended.flatten(1))
+
+    def _project_query(self, hidden_states: Tensor) -> Tensor:
+        if self.q_a_proj is None:
+            return self.q_proj(hidden_states)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+
+
+def _whole_linear(input_size: int, size: int, bias: bool, tp: TPGroup) -> ColumnParallelLinear:
+    """A linear layer that every rank has whole."""
+    return ColumnParallelLinear(input_size, {"": size}, tp, {"": tp.size}, bias)
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    """A number of config.json that has to be there.
+
+    Raises:
+        ConfigError: it is missing, or not a positive number.
+    """
+    value = config.get(name)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{name} in config.json must be a positive number, got {value!r}")
+    return value
+
+
+def _attention_scale(arch: ModelArch) -> float:
+    """1 / sqrt(head size), and with YaRN the square of the weight `mscale_all_dim`, which other
+    families put into the cosines and sines of queries and keys."""
+    config = arch.hf_config
+    head_size = _size(config, "qk_nope_head_dim") + _size(config, "qk_rope_head_dim")
+    scale = float(head_size) ** -0.5
+    rope = arch.rope
+    if rope is None or rope.rope_type == "default":
+        return scale
+    mscale = float(rope.scaling.get("mscale_all_dim") or 0.0)
+    return scale * yarn_sharpness(float(rope.scaling.get("factor") or 1.0), mscale) ** 2
+
+
+class DeepseekMixture(nn.Module):
+    """Experts of which each token uses a few, and shared ones that all tokens use.
+
+    Shape: [T, hidden] -> [T, hidden]
+    """
+
+    def __init__(self, arch: ModelArch, routing: Routing, tp: TPGroup) -> None:
+        super().__init__()
+        config = arch.hf_config
+        size = _size(config, "moe_intermediate_size")
+        self.gate = GroupedRouter(arch.hidden_size, routing)
+        self.experts = Experts(routing.num_experts, arch.hidden_size, size, tp)
+        self.shared_experts: GatedMLP | None = None
+        num_shared = int(config.get("n_shared_experts") or 0)
+        if num_shared:
+            shared = replace(arch, intermediate_size=size * num_shared)
+            self.shared_experts = GatedMLP(shared, False, tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.experts(x, *self.gate.choose(x))
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+
+def deepseek_routing(arch: ModelArch) -> Routing:
+    """What config.json says.
+
+    Raises:
+        ConfigError: the method or the score is unknown, or the groups do not divide the experts.
+    """
+    config = arch.hf_config
+    is_v3 = arch.architecture == "DeepseekV3ForCausalLM"
+    method = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
+    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
+        raise ConfigError(
+            f"topk_method {method!r} in config.json is not supported; supported: greedy, "
+            f"group_limited_greedy, noaux_tc"
+        )
+    has_bias = method == "noaux_tc"
+    score = config.get("scoring_func") or ("sigmoid" if has_bias else "softmax")
+    if score not in ("softmax", "sigmoid"):
+        raise ConfigError(
+            f"scoring_func {score!r} in config.json is not supported; supported: softmax, sigmoid"
+        )
+    is_normalized = bool(config.get("norm_topk_prob", has_bias))
+    # V2 scales only weights that are not normalized.
+    is_scaled = has_bias or not is_normalized
+    routing = Routing(
+        num_experts=_size(config, "n_routed_experts"),
+        top_k=_size(config, "num_experts_per_tok"),
+        score=score,
+        num_groups=1 if method == "greedy" else int(config.get("n_group") or 1),
+        top_groups=int(config.get("topk_group") or 1),
+        has_bias=has_bias,
+        is_normalized=is_normalized,
+        scale=float(config.get("routed_scaling_factor") or 1.0) if is_scaled else 1.0,
+    )
+    if routing.num_experts % routing.num_groups:
+        raise ConfigError(
+            f"n_routed_experts ({routing.num_experts}) in config.json is not a multiple of n_group "
+            f"({routing.num_groups})"
+        )
+    return routing
+
+
+class DeepseekLayer(DecoderLayer):
+    """A `DecoderLayer` with latent attention. The first layers have an MLP, all others experts."""
+
+    def make_attention(
+        self,
+        arch: ModelArch,
+        options: DecoderOptions,
+        index: int,
+        rotary_emb: RotaryEmbedding | None,
+        tp: TPGroup,
+    ) -> nn.Module:
+        if rotary_emb is None:
+            raise ConfigError(f"{arch.architecture} needs rope_theta in config.json")
+        return LatentSelfAttention(arch, rotary_emb, tp)
+
+    def make_mlp(
+        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
+    ) -> nn.Module:
+        config = arch.hf_config
+        first = int(config.get("first_k_dense_replace") or 0)
+        step = int(config.get("moe_layer_freq") or 1)
+        if config.get("n_routed_experts") is None or index < first or index % step:
+            return super().make_mlp(arch, options, index, tp)
+        return DeepseekMixture(arch, deepseek_routing(arch), tp)
+
+
+class DeepseekV2ForCausalLM(DecoderForCausalLM):
+    """DeepSeek-V2, V2-Lite, V2.5 and Coder-V2 (DeepSeek-AI 2024, arXiv 2405.04434)."""
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        is_neox = not arch.hf_config.get("rope_interleave", True)
+        super().__init__(arch, tp, DecoderOptions(is_neox=is_neox), DeepseekLayer)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Layers behind the last one guess further tokens (multi-token prediction): they are not
+        read."""
+        match = re.match(r"model\.layers\.(\d+)\.", name)
+        if match and int(match[1]) >= self.arch.num_layers:
+            return ()
+        return ((name, source),)
+
+
+class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+    """DeepSeek-V3, V3.1 and R1 (DeepSeek-AI 2024, arXiv 2412.19437)."""
