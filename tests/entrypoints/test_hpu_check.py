@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.hpu import needs_simulated_device
 from tests.platforms.conftest import lazy, vendor  # noqa: F401
 from vllm import envs
 from vllm.attention.backends import hpu_attn
@@ -288,6 +289,7 @@ def test_without_a_card_it_says_what_is_missing(environment, capsys, tmp_path, h
     assert report["missing"][0] == PACKAGE and len(report["missing"]) == 2 - has_node
 
 
+@needs_simulated_device
 def test_collectives_over_two_simulated_cards(monkeypatch):
     monkeypatch.setenv("VLLM_HPU_SIM", "gaudi2")
     outcome = collectives.check_collectives(2)

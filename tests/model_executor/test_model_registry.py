@@ -27,7 +27,10 @@ def test_every_decoder_is_compared_with_transformers():
         if issubclass(ModelRegistry.resolve(name), CausalLM)
     }
     # MptForCausalLM, as it was first called; and tests/e2e/test_transformers_model.py
-    assert decoders - compared == {"MPTForCausalLM", "TransformersForCausalLM"}
+    without_reference = {"MPTForCausalLM", "TransformersForCausalLM"}
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *without_reference}
+    # An older transformers does not know all families (`make test-vendor`).
+    assert (decoders - compared) & known == without_reference
 
 
 def test_an_unknown_architecture_is_named_with_near_matches_and_all_there_are_in_order():
