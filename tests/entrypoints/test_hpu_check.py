@@ -51,7 +51,7 @@ def only_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {
         name: row
         for name, row in CHECKS.items()
-        if not name.startswith(("layer", "prefill with", "sampling", "moe", "fp8"))
+        if not name.startswith(("layer", "prefill with", "sampling", "moe", "fp8", "short"))
     }
     monkeypatch.setattr(run, "CHECKS", few)
 
