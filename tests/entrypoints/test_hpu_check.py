@@ -296,6 +296,23 @@ def test_collectives_over_two_simulated_cards(monkeypatch):
     assert (outcome.status, outcome.detail) == ("pass", "sum and gather over 2 cards")
 
 
+@needs_simulated_device
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("all_reduce", "the sum over 1 cards is 1.0"),
+        ("all_gather", r"gathered \[1.0\] over 1 cards"),
+    ],
+)
+def test_a_wrong_value_of_a_collective_is_found(
+    environment, monkeypatch, tmp_path, method, message
+):
+    environment({"VLLM_HPU_SIM": "gaudi2"})
+    monkeypatch.setattr(collectives.TPGroup, method, lambda self, x: x + 1)
+    with pytest.raises(RuntimeError, match=message):
+        collectives.exchange("0", "1", str(tmp_path / "store"))
+
+
 @pytest.mark.parametrize(
     ("program", "timeout_s", "detail"),
     [
