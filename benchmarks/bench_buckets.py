@@ -30,12 +30,12 @@ from vllm.bucketing import (
     MemoryLedger,
     Phase,
     StepLimits,
-    close,
     generate_buckets,
 )
 from vllm.bucketing.bucket_plan import decode_steps
-from vllm.bucketing.capture_plan import CaptureCallbacks, capture_graphs
+from vllm.bucketing.capture_plan import Capture, capture_graphs
 from vllm.bucketing.catalog import padded_cost
+from vllm.bucketing.closure import missing_buckets
 from vllm.bucketing.generate import buckets_from_file
 from vllm.bucketing.ledger import split_graph_memory
 from vllm.bucketing.step_limits import ceil_div
@@ -157,8 +157,13 @@ def _clip(num_input: int, num_output: int, max_model_len: int) -> tuple[int, int
 # ---- steps --------------------------------------------------------------------------------
 
 
-def simulate(lengths: Lengths, limits: StepLimits) -> list[Step]:
-    """The steps of a scheduler that serves all requests as fast as the limits allow."""
+def simulate(lengths: Lengths, limits: StepLimits, hit_share: float = 0.0) -> list[Step]:
+    """The steps of a scheduler that serves all requests as fast as the limits allow.
+
+    This share of the requests finds a part of its prompt in the prefix cache: whole blocks, drawn
+    uniformly.
+    """
+    rng = random.Random("prefix hits")
     waiting = list(reversed(lengths))
     running: list[Running] = []
     free = limits.usable_blocks
@@ -173,7 +178,10 @@ def simulate(lengths: Lengths, limits: StepLimits) -> list[Step]:
                 break
             waiting.pop()
             free -= need
-            running.append(Running(num_prompt, num_prompt + num_output, need))
+            hit = 0
+            if rng.random() < hit_share:
+                hit = rng.randint(0, (num_prompt - 1) // limits.block_size) * limits.block_size
+            running.append(Running(num_prompt, num_prompt + num_output, need, hit))
         steps.append(_one_step(running, limits))
         for request in running:
             if request.num_computed >= request.num_total - 1:
@@ -308,19 +316,26 @@ def count_graphs(catalog: Catalog, args: argparse.Namespace) -> int:
             return int(args.graph_mib_per_decode * MIB)
         return int(bucket.num_tokens * args.graph_mib_per_prompt_token * MIB)
 
-    callbacks = CaptureCallbacks(lambda step: size(step.bucket), lambda _: None, size)
-    found = capture_graphs(catalog.prefill, catalog.decode, ledger, callbacks)
-    return sum(len(graphs.captured) for graphs in found.values())
+    plan = capture_graphs(catalog.prefill, catalog.decode, ledger, estimate=size)
+    answer = None
+    while True:
+        try:
+            step = plan.send(answer)  # type: ignore[arg-type]  # a generator begins with None
+        except StopIteration as end:
+            return sum(len(graphs.captured) for graphs in end.value.values())
+        refused = step.refusal is not None
+        answer = Capture(None if refused else size(step.bucket), step.refusal)
 
 
 def measure(
     lengths: Lengths, found: GeneratedBuckets, limits: StepLimits, args: argparse.Namespace
 ) -> dict[str, Any]:
     """One row of the result."""
-    steps = simulate(lengths, limits)
+    steps = simulate(lengths, limits, args.hit_share)
     model = Model(2e9 * args.params_b, 4.0 * args.hidden * args.layers, limits.block_size)
     raw = Catalog(found.prefill, found.decode)
-    closed = close(raw.with_buckets(decode_steps(raw, limits)), limits)
+    closed = raw.with_buckets(decode_steps(raw, limits))
+    closed = closed.with_buckets(missing_buckets(closed, limits))
     outcome = launch_all(steps, closed, model)
     prefill, decode = outcome.work[Phase.PREFILL], outcome.work[Phase.DECODE]
     assert outcome.misses == 0, "the proof was wrong"
@@ -355,6 +370,7 @@ def main() -> None:
     add("--lengths", type=Path, help='file with "input output" on each line, in place of --traces')
     add("--num-requests", type=int, default=300)
     add("--seed", type=int, default=0)
+    add("--hit-share", type=float, default=0.0, help="requests that hit the prefix cache")
     add("--bucket-file", type=Path, help="one more strategy: the buckets of this file")
     add("--max-num-seqs", type=int, default=128)
     add("--max-model-len", type=int, default=32768)

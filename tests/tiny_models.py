@@ -97,9 +97,12 @@ _GPT: dict[str, Any] = {
 
 _MAJOR = int(transformers.__version__.split(".")[0])
 LOAD_FLOAT32: dict[str, Any] = {"dtype" if _MAJOR >= 5 else "torch_dtype": torch.float32}
+"""Argument of `from_pretrained`; transformers 4.51 knows the old name only."""
 WINDOWS_ALL_LAYERS_OR_NONE = _MAJOR < 5
 """Of the installed transformers, which is then no reference for models with both."""
-"""Argument of `from_pretrained`; transformers 4.51 knows the old name only."""
+YARN_BY_LONGEST = _MAJOR < 5
+"""YaRN of the installed transformers goes by `max_position_embeddings`, not by the original length
+in the rope parameters, and is then no reference where they differ."""
 
 
 def _if_known(family: str, config: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -295,7 +298,7 @@ def make_tiny_model(
         The folder.
     """
     create_config, values = _FAMILIES[family]
-    config = create_config(**_spelled(values | overrides))
+    config = create_config(**spelled(values | overrides))
     model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
     randomize(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -304,8 +307,8 @@ def make_tiny_model(
     return folder
 
 
-def _spelled(values: dict[str, Any]) -> dict[str, Any]:
-    """Values of a config as the installed transformers spells them."""
+def spelled(values: dict[str, Any]) -> dict[str, Any]:
+    """Spell values of a config as the installed transformers spells them."""
     rope = dict(values.get("rope_parameters") or {})
     if _MAJOR >= 5 or not rope:
         return values

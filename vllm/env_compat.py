@@ -66,7 +66,6 @@ _FLOAT32_SOFTMAX = (
 )
 _NOT_SLICED = "fused attention is not sliced"
 _NOT_DEFRAGMENTED = "the KV cache is not defragmented"
-_NO_STEP_PROFILE = "POST /start_profile and /stop_profile begin and end a trace of steps"
 _RUNS_AHEAD = (
     "steps are scheduled ahead where that pays, see --async-scheduling; outputs are the same"
 )
@@ -154,7 +153,6 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     *_ignored(_NO_UNLOCKING, "VLLM_DEVELOPER_MODE VLLM_ENABLE_EXPERIMENTAL_FLAGS"),
     # Diagnostics.
     *_ignored("set VLLM_LOGGING_LEVEL=DEBUG instead", "VLLM_DEBUG"),
-    *_ignored(_NO_STEP_PROFILE, "VLLM_PROFILE_STEPS"),
     *_ignored("calls of functions are not traced", "VLLM_TRACE_FUNCTION", same_as=False),
     *_ignored("batch sizes are not logged", "VLLM_LOG_BATCHSIZE_INTERVAL"),
     *_ignored(

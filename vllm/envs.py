@@ -278,6 +278,11 @@ class Envs:
         "Folder for traces of torch's profiler, begun and ended by start_profile and stop_profile "
         "of the engine, or by POST /start_profile and /stop_profile of the server.",
     )
+    VLLM_PROFILE_STEPS: str | None = _diagnostics(
+        None,
+        "Steps of the engine that torch's profiler traces, counted from 1: first,last, such as "
+        "3,5. The trace is in VLLM_TORCH_PROFILER_DIR, or in the working directory.",
+    )
     VLLM_PT_PROFILE: str | None = _diagnostics(
         None,
         "Profile one launch with torch's profiler, and end: prompt_BATCH_LENGTH_t or "

@@ -103,26 +103,27 @@ def counts_by_length(buckets: list[Bucket], batch: int) -> dict[int, list[int]]:
     [
         (1, {"enable_prefix_caching": False}, {128: [0], 256: [0], 384: [0]}),
         # A hit is whole blocks: 1 + 7 * 128 tokens, 129 + 6 * 128, 257 + 5 * 128.
-        (1, {}, {128: [0, 1, 2, 4, 7], 256: [0, 1, 2, 4, 6], 384: [0, 1, 2, 4, 5]}),
+        (1, {}, {128: [0, 7], 256: [0, 6], 384: [0, 5]}),
         # A chunk may end anywhere: up to 1023, 895 and 767 tokens before it.
         (
             1,
             {"enable_chunked_prefill": True},
-            {128: [0, 1, 2, 4, 8], 256: [0, 1, 2, 4, 7], 384: [0, 1, 2, 4, 6]},
+            {128: [0, 8], 256: [0, 7], 384: [0, 6]},
         ),
-        # 2 * (128 + 3 * 128), 2 * (256 + 2 * 128) and 2 * (384 + 128) tokens are the budget.
-        (2, {}, {128: [0, 1, 2, 3], 256: [0, 1, 2], 384: [0, 1]}),
+        # 2 * (128 + 3 * 128) and 2 * (384 + 128) tokens are the budget.
+        # Beside others, a prompt with context has one of the lengths that double.
+        (2, {}, {128: [0, 3], 256: [0], 384: [0, 1]}),
         # Where the budget would allow more, no row can have more.
         (
             2,
             {"max_num_batched_tokens": 8192},
-            {128: [0, 1, 2, 4, 7], 256: [0, 1, 2, 4, 7], 384: [0, 1, 2, 4, 7]},
+            {128: [0, 7], 256: [0], 384: [0, 7]},
         ),
         # Beyond the budget as it is: left for the filter, which says so.
         (4, {}, {128: [0, 1], 256: [0], 384: [0]}),
     ],
 )
-def test_context_doubles_up_to_the_most_that_can_be(batch, limits, expected):
+def test_context_goes_up_to_the_most_that_can_be(batch, limits, expected):
     defaults = {
         "max_num_batched_tokens": 1024,
         "max_model_len": 1024,
@@ -131,6 +132,16 @@ def test_context_doubles_up_to_the_most_that_can_be(batch, limits, expected):
     settings = make_settings(prompt_bs=(batch, 1, batch), prompt_seq=(128, 128, 384))
     buckets = linear_prefill_buckets(settings, make_limits(**{**defaults, **limits}))
     assert counts_by_length(buckets, batch) == expected
+
+
+def test_context_has_few_sizes_and_doubles_where_it_is_long():
+    limits = make_limits(
+        max_num_batched_tokens=20000, max_model_len=20000, enable_prefix_caching=True
+    )
+    buckets = linear_prefill_buckets(make_settings(prompt_bs=(1, 1, 1)), limits)
+    counts = counts_by_length(buckets, 1)
+    assert counts[128] == [0, 8, 32, 64, 156]  # 128 is nearly 156
+    assert counts[1024] == [0, 8, 32, 64, 149]
 
 
 @pytest.mark.parametrize("budget", [500, 1024, 1100, 8192])

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.tiny_models import LOAD_FLOAT32
+
 NUM_LIKELIEST = 5
 
 
@@ -47,7 +49,7 @@ def generate(
 ) -> list[Reference]:
     """Greedy continuations in float32, of token ids or embeddings [T, size]; end tokens do not
     end them."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, **LOAD_FLOAT32)
     model.eval()
     return [_one(model, prompt, max_tokens) for prompt in prompts]
 

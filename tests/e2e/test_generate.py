@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.tiny_models import LOAD_FLOAT32
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.errors import RequestError
@@ -281,7 +282,7 @@ def test_important_requests_finish_first_under_the_priority_policy():
 
 
 def plain_beam_search(prompt: list[int], width: int, steps: int) -> list[tuple[float, list[int]]]:
-    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, **LOAD_FLOAT32).eval()
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     for _ in range(steps):
         longer = []

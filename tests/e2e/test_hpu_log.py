@@ -20,7 +20,7 @@ def warm_up_lines(stage: str, total: int) -> list[str]:
 
 
 def expected_lines(mode: str) -> list[str]:
-    """Patterns of all lines about Gaudi, in their order, for 5 prompt buckets and 1 of decodes."""
+    """Patterns of all lines about Gaudi, in their order, for 2 prompt buckets and 1 of decodes."""
     is_eager = MODES[mode][1]
     reserved = "0.0" if is_eager else "0.1"
     lines = [
@@ -34,19 +34,19 @@ def expected_lines(mode: str) -> list[str]:
         "# HPU blocks: 33, # CPU blocks: 0",
         f"Initializing cache engine {TOOK}",
         f"Prompt bucket config {RANGES}",
-        rf"Generated 5 prompt buckets \[bs, query, num_blocks\]: {PAIRS}",
+        rf"Generated 2 prompt buckets \[bs, query, num_blocks\]: {PAIRS}",
         f"Decode bucket config {RANGES}",
         f"Generated 1 decode buckets: {PAIRS}",
-        *warm_up_lines("Prompt", 5),
+        *warm_up_lines("Prompt", 2),
         *warm_up_lines("Decode", 1),
     ]
     if mode == "HPU graphs":
         lines += [
             rf"Using {SIZE}/{SIZE} of free device memory for HPUGraphs, {SIZE} for prompt and "
             rf"{SIZE} for decode \(VLLM_GRAPH_PROMPT_RATIO=0.3\)",
-            *warm_up_lines("Graph/Prompt", 5),
+            *warm_up_lines("Graph/Prompt", 2),
             *warm_up_lines("Graph/Decode", 1),
-            rf"Graph/Prompt captured:5 \(100.0%\) used_mem:{SIZE} buckets:{PAIRS}",
+            rf"Graph/Prompt captured:2 \(100.0%\) used_mem:{SIZE} buckets:{PAIRS}",
             rf"Graph/Decode captured:1 \(100.0%\) used_mem:{SIZE} buckets:{PAIRS}",
         ]
     return [

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.hpu import needs_simulated_device
 from tests.platforms.conftest import lazy, vendor  # noqa: F401
 from vllm import envs
 from vllm.attention.backends import hpu_attn
@@ -50,7 +51,7 @@ def only_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {
         name: row
         for name, row in CHECKS.items()
-        if not name.startswith(("layer", "prefill with", "sampling", "moe", "fp8"))
+        if not name.startswith(("layer", "prefill with", "sampling", "moe", "fp8", "short"))
     }
     monkeypatch.setattr(run, "CHECKS", few)
 
@@ -288,10 +289,28 @@ def test_without_a_card_it_says_what_is_missing(environment, capsys, tmp_path, h
     assert report["missing"][0] == PACKAGE and len(report["missing"]) == 2 - has_node
 
 
+@needs_simulated_device
 def test_collectives_over_two_simulated_cards(monkeypatch):
     monkeypatch.setenv("VLLM_HPU_SIM", "gaudi2")
     outcome = collectives.check_collectives(2)
     assert (outcome.status, outcome.detail) == ("pass", "sum and gather over 2 cards")
+
+
+@needs_simulated_device
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("all_reduce", "the sum over 1 cards is 1.0"),
+        ("all_gather", r"gathered \[1.0\] over 1 cards"),
+    ],
+)
+def test_a_wrong_value_of_a_collective_is_found(
+    environment, monkeypatch, tmp_path, method, message
+):
+    environment({"VLLM_HPU_SIM": "gaudi2"})
+    monkeypatch.setattr(collectives.TPGroup, method, lambda self, x: x + 1)
+    with pytest.raises(RuntimeError, match=message):
+        collectives.exchange("0", "1", str(tmp_path / "store"))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The rows of `vllm hpu-check` for a decoder layer, sampling, FP8 and experts, with faults."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 
 from vllm.attention.backends import hpu_attn
-from vllm.hpu_check import CHECKS, decoder_layer
+from vllm.hpu_check import CHECKS, decoder_layer, short_run
 from vllm.hpu_check.check import CheckResult, run_check
 from vllm.ops.hpu import HPUOps
 from vllm.platforms.habana import sim_fp8, sim_spec
 from vllm.platforms.habana.sim import SimBridge
+from vllm.platforms.habana.sim_clock import Clock
+from vllm.platforms.habana.sim_graphs import CapturedGraph
 from vllm.sample import sampler
 from vllm.sample.penalties import Penalties
 
@@ -29,6 +32,12 @@ def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimBridge]:
 
 def result_of(bridge: SimBridge, name: str) -> CheckResult:
     return run_check(name, lambda: CHECKS[name].run(bridge, ""))
+
+
+@pytest.fixture
+def eager_bridge(bridge: SimBridge) -> SimBridge:
+    """Another card of the same size, without lazy mode."""
+    return SimBridge("gaudi2")
 
 
 def store_nothing(*args: object) -> None:
@@ -78,6 +87,104 @@ def test_a_layer_with_a_fault_is_found(bridge, monkeypatch):
         hpu_attn, "write_kv_cache", slow_by_size(bridge)
     )
     assert failure(decoder_layer, "CACHE_SHARE", 9.0).startswith("MemoryError: ")
+
+
+FAULTS = ("wrong value", "fallback", "slow", "out of memory")
+
+
+def faulty(bridge: SimBridge, monkeypatch: pytest.MonkeyPatch, row: str, fault: str) -> CheckResult:
+    """The row with a fault of this kind in the card."""
+    owner, name, value = {
+        "wrong value": (hpu_attn, "write_kv_cache", store_nothing),
+        "fallback": (SimBridge, "counters", fallback_at_each_reading()),
+        "slow": (Clock, "sync", slow_sync),
+        "out of memory": (decoder_layer, "CACHE_SHARE", 9.0),
+    }[fault]
+    if fault == "out of memory":
+        monkeypatch.setattr(short_run, "CACHE_SHARE", 9.0 * 8)
+    if fault == "slow" and row != "short run":
+        owner, name, value = hpu_attn, "write_kv_cache", slow_by_size(bridge)
+    monkeypatch.setattr(owner, name, value)
+    return result_of(bridge, row)
+
+
+def slow_sync(self, sync=Clock.sync):
+    self.device_s = max(self.device_s, self.host_s) + 0.01
+    sync(self)
+
+
+SIGNS = {
+    "wrong value": "max error",
+    "fallback": "ran on the host: aten::sort (1)",
+    "slow": "the time depends on the cache",
+    "out of memory": "MemoryError: ",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_graph_is_found(bridge, monkeypatch, fault):
+    # What Python runs is not run again by a replay, so a slow operator is a slow replay here.
+    if fault == "slow":
+        monkeypatch.setattr(CapturedGraph, "replay", slow_replay(bridge))
+    result = faulty(bridge, monkeypatch, "layer graph", fault)
+    assert result.status == "fail" and SIGNS[fault] in result.detail, result.detail
+
+
+def slow_replay(bridge: SimBridge, replay=CapturedGraph.replay):
+    cache_bytes = iter([0, 1])  # the smaller cache, then the larger one
+    seen: dict[int, float] = {}
+
+    def call(self, *args, **kwargs):
+        bridge.card.clock.host_s += seen.setdefault(id(self), next(cache_bytes, 1)) * 0.01
+        return replay(self, *args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_compiled_layer_is_found(eager_bridge, monkeypatch, fault):
+    if fault == "slow":
+        times = iter([0.001, 0.008])
+        monkeypatch.setattr(decoder_layer, "shortest_s", lambda bridge, run: run() and next(times))
+    result = faulty(eager_bridge, monkeypatch, "layer compiled", fault)
+    assert result.status == "fail" and SIGNS[fault] in result.detail, result.detail
+
+
+def test_the_short_run_gives_the_figures_side_by_side_and_finds_faults(bridge, monkeypatch):
+    result = result_of(bridge, "short run")
+    assert result.status == "pass", result.detail
+    assert re.fullmatch(
+        r"\d+ tokens/s \(.* ms a step of 3 requests\); "
+        r"the cost model predicts \d+ tokens/s \(.* ms\)",
+        result.detail,
+    )
+    for fault in FAULTS:
+        with monkeypatch.context() as patch:
+            result = faulty(bridge, patch, "short run", fault)
+        sign = "more than 4 times slower" if fault == "slow" else SIGNS[fault]
+        assert result.status == "fail" and sign in result.detail, result.detail
+
+
+OPEN_WITHOUT_MEMORY = ("host fallbacks",)
+"""Rows that take no memory of the card."""
+
+
+def test_a_card_without_memory_fails_every_row(bridge, monkeypatch):
+    taken = bridge.zeros((bridge.memory_info().free_bytes,), torch.int8)
+    for name in CHECKS:
+        if name in OPEN_WITHOUT_MEMORY or name in ("layer compiled", "torch.compile"):
+            continue
+        result = result_of(bridge, name)
+        assert result.status == "fail", (name, result.detail)
+    del taken
+
+
+def test_a_fallback_in_any_row_is_found_by_the_row_of_fallbacks(bridge):
+    assert result_of(bridge, "host fallbacks").status == "pass"
+    with torch.inference_mode():
+        torch.ones(4, dtype=torch.float64).to(bridge.device).sort()
+    result = result_of(bridge, "host fallbacks")
+    assert result.status == "fail" and "aten::sort" in result.detail, result.detail
 
 
 def on_card_only(function, wrong):

@@ -32,7 +32,9 @@ def test_every_decoder_is_compared_with_transformers():
     elsewhere |= {
         f"{name}ForCausalLM" for name in ("Baichuan", "BaiChuan", "InternLM2", "InternLM3")
     }
-    assert decoders - compared == elsewhere
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *elsewhere}
+    # An older transformers does not know all families (`make test-vendor`).
+    assert (decoders - compared) & known == elsewhere
 
 
 def test_an_unknown_architecture_is_named_with_near_matches_and_all_there_are_in_order():

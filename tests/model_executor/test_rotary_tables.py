@@ -6,6 +6,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from tests.tiny_models import YARN_BY_LONGEST, spelled
 from vllm.config import ModelArch, RopeConfig
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.rotary import RotaryEmbedding
@@ -58,13 +59,15 @@ PARAMETERS = {
 
 
 def make_hf_config(parameters, head_dim=64):
+    if YARN_BY_LONGEST and parameters["rope_type"] == "yarn":
+        pytest.skip("YaRN of transformers 4 goes by max_position_embeddings")
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         hidden_size=256,
         num_attention_heads=4,
         head_dim=head_dim,
         max_position_embeddings=1024,
-        rope_parameters=dict(parameters),
+        **spelled({"rope_parameters": parameters}),
     )
 
 

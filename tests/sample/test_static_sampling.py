@@ -1,6 +1,7 @@
 """Sampling on a device that compiles shapes: a finite warm-up, after which nothing compiles."""
 
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from vllm.sample.warmup import (
     stages_of,
     warmup_launches,
 )
+from vllm.worker.hpu.host_buffers import HostBuffers
 
 VOCAB_SIZE = 600
 MAX_MODEL_LEN = 200
@@ -69,7 +71,7 @@ def num_recipes(shapes: StaticShapes, padded_size: int) -> int:
     return start + sum(len(size_classes(limit)) for limit in limits) + 2 * len(shapes.kinds)
 
 
-def static_state(device: torch.device, num_rows: int = NUM_ROWS, **sizes: int) -> SamplingState:
+def static_state(device: torch.device, num_rows: int = NUM_ROWS, **sizes: Any) -> SamplingState:
     sizes = {"max_model_len": MAX_MODEL_LEN, "max_logprobs": MAX_LOGPROBS, **sizes}
     vocab_size = sizes.pop("vocab_size", VOCAB_SIZE)
     return SamplingState(num_rows, vocab_size, device, static_shapes=True, **sizes)
@@ -136,18 +138,19 @@ def test_after_the_warm_up_nothing_compiles_or_waits_and_tokens_are_those_of_a_c
     padded_size, is_lazy
 ):
     bridge = SimBridge("gaudi2", is_lazy=is_lazy, is_strict=True)
-    state = static_state(bridge.device)
+    state = static_state(bridge.device, to_device=HostBuffers(bridge).to_device)
     sampler = warm_up(bridge, state, padded_size)
     rng = np.random.default_rng(padded_size)
     for _ in range(200):
         mixture = Mixture(rng, padded_size, state.padding_row)
-        before = replace(bridge.counters(), h2d_bytes=0, blocking_h2d=None, launches=None)
+        before = replace(bridge.counters(), h2d_bytes=0, launches=None)
         with bridge.warmed_section():
             for row, request in enumerate(mixture.requests):
                 state.add(row, request, mixture.outputs[row])
             metadata = state.metadata(mixture.launch, mixture.launch_done)
-            got = sampler(mixture.logits.to(bridge.device), metadata)
-        assert replace(bridge.counters(), h2d_bytes=0, blocking_h2d=None, launches=None) == before
+            logits = mixture.logits.to(bridge.device, non_blocking=True)
+            got = sampler(logits, metadata)
+        assert replace(bridge.counters(), h2d_bytes=0, launches=None) == before
         mixture.check(state, got)
         for row in range(len(mixture.requests)):
             state.remove(row)

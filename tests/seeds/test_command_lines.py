@@ -74,7 +74,7 @@ def test_an_example_is_taken(row, models):
         plan = plan_buckets(config, BLOCKS)
     assert prove(plan.catalog, plan.limits).is_covered
     assert plan.warnings == ()
-    assert len(plan.catalog.prefill) < 250
+    assert len(plan.catalog.prefill) < 120
 
 
 @pytest.mark.parametrize(("row", "flag"), UNBUILT, ids=lambda x: getattr(x, "says", x))

@@ -12,7 +12,7 @@ import pytest
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.tiny_models import _FAMILIES, FAMILIES
+from tests.tiny_models import _FAMILIES, FAMILIES, spelled
 from tests.tiny_pooling_models import MODELS
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import ModelArch, ModelConfig
@@ -112,6 +112,8 @@ def facts(config):
     values = {f.name: getattr(arch, f.name) for f in dataclasses.fields(arch)}
     values.pop("hf_config")
     values |= {name: config.get(name) or False for name in READ_BY_MODELS}
+    if values["position_embedding_type"] == "absolute":  # the default, which transformers 4 names
+        values["position_embedding_type"] = False
     if not values["word_embed_proj_dim"]:
         values["word_embed_proj_dim"] = arch.hidden_size
     pooler, _ = resolve_pooler(ModelConfig(), arch, Path("no such folder"))
@@ -197,6 +199,7 @@ def test_a_plain_config_says_what_transformers_would(raw):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_config_that_transformers_saves_of_a_generative_family_is_plain(family, tmp_path):
     create_config, values = _FAMILIES[family]
+    values = spelled(values)
     create_config(**values, architectures=[MODEL_NAMES[create_config]]).save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     completed = complete_plain_config(raw)
@@ -274,6 +277,9 @@ def test_what_is_in_doubt_is_left_to_transformers(raw):
     assert complete_plain_config(raw) is None
 
 
+@pytest.mark.skipif(
+    transformers.__version__.startswith("4."), reason="tokenizers of transformers 4 import torch"
+)
 def test_config_and_tokenizer_of_a_plain_model_load_no_torch(tmp_path):
     shutil.copy(BUNDLED_MODEL / "tokenizer.json", tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "mistral"}')

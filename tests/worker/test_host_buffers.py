@@ -79,3 +79,17 @@ def test_a_card_gets_the_numbers_and_the_host_does_not_wait():
         assert tensor.device.type == "hpu" and tensor.tolist() == packed.tolist()
     torch.zeros(3).to("hpu")
     assert bridge.counters().blocking_h2d == 1
+
+
+def test_arrays_of_any_shape_and_type_are_copied_without_waiting():
+    sent = [
+        np.arange(6, dtype=np.float32).reshape(2, 3) / 7,
+        np.arange(4, dtype=np.int64) << 40,
+        np.asfortranarray(np.arange(6, dtype=np.int32).reshape(2, 3)),
+    ]
+    with simulated_hpu() as bridge:
+        to_device = HostBuffers(bridge).to_device
+        got = [to_device(array) for array in sent]
+        assert bridge.counters().blocking_h2d == 0
+    for tensor, array in zip(got, sent, strict=True):
+        assert tensor.device.type == "hpu" and tensor.tolist() == array.tolist()

@@ -13,6 +13,9 @@ from vllm.bucketing.settings import BucketRange, BucketSettings
 from vllm.bucketing.step_limits import StepLimits, ceil_div, round_up
 from vllm.errors import ConfigError
 
+_FINE_CONTEXT = (8, 32)
+"""Context blocks of a single prompt, below the counts that double."""
+
 
 def linear_range(min: int, step: int, max: int) -> list[int]:
     """Sizes from `min` to `max`, ascending. `max` itself is one only when a step lands on it.
@@ -47,9 +50,11 @@ def linear_range(min: int, step: int, max: int) -> list[int]:
 def linear_prefill_buckets(
     settings: BucketSettings, limits: StepLimits, *, every_context: bool = False
 ) -> list[Bucket]:
-    """Batch sizes x lengths x numbers of context blocks; for those see `linear_context`.
+    """Batch sizes x lengths, and with context: see `linear_context`.
 
-    Behind `max_fine_len` tokens follow a few for single prompts: see `_long_buckets`.
+    Batches with context have lengths that at least double: prompts of a step that differ much are
+    launched apart, which costs little. Behind `max_fine_len` tokens follow a few for single
+    prompts: see `_long_buckets`.
 
     Args:
         settings: the ranges.
@@ -63,37 +68,39 @@ def linear_prefill_buckets(
     lengths = linear_range(*settings.prompt_seq.as_tuple())
     if not batches or not lengths:
         raise _no_buckets(settings.prompt_bs, settings.prompt_seq, "seq")
+    if every_context:
+        return [
+            prefill(batch, length, blocks)
+            for batch, length in product(batches, lengths)
+            for blocks in _every_context(limits, length)
+        ]
     max_fine_len = settings.max_fine_len or limits.max_seq_len
-    found = [
-        prefill(batch, length, blocks)
-        for batch, (shorter, length) in product(batches, pairwise([0, *lengths]))
-        for blocks in (
-            _every_context(limits, length)
-            if every_context
-            else linear_context(limits, batch, shorter, length, max_fine_len)
-        )
-    ]
-    if not every_context and max_fine_len < limits.max_seq_len:
+    found = [prefill(batch, length) for batch, length in product(batches, lengths)]
+    for batch in batches:
+        sizes = lengths if batch == 1 else _doubling(lengths)
+        for shorter, length in pairwise([0, *sizes]):
+            counts = linear_context(limits, batch, shorter, length, max_fine_len)
+            found += [prefill(batch, length, blocks) for blocks in counts if blocks]
+    if max_fine_len < limits.max_seq_len:
         found += _long_buckets(limits, batches[0], lengths, max_fine_len)
-    return found
+    return sorted(found)
 
 
 def linear_context(
     limits: StepLimits, batch: int, shorter: int, length: int, max_fine_len: int
 ) -> list[int]:
-    """Context block counts: none, 1, 2, 4, ... and the most of sequences of `max_fine_len` tokens.
+    """Context block counts: none, `_FINE_CONTEXT`, doubling from its end on, and the most of
+    sequences of `max_fine_len` tokens, unless the one before is nearly as large. In a batch: none
+    and the most.
 
     The most is what the shortest prompt that is padded to `length` can have before it, so that
     none is left without a bucket; in a batch it is also what the token budget leaves. What is
     beyond the budget without any context (`vllm.bucketing.step_limits`) gets none.
 
     The fork has every count (0, 1, 2, 3, ...): hundreds to thousands of prompt buckets, each of
-    which is compiled and may take a graph. A block of context costs a prompt far less than a block
-    of tokens, so that coarse counts are cheap: in simulated loads with prefix hits, 8192 tokens a
-    step, blocks of 128 and max_model_len 2048 / 8192 / 131072
-
-        buckets       358 -> 186      870 -> 210      8550 -> 242 (220 with max_fine_len 8192)
-        padded FLOPs  16.8 -> 16.9 %  10.7 -> 11.7 %  6.6 -> 9.5 % more than useful ones
+    which is compiled and may take a graph. A block of context costs a token of a prompt 1/256 of
+    its linear layers (`vllm.bucketing.catalog`), so up to 8 blocks instead of 1 cost 3 %, and up
+    to 32 instead of 9 cost 9 %. docs/performance.md has the counts and the padding.
 
     Args:
         limits: what a launch can ask for.
@@ -105,8 +112,14 @@ def linear_context(
     most = _most_context(limits, batch, shorter, length)
     beside = shorter if batch == 1 else 0  # in a batch another row may have the context
     most = min(most, max(0, ceil_div(max_fine_len - beside - 1, limits.block_size)))
-    powers = [1 << n for n in range(most.bit_length()) if 1 << n < most]
-    return sorted({0, *powers, most})
+    counts = [0]
+    if batch == 1:
+        counts += [size for size in _FINE_CONTEXT if 3 * size <= 2 * most]
+        size = 2 * _FINE_CONTEXT[-1]
+        while 3 * size <= 2 * most:
+            counts.append(size)
+            size *= 2
+    return sorted({*counts, most})
 
 
 def _long_buckets(
@@ -118,10 +131,7 @@ def _long_buckets(
     that double. Others are the end of a prompt: lengths that at least double, with counts that are
     each four times the one before.
     """
-    doubling = [lengths[-1]]
-    for length in reversed(lengths):
-        if 2 * length <= doubling[0]:
-            doubling.insert(0, length)
+    doubling = _doubling(lengths)
     found = []
     for shorter, length in pairwise([0, *doubling]):
         most = _most_context(limits, batch, shorter, length)
@@ -132,6 +142,15 @@ def _long_buckets(
             blocks *= factor
         found.append(prefill(batch, length, most))
     return found
+
+
+def _doubling(lengths: Sequence[int]) -> list[int]:
+    """The largest length, and those below it that are at most half of the next one."""
+    doubling = [lengths[-1]]
+    for length in reversed(lengths):
+        if 2 * length <= doubling[0]:
+            doubling.insert(0, length)
+    return doubling
 
 
 def _most_context(limits: StepLimits, batch: int, shorter: int, length: int) -> int:

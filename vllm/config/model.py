@@ -168,6 +168,11 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
     value = _first(config, names)
     if value is None:
         raise ConfigError(f"config.json has no {' or '.join(names)}")
+    if not isinstance(value, int) and not (isinstance(value, float) and value.is_integer()):
+        name = next(name for name in names if config.get(name) is not None)
+        raise ConfigError(
+            f"config.json: '{name}' expected int, got {type(value).__name__} ({value!r})"
+        )
     return int(value)
 
 

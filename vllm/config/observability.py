@@ -101,6 +101,9 @@ class ObservabilityConfig:
     torch_profiler_dir: str | None = field(default=None, metadata={"cli": False})
     """Folder for traces of torch's profiler (VLLM_TORCH_PROFILER_DIR); None: there are none."""
 
+    profiled_steps: tuple[int, int] | None = field(default=None, metadata={"cli": False})
+    """First and last step of a trace that begins and ends by itself (VLLM_PROFILE_STEPS)."""
+
     def __post_init__(self) -> None:
         KVEventsConfig.from_mapping(self.kv_events_config)  # raises
 

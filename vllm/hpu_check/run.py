@@ -13,6 +13,7 @@ from vllm.hpu_check import (
     operators,
     programs,
     sampling,
+    short_run,
 )
 from vllm.hpu_check.check import CheckResult, Outcome, run_check
 from vllm.platforms.habana.bridge import HabanaBridge
@@ -26,6 +27,10 @@ _LAYER = (
     f"compare with the other rows of the layer: a fault in one mode only is of its compiler, so "
     f"use another mode (--enforce-eager, PT_HPU_LAZY_MODE); else {_VERSIONS}. Out of memory: end "
     f"other processes on this card"
+)
+_SLOW = (
+    "end other processes on this card; compare with the rows of the layer, whose fault this would "
+    "be too; look for another power or clock limit (hl-smi)"
 )
 _SAMPLING = f"requests that ask for this get wrong tokens on this card: {_VERSIONS}"
 
@@ -100,6 +105,12 @@ CHECKS: dict[str, Check] = {
         programs.check_host_fallbacks,
         "no operator runs on the host",
         "each of these stops the card in every step: report the operators to the vendor",
+    ),
+    "short run": Check(
+        short_run.check_short_run,
+        f"the values of the host, at most {short_run.MAX_TIME_RATIO:.0f} times the predicted time, "
+        f"without an operator on the host",
+        _SLOW,
     ),
 }
 """Name -> check of an open card."""

@@ -11,10 +11,11 @@ _NUM_RUNS = 5
 
 def shortest_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:
     """Seconds of the fastest of a few runs, the wait for the card included."""
-    return min(_run_s(bridge, run) for _ in range(_NUM_RUNS))
+    return min(elapsed_s(bridge, run) for _ in range(_NUM_RUNS))
 
 
-def _run_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:
+def elapsed_s(bridge: HabanaBridge, run: Callable[[], object]) -> float:
+    """Seconds of one run, the wait for the card included."""
     start = _now_s(bridge)
     run()
     return _now_s(bridge) - start

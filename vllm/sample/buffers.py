@@ -1,9 +1,15 @@
 """Memory that temporaries share."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+ToDevice = Callable[[npt.NDArray[Any]], Tensor]
+"""Copies an array to the device of the logits."""
 
 
 class Buffers:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vllm.messages import EngineRequest, FloatArray, IntArray
+from vllm.sample.buffers import ToDevice
 
 _BAN = -np.inf
 _MAX_BIAS = 1e30
@@ -152,7 +152,7 @@ class LogitEdits:
         num_rows: int,
         pairs: Mapping[int, tuple[IntArray, FloatArray]],
         width: int,
-        device: torch.device,
+        to_device: ToDevice,
     ) -> "LogitEdits":
         """From index in the launch -> the row's pairs; other rows are left alone.
 
@@ -160,14 +160,14 @@ class LogitEdits:
             num_rows: n.
             pairs: none of them longer than `width`.
             width: E.
-            device: for the tensors.
+            to_device: copies an array to the device of the logits.
         """
         token_ids = np.zeros((num_rows, width), np.int32)
         values = np.zeros((num_rows, width), np.float32)
         for index, (row_token_ids, row_values) in pairs.items():
             token_ids[index, : len(row_token_ids)] = row_token_ids
             values[index, : len(row_values)] = row_values
-        return cls(torch.from_numpy(token_ids).to(device), torch.from_numpy(values).to(device))
+        return cls(to_device(token_ids), to_device(values))
 
     def __getitem__(self, rows: Tensor) -> "LogitEdits":
         """Select rows [m] int64."""

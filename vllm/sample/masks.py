@@ -48,6 +48,8 @@ class TokenMasks:
     """[m, W] int32 on the device; a bit that is set allows its token."""
     bits: Tensor
     """[32] int32 on the device, of `bit_values`."""
+    device_rows: Tensor | None = None
+    """[m] int64 `rows` on the device, where they are there already."""
 
     def select(self, indices: npt.NDArray[np.int64]) -> "TokenMasks | None":
         """Select rows by indices [k]; they are renumbered in this order."""
@@ -64,7 +66,10 @@ class TokenMasks:
         if logits.is_cpu:
             self._apply_on_host(logits)
             return
-        self._apply_on_card(logits, torch.from_numpy(self.rows).to(logits.device))
+        rows = self.device_rows
+        if rows is None:
+            rows = torch.from_numpy(self.rows).to(logits.device)
+        self._apply_on_card(logits, rows)
 
     def _apply_on_card(self, logits: Tensor, rows: Tensor) -> None:
         """The same by index tensors and not by slices: an offset in a slice is a new graph on

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm.messages import FloatArray, IntArray
+from vllm.sample.buffers import ToDevice
 from vllm.sample.features import Param
 
 _MIN_WIDTH = 64
@@ -28,9 +29,12 @@ class Penalties:
     """[n, T] float32 times each token was generated; 0 when it is in the prompt only."""
 
     @classmethod
-    def build(cls, token_ids: IntArray, counts: FloatArray, device: torch.device) -> "Penalties":
-        """Make it from arrays [n, T] on the host, which must not change afterwards."""
-        return cls(torch.from_numpy(token_ids).to(device), torch.from_numpy(counts).to(device))
+    def build(cls, token_ids: IntArray, counts: FloatArray, to_device: ToDevice) -> "Penalties":
+        """Make it from arrays [n, T] on the host, which must not change afterwards.
+
+        `to_device` copies an array to the device of the logits.
+        """
+        return cls(to_device(token_ids), to_device(counts))
 
     def __getitem__(self, rows: Tensor) -> "Penalties":
         """Select rows [m] int64."""

@@ -4,11 +4,15 @@ Lives on the host. A structure of arrays over rows, so that a launch is a few nu
 copy to the device; rarely used parameters are in dictionaries by row, and cost nothing if unused.
 """
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm.messages import EngineRequest, FloatArray, IntArray, LogprobRows
 from vllm.sample.blocks import num_draws
+from vllm.sample.buffers import ToDevice
 from vllm.sample.constraints import BiasTables, LogitEdits, RowConstraints
 from vllm.sample.features import NEUTRAL, SMALL_TOP_K, Feature, Param
 from vllm.sample.logprobs import split_rows
@@ -51,6 +55,7 @@ class SamplingState:
             vocabulary.
         draw_keys: launches carry the keys of random numbers and not the numbers, for a sampler
             that makes them itself.
+        to_device: copies an array to the device, best without waiting; None: waits.
     """
 
     def __init__(
@@ -63,8 +68,10 @@ class SamplingState:
         max_model_len: int | None = None,
         max_logprobs: int | None = None,
         draw_keys: bool = False,
+        to_device: ToDevice | None = None,
     ) -> None:
         self.device = device
+        self.to_device = to_device or self._copy
         self._has_draw_keys = draw_keys
         self._vocab_size = vocab_size
         self.shapes: StaticShapes | None = None
@@ -323,11 +330,14 @@ class SamplingState:
 
     def _device_params(self, rows: IntArray) -> torch.Tensor:
         """[8, n] float32 on the device: all parameters of the launch in one copy."""
-        return torch.from_numpy(self._params.take(rows, axis=1)).to(self.device)
+        return self.to_device(self._params.take(rows, axis=1))
 
     def _exponentials(self, keys: DrawKeys) -> torch.Tensor:
         """[n, K] float32 on the device: the random numbers of each row's next token."""
-        return torch.from_numpy(keys.exponentials(num_draws(self._vocab_size))).to(self.device)
+        return self.to_device(keys.exponentials(num_draws(self._vocab_size)))
+
+    def _copy(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def _row_processors(
         self, rows: IntArray, features: FeatureArray
@@ -348,7 +358,7 @@ class SamplingState:
         width = max(len(token_ids) for token_ids, _ in pairs.values())
         if self.shapes is not None:
             width = class_of(width, self.shapes.max_edits)
-        return LogitEdits.build(len(rows), pairs, width, self.device)
+        return LogitEdits.build(len(rows), pairs, width, self.to_device)
 
     def _token_masks(self, rows: IntArray, features: FeatureArray) -> TokenMasks:
         found = np.flatnonzero(features & Feature.MASK)
@@ -356,8 +366,9 @@ class SamplingState:
             padding = class_of(len(found), len(rows)) - len(found)
             found = np.concatenate([found, np.repeat(found[-1:], padding)])
         own = {row: self._mask(row) for row in rows[found].tolist()}
-        words = torch.from_numpy(np.stack([own[row] for row in rows[found].tolist()]))
-        return TokenMasks(found, words.to(self.device), self._bit_values)
+        words = self.to_device(np.stack([own[row] for row in rows[found].tolist()]))
+        device_rows = None if self.shapes is None else self.to_device(found)
+        return TokenMasks(found, words, self._bit_values, device_rows)
 
     def _mask(self, row: int) -> IntArray:
         """[W] on the host."""
@@ -367,7 +378,7 @@ class SamplingState:
         width = self._counts.max_distinct(rows.tolist())
         if self.shapes is not None:
             width = class_of(width, self.shapes.max_penalties)
-        return Penalties.build(*self._counts.gather(rows, width), self.device)
+        return Penalties.build(*self._counts.gather(rows, width), self.to_device)
 
     def _logprob_plan(self, rows: IntArray, features: FeatureArray) -> LogprobPlan:
         indices = np.flatnonzero(features & Feature.LOGPROBS)
@@ -377,7 +388,7 @@ class SamplingState:
             width = class_of(width, self.shapes.max_likeliest)
             return LogprobPlan(indices, num_logprobs, width, None)
         some = len(indices) < len(rows)
-        device_rows = torch.from_numpy(indices).to(self.device) if some else None
+        device_rows = self.to_device(indices) if some else None
         return LogprobPlan(indices, num_logprobs, width, device_rows)
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from vllm.sample.blocks import num_draws
+from vllm.sample.buffers import ToDevice
 from vllm.sample.constraints import LogitEdits
 from vllm.sample.features import NEUTRAL, Feature
 from vllm.sample.masks import TokenMasks, bit_values, num_words
@@ -48,16 +48,16 @@ def basic_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingM
     shapes = state.shapes
     assert shapes is not None, "shapes are not static"
     yield ALL_GREEDY
-    yield _launch(shapes, padded_size, RANDOM, state.device)
+    yield _launch(shapes, padded_size, RANDOM, state.to_device)
 
 
 def heaviest_launch(state: SamplingState, padded_size: int) -> SamplingMetadata:
     """The launch that needs the most memory: every stage in its largest class."""
     shapes = state.shapes
     assert shapes is not None, "shapes are not static"
-    launch = _launch(shapes, padded_size, shapes.kinds[-1] | Feature.PENALTIES, state.device)
+    launch = _launch(shapes, padded_size, shapes.kinds[-1] | Feature.PENALTIES, state.to_device)
     sizes = [shapes.max_edits, padded_size, shapes.max_penalties, shapes.max_likeliest]
-    return _with_all_stages(launch, shapes, sizes, state.device)
+    return _with_all_stages(launch, shapes, sizes, state)
 
 
 def warmup_launches(state: SamplingState, padded_size: int) -> Iterator[SamplingMetadata]:
@@ -73,7 +73,7 @@ def warmup_launches(state: SamplingState, padded_size: int) -> Iterator[Sampling
     shapes = state.shapes
     assert shapes is not None, "shapes are not static"
     for kind in shapes.kinds:
-        yield _launch(shapes, padded_size, kind, state.device) if kind != GREEDY else ALL_GREEDY
+        yield _launch(shapes, padded_size, kind, state.to_device) if kind != GREEDY else ALL_GREEDY
     # Stages do not depend on each other: one launch serves a class of each of them.
     classes = (
         shapes.kinds,
@@ -84,12 +84,12 @@ def warmup_launches(state: SamplingState, padded_size: int) -> Iterator[Sampling
     )
     for i in range(max(len(column) for column in classes)):
         kind, *sizes = (column[i % len(column)] for column in classes)
-        launch = _launch(shapes, padded_size, kind | Feature.PENALTIES, state.device)
-        yield _with_all_stages(launch, shapes, sizes, state.device)
+        launch = _launch(shapes, padded_size, kind | Feature.PENALTIES, state.to_device)
+        yield _with_all_stages(launch, shapes, sizes, state)
 
 
 def _launch(
-    shapes: StaticShapes, num_rows: int, active: int, device: torch.device
+    shapes: StaticShapes, num_rows: int, active: int, to_device: ToDevice
 ) -> SamplingMetadata:
     """Rows without a feature in a launch whose operators are those of `active`."""
     params = np.repeat(np.array(NEUTRAL, np.float32)[:, None], num_rows, 1)
@@ -97,18 +97,19 @@ def _launch(
     return SamplingMetadata(
         features=np.full(num_rows, active, np.int32),
         active=active,
-        params=torch.from_numpy(params).to(device),
-        exponentials=torch.from_numpy(exponentials).to(device),
+        params=to_device(params),
+        exponentials=to_device(exponentials),
         max_top_k=shapes.max_top_k(active),
         unbounded_top_p=bool(active & Feature.TOP_P),
     )
 
 
 def _with_all_stages(
-    launch: SamplingMetadata, shapes: StaticShapes, sizes: list[int], device: torch.device
+    launch: SamplingMetadata, shapes: StaticShapes, sizes: list[int], state: SamplingState
 ) -> SamplingMetadata:
     """`launch` with edits, masks, penalties and logprobs of these sizes, which change no token."""
     num_edits, num_masks, num_penalties, num_logprobs = sizes
+    to_device = state.to_device
     assert launch.features is not None
     num_rows = len(launch.features)
     rows = np.arange(num_rows)
@@ -116,8 +117,8 @@ def _with_all_stages(
     token_ids = np.full((num_rows, num_penalties), shapes.vocab_size, np.int32)
     return replace(
         launch,
-        edits=LogitEdits.build(num_rows, {}, num_edits, device),
-        masks=TokenMasks(rows[:num_masks], torch.from_numpy(words).to(device), bit_values(device)),
-        penalties=Penalties.build(token_ids, np.zeros(token_ids.shape, np.float32), device),
+        edits=LogitEdits.build(num_rows, {}, num_edits, to_device),
+        masks=TokenMasks(rows[:num_masks], to_device(words), bit_values(state.device)),
+        penalties=Penalties.build(token_ids, np.zeros(token_ids.shape, np.float32), to_device),
         logprobs=LogprobPlan(rows, np.full(num_rows, num_logprobs, np.int32), num_logprobs, None),
     )

@@ -1,7 +1,8 @@
 """Traces of torch's profiler, begun and ended while the engine runs."""
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,18 @@ class TorchProfile:
     Args:
         folder: for the files; it is made when it does not exist. None: there are no traces.
         worker_name: beginning of the names of the files.
+        steps: the first and the last step, counted from 1, of a trace that begins and ends by
+            itself; None: none does.
     """
 
-    def __init__(self, folder: str | None, worker_name: str) -> None:
+    def __init__(
+        self, folder: str | None, worker_name: str, steps: tuple[int, int] | None = None
+    ) -> None:
         self._folder = None if folder is None else Path(folder)
         self._worker_name = worker_name
         self._profile: Any = None
+        self._steps = steps
+        self._num_steps = 0
         if folder is not None:
             # The first trace of a process takes seconds of imports, for which requests would wait;
             # and the profiler wants to be set up by the thread that has imported torch.
@@ -76,7 +83,22 @@ class TorchProfile:
         return str(path)
 
     def step(self, step: SchedulerOutput) -> AbstractContextManager[Any]:
-        """Mark a step in the trace; does nothing while no trace is recorded."""
+        """Mark a step in the trace; does nothing while no trace is recorded or to begin."""
+        return self._span(step) if self._steps is None else self._counted(step, *self._steps)
+
+    @contextmanager
+    def _counted(self, step: SchedulerOutput, first: int, last: int) -> Iterator[None]:
+        self._num_steps += 1
+        if self._num_steps == first and self._profile is None:
+            self.start()
+        with self._span(step):
+            yield
+        if self._num_steps == last:
+            self._steps = None
+            if self._profile is not None:
+                self.stop()
+
+    def _span(self, step: SchedulerOutput) -> AbstractContextManager[Any]:
         if self._profile is None:
             return _NO_SPAN
         return torch.profiler.record_function(

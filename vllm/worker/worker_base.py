@@ -61,7 +61,10 @@ class WorkerBase(ABC):
             ConfigError: the model cannot be loaded.
         """
         self.rank = self.local_rank = rank
-        self.profile = TorchProfile(self.config.observability.torch_profiler_dir, f"rank{rank}")
+        observed = self.config.observability
+        self.profile = TorchProfile(
+            observed.torch_profiler_dir, f"rank{rank}", observed.profiled_steps
+        )
         self.grammars.preload_beside_weights()
         self._load_model()
 

@@ -85,6 +85,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         settings,
         profiler_enabled=envs.get().VLLM_PROFILER_ENABLED,
         torch_profiler_dir=_profiler_folder(),
+        profiled_steps=_profiled_steps(),
     )
     if observability.kv_events.enable_kv_cache_events and not cache.enable_prefix_caching:
         raise ConfigError(
@@ -185,8 +186,26 @@ def _kv_cache_space_bytes() -> int | None:
 
 
 def _profiler_folder() -> str | None:
-    folder = envs.get().VLLM_TORCH_PROFILER_DIR
+    settings = envs.get()
+    folder = settings.VLLM_TORCH_PROFILER_DIR
+    if settings.VLLM_PROFILE_STEPS is not None:
+        folder = folder or "."
     return str(Path(folder).expanduser().absolute()) if folder else None
+
+
+def _profiled_steps() -> tuple[int, int] | None:
+    text = envs.get().VLLM_PROFILE_STEPS
+    if text is None:
+        return None
+    steps = [step.strip() for step in text.split(",")]
+    if len(steps) == 2 and all(step.isdecimal() for step in steps):
+        first, last = map(int, steps)
+        if 1 <= first <= last:
+            return first, last
+    raise ConfigError(
+        f"VLLM_PROFILE_STEPS={text!r} must be the first and the last step of a trace, counted "
+        f"from 1, such as 3,5"
+    )
 
 
 def _resolve_device(platform: Platform) -> DeviceConfig:

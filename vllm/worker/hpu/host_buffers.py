@@ -1,11 +1,13 @@
 """Host memory that launches are copied to the device from, without the host waiting."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vllm.messages import IntArray
 from vllm.platforms.habana.bridge import DeviceEvent, HabanaBridge
 
 
@@ -30,12 +32,17 @@ class HostBuffers:
         self._bridge = bridge
         self._buffers: list[_Buffer] = []
 
-    def to_device(self, packed: IntArray) -> Tensor:
-        """[n] int32 on the device, where what is launched from now on finds it."""
-        source = torch.from_numpy(packed)
-        buffer = self._free_buffer(len(packed))
-        memory = self._bridge.pinned(_capacity(len(packed))) if buffer is None else buffer.memory
-        used = memory[: len(packed)].copy_(source)
+    def to_device(self, array: npt.NDArray[Any]) -> Tensor:
+        """The array on the device, where what is launched from now on finds it.
+
+        Args:
+            array: of any shape, of elements of 4 or 8 bytes.
+        """
+        source = torch.from_numpy(np.ascontiguousarray(array))
+        num_words = source.nbytes // 4
+        buffer = self._free_buffer(num_words)
+        memory = self._bridge.pinned(_capacity(num_words)) if buffer is None else buffer.memory
+        used = memory[:num_words].view(source.dtype).view(source.shape).copy_(source)
         on_device = used.to(self._bridge.device, non_blocking=True)
         copied = self._bridge.record_event()
         if buffer is None:

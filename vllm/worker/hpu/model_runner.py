@@ -27,6 +27,7 @@ from vllm.sample.warmup import (
 )
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
+from vllm.worker.hpu.host_buffers import HostBuffers
 from vllm.worker.hpu.input import HPUInputBuilder
 from vllm.worker.hpu.launches import PaddedLaunches, Sampling
 from vllm.worker.hpu.model import HPUModel, softmax_normaliser
@@ -56,8 +57,8 @@ class HPUModelRunner(ModelRunner):
         kernel: SDPAKernel,
         grammars: GrammarMatchers | None = None,
     ) -> None:
-        super().__init__(config, model, bridge.device, grammars)
         self._bridge = bridge
+        super().__init__(config, model, bridge.device, grammars)
         self._warms_all = config.hpu.sampling_warmup == "all" or config.hpu.full_warmup
         self._stages: dict[int, set[Stage]] = {}
         """Stages of the sampler that are compiled, by padded batch."""
@@ -94,6 +95,7 @@ class HPUModelRunner(ModelRunner):
             static_shapes=True,
             max_model_len=config.scheduler.max_model_len,
             max_logprobs=config.model.max_logprobs,
+            to_device=HostBuffers(self._bridge).to_device,
         )
         return state, Sampler(pass_elements=None, end_stage=self._end_stage)
 

@@ -1,0 +1,135 @@
+"""A short run of decode steps: tokens per second, beside what the cost model predicts.
+
+The model is one decoder layer with embedding and head. The prediction counts the operators of the
+same step on the host and charges each with the published rates of the card (`sim_spec`), as if
+nothing were fused, and its launches. The cost model was not measured on a card.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm.attention.backends.sdpa import torch_sdpa
+from vllm.config import VllmConfig
+from vllm.distributed import TPGroup
+from vllm.hpu_check.check import Comparison, Outcome
+from vllm.hpu_check.decoder_layer import (
+    CACHE_SHARE,
+    prepare_compiled,
+    prepare_graph,
+    trouble_between,
+)
+from vllm.hpu_check.layer_rig import (
+    BLOCK_SIZE,
+    SEQ_LENS,
+    Rig,
+    bind,
+    config_of,
+    num_blocks_of,
+    unsupported_is_skipped,
+)
+from vllm.hpu_check.stopwatch import elapsed_s
+from vllm.model_executor.loader import load_model
+from vllm.model_executor.models.interface import CausalLM
+from vllm.ops.native import NativeOps
+from vllm.platforms.habana import sim_spec
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.platforms.habana.sim_args import leaves_of
+from vllm.platforms.habana.sim_cost import work_of
+from vllm.worker.hpu.execution import Outputs
+from vllm.worker.hpu.model import HPUModel, regions_of
+from vllm.worker.kv_cache import layers_with_cache
+
+NUM_STEPS = 16
+MAX_TIME_RATIO = 4.0
+"""Of a step to the predicted one. The prediction is rough; what is slower by more than this waits
+for something that no step should wait for."""
+
+
+def check_short_run(bridge: HabanaBridge, model: str) -> Outcome:
+    """Decode steps of a few requests, each with its greedy tokens on the host."""
+    config = config_of(model)
+    comparison = Comparison()
+    with unsupported_is_skipped() as skipped:
+        rig = Rig(bridge, config, num_blocks_of(bridge, config, CACHE_SHARE / 8))
+        rig.prefill_all()
+        packed, shape = rig.pack_decode()
+        prepare = prepare_graph if bridge.is_lazy else prepare_compiled
+        before = bridge.counters()
+        with rig.operators():
+            run = partial(prepare(bridge, rig.model, config, packed, shape).run, packed, shape)
+            hidden_states = run()[1].cpu()
+            _greedy(run())
+            seconds = elapsed_s(bridge, lambda: [_greedy(run()) for _ in range(NUM_STEPS)])
+        trouble = tuple(trouble_between(before, bridge.counters()))
+        for row, want in enumerate(rig.reference()):
+            comparison.add(f"row {row}", hidden_states[row], want[-1])
+        predicted_s = _predicted_step_s(bridge, rig, config)
+    if skipped:
+        return skipped[0]
+    values = comparison.outcome()
+    if values.status == "fail":
+        return values
+    if trouble:
+        return Outcome("fail", "; ".join(trouble))
+    return _judge(seconds / NUM_STEPS, predicted_s, bridge.device_name)
+
+
+def _judge(step_s: float, predicted_s: float | None, card: str) -> Outcome:
+    num_rows = len(SEQ_LENS)
+    seen = f"{num_rows / step_s:.0f} tokens/s ({step_s * 1e3:.2f} ms a step of {num_rows} requests)"
+    if predicted_s is None:
+        return Outcome("pass", f"{seen}; the cost model does not know a {card}")
+    predicted = f"the cost model predicts {num_rows / predicted_s:.0f} tokens/s"
+    predicted += f" ({predicted_s * 1e3:.2f} ms)"
+    if step_s > MAX_TIME_RATIO * predicted_s:
+        return Outcome("fail", f"{seen}; {predicted}: more than {MAX_TIME_RATIO:.0f} times slower")
+    return Outcome("pass", f"{seen}; {predicted}")
+
+
+def _greedy(outputs: Outputs) -> Tensor:
+    """The tokens of a step on the host, as the engine waits for them."""
+    return outputs[0].argmax(-1).cpu()
+
+
+class _Cost(TorchDispatchMode):
+    """Adds up the seconds that a card takes for the operators inside."""
+
+    def __init__(self, spec: sim_spec.CardSpec) -> None:
+        super().__init__()
+        self._spec = spec
+        self.seconds = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operands = [x for x in leaves_of(args, kwargs or {}) if isinstance(x, Tensor)]
+        results = [x for x in leaves_of(result) if isinstance(x, Tensor)]
+        self.seconds += work_of(func, operands, results).seconds(self._spec)
+        return result
+
+
+def _predicted_step_s(bridge: HabanaBridge, rig: Rig, config: VllmConfig) -> float | None:
+    """None for a card without published rates."""
+    names = [name for name in sim_spec.CARDS if bridge.device_name.lower().startswith(name)]
+    if not names:
+        return None
+    host_model = load_model(config, TPGroup(), torch.device("cpu"))
+    assert isinstance(host_model, CausalLM)
+    host = SimpleNamespace(zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+    bind(host, config, layers_with_cache(host_model), rig.num_used_blocks)
+    model = HPUModel(host_model, BLOCK_SIZE, torch_sdpa)
+    packed, shape = rig.host_decode(is_compact=True)
+    cost = _Cost(sim_spec.CARDS[names[0]])
+    with rig.operators(NativeOps()), model.launch_holder.running(None), cost:
+        model(torch.from_numpy(packed), shape)
+    if bridge.is_lazy:
+        launches_s = sim_spec.REPLAY_GRAPH_S + sim_spec.LAUNCH_STEP_S  # and the greedy tokens
+    else:  # each compiled part, and about as many operators between them
+        launches_s = 2 * len(regions_of(host_model)) * sim_spec.LAUNCH_STEP_S
+    return cost.seconds + launches_s
