@@ -14,13 +14,27 @@ the CPU); on a device its effect is undefined.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.ops.stored_weight import StoredWeight
+
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """What a KV cache may hold besides the dtype of the model."""
+
+
+class PreparedWeight(Protocol):
+    """A weight of a linear layer in the layout that a device multiplies with.
+
+    One that holds parameters is an `nn.Module`.
+    """
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., in_features] @ weight.T + bias -> [..., out_features] of x's dtype."""
+        ...
 
 
 class Ops(ABC):
@@ -132,6 +146,21 @@ class Ops(ABC):
 
         Raises:
             ValueError: the last dimension is odd.
+        """
+
+    @abstractmethod
+    def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
+        """Bring a quantized weight into the layout that runs.
+
+        Args:
+            weight: on the host. Must not be used afterwards.
+            dtype: of the inputs.
+
+        Returns:
+            On the host; one with parameters can be moved to the device.
+
+        Raises:
+            ValueError: the device cannot multiply with it; the message says why.
         """
 
     @abstractmethod

@@ -9,9 +9,22 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from vllm.ops.interface import FP8_DTYPES, Ops
+from vllm.ops.interface import FP8_DTYPES, Ops, PreparedWeight
+from vllm.ops.stored_weight import StoredWeight
+
+
+class DenseWeight(nn.Module):
+    """A dequantized weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `PreparedWeight`."""
+        return F.linear(x, self.weight, bias)
 
 
 class NativeOps(Ops):
@@ -61,6 +74,9 @@ class NativeOps(Ops):
             )
         gate, up = x.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh" if is_tanh else "none") * up
+
+    def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
+        return DenseWeight(weight.dequantize().to(dtype))
 
     def moe(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor

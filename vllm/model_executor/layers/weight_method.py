@@ -57,11 +57,12 @@ class MethodLayer(SlicedModule):
 
     def use_method(self, method: WeightMethod[Any]) -> None:
         """Store the weights in another way. Before they are loaded only."""
-        self._remove_weights()
+        self.remove_weights()
         self.method = method
         method.create_weights(self)
 
-    def _remove_weights(self) -> None:
+    def remove_weights(self) -> None:
+        """Remove all parameters but the bias."""
         for name in [name for name, _ in self.named_parameters() if name != "bias"]:
             delattr(self, name)
             self.slices.pop(name, None)

@@ -22,8 +22,10 @@ from vllm.ops.cpu.attention import (
 )
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.row_operations import RowOperations, check_rows, refuse_pair, refuse_strides
-from vllm.ops.interface import FP8_DTYPES
+from vllm.ops.cpu.stored import pack_stored
+from vllm.ops.interface import FP8_DTYPES, PreparedWeight
 from vllm.ops.native import NativeOps
+from vllm.ops.stored_weight import StoredWeight
 
 __all__ = ["CPUOps", "load_cpu_kernels"]
 
@@ -45,6 +47,10 @@ class CPUOps(NativeOps):
     def _rows_of(self, x: Tensor) -> Callable[..., Any] | None:
         """What runs an operation on the rows of x, called as `RowOperations`; None: torch does."""
         return self._row_operations.get(x.dtype) if x.is_cpu else None
+
+    def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
+        packed = pack_stored(weight) if dtype in self._kernels else None
+        return super().prepare_weight(weight, dtype) if packed is None else packed
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         run = self._rows_of(x)
