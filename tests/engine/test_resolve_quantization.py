@@ -58,7 +58,7 @@ def test_without_the_kernels_there_is_none(monkeypatch):
         ),
     ],
 )
-def test_a_card_has_none(monkeypatch, settings, message):
+def test_a_card_has_other_ones(monkeypatch, settings, message):
     monkeypatch.setenv("VLLM_HPU_SIM", "gaudi2")
     envs.get.cache_clear()
     resolve_platform.cache_clear()
