@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
@@ -45,31 +45,39 @@ class Format:
     """Parts of names of layers that stay dense."""
 
 
-def write(name: str, folder: Path) -> tuple[Path, Path]:
-    """Folders of the checkpoint and of its dense twin."""
+def write(name: str, folder: Path, source: Path | None = None) -> tuple[Path, Path]:
+    """Folders of the checkpoint and of its dense twin.
+
+    Args:
+        name: of the format.
+        folder: for both.
+        source: a dense checkpoint; None: a tiny Llama.
+    """
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(CONFIG)
-    for weight in model.parameters():
-        scale = 0.08 if weight.dim() == 2 else 0.3
-        weight.data = torch.randn(weight.shape) * scale + (weight.dim() == 1)
+    config = {**CONFIG.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "float32"}
+    if source is None:
+        tensors = transformers.LlamaForCausalLM(CONFIG).state_dict()
+        for key, weight in tensors.items():
+            scale = 0.08 if weight.dim() == 2 else 0.3
+            tensors[key] = torch.randn(weight.shape) * scale + (weight.dim() == 1)
+    else:
+        tensors = load_file(source / "model.safetensors")
+        config = json.loads((source / "config.json").read_text())
     format_ = FORMATS[name]
     stored, dense = {}, {}
-    for key, tensor in model.state_dict().items():
+    for key, tensor in tensors.items():
         stored[key] = dense[key] = tensor
         if "_proj." in key and not any(part in key for part in format_.skipped):
             del stored[key]
             parts, dense[key] = format_.quantize(tensor)
             stem = key.removesuffix("weight")
-            stored |= {stem + part: values.contiguous() for part, values in parts.items()}
+            stored |= {stem + part: values for part, values in parts.items()}
     folders = folder / name, folder / f"{name}-dense"
-    for path, tensors in zip(folders, (stored, dense), strict=True):
+    settings = {"quantization_config": format_.settings}
+    for path, values, added in zip(folders, (stored, dense), (settings, {}), strict=True):
         path.mkdir()
-        settings = format_.settings if path == folders[0] else {}
-        config = {**CONFIG.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "float32"}
-        if settings:
-            config["quantization_config"] = settings
-        (path / "config.json").write_text(json.dumps(config))
-        save_file({k: t.contiguous() for k, t in tensors.items()}, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps(config | added))
+        save_file({k: t.contiguous() for k, t in values.items()}, path / "model.safetensors")
     return folders
 
 

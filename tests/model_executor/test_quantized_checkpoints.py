@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from tests.model_executor.helpers import load, logits_of, prompt_of
 from tests.quantized_checkpoints import FORMATS, write
 from vllm.errors import ConfigError, WeightLoadError
+from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.stored_experts import StoredExperts
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.native import NativeOps
 
@@ -60,6 +62,21 @@ def test_weights_are_those_of_the_format_bit_for_bit(checkpoint, ops, name):
         assert (got - want).norm() < 0.2 * want.norm()
     else:
         torch.testing.assert_close(got, want, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["fp8-static", "fp8-block", "gptq-4-rows", "ct-w8a16-channel"])
+def test_experts_are_those_of_the_format(tiny_model, tmp_path, ops, name):
+    """Their weights have no other place than the product, so logits are compared."""
+    folders = write(name, tmp_path, tiny_model("qwen3_moe"))
+    quantized, dense = (load(folder) for folder in folders)
+    experts = [layer for layer in quantized.modules() if isinstance(layer, Experts)]
+    assert experts and all(isinstance(layer.method, StoredExperts) for layer in experts)
+    assert all((layer.method.packed is None) == (ops == "native") for layer in experts)
+    got, want = (logits_of(model, prompt_of(20)) for model in (quantized, dense))
+    if FORMATS[name].is_rounding_inputs and ops == "cpu":
+        assert (got - want).norm() < 0.2 * want.norm()
+    else:
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
 
 
 CONFIG = "config.json of the checkpoint: quantization_config."

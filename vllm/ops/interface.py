@@ -37,6 +37,14 @@ class PreparedWeight(Protocol):
         ...
 
 
+class PreparedExperts(Protocol):
+    """The weights of gated experts in the layout that a device multiplies with."""
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """As `Ops.moe`."""
+        ...
+
+
 class Ops(ABC):
     """One implementation of every operator.
 
@@ -161,6 +169,28 @@ class Ops(ABC):
 
         Raises:
             ValueError: the device cannot multiply with it; the message says why.
+        """
+
+    @abstractmethod
+    def prepare_experts(
+        self,
+        gate: Sequence[StoredWeight],
+        up: Sequence[StoredWeight],
+        down: Sequence[StoredWeight],
+        dtype: torch.dtype,
+    ) -> PreparedExperts | None:
+        """Bring the quantized weights of gated experts into the layout that runs.
+
+        Args:
+            gate, up: [I, hidden] for each expert, on the host.
+            down: [hidden, I] for each expert.
+            dtype: of the inputs.
+
+        Returns:
+            None: the device has no kernel for them; they have to be dequantized.
+
+        Raises:
+            ValueError: experts are stored in different ways.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vllm.ops.interface import FP8_DTYPES, Ops, PreparedWeight
+from vllm.ops.interface import FP8_DTYPES, Ops, PreparedExperts, PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
 
 
@@ -77,6 +77,15 @@ class NativeOps(Ops):
 
     def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
         return DenseWeight(weight.dequantize().to(dtype))
+
+    def prepare_experts(
+        self,
+        gate: Sequence[StoredWeight],
+        up: Sequence[StoredWeight],
+        down: Sequence[StoredWeight],
+        dtype: torch.dtype,
+    ) -> PreparedExperts | None:
+        return None
 
     def moe(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor

@@ -46,6 +46,8 @@ class StoredLinear(LinearMethod):
 
     @torch.no_grad()
     def finish(self, layer: ParallelLinear) -> None:
+        if layer.is_held:
+            return
         self.packed = hand_over(layer, self.name, self.stored_weight(layer), self.dtype)
 
     def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:

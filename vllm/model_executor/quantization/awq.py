@@ -1,12 +1,16 @@
 """AWQ checkpoints (arXiv 2306.00978) in the layout `gemm`: 4 bits, with zero points."""
 
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.stored_experts import StoredExperts
 from vllm.model_executor.quantization.grouped import GroupedLinear, GroupLayout
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import (
     Settings,
     choice,
+    first_expert,
     group_size_of,
+    is_below,
     is_quantized,
     names,
 )
@@ -38,3 +42,6 @@ class AWQ(Quantization):
         if layer.keeps_precision or not is_quantized(name, layer, self.ignored):
             return None
         return GroupedLinear(name, self.layout)
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        return None if is_below(first_expert(name), self.ignored) else StoredExperts(name)

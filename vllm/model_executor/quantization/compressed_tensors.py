@@ -15,8 +15,10 @@ import torch
 
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Place, Slice, Source
+from vllm.model_executor.layers.stored_experts import StoredExperts
 from vllm.model_executor.layers.stored_linear import StoredLinear, add_parameter, on_host
 from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of, checked_scales
 from vllm.model_executor.quantization.grouped import (
@@ -29,6 +31,7 @@ from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import (
     Settings,
     choice,
+    first_expert,
     group_size_of,
     is_below,
     names,
@@ -71,6 +74,9 @@ class CompressedTensors(Quantization):
                 f"different ways; they run as one layer, so it must be the same for all"
             )
         return None if schemes[0] is None else schemes[0].method(name)
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        return None if self._scheme_of(first_expert(name)) is None else StoredExperts(name)
 
     def _scheme_of(self, name: str) -> "_Scheme | None":
         if _matches(name, self.ignored):

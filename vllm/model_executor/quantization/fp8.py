@@ -14,8 +14,10 @@ from torch import Tensor
 
 from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Place, Slice, Source
+from vllm.model_executor.layers.stored_experts import StoredExperts
 from vllm.model_executor.layers.stored_linear import (
     RoundedLinear,
     StoredLinear,
@@ -27,6 +29,8 @@ from vllm.model_executor.quantization.settings import (
     MAX_GROUP,
     Settings,
     choice,
+    first_expert,
+    is_below,
     is_quantized,
     names,
     wrong,
@@ -61,6 +65,11 @@ class Fp8(Quantization):
             return None
         scale_name = "weight_scale_inv" if self.block else "weight_scale"
         return Fp8Linear(name, self.block, self.has_input_scale, scale_name)
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        if not self.is_stored or is_below(first_expert(name), self.ignored):
+            return None
+        return StoredExperts(name)
 
 
 class ModelOptFp8(Fp8):

@@ -8,13 +8,17 @@ Numbers of 2, 3, 4 or 8 bits; symmetric ones have zero points too, all the same.
 import re
 from typing import Any
 
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.stored_experts import StoredExperts
 from vllm.model_executor.quantization.grouped import GroupedLinear, GroupLayout
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import (
     Settings,
     choice,
+    first_expert,
     group_size_of,
+    is_below,
     is_quantized,
     names,
     part_names,
@@ -42,13 +46,18 @@ class GPTQ(Quantization):
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
         if layer.keeps_precision or not is_quantized(name, layer, self.ignored):
             return None
-        first = part_names(name, layer)[0]
-        layout: GroupLayout | None = self.layout
-        for pattern, other in self.dynamic:
-            if pattern.match(first):
-                layout = other
-                break
+        layout = self._layout_of(part_names(name, layer)[0])
         return None if layout is None else GroupedLinear(name, layout)
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        first = first_expert(name)
+        is_dense = is_below(first, self.ignored) or self._layout_of(first) is None
+        return None if is_dense else StoredExperts(name)
+
+    def _layout_of(self, name: str) -> GroupLayout | None:
+        """Of a module; None: `dynamic` leaves it dense."""
+        found = (layout for pattern, layout in self.dynamic if pattern.match(name))
+        return next(found, self.layout)
 
 
 def _layout_of(settings: Settings) -> GroupLayout:

@@ -66,6 +66,11 @@ def part_names(name: str, layer: ParallelLinear) -> list[str]:
     return [prefix + part if part else name for part in layer.feature_slices]
 
 
+def first_expert(name: str) -> str:
+    """The name of a layer of the first of these experts."""
+    return f"{name}.0.gate_proj"
+
+
 def is_below(name: str, entries: Iterable[str]) -> bool:
     """Whether a module, or one that it is in, has one of these names, or a name that ends so."""
     whole = f".{name}."

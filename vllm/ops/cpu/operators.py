@@ -22,8 +22,8 @@ from vllm.ops.cpu.attention import (
 )
 from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.row_operations import RowOperations, check_rows, refuse_pair, refuse_strides
-from vllm.ops.cpu.stored import pack_stored
-from vllm.ops.interface import FP8_DTYPES, PreparedWeight
+from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
+from vllm.ops.interface import FP8_DTYPES, PreparedExperts, PreparedWeight
 from vllm.ops.native import NativeOps
 from vllm.ops.stored_weight import StoredWeight
 
@@ -51,6 +51,15 @@ class CPUOps(NativeOps):
     def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
         packed = pack_stored(weight) if dtype in self._kernels else None
         return super().prepare_weight(weight, dtype) if packed is None else packed
+
+    def prepare_experts(
+        self,
+        gate: Sequence[StoredWeight],
+        up: Sequence[StoredWeight],
+        down: Sequence[StoredWeight],
+        dtype: torch.dtype,
+    ) -> PreparedExperts | None:
+        return pack_stored_experts(gate, up, down) if dtype in self._kernels else None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         run = self._rows_of(x)

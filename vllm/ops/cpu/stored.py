@@ -1,10 +1,13 @@
 """From the weights of quantized checkpoints to the layout of the C++ kernels. Values are kept."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from vllm.ops.cpu.int4_layouts import make_groups, order_of
 from vllm.ops.cpu.linear import MAX_INT8_INPUTS, ByteGroups, PackedWeight, WeightFormat
+from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.stored_weight import Fp8Weight, GroupedWeight, Int8Weight, StoredWeight, pack_nibbles
 
 _STRETCH = 128
@@ -35,6 +38,26 @@ def pack_stored(weight: StoredWeight) -> PackedWeight | None:
         if _has_blocks(num_in // len(weight.scales), num_in):
             return _pack_uint8(weight, order)
     return None
+
+
+def pack_stored_experts(
+    gate: Sequence[StoredWeight], up: Sequence[StoredWeight], down: Sequence[StoredWeight]
+) -> PackedExperts | None:
+    """Gated experts as the kernels read them; None: no kernel multiplies with them.
+
+    Raises:
+        ValueError: experts are stored in different ways, or their groups are wrong.
+        MemoryError: there is no scratch memory.
+    """
+    packed: list[list[PackedWeight]] = []
+    for weights in (gate, up, down):
+        packed.append([])
+        for weight in weights:
+            one = pack_stored(weight)
+            if one is None:
+                return None
+            packed[-1].append(one)
+    return PackedExperts(*packed)
 
 
 def _has_blocks(block_inputs: int, num_in: int) -> bool:
