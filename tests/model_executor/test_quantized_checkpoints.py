@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.model_executor.helpers import load, logits_of, prompt_of
 from tests.quantized_checkpoints import FORMATS, write
+from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.linear import ParallelLinear
@@ -77,6 +78,34 @@ def test_experts_are_those_of_the_format(tiny_model, tmp_path, ops, name):
         assert (got - want).norm() < 0.2 * want.norm()
     else:
         torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+
+
+SPLIT = ["fp8-static", "fp8-channel-ignored", "gptq-4", "gptq-8", "gptq-4-rows", "awq", "ct-w4a16"]
+
+
+@pytest.mark.parametrize("name", [*SPLIT, "ct-w8a8"])
+def test_a_rank_has_its_part_of_the_weights(checkpoint, monkeypatch, name):
+    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    for rank in range(2):
+        model, dense = (load(folder, TPGroup(rank, 2)) for folder in checkpoint(name))
+        twins = dict(dense.named_modules())
+        for path, layer in model.named_modules():
+            if isinstance(layer, ParallelLinear) and not hasattr(layer, "weight"):
+                assert torch.equal(weight_of(layer), twins[path].weight), path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fp8-block", "_proj cannot be split over ranks: .*weight_block_size"),
+        ("gptq-8-order", "cannot be split over ranks: .*group_size .64"),
+        ("gptq-4-order", "cannot be split over ranks: .*desc_act"),
+        ("ct-w4a16-asym-order", "cannot be split over ranks: .*desc_act"),
+    ],
+)
+def test_groups_on_several_ranks_are_refused(checkpoint, name, message):
+    with pytest.raises((ConfigError, WeightLoadError), match=message):
+        load(checkpoint(name)[0], TPGroup(0, 2))
 
 
 CONFIG = "config.json of the checkpoint: quantization_config."

@@ -17,7 +17,7 @@ from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import Place, Slice, Source
+from vllm.model_executor.layers.slice import Place, Slice, Source, whole
 from vllm.model_executor.layers.stored_experts import StoredExperts
 from vllm.model_executor.layers.stored_linear import StoredLinear, add_parameter, on_host
 from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of, checked_scales
@@ -170,22 +170,23 @@ class _WholeNumbers(StoredLinear):
     ) -> Slice:
         if slice_.dim == 0:
             return slice_
-        total = slice_.total // group if self.scheme.group_size != -1 else num_groups
-        return Slice(1, 0, num_groups, total)
+        if self.scheme.group_size == -1:
+            return whole(1, 0, num_groups, layer.tp)
+        return Slice(1, 0, num_groups, slice_.total // group)
 
     def _add_numbers(self, layer: ParallelLinear, name: str, size: int, dtype: torch.dtype) -> None:
         """A parameter with a row of `size` numbers for each part."""
         parts = list(layer.feature_slices)
         add_parameter(layer, name, torch.empty(len(parts), size, dtype=dtype))
-        layer.slices[name] = {part: Slice(0, i, 1, 1) for i, part in enumerate(parts)}
+        layer.slices[name] = {part: whole(0, i, 1, layer.tp) for i, part in enumerate(parts)}
 
     def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
         if place.param_name == "weight_scale":
             assert place.slice is not None
-            whole = place.slice.checkpoint_shape(place.param)
+            shape = place.slice.checkpoint_shape(place.param)
             source = checked_scales(name, source, zero_is_fine=True)
             if source.shape.numel() == 1:
-                source = source.mapped(lambda scale: scale.reshape(1, 1).expand(whole))
+                source = source.mapped(lambda scale: scale.reshape(1, 1).expand(shape))
             elif len(source.shape) == 1:
                 source = source.mapped(lambda scales: scales[:, None])
         elif place.param_name in ("weight_shape", "input_scale", "input_zero_point"):

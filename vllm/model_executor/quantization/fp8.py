@@ -16,7 +16,7 @@ from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.slice import Place, Slice, Source
+from vllm.model_executor.layers.slice import Place, Slice, Source, whole
 from vllm.model_executor.layers.stored_experts import StoredExperts
 from vllm.model_executor.layers.stored_linear import (
     RoundedLinear,
@@ -139,19 +139,19 @@ class Fp8Linear(StoredLinear):
         add_parameter(layer, self.scale_name, scales)
         layer.slices["weight"] = dict(layer.feature_slices)
         layer.slices[self.scale_name] = {
-            part: self._scale_slice(slice_, num_out, num_blocks)
+            part: self._scale_slice(slice_, num_out, num_blocks, layer.tp)
             for part, slice_ in layer.feature_slices.items()
         }
         if self.has_input_scale:
             parts = list(layer.feature_slices)
             add_parameter(layer, "input_scale", torch.empty(len(parts), dtype=torch.float32))
-            layer.slices["input_scale"] = {p: Slice(0, i, 1, 1) for i, p in enumerate(parts)}
+            layer.slices["input_scale"] = {p: whole(0, i, 1, layer.tp) for i, p in enumerate(parts)}
 
-    def _scale_slice(self, slice_: Slice, num_out: int, num_blocks: int) -> Slice:
+    def _scale_slice(self, slice_: Slice, num_out: int, num_blocks: int, tp: TPGroup) -> Slice:
         if slice_.dim == 0:
             return slice_
         if self.block is None:
-            return Slice(0, 0, num_out, num_out)
+            return whole(0, 0, num_out, tp)
         if slice_.size != slice_.total and slice_.size % self.block[1]:
             raise WeightLoadError(
                 f"{self.name} cannot be split over ranks: {slice_.size} input features per rank "
@@ -170,21 +170,21 @@ class Fp8Linear(StoredLinear):
     def _per_output(self, place: Place, name: str, source: Source) -> Source:
         """The scales of a checkpoint tensor as [outputs, blocks of inputs]."""
         assert place.slice is not None
-        whole = place.slice.checkpoint_shape(place.param)
-        num_out, num_blocks = whole
+        shape = place.slice.checkpoint_shape(place.param)
+        num_out, num_blocks = shape
         per_tensor, per_output = [(), (1,), (1, 1)], [(num_out,), (num_out, 1)]
         block = self.block[0] if self.block else 1
         accepted = [(-(-num_out // block), num_blocks)] if self.block else per_tensor + per_output
         if tuple(source.shape) not in accepted:
             raise WeightLoadError(
                 f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
-                f"{' or '.join(str(list(shape)) for shape in accepted)}"
+                f"{' or '.join(str(list(each)) for each in accepted)}"
             )
 
         def expand(scales: Tensor) -> Tensor:
             if self.block:
                 return scales.repeat_interleave(block, dim=0)[:num_out]
-            return scales.reshape(-1, 1).expand(whole)
+            return scales.reshape(-1, 1).expand(shape)
 
         return checked_scales(name, source).mapped(expand)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.model_executor.layers.linear import ParallelLinear
-from vllm.model_executor.layers.slice import Place, Slice, Source
+from vllm.model_executor.layers.slice import Place, Slice, Source, whole
 from vllm.model_executor.layers.stored_linear import StoredLinear, add_parameter, on_host
 from vllm.ops.stored_weight import GroupedWeight, unpack_awq, unpack_bits
 
@@ -60,7 +60,9 @@ class GroupedLinear(StoredLinear):
         )
         add_parameter(layer, "qzeros", qzeros)
         add_parameter(layer, "scales", torch.empty(num_groups, num_out, dtype=torch.float32))
-        by_group = {part: self._of_groups(s, num_groups, group) for part, s in parts.items()}
+        by_group = {
+            part: self._of_groups(s, num_groups, group, layer.tp) for part, s in parts.items()
+        }
         layer.slices["scales"] = by_group
         layer.slices["qzeros"] = {
             p: in_words(self.name, layout.bits, s, 1) for p, s in by_group.items()
@@ -68,16 +70,16 @@ class GroupedLinear(StoredLinear):
         if layout.has_groups:
             add_parameter(layer, "g_idx", torch.empty(len(parts), num_in, dtype=torch.int32))
             layer.slices["g_idx"] = {
-                part: Slice(0, i, 1, 1) if s.dim == 0 else s
+                part: whole(0, i, 1, layer.tp) if s.dim == 0 else s
                 for i, (part, s) in enumerate(parts.items())
             }
 
-    def _of_groups(self, slice_: Slice, num_groups: int, group: int) -> Slice:
+    def _of_groups(self, slice_: Slice, num_groups: int, group: int, tp: TPGroup) -> Slice:
         """Where scales [groups, outputs] of a part go."""
         if slice_.dim == 0:
             return transposed(slice_)
         if self.layout.group_size == -1:
-            return Slice(0, 0, num_groups, num_groups)
+            return whole(0, 0, num_groups, tp)
         return Slice(0, 0, num_groups, slice_.total // group)
 
     def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
