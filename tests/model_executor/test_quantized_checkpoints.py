@@ -65,6 +65,12 @@ def test_weights_are_those_of_the_format_bit_for_bit(checkpoint, ops, name):
         torch.testing.assert_close(got, want, rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("name", ["fp8-block", "gptq-4", "ct-w4a16-asym-order"])
+def test_a_format_takes_dummy_weights(checkpoint, ops, name):
+    model = load(checkpoint(name)[0], load_format="dummy")
+    assert logits_of(model, prompt_of(3)).isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["fp8-static", "fp8-block", "gptq-4-rows", "ct-w8a16-channel"])
 def test_experts_are_those_of_the_format(tiny_model, tmp_path, ops, name):
     """Their weights have no other place than the product, so logits are compared."""

@@ -42,6 +42,12 @@ class WeightMethod(ABC, Generic[Layer]):
         """
         place.fill(name, source, tp)
 
+    def fill_indices(self, layer: Layer) -> None:
+        """Give the parameters that are indices or shapes values that fit the layer.
+
+        For dummy weights, which are random numbers everywhere else.
+        """
+
     def finish(self, layer: Layer) -> None:
         """Bring the weights of a layer into the layout that runs, once all parameters are filled.
 

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.stored_linear import StoredLinear, add_parameter
 from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of, checked_scales
 from vllm.model_executor.quantization.grouped import (
     common_order,
+    fill_groups,
     group_inputs,
     in_words,
     num_words,
@@ -225,6 +226,12 @@ class _WordsLinear(_WholeNumbers):
                 for part, s in parts.items()
             }
 
+    def fill_indices(self, layer: ParallelLinear) -> None:
+        shapes = torch.tensor(self._shapes(layer))
+        layer.get_parameter("weight_shape").copy_(shapes)
+        if self.scheme.has_order:
+            fill_groups(layer.get_parameter("weight_g_idx"), self.scheme.group_size)
+
     def stored_weight(self, layer: ParallelLinear) -> GroupedWeight:
         scheme = self.scheme
         self._check_shapes(layer)
@@ -245,12 +252,18 @@ class _WordsLinear(_WholeNumbers):
             groups=groups,
         )
 
+    def _shapes(self, layer: ParallelLinear) -> list[list[int]]:
+        """[out_features, in_features] of each part in the checkpoint."""
+        return [
+            [s.total, layer.input_size] if s.dim == 0 else [layer.output_size, s.total]
+            for s in layer.feature_slices.values()
+        ]
+
     def _check_shapes(self, layer: ParallelLinear) -> None:
         shapes = on_host(layer, "weight_shape").tolist()
-        for (part, slice_), shape in zip(layer.feature_slices.items(), shapes, strict=True):
-            is_split = slice_.dim == 1
-            num_out = layer.output_size if is_split else slice_.total
-            expected = [num_out, slice_.total if is_split else layer.input_size]
+        for part, shape, expected in zip(
+            layer.feature_slices, shapes, self._shapes(layer), strict=True
+        ):
             if shape != expected:
                 raise WeightLoadError(
                     f"weight_shape of {part or self.name} ({self.name}) is {shape} in the "

@@ -91,6 +91,10 @@ class GroupedLinear(StoredLinear):
         if place.param_name == "scales":
             check_scales(place, name)
 
+    def fill_indices(self, layer: ParallelLinear) -> None:
+        if self.layout.has_groups:
+            fill_groups(layer.get_parameter("g_idx"), self.layout.group_size)
+
     def stored_weight(self, layer: ParallelLinear) -> GroupedWeight:
         layout = self.layout
         qzeros = on_host(layer, "qzeros")
@@ -199,6 +203,13 @@ def common_order(name: str, rows: Tensor, group_size: int, layer: ParallelLinear
             f"(desc_act), so groups are on several ranks. Use tensor_parallel_size 1"
         )
     return rows[0]
+
+
+def fill_groups(rows: Tensor, group_size: int) -> None:
+    """Fill rows of group numbers [parts, inputs] for groups of neighbours."""
+    num_in = rows.shape[1]
+    size = num_in if group_size == -1 else group_size
+    rows.copy_((torch.arange(num_in, dtype=torch.int32) // size).expand(rows.shape))
 
 
 def transposed(slice_: Slice) -> Slice:
