@@ -44,6 +44,8 @@ def register() -> torch.library.Library:
     for name, schema in (_SCHEMAS | sim_fp8.SCHEMAS | sim_uint4.SCHEMAS).items():
         library.define(name + schema)  # type: ignore[no-untyped-call]
         library.impl(name, kernels[name], _DISPATCH)  # type: ignore[no-untyped-call]
+    for name, shape_of in sim_fp8.SHAPES.items():
+        library.impl(name, shape_of, "Meta")  # type: ignore[no-untyped-call]
     return library
 
 
