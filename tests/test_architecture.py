@@ -37,6 +37,7 @@ LEAVES = {
 LAYERS: dict[str, set[str]] = {
     "v1": {"engine"},
     "entrypoints": {
+        "lora",
         "engine",
         "hpu_check",
         "model_executor",
@@ -61,6 +62,7 @@ LAYERS: dict[str, set[str]] = {
         "bucketing",
         "core",
         "executor",
+        "lora",
         "model_executor",
         "platforms",
         "structured_output",
@@ -83,7 +85,7 @@ LAYERS: dict[str, set[str]] = {
         "multimodal",
     },
     "bucketing": set(),
-    "lora": {"model_executor", "distributed", "ops"},
+    "lora": {"attention", "model_executor", "distributed", "ops"},
     "spec_decode": {"model_executor", "sample", "attention", "ops"},
     "structured_output": {"transformers_utils"},
     "multimodal": {"transformers_utils"},

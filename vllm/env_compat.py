@@ -46,7 +46,7 @@ _MULTIMODAL = "this version reads text only"
 _EXPERTS = "how experts are computed has no settings: on hpu all experts see all tokens"
 _RECURRENT = "this version runs no models with recurrent state"
 _LATENT = "this version runs no models with latent attention"
-_LORA = "this version runs no LoRA adapters"
+_LORA = "adapters are named by --lora-modules or loaded by route"
 _STRUCTURED = "compiled grammars are kept within grammar_cache_bytes"
 _DISAGGREGATED = "an engine computes all of a request itself"
 _ONE_DEVICE = "the engine runs on one device"
@@ -214,7 +214,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     ),
     *_ignored(
         _LORA,
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_LORA_RESOLVER_CACHE_DIR",
+        "VLLM_LORA_RESOLVER_CACHE_DIR",
     ),
     *_ignored(_STRUCTURED, "VLLM_XGRAMMAR_CACHE_MB VLLM_V0_USE_OUTLINES_CACHE"),
     *_ignored("this version loads no plugins", "VLLM_PLUGINS"),

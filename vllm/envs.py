@@ -98,6 +98,11 @@ class Envs:
     VLLM_API_KEY: str | None = _server(
         None, "API key that clients must send, if the flag --api-key is not given."
     )
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING: bool = _server(
+        False,
+        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter: everyone who can reach the "
+        "server may then add and remove adapters, which are folders of the server.",
+    )
     VLLM_SERVER_DEV_MODE: bool = _server(
         False,
         "Serve the routes for development too: /server_info, /reset_prefix_cache, "

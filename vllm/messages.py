@@ -80,6 +80,16 @@ class CacheKey(msgspec.Struct, frozen=True, array_like=True):
     """Identifies the content, such as the hash of an image."""
 
 
+class AdapterRef(msgspec.Struct, frozen=True):
+    """A LoRA adapter of a request."""
+
+    name: str
+    path: str
+    """Folder on this machine."""
+    key: str
+    """Hash of its content."""
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request, ready to be scheduled."""
 
@@ -112,6 +122,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     embeddings: tuple[TokenEmbeddings, ...] = ()
     """In order of their positions. The tokens that they replace are placeholders, and
     `cache_extra_keys` has a key of each."""
+    adapter: AdapterRef | None = None
+    """`cache_extra_keys` has its key, too."""
 
     @property
     def known_prompt_token_ids(self) -> list[int] | None:

@@ -472,10 +472,13 @@ def test_a_request_for_many_samples_is_sent_once(run):
 
 def test_what_is_not_available_is_refused(run):
     async def check(engine, client):
-        for more in ({"lora_request": "x"}, {"prompt_adapter_request": "x"}):
-            with pytest.raises(RequestError, match="are not supported"):
+        for more, message in (
+            ({"lora_request": "x"}, "lora_request must be a LoRARequest, got str"),
+            ({"prompt_adapter_request": "x"}, "are not supported"),
+        ):
+            with pytest.raises(RequestError, match=message):
                 await anext(engine.generate("a", params(), "r", **more))
-        with pytest.raises(RequestError, match="LoRA adapters are not supported"):
+        with pytest.raises(RequestError, match="loaded when a request names them"):
             await engine.add_lora("x")
 
     run(check)
@@ -609,7 +612,7 @@ def test_the_settings_of_the_engine_can_be_asked_for(run):
         assert not await engine.is_tracing_enabled()
         await engine.reset_mm_cache()
         for refused in (engine.add_lora(None), engine.remove_lora(1), engine.pin_lora(1)):
-            with pytest.raises(RequestError, match="LoRA adapters are not supported"):
+            with pytest.raises(RequestError, match="loaded when a request names them"):
                 await refused
 
     run(check)

@@ -107,7 +107,7 @@ def test_flags_of_the_fork_are_accepted(capsys):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--enable-lora"],
+        ["--enable-prompt-adapter"],
         ["--kv-transfer-config", "{}"],
         ["--data-parallel-size", "2"],
     ],

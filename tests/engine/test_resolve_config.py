@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.hpu import simulated_hpu
 from vllm import envs
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import LoadConfig, VllmConfig
@@ -352,3 +353,21 @@ def test_weights_on_the_host_are_what_the_cpu_has_anyway(capsys):
 def test_less_than_nothing_on_the_host_is_refused(number):
     with pytest.raises(ConfigError, match="cpu_offload_gb must be at least 0, got"):
         resolve(cpu_offload_gb=number)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras .3. must be at least max_loras .4."),
+        ({"max_lora_rank": 0}, "max_lora_rank must be an integer of at least 1"),
+    ],
+)
+def test_wrong_limits_of_adapters_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs(enable_lora=True, **settings).create_engine_config()
+
+
+def test_lora_is_refused_where_it_is_not_built():
+    with simulated_hpu():
+        with pytest.raises(ConfigError, match="enable_lora=True is not available on the device"):
+            EngineArgs(enable_lora=True).create_engine_config()

@@ -82,7 +82,10 @@ def test_a_bad_command_line_exits_with_2_and_a_hint(args, message, capsys):
     [
         (["--model", "/no/such/model"], "error: model folder '/no/such/model' does not exist\n"),
         (["--temperature=-1"], "error: temperature must be "),
-        (["--enable-lora"], "error: --enable-lora: not available in this version: "),
+        (
+            ["--enable-prompt-adapter"],
+            "error: --enable-prompt-adapter: not available in this version: ",
+        ),
         (["--prompts-file", "/no/file"], "error: cannot read prompts from '/no/file': "),
     ],
 )

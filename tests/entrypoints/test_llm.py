@@ -115,8 +115,11 @@ def test_a_prompt_that_never_fits_takes_those_before_it_back():
         ({"priority": [1]}, "priority has 1 entries for 2"),
         ({"sampling_params": {"n": 1}}, "must be SamplingParams, got dict"),
         ({"sampling_params": [1, 2]}, "must be SamplingParams, got int"),
-        ({"lora_request": LoRARequest("sql", 1, "/sql")}, "lora_request 'sql': LoRA adapters"),
-        ({"lora_request": [None, LoRARequest("sql", 1, "/sql")]}, "lora_request 'sql': LoRA"),
+        ({"lora_request": LoRARequest("sql", 1, "/sql")}, "lora_request: the engine was started"),
+        (
+            {"lora_request": [None, LoRARequest("sql", 1, "/sql")]},
+            "without LoRA, and the adapter 'sql'",
+        ),
         ({"prompt_adapter_request": 1}, "prompt_adapter_request: prompt adapters are not"),
         ({"prompts": 5}, "prompts must be a prompt or a list of prompts, got int"),
         ({"prompts": None}, "prompts is missing"),

@@ -13,6 +13,7 @@ context variable and no thread-local.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -46,9 +47,9 @@ class LaunchContext:
     rotary_angles: Sequence[tuple[Tensor, Tensor]] | None = None
     """What `Ops.rotate` takes, of each table of the model: the tables at `RotaryEmbedding.index`.
     None: every layer looks them up."""
-    adapter_rows: Tensor | None = None
-    """[T] row of each token's adapter in the stacked adapter weights; None: no token has one. LoRA
-    layers will read it; until they exist it is always None."""
+    adapters: Sequence[tuple[Any, Tensor]] | None = None
+    """LoRA adapters, each with the indices [n] int64 of its tokens, which
+    `lora.layers` reads; None: no token has one."""
 
 
 class ContextHolder:

@@ -8,6 +8,7 @@ from vllm.config.cache import CacheConfig
 from vllm.config.device import DeviceConfig
 from vllm.config.hpu import HPUConfig
 from vllm.config.load import LoadConfig
+from vllm.config.lora import LoRAConfig
 from vllm.config.model import ModelArch, ModelConfig, RopeConfig
 from vllm.config.observability import KVEventsConfig, ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
@@ -22,6 +23,7 @@ __all__ = [
     "DeviceConfig",
     "HPUConfig",
     "KVEventsConfig",
+    "LoRAConfig",
     "LoadConfig",
     "ModelArch",
     "ModelConfig",

@@ -48,6 +48,9 @@ class SchedulerConfig:
     """Maximum number of draft tokens that a step verifies for each request; 0: none. A device with
     static shapes prepares launches with this many more tokens."""
 
+    max_loras: int = field(default=0, metadata={"cli": False})
+    """Maximum number of different LoRA adapters in one step (flag: see LoRAConfig)."""
+
     scheduling_policy: SchedulerPolicy = "fcfs"
     """Order of requests: arrival, or the priority given with each request (lower is first)."""
 
@@ -61,7 +64,7 @@ class SchedulerConfig:
             "max_num_partial_prefills",
             "max_long_partial_prefills",
         )
-        check_at_least(self, 0, "long_prefill_token_threshold", "max_draft_tokens")
+        check_at_least(self, 0, "long_prefill_token_threshold", "max_draft_tokens", "max_loras")
         check_one_of(self, "scheduling_policy", ("fcfs", "priority"))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

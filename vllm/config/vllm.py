@@ -6,6 +6,7 @@ from vllm.config.cache import CacheConfig
 from vllm.config.device import DeviceConfig
 from vllm.config.hpu import HPUConfig
 from vllm.config.load import LoadConfig
+from vllm.config.lora import LoRAConfig
 from vllm.config.model import ModelConfig
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
@@ -27,6 +28,7 @@ class VllmConfig:
     hpu: HPUConfig = field(default_factory=HPUConfig)
     structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     @property

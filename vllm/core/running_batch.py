@@ -5,7 +5,8 @@ uses the same rows for its own arrays.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -30,6 +31,7 @@ class RunningBatch:
         has_stop_tokens: per row, whether further tokens end it.
         num_prompt: per row, tokens of the prompt.
         num_passed: per row, blocks of its tables that sliding windows have passed.
+        adapters: key of each adapter in use, and how many requests use it.
         takes_drafts: per row, whether it may have drafts.
         awaits_result: per row, whether it runs again only when the step in flight has its result.
         num_prompt_logprobs: running requests that want log-probabilities of their prompt.
@@ -45,6 +47,7 @@ class RunningBatch:
         self.has_stop_tokens = np.zeros(max_num_seqs, np.bool_)
         self.num_prompt = np.zeros(max_num_seqs, np.int32)
         self.num_passed = np.zeros(max_num_seqs, np.int32)
+        self.adapters: Counter[str] = Counter()
         self.takes_drafts = np.zeros(max_num_seqs, np.bool_)
         self.awaits_result = np.zeros(max_num_seqs, np.bool_)
         self.num_prompt_logprobs = 0
@@ -113,6 +116,26 @@ class RunningBatch:
             if request.wants_prompt_logprobs
         }
 
+    def has_adapter_slot(
+        self, request: Request, passed_over: Sequence[Request], max_loras: int
+    ) -> bool:
+        """Whether the LoRA adapter of a waiting request, if any, may be used now.
+
+        Where a request waits until an adapter is unused, further requests with adapters wait
+        behind it, and only those without go ahead: so its wait ends.
+
+        Args:
+            request: that waits.
+            passed_over: requests that are ahead of it and wait on.
+            max_loras: different adapters that may be in use.
+        """
+        adapter = request.spec.adapter
+        if adapter is None:
+            return True
+        if any(other.spec.adapter is not None for other in passed_over):
+            return False
+        return adapter.key in self.adapters or len(self.adapters) < max_loras
+
     def add(self, request: Request, num_computed: int, capacity: int) -> None:
         """Give a request a row. The caller has checked that one is free."""
         row = self._free_rows.pop()
@@ -130,6 +153,8 @@ class RunningBatch:
         self.num_passed[row] = 0
         self.takes_drafts[row] = request.takes_drafts
         self.awaits_result[row] = False
+        if spec.adapter is not None:
+            self.adapters[spec.adapter.key] += 1
         self.num_prompt_logprobs += request.wants_prompt_logprobs
         self.num_with_stop_tokens += bool(spec.stop_token_ids)
         insort(self._sorted, request, key=_sort_key)
@@ -141,6 +166,9 @@ class RunningBatch:
             del self._sorted[bisect_left(self._sorted, request.sort_key, key=_sort_key)]
             self._requests[request.row] = None
             self._free_rows.append(request.row)
+            if (adapter := request.spec.adapter) is not None:
+                self.adapters[adapter.key] -= 1
+                self.adapters += Counter()  # without those that nobody uses
             self.num_prompt_logprobs -= request.wants_prompt_logprobs
             self.num_with_stop_tokens -= bool(request.spec.stop_token_ids)
             request.row = -1

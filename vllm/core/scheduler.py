@@ -323,6 +323,11 @@ class Scheduler:
                 break
             if passed_over and preemption.outranks(passed_over[0], request):
                 break
+            if not self.running.has_adapter_slot(request, passed_over, config.max_loras):
+                if len(passed_over) == _MAX_PASSED_OVER:
+                    break
+                passed_over.append(self.waiting.pop())
+                continue
             shared = self.cache.find_prefix(request)
             start = self.cache.num_tokens_in(shared)
             want = len(request.token_ids) - start

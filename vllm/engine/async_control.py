@@ -69,7 +69,7 @@ class AsyncControl:
     # ---- LoRA -----------------------------------------------------------------------------
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """Refuse: adapters are not supported.
+        """Refuse: adapters are loaded when a request names them.
 
         Raises:
             RequestError: always.
@@ -77,11 +77,11 @@ class AsyncControl:
         refuse_lora("lora_request")
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Refuse: adapters are not supported; raises as `add_lora`."""
+        """Refuse; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Refuse: adapters are not supported; raises as `add_lora`."""
+        """Refuse; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     async def list_loras(self) -> set[int]:

@@ -242,7 +242,8 @@ class AsyncLLM(AsyncControl):
             prompt: of any prompt type.
             sampling_params: `output_kind` says what each output holds.
             request_id: comes back in the outputs; free again when the request has ended.
-            lora_request, prompt_adapter_request: only None for now.
+            lora_request: the adapter to use; None: the model alone.
+            prompt_adapter_request: only None for now.
             trace_headers: ignored; the server makes the spans.
             priority: a smaller one goes first, where the scheduling policy is "priority".
             data_parallel_rank: only None or 0 for now.
@@ -257,7 +258,6 @@ class AsyncLLM(AsyncControl):
             EngineDeadError: the core has died.
         """
         refuse(
-            lora_request=lora_request,
             prompt_adapter_request=prompt_adapter_request,
             data_parallel_rank=data_parallel_rank or None,
         )
@@ -267,7 +267,12 @@ class AsyncLLM(AsyncControl):
             prompt,
             sampling_params,
             lambda prompt, processor: processor.process(
-                request_id, prompt, sampling_params, arrival_time=arrival_time, priority=priority
+                request_id,
+                prompt,
+                sampling_params,
+                arrival_time=arrival_time,
+                priority=priority,
+                lora_request=lora_request,
             ),
         )
         stream = self._submit(text, await self._with_grammar(request))

@@ -121,7 +121,7 @@ class EngineControl:
     # ---- LoRA -----------------------------------------------------------------------------
 
     def add_lora(self, lora_request: Any) -> bool:
-        """Refuse: adapters are not supported.
+        """Refuse: adapters are loaded when a request names them.
 
         Raises:
             RequestError: always.
@@ -129,11 +129,11 @@ class EngineControl:
         refuse_lora("lora_request")
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Refuse: adapters are not supported; raises as `add_lora`."""
+        """Refuse; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Refuse: adapters are not supported; raises as `add_lora`."""
+        """Refuse; raises as `add_lora`."""
         refuse_lora("lora_id")
 
     def list_loras(self) -> set[int]:

@@ -170,7 +170,7 @@ class LLMEngine(EngineControl):
             prompt: of any prompt type.
             params: how to sample, or to pool; may be used again.
             arrival_time: in seconds of `time.time()`; None is now.
-            lora_request: only None for now.
+            lora_request: the adapter to use; None: the model alone.
             priority: a smaller one goes first, where the scheduling policy is "priority".
 
         Raises:
@@ -178,15 +178,20 @@ class LLMEngine(EngineControl):
             CapacityError: it can never fit the KV cache.
             EngineDeadError: the engine was shut down or has failed.
         """
-        refuse(lora_request=lora_request)
         processor = self.input_processor
         if isinstance(params, PoolingParams):
+            refuse(lora_request=lora_request)
             text, request = processor.process_pooling(
                 request_id, prompt, params, arrival_time=arrival_time, priority=priority
             )
         else:
             text, request = processor.process(
-                request_id, prompt, params, arrival_time=arrival_time, priority=priority
+                request_id,
+                prompt,
+                params,
+                arrival_time=arrival_time,
+                priority=priority,
+                lora_request=lora_request,
             )
         self.submit(text, request)
 

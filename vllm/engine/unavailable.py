@@ -30,12 +30,16 @@ def refuse_lora(param: str) -> NoReturn:
     Raises:
         RequestError: always.
     """
-    raise RequestError(f"{param}: {_NO_LORA}", param=param)
+    raise RequestError(f"{param}: {_BY_REQUESTS}", param=param)
 
 
+_BY_REQUESTS = (
+    "adapters are loaded when a request names them, and dropped when more than max_cpu_loras are "
+    "loaded. Pass lora_request with the requests instead"
+)
 _NO_LORA = (
-    "LoRA adapters are not supported. Merge the adapter into the weights of its model "
-    "(merge_and_unload of peft) and load the merged model"
+    "LoRA adapters are not supported by this method. Merge the adapter into the "
+    "weights of its model (merge_and_unload of peft) and load the merged model"
 )
 
 

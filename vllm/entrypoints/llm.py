@@ -23,6 +23,7 @@ from vllm.entrypoints.offline.pooling_llm import PoolingMethods
 from vllm.entrypoints.offline.progress import MakeBar
 from vllm.errors import RequestError
 from vllm.inputs import PromptType, TextPrompt, TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.messages import EngineRequest
 from vllm.outputs import BeamSearchOutput, RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -95,7 +96,9 @@ class LLM(PoolingMethods, ControlMethods):
             sampling_params: one for all or one per prompt; None is what the model recommends.
             prompt_token_ids: deprecated.
             use_tqdm: show a progress bar; or what makes one.
-            lora_request, prompt_adapter_request: only None for now.
+            lora_request: the LoRA adapter to use; one for all prompts or a list with one or None
+                per prompt.
+            prompt_adapter_request: only None for now.
             guided_options_request: deprecated; structured output, as a dict with one of
                 guided_json, guided_regex, guided_choice, guided_grammar and guided_json_object.
             priority: one per prompt; a smaller one goes first, where the engine's scheduling
@@ -108,7 +111,7 @@ class LLM(PoolingMethods, ControlMethods):
             RequestError: (a ValueError) a prompt or its parameters are wrong; names the prompt.
             CapacityError: (a ValueError) a prompt can never fit the KV cache.
         """
-        refuse(lora_request=lora_request, prompt_adapter_request=prompt_adapter_request)
+        refuse(prompt_adapter_request=prompt_adapter_request)
         if prompt_token_ids is not None:
             prompts = with_token_ids(prompts, prompt_token_ids)
         if prompts is None:
@@ -117,7 +120,7 @@ class LLM(PoolingMethods, ControlMethods):
             sampling_params = with_guided_options(
                 sampling_params or self.get_default_sampling_params(), guided_options_request
             )
-        return self._run(as_list(prompts), sampling_params, priority, use_tqdm)
+        return self._run(as_list(prompts), sampling_params, priority, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -150,7 +153,7 @@ class LLM(PoolingMethods, ControlMethods):
         refuse_generation(self.llm_engine.model_config.pooler)
         prompts = self.preprocess_chat(
             messages,
-            lora_request,
+            None,
             chat_template,
             chat_template_content_format,
             add_generation_prompt,
@@ -159,7 +162,7 @@ class LLM(PoolingMethods, ControlMethods):
             chat_template_kwargs,
             mm_processor_kwargs,
         )
-        return self._run(prompts, sampling_params, None, use_tqdm)
+        return self._run(prompts, sampling_params, None, use_tqdm, lora_request)
 
     def preprocess_chat(
         self,
@@ -264,9 +267,15 @@ class LLM(PoolingMethods, ControlMethods):
         sampling_params: Params | None,
         priority: Sequence[int] | None,
         use_tqdm: bool | MakeBar,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         params = self._params_per_prompt(sampling_params, len(prompts))
         priorities = per_prompt("priority", priority, len(prompts)) or [0] * len(prompts)
+        adapters: Sequence[LoRARequest | None]
+        if isinstance(lora_request, Sequence):
+            adapters = per_prompt("lora_request", lora_request, len(prompts)) or []
+        else:
+            adapters = [lora_request] * len(prompts)
         processor = self.llm_engine.input_processor
         requests: list[tuple[str | None, EngineRequest]] = []
         for index, prompt in enumerate(prompts):
@@ -276,6 +285,7 @@ class LLM(PoolingMethods, ControlMethods):
                     prompt,
                     params[index],
                     priority=priorities[index],
+                    lora_request=adapters[index],
                 )
                 requests.append((text, processor.attach_grammar(request)))
         return cast(list[RequestOutput], run_requests(self.llm_engine, requests, use_tqdm))

@@ -1,1 +1,1 @@
-"""LoRA adapters: so far, only how a request names one."""
+"""LoRA adapters: how a request names one, their files, and the layers that they change."""

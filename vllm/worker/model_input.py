@@ -9,6 +9,7 @@ from torch import Tensor
 from vllm.attention import LaunchContext, RaggedMetadata
 from vllm.messages import IntArray
 from vllm.utils.ragged import positions_within
+from vllm.worker.adapters import Adapters
 from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.launch import Launch
@@ -37,6 +38,7 @@ def build_ragged_input(
     block_size: int,
     device: torch.device,
     embeddings: EmbeddingRows | None = None,
+    adapters: Adapters | None = None,
 ) -> ModelInput:
     """Flatten the scheduled tokens of the rows, in order of the rows.
 
@@ -46,6 +48,7 @@ def build_ragged_input(
         block_size: tokens of a block.
         device: for the tensors.
         embeddings: of the rows; None if no row has any.
+        adapters: of the rows; None if no row has any.
     """
     rows, start, count = launch.rows, launch.num_computed_tokens, launch.num_scheduled_tokens
     seq_lens = start + count
@@ -90,6 +93,7 @@ def build_ragged_input(
             attention=metadata,
             positions=torch.from_numpy(positions.astype(np.int64)).to(device),
             replaced=None if embeddings is None else embeddings.select(launch, query_start_loc),
+            adapters=None if adapters is None else adapters.select(launch, query_start_loc),
         ),
         sampled=sampled,
         num_drafts=num_drafts,

@@ -19,6 +19,7 @@ from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
+from vllm.worker.adapters import Adapters
 from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
 from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
@@ -119,6 +120,10 @@ class ModelRunner:
         """Embeddings of requests; None: the engine accepts no embeddings."""
         if config.model.enable_prompt_embeds:
             self.embeddings = EmbeddingRows(model, device)
+        self.adapters: Adapters | None = None
+        """LoRA adapters of requests; None: the engine accepts none."""
+        if config.lora.enable_lora:
+            self.adapters = Adapters(config, model, device)
         self._in_flight: StepHandle | None = None
         self._num_steps = 0
         self._num_useful_tokens = 0
@@ -172,6 +177,8 @@ class ModelRunner:
             self.prompt_logprobs.remove(row)
             if self.embeddings is not None:
                 self.embeddings.remove(row)
+            if self.adapters is not None:
+                self.adapters.remove(row)
         self.batch.update(step)
         for new in step.new_requests:
             matcher = None
@@ -181,11 +188,13 @@ class ModelRunner:
             self.prompt_logprobs.add(new.row, new.request)
             if self.embeddings is not None:
                 self.embeddings.add(new.row, new.request)
+            if self.adapters is not None:
+                self.adapters.add(new.row, new.request)
 
     @torch.inference_mode()
     def _run(self, launch: Launch) -> LaunchResult:
         model_input = build_ragged_input(
-            self.batch, launch, self.block_size, self.device, self.embeddings
+            self.batch, launch, self.block_size, self.device, self.embeddings, self.adapters
         )
         self.sampling.start_masks(launch.rows[model_input.sampled])
         hidden_states = self._forward(model_input)
@@ -246,6 +255,8 @@ class ModelRunner:
             has_drafts = has_drafts or counts is not None
             logprobs.update(found)
             errors.update(self.sampling.errors_of(result.rows, result.sampled, host_ids))
+            if self.adapters is not None:
+                errors.update(self.adapters.errors_of(result.rows.tolist()))
         return ModelRunnerOutput(
             step_id=step_id,
             rows=_joined(row_parts),

@@ -159,8 +159,20 @@ class WorkerBase(ABC):
 
     def prepare(self, request: EngineRequest) -> Future[None] | None:
         """Load in the background what the steps of a request need; see `Executor.prepare`."""
-        return self.grammars.prepare(request)
+        grammar = self.grammars.prepare(request)
+        adapters = getattr(self.runner, "adapters", None)
+        adapter = None if adapters is None else adapters.prepare(request)
+        if grammar is None or adapter is None:
+            return grammar or adapter
+        return _when_both(grammar, adapter)
 
     def stats(self) -> RunnerStats:
         """Counters of the runner."""
         return self.runner.stats()
+
+
+def _when_both(first: Future[None], second: Future[None]) -> Future[None]:
+    """Done when both are; neither of them fails."""
+    both: Future[None] = Future()
+    first.add_done_callback(lambda _: second.add_done_callback(lambda _: both.set_result(None)))
+    return both

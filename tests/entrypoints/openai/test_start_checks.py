@@ -91,7 +91,8 @@ def test_a_config_that_takes_neither_hub_nor_transformers_is_complete():
         (["--tool-call-parser", "hermse"], "tool_call_parser 'hermse' is not one of "),
         (["--reasoning-parser", "r1"], "reasoning_parser 'r1' is not one of "),
         (["--tool-parser-plugin", "/no/plug-in.py"], "there is no file /no/plug-in.py"),
-        (["--lora-modules", "a=/b"], "lora_modules is not available: .* Merge"),
+        (["--lora-modules", "a=/b"], "lora_modules=a=/b needs enable_lora=True"),
+        (["--enable-lora", "--lora-modules", "a=/b"], "lora_modules: .*/b is no folder"),
         (["--otlp-traces-endpoint", "http://h:x"], "otlp_traces_endpoint='http://h:x'"),
     ],
 )

@@ -28,7 +28,9 @@ from vllm.engine.input.prompt_embeds import (
 )
 from vllm.errors import PromptTooLongError, RequestError, TextTooLongError
 from vllm.inputs import PromptType
-from vllm.messages import EngineRequest, Grammar, TokenEmbeddings
+from vllm.lora.files import adapter_keys, find_adapter
+from vllm.lora.request import LoRARequest
+from vllm.messages import AdapterRef, EngineRequest, Grammar, TokenEmbeddings
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.structured_output.compiler import GrammarCompiler
@@ -129,6 +131,7 @@ class InputProcessor:
         *,
         arrival_time: float | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> tuple[str | None, EngineRequest]:
         """Check and tokenise a request. `params` is shared with the result, and not changed.
 
@@ -138,6 +141,7 @@ class InputProcessor:
             params: how to sample; for several samples see `fan_out.fan_out`.
             arrival_time: in seconds of `time.time()`; None is now.
             priority: a smaller one goes first.
+            lora_request: the adapter to use; None: the model alone.
 
         Returns:
             The prompt's text, None when it is not known, and the request.
@@ -147,6 +151,7 @@ class InputProcessor:
         """
         refuse_generation(self._pooler)
         self._check_params(params)
+        adapter = None if lora_request is None else self._adapter(lora_request)
         is_truncated = params.truncate_prompt_tokens is not None
         if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
             tokenized = self._read_embeddings(prompt)
@@ -181,9 +186,25 @@ class InputProcessor:
             arrival_time=time.time() if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=tokenized.cache_salt,
-            cache_extra_keys=cache_keys(tokenized.embeddings),
+            cache_extra_keys=adapter_keys(adapter) + cache_keys(tokenized.embeddings),
             embeddings=tokenized.embeddings,
+            adapter=adapter,
         )
+
+    def _adapter(self, asked: LoRARequest) -> AdapterRef:
+        if not isinstance(asked, LoRARequest):
+            raise RequestError(
+                f"lora_request must be a LoRARequest, got {type(asked).__name__}",
+                param="lora_request",
+            )
+        lora = self._config.lora
+        if not lora.enable_lora:
+            raise RequestError(
+                f"lora_request: the engine was started without LoRA, and the adapter "
+                f"{asked.lora_name!r} is asked for. Start it with enable_lora=True",
+                param="lora_request",
+            )
+        return find_adapter(asked, lora.max_lora_rank)
 
     def process_pooling(
         self,

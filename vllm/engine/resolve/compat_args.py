@@ -73,7 +73,7 @@ _NO_DRAFTS = "drafts come from text that is known already (speculative_config), 
 _NO_CUDA_GRAPHS = "there are no CUDA graphs here"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
 _TEXT_ALONE = "this version reads text only"
-_LORA_OFF = "it only matters with LoRA adapters, which are not supported"
+_LORA_OFF = "adapters are read as peft writes them, whole on each device"
 _PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which are not supported"
 _DP_OFF = f"it only matters with data parallelism, and {ONE_DEVICE}"
 _MERGE = (
@@ -168,11 +168,7 @@ _ARGUMENTS = (
     _ignored("typical_acceptance_sampler_posterior_threshold", 0.09, _NO_DRAFTS),
     _ignored("typical_acceptance_sampler_posterior_alpha", 0.3, _NO_DRAFTS),
     _ignored("disable_logprobs_during_spec_decoding", True, _NO_DRAFTS),
-    _ignored("max_loras", 1, _LORA_OFF),
-    _ignored("max_lora_rank", 16, _LORA_OFF),
-    _ignored("max_cpu_loras", None, _LORA_OFF),
     _ignored("fully_sharded_loras", False, _LORA_OFF),
-    _ignored("lora_dtype", "auto", _LORA_OFF),
     _ignored("lora_extra_vocab_size", 256, _LORA_OFF),
     _ignored("long_lora_scaling_factors", (), _LORA_OFF),
     _ignored("max_prompt_adapters", 1, _PROMPT_ADAPTERS_OFF),
@@ -194,7 +190,6 @@ _ARGUMENTS = (
         "the loaders that load_format names have no settings",
     ),
     _missing("qlora_adapter_name_or_path", None, _MERGE),
-    _missing("enable_lora", False, _MERGE),
     _missing(
         "enable_prompt_adapter",
         False,

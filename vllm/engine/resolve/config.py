@@ -16,6 +16,7 @@ from vllm.config import (
     DeviceConfig,
     HPUConfig,
     LoadConfig,
+    LoRAConfig,
     ModelArch,
     ModelConfig,
     ObservabilityConfig,
@@ -78,8 +79,11 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         settings = _for_pooling(settings, model.pooler)
     assert model.max_model_len is not None
     speculative = _section(SpeculativeConfig, settings)
+    lora = _resolve_lora(settings, platform, model)
     scheduler = _resolve_scheduler(settings, platform, model.max_model_len)
-    scheduler = replace(scheduler, max_draft_tokens=_max_draft_tokens(speculative, model))
+    scheduler = replace(
+        scheduler, max_draft_tokens=_max_draft_tokens(speculative, model), max_loras=lora.max_loras
+    )
     cache = _resolve_cache(settings, platform)
     observability = _section(
         ObservabilityConfig,
@@ -106,6 +110,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         hpu=hpu,
         structured_output=_section(StructuredOutputConfig, settings),
         speculative=speculative,
+        lora=lora,
         observability=observability,
     )
     if platform.name == "hpu":
@@ -129,6 +134,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         ParallelConfig,
         StructuredOutputConfig,
         SpeculativeConfig,
+        LoRAConfig,
         ObservabilityConfig,
     )
     for section in of_no_model:
@@ -404,6 +410,32 @@ def _for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[s
         "they have to be computed in one step"
     )
     return {**settings, "enable_chunked_prefill": False, "enable_prefix_caching": False}
+
+
+def _resolve_lora(
+    settings: Mapping[str, Any], platform: Platform, model: ModelConfig
+) -> LoRAConfig:
+    lora = _section(LoRAConfig, settings)
+    if not lora.enable_lora:
+        return lora
+    if platform.needs_static_shapes:
+        raise ConfigError(
+            f"enable_lora=True is not available on the device {platform.name!r} in this version. "
+            f"Merge the adapter into the weights of its model (merge_and_unload of peft), or use "
+            f"device='cpu'"
+        )
+    sizes = settings["tensor_parallel_size"], settings["pipeline_parallel_size"]
+    if sizes != (1, 1):
+        raise ConfigError(
+            "enable_lora=True needs tensor_parallel_size=1 and pipeline_parallel_size=1 in this "
+            f"version, got {sizes[0]} and {sizes[1]}"
+        )
+    if model.pooler is not None:
+        raise ConfigError(
+            f"enable_lora=True needs a model that generates; '{model.model}' runs with pooling. "
+            "Leave it out"
+        )
+    return lora
 
 
 def _max_draft_tokens(speculative: SpeculativeConfig, model: ModelConfig) -> int:

@@ -8,6 +8,7 @@ from vllm.entrypoints.beam_search import check_beam_width, search_beams_async
 from vllm.entrypoints.openai.errors import refuse_failed
 from vllm.entrypoints.server.context import ServerContext
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.outputs import BeamSearchSequence, RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -17,6 +18,7 @@ async def search(
     token_ids: list[int],
     params: BeamSearchParams,
     request_id: str,
+    adapter: LoRARequest | None = None,
     priority: int = 0,
 ) -> list[BeamSearchSequence]:
     """Find the likeliest continuations of a prompt, best first; `tokens` and `text` without the
@@ -37,7 +39,7 @@ async def search(
 
     async def run_one(beam: TokensPrompt, step: SamplingParams) -> RequestOutput:
         outputs = engine.generate(
-            beam, step, f"{request_id}-beam-{next(counter)}", priority=priority
+            beam, step, f"{request_id}-beam-{next(counter)}", adapter, priority=priority
         )
         async with aclosing(outputs):
             last = [output async for output in outputs][-1]

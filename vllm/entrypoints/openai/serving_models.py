@@ -28,8 +28,9 @@ class BaseModelPath:
 async def list_models(request: Request) -> ModelList:
     """Every name under which the model is served."""
     context = get_context(request)
-    paths = [_path(context, name) for name in context.model_names]
-    return ModelList(data=[_card(context, path) for path in paths])
+    adapters = [] if context.adapters is None else context.adapters.all
+    names = [*context.model_names, *(adapter.lora_name for adapter in adapters)]
+    return ModelList(data=[_card(context, _path(context, name)) for name in names])
 
 
 @router.get("/v1/models/{model:path}", responses=error_responses(404))
@@ -51,13 +52,14 @@ def check_model(context: ServerContext, name: str | None) -> str:
     """
     if not name:
         return context.model_names[0]
-    if name not in context.model_names:
+    if name not in context.model_names and context.adapter(name) is None:
         raise NotFoundError(f"The model `{name:.200}` does not exist.", param="model")
     return name
 
 
 def _path(context: ServerContext, name: str) -> BaseModelPath:
-    return BaseModelPath(name, str(context.config.model.model))
+    adapter = context.adapter(name)
+    return BaseModelPath(name, str(context.config.model.model) if adapter is None else adapter.path)
 
 
 def _card(context: ServerContext, path: BaseModelPath) -> ModelCard:
@@ -65,6 +67,7 @@ def _card(context: ServerContext, path: BaseModelPath) -> ModelCard:
         id=path.name,
         created=int(context.created),
         root=path.model_path,
+        parent=None if context.adapter(path.name) is None else context.model_names[0],
         max_model_len=context.config.scheduler.max_model_len,
         permission=[ModelPermission(created=int(context.created))],
     )

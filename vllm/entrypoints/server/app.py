@@ -19,6 +19,7 @@ from vllm.entrypoints.middleware.user_middleware import add_user_middleware
 from vllm.entrypoints.openai import (
     serving_audio,
     serving_invocations,
+    serving_lora,
     serving_models,
     serving_tokenization,
 )
@@ -48,6 +49,7 @@ _MODEL_ROUTES = (
     serving_classify,
     serving_invocations,
     serving_audio,
+    serving_lora,
 )
 
 

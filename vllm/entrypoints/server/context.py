@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.engine.async_llm_engine import AsyncLLM
+    from vllm.entrypoints.server.served_adapters import ServedAdapters
+    from vllm.lora.request import LoRARequest
     from vllm.utils.otel import Tracer
 
 
@@ -35,6 +37,7 @@ class ServerContext:
         self.is_draining = False
         self.has_been_ready = False
         self.tracer: Tracer | None = None
+        self._adapters: ServedAdapters | None = None
 
     @property
     def config(self) -> "VllmConfig":
@@ -45,6 +48,21 @@ class ServerContext:
     def model_names(self) -> tuple[str, ...]:
         """Names that requests may give as `model`; the first one is that of the responses."""
         return self.config.model.served_model_name
+
+    @property
+    def adapters(self) -> "ServedAdapters | None":
+        """The LoRA adapters that are served; None if LoRA is off."""
+        if self._adapters is None and self.config.lora.enable_lora:
+            from vllm.entrypoints.server.served_adapters import ServedAdapters
+
+            self._adapters = ServedAdapters(
+                self.args.lora_modules, self.model_names, self.config.lora.max_lora_rank
+            )
+        return self._adapters
+
+    def adapter(self, name: str | None) -> "LoRARequest | None":
+        """The adapter that a request names as `model`; None for the model itself."""
+        return None if self.adapters is None else self.adapters.find(name)
 
 
 def get_context(request: "Request") -> ServerContext:

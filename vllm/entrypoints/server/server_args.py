@@ -176,7 +176,8 @@ class ServerArgs:
     reasoning from answers."""
 
     lora_modules: tuple[str, ...] = ()
-    """LoRA adapters. Not supported: the server does not start with this flag."""
+    """LoRA adapters that requests may name as `model`: name=path, or JSON with name and path.
+    Needs --enable-lora."""
 
     prompt_adapters: tuple[str, ...] = ()
     """Prompt adapters. Not supported: the server does not start with this flag."""
@@ -282,12 +283,11 @@ class ServerArgs:
             )
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with /, got {self.root_path!r}")
-        for name in ("lora_modules", "prompt_adapters"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{name} is not available: adapters are not supported. Merge an adapter into "
-                    f"the weights of its model, and serve the merged model"
-                )
+        if self.prompt_adapters:
+            raise ConfigError(
+                "prompt_adapters is not available: prompt adapters are not supported. Put "
+                "instructions into a system prompt"
+            )
 
 
 def from_settings(settings: Mapping[str, Any]) -> ServerArgs:

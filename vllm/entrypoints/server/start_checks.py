@@ -7,6 +7,7 @@ imports torch, transformers or the web framework, only modules that the user nam
 from typing import TYPE_CHECKING
 
 from vllm.entrypoints.server.server_args import ServerArgs
+from vllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,6 +27,7 @@ def check_start(engine_args: "EngineArgs", args: ServerArgs) -> "VllmConfig | No
 
     check_certificates(args)
     config = engine_args.create_early_config()
+    _check_adapters(engine_args, args)
     if args.chat_template is not None:
         from vllm.entrypoints.openai.chat.template_flag import check_chat_template
 
@@ -43,3 +45,20 @@ def check_start(engine_args: "EngineArgs", args: ServerArgs) -> "VllmConfig | No
 
         check_parser_flags(args)
     return config
+
+
+def _check_adapters(engine_args: "EngineArgs", args: ServerArgs) -> None:
+    """Refuse LoRA adapters whose files cannot be used."""
+    if not args.lora_modules:
+        return
+    if not engine_args.enable_lora:
+        raise ConfigError(
+            f"lora_modules={' '.join(args.lora_modules)} needs enable_lora=True: give both, or none"
+        )
+    from vllm.entrypoints.server.served_adapters import ServedAdapters
+
+    names = engine_args.served_model_name or ()
+    try:
+        ServedAdapters(args.lora_modules, names, engine_args.max_lora_rank)
+    except RequestError as error:
+        raise ConfigError(f"lora_modules: {error}") from None

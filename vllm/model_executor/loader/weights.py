@@ -96,11 +96,12 @@ def _converted(
     """Name in the checkpoint, name in the model, tensor; without what is ignored."""
     for checkpoint_name, whole in tensors:
         if not checkpoint_name.endswith(model.ignored_tensors):
-            for name, source in model.convert(_rename(checkpoint_name, model), whole):
+            for name, source in model.convert(renamed(checkpoint_name, model), whole):
                 yield checkpoint_name, name, source
 
 
-def _rename(name: str, model: LoadableModel) -> str:
+def renamed(name: str, model: LoadableModel) -> str:
+    """The name in the model of what has this name in a checkpoint."""
     for prefix, replacement in model.checkpoint_prefixes.items():
         if name.startswith(prefix):
             name = replacement + name.removeprefix(prefix)
@@ -120,7 +121,7 @@ def _find_targets(model: LoadableModel) -> _Targets:
             seen.add(id(param))
             for part_name, slice_ in slices.get(param_name, {"": None}).items():
                 tensor = (slice_ and slice_.tensor) or param_name
-                name = _checkpoint_name(path, part_name, tensor)
+                name = checkpoint_name(path, part_name, tensor)
                 if is_alias:
                     targets.aliases.add(name)
                 else:
@@ -128,7 +129,7 @@ def _find_targets(model: LoadableModel) -> _Targets:
     return targets
 
 
-def _checkpoint_name(path: str, part_name: str, tensor: str) -> str:
+def checkpoint_name(path: str, part_name: str, tensor: str) -> str:
     """Packed parts are siblings: qkv_proj of a.b packs a.b.q_proj, a.b.k_proj, a.b.v_proj."""
     if part_name:
         parent = path.rpartition(".")[0]

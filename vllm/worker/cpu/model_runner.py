@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm.attention import RaggedMetadata
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.messages import ModelRunnerOutput, SchedulerOutput
+from vllm.messages import IntArray, ModelRunnerOutput, SchedulerOutput
 from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
@@ -61,7 +61,7 @@ class CPUModelRunner(ModelRunner):
 
     def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         self._fuse()
-        if self._decode_step is None or step.new_requests:
+        if self._decode_step is None or step.new_requests or self._has_adapters(step.rows):
             return super()._start(step)
         rows = step.rows
         host_ids = self._decode_step.run(rows, step.num_computed_tokens, step.num_scheduled_tokens)
@@ -75,13 +75,16 @@ class CPUModelRunner(ModelRunner):
         )
         return lambda: output
 
+    def _has_adapters(self, rows: IntArray) -> bool:
+        return self.adapters is not None and self.adapters.has_any(rows)
+
     def _forward(self, model_input: ModelInput) -> Tensor:
         self._fuse()
         context = model_input.context
         metadata = context.attention
         if self._fused is None or type(metadata) is not RaggedMetadata:
             return super()._forward(model_input)
-        if context.adapter_rows is not None:
+        if context.adapters is not None:
             return super()._forward(model_input)  # a recorded program does not support adapters
         replaced = context.replaced
         embeddings = None if replaced is None else (replaced.indices, replaced.embeddings)

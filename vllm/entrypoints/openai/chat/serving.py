@@ -194,7 +194,12 @@ async def _search_beams(
     max_tokens = output_budget(context.config, defaults, len(token_ids), body.wanted_tokens)
     params = beam_search_params(body, defaults, max_tokens)
     beams = await beam_requests.search(
-        context, token_ids, params, request_id, priority=body.priority or 0
+        context,
+        token_ids,
+        params,
+        request_id,
+        context.adapter(body.model),
+        priority=body.priority or 0,
     )
     role = _role(context, body)
     return {

@@ -148,6 +148,7 @@ class ChatTurn:
         self.usage = TurnUsage(len(prompt["prompt_token_ids"]))
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._engine = context.engine
+        self._adapter = context.adapter(body.model)
         self._body = body
         self._trace_headers = trace_headers
         self._readers = readers
@@ -188,6 +189,7 @@ class ChatTurn:
             prompt,
             self.params,
             self.request_id,
+            self._adapter,
             trace_headers=self._trace_headers,
             priority=self._body.priority or 0,
         )

@@ -172,6 +172,7 @@ class _Completion:
                 prompt.token_ids,
                 beam_search_params(body, defaults, self._max_tokens(prompt)),
                 self._engine_id(index),
+                self._context.adapter(self.model),
                 priority=body.priority or 0,
             )
             for beam in beams:
@@ -281,6 +282,7 @@ class _Completion:
             self._prompts[index].for_engine,
             params,
             self._engine_id(index),
+            self._context.adapter(self.model),
             trace_headers=self._trace_headers,
             priority=self._body.priority or 0,
         )

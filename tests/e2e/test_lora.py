@@ -1,0 +1,203 @@
+"""LoRA adapters: the outputs of merged weights, whatever else is in the batch."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from vllm import LLM, SamplingParams
+from vllm.assets import BUNDLED_MODEL
+from vllm.errors import RequestError
+from vllm.lora.request import LoRARequest
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+PROMPT = "def main(args):\n    "
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
+
+
+def write_adapter(folder: Path, seed: int, rank: int, modules: tuple[str, ...], **config) -> Path:
+    """An adapter of the bundled model with random weights, as peft writes it."""
+    folder.mkdir(exist_ok=True)
+    given = {"peft_type": "LORA", "r": rank, "lora_alpha": 32, "bias": "none", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(given))
+    rng, tensors = torch.Generator().manual_seed(seed), {}
+    for name, module in base_model().named_modules():
+        if name.endswith(modules):
+            size = next(
+                (r for key, r in config.get("rank_pattern", {}).items() if key in name), rank
+            )
+            for part, shape in (
+                ("lora_A", (size, module.in_features)),
+                ("lora_B", (module.out_features, size)),
+            ):
+                values = torch.randn(shape, generator=rng) * 0.05
+                tensors[f"base_model.model.{name}.{part}.weight"] = values
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def base_model():
+    return AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32)
+
+
+@torch.inference_mode()
+def merged_output(folder: Path, token_ids: list[int]) -> tuple[list[int], list[float]]:
+    """Greedy tokens and their log-probabilities by transformers, with the adapter merged."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    model, tensors = base_model(), {}
+    with torch.no_grad():
+        from safetensors.torch import load_file
+
+        tensors = load_file(folder / "adapter_model.safetensors")
+        for name, a in tensors.items():
+            if ".lora_A." in name:
+                module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                rank = len(a)
+                scale = 32 / (rank**0.5 if config.get("use_rslora") else rank)
+                delta = tensors[name.replace("lora_A", "lora_B")] @ a
+                model.get_submodule(module).weight += scale * delta
+    ids, logprobs = list(token_ids), []
+    for _ in range(GREEDY.max_tokens):
+        row = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        ids.append(int(row.argmax()))
+        logprobs.append(float(row.max()))
+    return ids[len(token_ids) :], logprobs
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory) -> list[LoRARequest]:
+    root = tmp_path_factory.mktemp("adapters")
+    folders = [
+        write_adapter(root / "plain", 1, 8, ("q_proj", "v_proj")),
+        write_adapter(root / "rslora", 2, 16, ALL, use_rslora=True),
+        write_adapter(
+            root / "ranks", 3, 4, ATTENTION, rank_pattern={"layers.1.self_attn.q_proj": 2}
+        ),
+        write_adapter(root / "one", 4, 1, ("down_proj",)),
+    ]
+    return [LoRARequest(f.name, i + 1, str(f)) for i, f in enumerate(folders)]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(dtype="float32", max_model_len=128, enable_lora=True, max_loras=2, max_num_seqs=8)
+
+
+def seen(output) -> tuple[list[int], list[float]]:
+    sample = output.outputs[0]
+    ids = list(sample.token_ids)
+    return ids, [row[i].logprob for i, row in zip(ids, sample.logprobs, strict=True)]
+
+
+def test_adapters_in_one_batch_give_what_merged_weights_give(llm, adapters):
+    mixed = [None, *adapters, None, *reversed(adapters)]
+    outputs = llm.generate([PROMPT] * len(mixed), GREEDY, use_tqdm=False, lora_request=mixed)
+    token_ids = outputs[0].prompt_token_ids
+    for adapter, output in zip(mixed, outputs, strict=True):
+        ids, logprobs = seen(output)
+        if adapter is not None:
+            want_ids, want_logprobs = merged_output(Path(adapter.path), token_ids)
+            assert ids == want_ids, adapter.name
+            assert logprobs == pytest.approx(want_logprobs, abs=1e-4)
+    assert len({tuple(seen(output)[0]) for output in outputs}) == 5
+
+
+def test_rows_without_an_adapter_keep_their_bits(adapters):
+    """With packed weights, where bits do not depend on the batch."""
+    alone = LLM(max_model_len=64).generate([PROMPT], GREEDY, use_tqdm=False)[0]
+    llm = LLM(max_model_len=64, enable_lora=True)
+    mixed = [adapters[0], None, adapters[1]]
+    outputs = llm.generate([PROMPT] * 3, GREEDY, use_tqdm=False, lora_request=mixed)
+    assert seen(outputs[1]) == seen(alone)
+    assert seen(outputs[0]) != seen(alone) != seen(outputs[2])
+
+
+def test_a_prefix_is_shared_by_content_and_not_by_name(llm, adapters, tmp_path):
+    prompt = PROMPT * 8
+    first = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=adapters[0])[0]
+    again = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=adapters[0])[0]
+    assert again.num_cached_tokens > 0
+    assert seen(again)[0] == seen(first)[0]
+    folder = write_adapter(tmp_path / "new", 9, 8, ("q_proj", "v_proj"))
+    renamed = LoRARequest(adapters[0].lora_name, 1, str(folder))
+    other = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=renamed)[0]
+    assert other.num_cached_tokens == 0
+    assert seen(other)[0] == merged_output(folder, other.prompt_token_ids)[0]
+
+
+def broken(folder: Path, kind: str) -> Path:
+    write_adapter(folder, 5, 4, ("q_proj",))
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    other = name.replace("lora_A", "lora_B")
+    given = json.loads(config.read_text())
+    pair = {name: torch.zeros(4, 256), other: torch.zeros(256, 4)}
+    if kind == "no weights":
+        weights.unlink()
+    elif kind == "not JSON":
+        config.write_text("{")
+    elif kind == "cut":
+        weights.write_bytes(weights.read_bytes()[:100])
+    elif kind == "long header":
+        weights.write_bytes((10**10).to_bytes(8, "little") + b"{}")
+    elif kind == "wide":
+        save_file(pair | {name: torch.zeros(4, 999)}, weights)
+    elif kind == "NaN":
+        save_file(pair | {name: torch.full((4, 256), float("nan"))}, weights)
+    elif kind == "half":
+        save_file({name: pair[name]}, weights)
+    elif kind == "head":
+        save_file({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 256)}, weights)
+    else:
+        key, value = kind.split("=", 1)
+        config.write_text(json.dumps(given | {key: json.loads(value)}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("no weights", r"cannot be read: .*\(adapter_model.safetensors\)"),
+        ("not JSON", "adapter_config.json is not JSON"),
+        ("r=64", "the rank r is 64, and max_lora_rank is 16"),
+        ('r="8"', "r must be a whole number above 0, got '8'"),
+        ("lora_alpha=null", "lora_alpha must be a number, got None"),
+        ("use_dora=true", "use_dora is True; DoRA"),
+        ('bias="all"', "bias is 'all'"),
+        ('peft_type="IA3"', "peft_type is 'IA3'"),
+        ('rank_pattern={"(": 4}', "no regular expression"),
+    ],
+)
+def test_a_wrong_folder_is_refused_at_once(llm, tmp_path, kind, message):
+    adapter = LoRARequest("broken", 9, str(broken(tmp_path / "adapter", kind)))
+    with pytest.raises(RequestError, match=message):
+        llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=adapter)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("cut", "cannot be read"),
+        ("long header", "cannot be read"),
+        ("wide", "has the shape [4, 999], and [4, 256] is expected"),
+        ("NaN", "has values that are NaN or infinite"),
+        ("half", "has no .lora_B.weight"),
+        ("head", "does not belong to a layer that adapters can change here"),
+    ],
+)
+def test_wrong_weights_fail_their_request_and_no_other(llm, adapters, tmp_path, kind, message):
+    adapter = LoRARequest("broken", 9, str(broken(tmp_path / "adapter", kind)))
+    mixed = [adapters[0], adapter, None]
+    outputs = llm.generate([PROMPT] * 3, GREEDY, use_tqdm=False, lora_request=mixed)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert message in outputs[1].outputs[0].stop_reason
+
+
+def test_without_lora_an_adapter_is_refused(adapters):
+    llm = LLM(dtype="float32", max_model_len=64)
+    with pytest.raises(RequestError, match="started without LoRA, and the adapter 'plain'"):
+        llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=adapters[0])

@@ -1,0 +1,42 @@
+"""LoRA adapters: how many a step may use, and how large they are."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm.config.fields import check_at_least, check_one_of
+from vllm.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """LoRA adapters."""
+
+    enable_lora: bool = False
+    """Accept requests with a LoRA adapter."""
+
+    max_loras: int = 4
+    """Maximum number of different adapters in one step. Requests with further ones wait."""
+
+    max_lora_rank: int = 16
+    """Maximum rank of an adapter."""
+
+    max_cpu_loras: int | None = None
+    """Maximum number of adapters in host memory; the one that was used least recently is dropped.
+    Not set: 4 * max_loras."""
+
+    lora_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    """Type of adapter weights. auto: that of the model."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "max_loras", "max_lora_rank")
+        check_one_of(self, "lora_dtype", ("auto", "float16", "bfloat16", "float32"))
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras "
+                f"({self.max_loras})"
+            )
+
+    @property
+    def num_in_host_memory(self) -> int:
+        """`max_cpu_loras` with its default."""
+        return self.max_cpu_loras or 4 * self.max_loras

@@ -1,0 +1,199 @@
+"""The files of a LoRA adapter as peft writes them: its config, and its weights as safetensors.
+
+Independent of models: names and shapes are read here, and compared with a model where it is known.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from vllm.errors import RequestError
+from vllm.lora.request import LoRARequest
+from vllm.messages import AdapterRef, CacheKey
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_MAX_CONFIG_BYTES = 1 << 20
+_REFUSED: Mapping[str, str] = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules that are saved whole",
+    "trainable_token_indices": "trained token embeddings",
+    "target_parameters": "parameters that are no linear layer",
+    "lora_bias": "biases of the adapter",
+    "layer_replication": "replicated layers",
+    "alora_invocation_tokens": "activated LoRA",
+}
+"""Keys of adapter_config.json that ask for what is not supported."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What adapter_config.json says about the scale of the weights."""
+
+    rank: int
+    alpha: float
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    uses_rslora: bool
+
+    def scale_of(self, module: str, rank: int) -> float:
+        """What B @ A of a module is multiplied by (alpha / rank; alpha / sqrt(rank) with rsLoRA).
+
+        Args:
+            module: its name in the model, such as model.layers.0.self_attn.q_proj.
+            rank: of its matrices.
+        """
+        alpha = _of_pattern(self.alpha_pattern, module, self.alpha)
+        return alpha / rank**0.5 if self.uses_rslora else alpha / rank
+
+    def rank_of(self, module: str) -> int:
+        """The rank that the matrices of a module must have."""
+        return _of_pattern(self.rank_pattern, module, self.rank)
+
+
+def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+    # As peft reads them: a key is a regular expression for the end of a module's name.
+    for key, value in pattern.items():
+        if re.fullmatch(rf"(.*\.)?({key})", module):
+            return value
+    return default
+
+
+def check_files(folder: Path, max_rank: int) -> AdapterConfig:
+    """Read and check adapter_config.json.
+
+    Raises:
+        RequestError: a file is missing or wrong, or the adapter needs what is not supported.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise RequestError(f"{path} has more than {_MAX_CONFIG_BYTES} bytes")
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(
+            f"the LoRA adapter {folder} cannot be read: {error.strerror or error} ({CONFIG_FILE}). "
+            f"Name a folder that peft's save_pretrained has written"
+        ) from None
+    except ValueError as error:
+        raise RequestError(f"{path} is not JSON: {error}") from None
+    config = _read_config(path, given)
+    largest = max([config.rank, *config.rank_pattern.values()])
+    if largest > max_rank:
+        raise RequestError(
+            f"{path}: the rank r is {largest}, and max_lora_rank is {max_rank}. Start the engine "
+            f"with max_lora_rank={largest}"
+        )
+    return config
+
+
+def _read_config(path: Path, given: Any) -> AdapterConfig:
+    if not isinstance(given, dict):
+        raise RequestError(f"{path} must be a JSON object, got {type(given).__name__}")
+    if str(given.get("peft_type", "LORA")).upper() != "LORA":
+        raise RequestError(f"{path}: peft_type is {given['peft_type']!r}; only LORA is supported")
+    for key, what in _REFUSED.items():
+        if given.get(key):
+            raise RequestError(
+                f"{path}: {key} is {given[key]!r}; {what} are not supported. Merge the adapter "
+                f"into the weights of its model (merge_and_unload of peft)"
+            )
+    if given.get("bias", "none") != "none":
+        raise RequestError(f"{path}: bias is {given['bias']!r}; only 'none' is supported")
+    rank: Any = given.get("r")
+    alpha: Any = given.get("lora_alpha")
+    patterns = [given.get("rank_pattern") or {}, given.get("alpha_pattern") or {}]
+    if not all(isinstance(pattern, dict) for pattern in patterns):
+        raise RequestError(f"{path}: rank_pattern and alpha_pattern must be objects")
+    for key, value in (("r", rank), *(("rank_pattern", v) for v in patterns[0].values())):
+        if type(value) is not int or value < 1:
+            raise RequestError(f"{path}: {key} must be a whole number above 0, got {value!r}")
+    for key, value in (
+        ("lora_alpha", alpha),
+        *(("alpha_pattern", v) for v in patterns[1].values()),
+    ):
+        if type(value) not in (int, float) or not abs(value) < 1e6:
+            raise RequestError(f"{path}: {key} must be a number, got {value!r}")
+    try:
+        for key in (key for pattern in patterns for key in pattern):
+            re.compile(key)
+    except re.error as error:
+        raise RequestError(
+            f"{path}: {key!r} in rank_pattern or alpha_pattern is no regular expression: {error}"
+        ) from None
+    return AdapterConfig(
+        rank=rank,
+        alpha=alpha,
+        rank_pattern=patterns[0],
+        alpha_pattern=patterns[1],
+        uses_rslora=bool(given.get("use_rslora")),
+    )
+
+
+def content_key(folder: Path) -> str:
+    """A hash of the files of an adapter, for the keys of the prefix cache: an adapter that was
+    trained again in the same folder has another one.
+
+    Raises:
+        RequestError: a file cannot be read.
+    """
+    try:
+        stats = [(folder / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]
+        versions = tuple((s.st_size, s.st_mtime_ns, s.st_ino) for s in stats)
+        return _hash_files(str(folder), versions)
+    except OSError as error:
+        raise RequestError(
+            f"the LoRA adapter {folder} cannot be read: {error.strerror or error} "
+            f"({Path(error.filename or folder).name}). Name a folder that peft's save_pretrained "
+            f"has written (as safetensors)"
+        ) from None
+
+
+@lru_cache(maxsize=1024)
+def _hash_files(folder: str, versions: tuple[tuple[int, ...], ...]) -> str:
+    digest = hashlib.sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with open(Path(folder) / name, "rb") as file:
+            while chunk := file.read(1 << 22):
+                digest.update(chunk)
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def adapter_folder(request: LoRARequest) -> Path:
+    """The local folder of an adapter.
+
+    Raises:
+        RequestError: there is no such folder.
+    """
+    folder = Path(request.path).expanduser()
+    if not folder.is_dir():
+        raise RequestError(
+            f"the LoRA adapter {request.lora_name!r}: {request.path} is no folder. Adapters are "
+            f"read from local folders; download it first",
+            param="lora_path",
+        )
+    return folder.resolve()
+
+
+def find_adapter(request: LoRARequest, max_rank: int) -> AdapterRef:
+    """Check the files of an adapter that a request names, and hash them.
+
+    Raises:
+        RequestError: they are missing or wrong.
+    """
+    folder = adapter_folder(request)
+    key = content_key(folder)
+    check_files(folder, max_rank)
+    return AdapterRef(name=request.lora_name, path=str(folder), key=key)
+
+
+def adapter_keys(adapter: AdapterRef | None) -> tuple[CacheKey, ...]:
+    """The key of an adapter in the prefix cache: by its content, not by its name."""
+    return () if adapter is None else (CacheKey(0, f"adapter:{adapter.key}"),)
