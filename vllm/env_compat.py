@@ -41,7 +41,7 @@ _NO_TIMEOUTS = (
     "no step is given up for its time, however long it compiles, and a dead engine is noticed "
     "without a timeout; --request-timeout limits a request"
 )
-_QUANTIZATION = "weights and cache are not quantized on a card yet"
+_QUANTIZATION = "quantization on a card has no such setting"
 _MULTIMODAL = "this version reads text only"
 _EXPERTS = "how experts are computed has no settings: on hpu all experts see all tokens"
 _RECURRENT = "this version runs no models with recurrent state"

@@ -73,39 +73,55 @@ VLLM_INLINE Bits load_bytes(const uint8_t* from, int64_t count) {
   return __builtin_convertvector(bytes, Bits);
 }
 
+#ifdef __AVX512BW__
+// The numbers below the smallest normal one as bf16, by their bytes.
+template <class Format>
+VLLM_INLINE __m512i tiny_halves() {
+  alignas(64) uint16_t tiny[32] = {};
+  for (uint32_t m = 0; m < 1u << Format::kMantissa; ++m) {
+    const float number = static_cast<float>(m) * Format::kSmallest;
+    uint32_t bits;
+    __builtin_memcpy(&bits, &number, sizeof bits);
+    tiny[m] = static_cast<uint16_t>(bits >> 16);
+  }
+  return _mm512_load_si512(tiny);
+}
+
+// As widen_fp8, to bf16: bytes in lanes of 16 bits. Without kHasSpecial all of them are numbers.
+template <class Format, bool kHasSpecial>
+VLLM_INLINE __m512i widen_halves(__m512i bytes, __m512i tiny) {
+  const auto set = [](uint32_t x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); };
+  constexpr int kShift = 7 - Format::kMantissa;
+  const __m512i magnitude = _mm512_and_si512(bytes, set(0x7f));
+  __m512i bits = _mm512_add_epi16(_mm512_slli_epi16(magnitude, kShift),
+                                  set(uint32_t{Format::kRebias} << 7));
+  const auto is_tiny = _mm512_cmplt_epu16_mask(magnitude, set(1u << Format::kMantissa));
+  bits = _mm512_mask_permutexvar_epi16(bits, is_tiny, magnitude, tiny);
+  if constexpr (kHasSpecial) {
+    const auto is_special = _mm512_cmpge_epu16_mask(magnitude, set(Format::kFirstSpecial));
+    if (__builtin_expect(is_special != 0, 0)) {
+      const __m512i special = Format::kMantissa == 3
+                                  ? set(0x7fc0)
+                                  : _mm512_add_epi16(bits, set(uint32_t{Format::kRebias} << 7));
+      bits = _mm512_mask_mov_epi16(bits, is_special, special);
+    }
+  }
+  const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(bytes, set(0x80)), 8);
+  return _mm512_or_si512(bits, sign);
+}
+#endif
+
 // to[0, head_size) = from, and zeros up to a multiple of `unit` elements.
 template <class Format, typename T>
 inline void widen_row(const uint8_t* from, int64_t head_size, int64_t unit, T* to) {
   int64_t done = 0;
-#ifdef __AVX512BF16__
-  if constexpr (sizeof(T) == 2) {  // 32 numbers at a time, as above in lanes of 16 bits
-    alignas(64) uint16_t tiny[32] = {};
-    for (uint32_t m = 0; m < 1u << Format::kMantissa; ++m) {
-      const float number = static_cast<float>(m) * Format::kSmallest;
-      uint32_t bits;
-      __builtin_memcpy(&bits, &number, sizeof bits);
-      tiny[m] = static_cast<uint16_t>(bits >> 16);
-    }
-    const __m512i tiny_numbers = _mm512_load_si512(tiny);
-    const auto set = [](uint32_t x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); };
-    constexpr int kShift = 7 - Format::kMantissa;
+#ifdef __AVX512BW__
+  if constexpr (sizeof(T) == 2) {
+    const __m512i tiny = tiny_halves<Format>();
     for (; done + 32 <= head_size; done += 32) {
       const __m512i bytes = _mm512_cvtepu8_epi16(
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + done)));
-      const __m512i magnitude = _mm512_and_si512(bytes, set(0x7f));
-      __m512i bits = _mm512_add_epi16(_mm512_slli_epi16(magnitude, kShift),
-                                      set(uint32_t{Format::kRebias} << 7));
-      const auto is_tiny = _mm512_cmplt_epu16_mask(magnitude, set(1u << Format::kMantissa));
-      bits = _mm512_mask_permutexvar_epi16(bits, is_tiny, magnitude, tiny_numbers);
-      const auto is_special = _mm512_cmpge_epu16_mask(magnitude, set(Format::kFirstSpecial));
-      if (__builtin_expect(is_special != 0, 0)) {
-        const __m512i special = Format::kMantissa == 3
-                                    ? set(0x7fc0)
-                                    : _mm512_add_epi16(bits, set(uint32_t{Format::kRebias} << 7));
-        bits = _mm512_mask_mov_epi16(bits, is_special, special);
-      }
-      const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(bytes, set(0x80)), 8);
-      _mm512_storeu_si512(to + done, _mm512_or_si512(bits, sign));
+      _mm512_storeu_si512(to + done, widen_halves<Format, true>(bytes, tiny));
     }
   }
 #endif

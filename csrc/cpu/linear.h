@@ -28,9 +28,41 @@ VLLM_INLINE void run_stretch(const LinearWeight& weight, const typename Tile::In
   }
 }
 
-// total[rows][64] of one panel.
+// total[rows][64] of one panel of bytes: a stretch with one scale at a time is widened, multiplied
+// with all rows, and added up.
+template <class Dot, class Code>
+void panel_sums(ByteTile<Dot, Code>, const LinearWeight& weight, int64_t panel,
+                const typename Dot::Input* x, int64_t x_stride, int64_t rows,
+                Vec (*total)[kPanel / kLanes]) {
+  constexpr int64_t kRows = 8 * kMaxTileRows;
+  alignas(64) uint32_t words[kWidenedInputs / 2 * kPanel];
+  alignas(64) Vec sums[kRows][kPanel / kLanes];
+  const uint32_t* const w = weight.panels + panel * vllm_cpu::panel_words(weight);
+  const int64_t stretch =
+      weight.block_inputs < kWidenedInputs ? weight.block_inputs : kWidenedInputs;
+  for (int64_t k = 0; k < weight.in_features; k += stretch) {
+    const int64_t left = weight.in_features - k, inputs = left < stretch ? left : stretch;
+    const int64_t block = k / weight.block_inputs * vllm_cpu::num_panels(weight) + panel;
+    const float* const zeros = weight.zeros != nullptr ? weight.zeros + block * kPanel : nullptr;
+    widen_words<Code>(w + k / 4 * kPanel, zeros, inputs, words);
+    const float* const scales = weight.scales + block * kPanel;
+    for (int64_t first = 0; first < rows; first += kRows) {
+      const int64_t count = rows - first < kRows ? rows - first : kRows;
+      run_tiles<DenseTile<Dot>>(weight, x + first * x_stride + k, x_stride, count, words, inputs,
+                                sums, true, nullptr);
+      for (int64_t r = 0; r < count; ++r) {
+        for (int64_t v = 0; v < kPanel / kLanes; ++v) {
+          Vec& sum = total[first + r][v];
+          sum = fma(sums[r][v], load(scales + v * kLanes), k == 0 ? Vec{} : sum);
+        }
+      }
+    }
+  }
+}
+
+// total[rows][64] of one panel, in the order of its memory.
 template <class Tile>
-void panel_sums(const LinearWeight& weight, int64_t panel, const typename Tile::Input* x,
+void panel_sums(Tile, const LinearWeight& weight, int64_t panel, const typename Tile::Input* x,
                 int64_t x_stride, int64_t rows, typename Tile::Acc (*total)[kPanel / kLanes]) {
   const uint32_t* w = weight.panels + panel * vllm_cpu::panel_words(weight);
   for (int64_t k = 0; k < weight.in_features; k += Tile::kStretchInputs) {
@@ -41,6 +73,13 @@ void panel_sums(const LinearWeight& weight, int64_t panel, const typename Tile::
                       k == 0, next);
     w = next;
   }
+}
+
+// total[rows][64] of one panel.
+template <class Tile>
+void panel_sums(const LinearWeight& weight, int64_t panel, const typename Tile::Input* x,
+                int64_t x_stride, int64_t rows, typename Tile::Acc (*total)[kPanel / kLanes]) {
+  panel_sums(Tile{}, weight, panel, x, x_stride, rows, total);
 }
 
 // How a product is shared: units of one panel and block_rows rows.

@@ -31,17 +31,22 @@ constexpr int kScaleWords = kPanel / 2;  // 64 float16
 constexpr int kZeroWords = kPanel / 4;   // 64 bytes
 constexpr int kNoZero = 8;               // the zero point where none is stored
 
-VLLM_ENUM(WeightFormat, kFloat, kBf16, kInt8, kInt4);
+VLLM_ENUM(WeightFormat, kFloat, kBf16, kInt8, kInt4, kFp8, kUint8);
 
 // A packed weight [out_features, in_features].
 VLLM_STRUCT(LinearWeight,
   const uint32_t* panels;  // aligned to 64 bytes
-  const float* scales;     // int8, int4: [out_features rounded up to 64]; else null
+  // int8, int4: [out_features rounded up to 64]; fp8, uint8: [blocks of inputs][as many]; else null
+  const float* scales;
+  const float* zeros;      // uint8: as many as scales, whole numbers from 0 to 256; else null
   const int32_t* sums;     // int8: sum of the weights of an output, as many; else null
-  const int32_t* order;    // int4: [in_features], which input of x is next; null: as they come
+  // int4, uint8: [in_features], which input of x is next; null: as they come
+  const int32_t* order;
   int64_t in_features, out_features;
   WeightFormat format;
-  int64_t block_inputs;  // int4: inputs that share a scale; else 0
+  // Inputs that share a scale. int4: 32, 64 or 128; fp8, uint8: a divisor or a multiple of 128 and a
+  // multiple of 4, or in_features; else 0.
+  int64_t block_inputs;
   int64_t has_zeros;     // int4: 1 when zero points are stored; else 0
 );
 
@@ -79,6 +84,8 @@ static inline int64_t panel_words(const LinearWeight& w, int64_t inputs) {
     case WeightFormat::kBf16:
       return inputs / 2 * kPanel;
     case WeightFormat::kInt8:
+    case WeightFormat::kFp8:
+    case WeightFormat::kUint8:
       return inputs / 4 * kPanel;
     default:
       return inputs / 8 * kPanel + ceil_div(inputs, w.block_inputs) * header_words(w);

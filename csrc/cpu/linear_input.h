@@ -5,6 +5,7 @@
 // of a converted row; convert, which makes one; and value, the results of a vector of sums.
 #pragma once
 
+#include "linear_bytes.h"
 #include "linear_matrix.h"
 
 namespace VLLM_ISA {
@@ -193,6 +194,38 @@ struct Int4Kind {
   }
 };
 
+// A row of bf16 or float for bytes that are widened to bf16.
+template <typename T, class Dot, class Code>
+struct ByteKind {
+  using Tile = ByteTile<Dot, Code>;
+  using Input = typename Tile::Input;
+  static constexpr bool kConverts = Code::kHasZeros || sizeof(Input) != sizeof(T);
+
+  static int64_t row_size(const LinearWeight& weight) { return weight.in_features; }
+
+  static void convert(const LinearWeight& weight, const T* from, Input* to) {
+    if (weight.order == nullptr) return FloatKind<T, Dot>::convert(weight, from, to);
+    for (int64_t i = 0; i < weight.in_features; ++i) {
+      if constexpr (sizeof(Input) == sizeof(T)) {
+        to[i] = from[weight.order[i]];
+      } else {
+        to[i] = to_float(from[weight.order[i]]);
+      }
+    }
+  }
+
+  static VLLM_INLINE Vec value(const LinearWeight&, const Input*, Vec sum, int64_t) { return sum; }
+};
+
+// Calls body with a ByteKind for rows of T.
+template <typename T, class Code, class Body>
+VLLM_INLINE int64_t with_byte_kind(Body body) {
+#ifdef __AVX512BF16__
+  if constexpr (sizeof(T) == sizeof(bf16)) return body(ByteKind<T, DotBf16, Code>{});
+#endif
+  return body(ByteKind<T, DotWide, Code>{});
+}
+
 // Calls body(Kind{}) with the Kind of a weight and rows of T.
 template <typename T, class Body>
 VLLM_INLINE int64_t with_kind(const LinearWeight& weight, Body body) {
@@ -208,6 +241,10 @@ VLLM_INLINE int64_t with_kind(const LinearWeight& weight, Body body) {
       return body(FloatKind<T, DotWide>{});
     case WeightFormat::kInt8:
       return body(Int8Kind<T>{});
+    case WeightFormat::kFp8:
+      return with_byte_kind<T, Fp8Code>(body);
+    case WeightFormat::kUint8:
+      return with_byte_kind<T, Uint8Code>(body);
     default:
       if (weight.has_zeros) return body(Int4Kind<T, true>{});
       return body(Int4Kind<T, false>{});

@@ -78,6 +78,13 @@ int64_t quantize_weight(const LinearWeight& weight, const T* from, int num_threa
 template <typename T>
 void unpack_row(const LinearWeight& weight, int64_t n, T* out) {
   if (weight.format == WeightFormat::kInt4) return unpack_int4_row(weight, n, out);
+  if (weight.format == WeightFormat::kFp8 || weight.format == WeightFormat::kUint8) {
+    for (int64_t i = 0; i < weight.in_features; ++i) {
+      const int64_t input = weight.order != nullptr ? weight.order[i] : i;
+      out[input] = to_type<T>(byte_weight(weight, n, i));
+    }
+    return;
+  }
   const int64_t words = vllm_cpu::panel_words(weight);
   const uint32_t* const from = weight.panels + n / kPanel * words + n % kPanel;
   const int64_t per_word = weight.in_features * kPanel / words;

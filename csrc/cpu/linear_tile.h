@@ -205,7 +205,8 @@ struct Int4Tile {
   }
 };
 
-// All rows with one stretch of a panel, in tiles of about equal height.
+// All rows with one stretch of a panel, in tiles of about equal height. next: what to bring into the
+// cache meanwhile; null: nothing.
 template <class Tile>
 void run_tiles(const LinearWeight& weight, const typename Tile::Input* x, int64_t x_stride,
                int64_t rows, const uint32_t* w, int64_t inputs,
@@ -213,7 +214,7 @@ void run_tiles(const LinearWeight& weight, const typename Tile::Input* x, int64_
   const int64_t num_tiles = vllm_cpu::ceil_div(rows, int64_t{kMaxTileRows});
   const int64_t num_steps = Tile::num_steps(weight, inputs);
   int64_t lines = vllm_cpu::ceil_div(Tile::kStepLines, num_tiles);
-  if (num_tiles == 1 && Tile::kIsFollowed) lines = 0;
+  if ((num_tiles == 1 && Tile::kIsFollowed) || next == nullptr) lines = 0;
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t first = rows * tile / num_tiles;
     const bool is_needed = tile * lines < Tile::kStepLines;

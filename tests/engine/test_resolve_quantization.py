@@ -51,14 +51,14 @@ def test_without_the_kernels_there_is_none(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantization": "int8"}, "on the device 'hpu'; available: none"),
+        ({"quantization": "int8"}, "on the device 'hpu'; available: fp8"),
         (
             {"enable_prompt_embeds": True},
             "enable_prompt_embeds=True is not available on the device",
         ),
     ],
 )
-def test_a_card_has_none(monkeypatch, settings, message):
+def test_a_card_has_other_ones(monkeypatch, settings, message):
     monkeypatch.setenv("VLLM_HPU_SIM", "gaudi2")
     envs.get.cache_clear()
     resolve_platform.cache_clear()
@@ -77,3 +77,18 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
     assert resolve(model=model, quantization="awq").model.quantization == "awq"
     with pytest.raises(ConfigError, match="is quantized already, with 'awq'"):
         resolve(model=model, quantization="int8")
+
+
+def test_a_quantized_checkpoint_of_float16_runs_in_bfloat16_unless_asked(tmp_path):
+    settings = {"quant_method": "gptq", "bits": 4}
+    model = write_model(tmp_path, quantization_config=settings, torch_dtype="float16")
+    assert resolve(model=model).model.dtype_name == "bfloat16"
+    assert resolve(model=model, dtype="half").model.dtype_name == "float16"
+    assert resolve(model=model, quantization="gptq_hpu").model.quantization == "gptq_hpu"
+
+
+@pytest.mark.parametrize("settings", [{"bits": 4}, {"quant_method": 4}])
+def test_a_checkpoint_that_does_not_say_how_it_is_quantized_is_refused(tmp_path, settings):
+    model = write_model(tmp_path, quantization_config=settings)
+    with pytest.raises(ConfigError, match="must be an object with the string quant_method"):
+        resolve(model=model, quantization="gptq")

@@ -58,6 +58,7 @@ ROPE = torch.ones(2, 1, 4)
 BRIDGE_CALLS = {
     "device": (lambda b: b.device, []),
     "device_name": (lambda b: b.device_name, [("torch.hpu.get_device_name", 0, ())]),
+    "fp8_max": (lambda b: b.fp8_max, [("torch.hpu.get_device_name", 0, ())]),
     "is_lazy": (lambda b: b.is_lazy, []),
     "collectives_backend": (
         lambda b: b.collectives_backend,
@@ -124,6 +125,24 @@ KERNEL_CALLS = {
     "moe": (lambda k: k.moe, []),
 }
 
+FP8 = torch.float8_e4m3fn
+
+# Method -> how it is called, and the operator of `torch.ops.hpu` with its arguments by position.
+OPERATOR_CALLS = {
+    "cast_to_fp8": (
+        lambda k: k.cast_to_fp8("x", "s"),
+        ("cast_to_fp8_v2", "x", "s", False, False, FP8),
+    ),
+    "fp8_gemm": (
+        lambda k: k.fp8_gemm("x", "w", "xs", "ws", torch.float32),
+        ("fp8_gemm_v2", "x", False, "w", True, None, torch.float32, "xs", "ws", None, False),
+    ),
+    "from_uint4": (
+        lambda k: k.from_uint4("w", "s", "z", torch.float32),
+        ("convert_from_uint4", "w", "s", "z", torch.float32),
+    ),
+}
+
 
 POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
@@ -138,7 +157,21 @@ def public_names(protocol: type) -> set[str]:
 
 def test_every_method_of_the_protocol_is_in_the_contract():
     assert public_names(HabanaBridge) == set(BRIDGE_CALLS)
-    assert public_names(FusedKernels) == set(KERNEL_CALLS)
+    assert public_names(FusedKernels) == set(KERNEL_CALLS) | set(OPERATOR_CALLS)
+
+
+@pytest.mark.parametrize("name", OPERATOR_CALLS)
+def test_operators_get_their_documented_arguments_in_order(vendor, monkeypatch, name):
+    call, expected = OPERATOR_CALLS[name]
+    calls = []
+
+    class Recorder:
+        def __getattr__(self, operator):
+            return lambda *args: calls.append((operator, *args)) or ("out", "amax")
+
+    monkeypatch.setattr(torch.ops, "hpu", Recorder(), raising=False)
+    call(RealBridge().kernels)
+    assert calls == [expected]
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

@@ -387,8 +387,9 @@ class ModelConfig:
     """Data type of weights and activations. auto: that of the checkpoint."""
 
     quantization: str | None = field(default=None, metadata={"aliases": ("-q",)})
-    """Quantize the weights of an unquantized checkpoint: int8 or int4, on the CPU. Not set: as in
-    the checkpoint."""
+    """Quantize the weights of an unquantized checkpoint: int8, int4 (both on the CPU) or fp8. A
+    quantized checkpoint may be named by its own format: fp8, gptq, awq, compressed-tensors. Not
+    set: as in the checkpoint."""
 
     seed: int = 0
     """Seed for requests without a seed."""

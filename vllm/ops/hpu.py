@@ -7,8 +7,10 @@ be captured in a graph. Attention is not here: its layouts are those of `attenti
 import torch
 from torch import Tensor
 
-from vllm.ops.interface import SILU_EXPERTS, ExpertOptions
+from vllm.ops.hpu_quantized import prepare_on_host
+from vllm.ops.interface import SILU_EXPERTS, ExpertOptions, PreparedWeight
 from vllm.ops.native import NativeOps
+from vllm.ops.stored_weight import StoredWeight
 from vllm.platforms.habana.bridge import HabanaBridge
 from vllm.platforms.hpu import HPUPlatform
 from vllm.platforms.registry import resolve_platform
@@ -35,6 +37,11 @@ class HPUOps(NativeOps):
             bridge = platform.bridge
         self._kernels = bridge.kernels
         self._is_lazy, self._has_moe = bridge.is_lazy, bridge.kernels.has_moe
+        self._fp8_max = bridge.fp8_max
+
+    def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
+        prepared = prepare_on_host(weight, self._kernels, self._fp8_max, dtype)
+        return super().prepare_weight(weight, dtype) if prepared is None else prepared
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.shape != x.shape[-1:]:

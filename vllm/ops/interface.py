@@ -15,11 +15,13 @@ the CPU); on a device its effect is undefined.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from vllm.ops.stored_weight import StoredWeight
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """What a KV cache may hold besides the dtype of the model."""
@@ -44,6 +46,25 @@ class ExpertOptions:
 
 SILU_EXPERTS = ExpertOptions()
 """Those of most families."""
+
+
+class PreparedWeight(Protocol):
+    """A weight of a linear layer in the layout that a device multiplies with.
+
+    One that holds parameters is an `nn.Module`.
+    """
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., in_features] @ weight.T + bias -> [..., out_features] of x's dtype."""
+        ...
+
+
+class PreparedExperts(Protocol):
+    """The weights of gated experts in the layout that a device multiplies with."""
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """As `Ops.moe`."""
+        ...
 
 
 class Ops(ABC):
@@ -190,6 +211,43 @@ class Ops(ABC):
 
         Raises:
             ValueError: top_k is out of range.
+        """
+
+    @abstractmethod
+    def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
+        """Bring a quantized weight into the layout that runs.
+
+        Args:
+            weight: on the host. Must not be used afterwards.
+            dtype: of the inputs.
+
+        Returns:
+            On the host; one with parameters can be moved to the device.
+
+        Raises:
+            ValueError: the device cannot multiply with it; the message says why.
+        """
+
+    @abstractmethod
+    def prepare_experts(
+        self,
+        gate: Sequence[StoredWeight],
+        up: Sequence[StoredWeight],
+        down: Sequence[StoredWeight],
+        dtype: torch.dtype,
+    ) -> PreparedExperts | None:
+        """Bring the quantized weights of gated experts into the layout that runs.
+
+        Args:
+            gate, up: [I, hidden] for each expert, on the host.
+            down: [hidden, I] for each expert.
+            dtype: of the inputs.
+
+        Returns:
+            None: the device has no kernel for them; they have to be dequantized.
+
+        Raises:
+            ValueError: experts are stored in different ways.
         """
 
     @abstractmethod

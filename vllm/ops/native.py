@@ -9,9 +9,30 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from vllm.ops.interface import FP8_DTYPES, SILU_EXPERTS, ExpertOptions, Ops, Routing
+from vllm.ops.interface import (
+    FP8_DTYPES,
+    SILU_EXPERTS,
+    ExpertOptions,
+    Ops,
+    PreparedExperts,
+    PreparedWeight,
+    Routing,
+)
+from vllm.ops.stored_weight import StoredWeight
+
+
+class DenseWeight(nn.Module):
+    """A dequantized weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `PreparedWeight`."""
+        return F.linear(x, self.weight, bias)
 
 
 class NativeOps(Ops):
@@ -83,6 +104,18 @@ class NativeOps(Ops):
             if routing == "sigmoid_of_chosen":
                 weights = weights / weights.sum(-1, keepdim=True)
         return ids, weights * scale
+
+    def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
+        return DenseWeight(weight.dequantize().to(dtype))
+
+    def prepare_experts(
+        self,
+        gate: Sequence[StoredWeight],
+        up: Sequence[StoredWeight],
+        down: Sequence[StoredWeight],
+        dtype: torch.dtype,
+    ) -> PreparedExperts | None:
+        return None
 
     def moe(
         self,

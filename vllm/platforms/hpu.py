@@ -55,6 +55,11 @@ class HPUPlatform(Platform):
         """The fused kernels, over the bridge."""
         return "vllm.ops.hpu:HPUOps"
 
+    @property
+    def quantizations(self) -> tuple[str, ...]:
+        """What the card multiplies with."""
+        return ("fp8",)
+
     def free_memory_bytes(self) -> int:
         """What is left of the pool of this process."""
         return self.bridge.memory_info().free_bytes

@@ -32,7 +32,12 @@ from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType, ModelImpl
 from vllm.config.speculative import METHODS_WITHOUT_EFFECT
 from vllm.engine.resolve.hpu import fit_token_budget, refuse_variables, resolve_hpu_config
-from vllm.engine.resolve.model_options import check_quantization, resolve_offload, resolve_windows
+from vllm.engine.resolve.model_options import (
+    check_quantization,
+    quant_method,
+    resolve_offload,
+    resolve_windows,
+)
 from vllm.engine.resolve.pooling import resolve_pooler
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -349,6 +354,8 @@ def _resolve_tokenizer(asked: ModelConfig, load: LoadConfig, folder: Path) -> st
 
 def _resolve_dtype(asked: ModelConfig, arch: ModelArch) -> ModelDType:
     name = replace(asked, arch=arch).dtype_name
+    if asked.dtype == "auto" and name == "float16" and quant_method(arch) is not None:
+        name = "bfloat16"  # what the kernels of quantized weights compute in
     if name not in _RUNNABLE_DTYPES:
         raise ConfigError(
             f"the checkpoint's dtype {name} is not supported; set dtype to one of "

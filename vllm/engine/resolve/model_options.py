@@ -11,6 +11,14 @@ from vllm.platforms import Platform
 _DTYPES = ("bfloat16", "float32")
 """Dtypes of models whose weights can be quantized."""
 
+_OTHER_NAMES = {
+    "awq_hpu": "awq",
+    "awq_marlin": "awq",
+    "gptq_hpu": "gptq",
+    "gptq_marlin": "gptq",
+}
+"""Values of `--quantization` that name a format together with kernels for it."""
+
 
 def check_quantization(model: ModelConfig, platform: Platform) -> None:
     """Refuse a quantization that the model or the platform does not support.
@@ -27,9 +35,9 @@ def check_quantization(model: ModelConfig, platform: Platform) -> None:
     asked = model.quantization
     if asked is None:
         return
-    own = (model.resolved_arch.hf_config.get("quantization_config") or {}).get("quant_method")
+    own = quant_method(model.resolved_arch)
     if own is not None:
-        if own != asked:
+        if own != _OTHER_NAMES.get(asked, asked):
             raise ConfigError(
                 f"quantization={asked!r}: the checkpoint is quantized already, with {own!r}; "
                 f"leave the argument out"
@@ -45,6 +53,23 @@ def check_quantization(model: ModelConfig, platform: Platform) -> None:
         raise ConfigError(
             f"quantization={asked!r} needs dtype {' or '.join(_DTYPES)}, got {model.dtype_name}"
         )
+
+
+def quant_method(arch: ModelArch) -> str | None:
+    """The format of a quantized checkpoint; None: it is not quantized.
+
+    Raises:
+        ConfigError: `quantization_config` is no object, or does not say.
+    """
+    settings = arch.hf_config.get("quantization_config")
+    if not settings:
+        return None
+    if not isinstance(settings, dict) or not isinstance(settings.get("quant_method"), str):
+        raise ConfigError(
+            "config.json of the checkpoint: quantization_config must be an object with the string "
+            "quant_method"
+        )
+    return str(settings["quant_method"])
 
 
 logger = init_logger(__name__)

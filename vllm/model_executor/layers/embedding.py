@@ -124,7 +124,7 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def _share(self) -> None:
         (embedding,) = self._tied
-        self._remove_weights()
+        self.remove_weights()
         self.method = embedding.method
         for name, param in embedding.named_parameters():
             setattr(self, name, param)

@@ -50,6 +50,9 @@ class ParallelLinear(MethodLayer):
     keeps_precision: bool = False
     """The weight stays in the model's dtype where others are stored in fewer bits."""
 
+    is_held: bool = False
+    """The layer only loads: another one takes its parameters over."""
+
     def __init__(
         self,
         input_size: int,

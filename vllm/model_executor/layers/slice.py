@@ -83,6 +83,11 @@ class Slice:
             shard.narrow(self.dim, num_real, self.size - num_real).zero_()
 
 
+def whole(dim: int, offset: int, size: int, tp: TPGroup) -> Slice:
+    """Rows or columns of a parameter that a checkpoint tensor fills alike on every rank."""
+    return Slice(dim, offset, size, size, num_replicas=tp.size)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertSlice(Slice):
     """Rows or columns of one expert's matrix in a parameter [experts, ...]."""

@@ -42,6 +42,12 @@ class WeightMethod(ABC, Generic[Layer]):
         """
         place.fill(name, source, tp)
 
+    def fill_indices(self, layer: Layer) -> None:
+        """Give the parameters that are indices or shapes values that fit the layer.
+
+        For dummy weights, which are random numbers everywhere else.
+        """
+
     def finish(self, layer: Layer) -> None:
         """Bring the weights of a layer into the layout that runs, once all parameters are filled.
 
@@ -60,11 +66,12 @@ class MethodLayer(SlicedModule):
 
     def use_method(self, method: WeightMethod[Any]) -> None:
         """Store the weights in another way. Before they are loaded only."""
-        self._remove_weights()
+        self.remove_weights()
         self.method = method
         method.create_weights(self)
 
-    def _remove_weights(self) -> None:
+    def remove_weights(self) -> None:
+        """Remove all parameters but those that are the layer's own, such as the bias."""
         names = [name for name, _ in self.named_parameters() if name not in self.own_parameters]
         for name in names:
             delattr(self, name)

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from vllm.model_executor.layers.weight_method import MethodLayer
+
 _BLOCK_SIZE = 1_000_003
 """Random numbers drawn; a prime, so that the rows of a weight that repeats them differ."""
 
@@ -26,3 +28,6 @@ def fill_with_dummy_weights(model: nn.Module, seed: int) -> None:
         for start in range(0, flat.numel(), _BLOCK_SIZE):
             part = flat[start : start + _BLOCK_SIZE]
             part.copy_(values[: part.numel()])
+    for module in model.modules():
+        if isinstance(module, MethodLayer):
+            module.method.fill_indices(module)

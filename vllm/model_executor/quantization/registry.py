@@ -31,7 +31,22 @@ _formats: dict[str, Format] = {
     "int8": Format(f"{_PACKAGE}.cpu_packed:CPUInt8", is_stored=False),
     "int4": Format(f"{_PACKAGE}.cpu_packed:CPUInt4", is_stored=False),
     "mxfp4": Format(f"{_PACKAGE}.mxfp4:MXFP4"),
+    "fp8": Format(f"{_PACKAGE}.fp8:Fp8"),
+    "fbgemm_fp8": Format(f"{_PACKAGE}.fp8:Fp8"),
+    "modelopt": Format(f"{_PACKAGE}.fp8:ModelOptFp8"),
+    "gptq": Format(f"{_PACKAGE}.gptq:GPTQ"),
+    "awq": Format(f"{_PACKAGE}.awq:AWQ"),
+    "compressed-tensors": Format(f"{_PACKAGE}.compressed_tensors:CompressedTensors"),
 }
+
+_INSTEAD = {
+    "bitsandbytes": "load the unquantized checkpoint with --quantization int4 or int8",
+    "hqq": "load the unquantized checkpoint with --quantization int4 or int8",
+    "exl2": "use a GPTQ or AWQ checkpoint of the model, or the unquantized one with "
+    "--quantization int4",
+    "marlin": "use the GPTQ checkpoint that it was made of: this layout is for another device",
+}
+"""What to do about formats that are not supported on purpose."""
 
 
 def register_quantization(name: str, create: str | CreateQuantization) -> None:
@@ -52,9 +67,10 @@ def quantization_of(model: ModelConfig) -> Quantization | None:
     found = _formats.get(name)
     if found is None or (settings and not found.is_stored):
         names = sorted(name for name, row in _formats.items() if row.is_stored)
+        supported = f"supported: {', '.join(names) or 'unquantized checkpoints only'}"
         raise ConfigError(
             f"the checkpoint is quantized with {name!r}, which is not supported; "
-            f"supported: {', '.join(names) or 'unquantized checkpoints only'}"
+            f"{_INSTEAD.get(name, supported)}"
         )
     create = load_class(found.create) if isinstance(found.create, str) else found.create
     quantization: Quantization = create(settings)

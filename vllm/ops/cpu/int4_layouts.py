@@ -54,8 +54,8 @@ def read_gptq(
     """
     shape = torch.Size((qweight.shape[-1], 8 * qweight.shape[0]))
     zeros = _nibbles(qzeros, range(8)) + zero_offset
-    order = None if g_idx is None else _order_of(g_idx, shape[1], len(scales))
-    return _groups(shape, qweight, scales, zeros, order)
+    order = None if g_idx is None else order_of(g_idx, shape[1], len(scales))
+    return make_groups(shape, qweight, scales, zeros, order)
 
 
 def read_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Int4Groups:
@@ -70,7 +70,7 @@ def read_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Int4Groups:
         ValueError: shapes or dtypes do not fit.
     """
     shape = torch.Size((8 * qweight.shape[-1], qweight.shape[0]))
-    return _groups(shape, qweight, scales, _nibbles(qzeros, _AWQ_PLACES), None)
+    return make_groups(shape, qweight, scales, _nibbles(qzeros, _AWQ_PLACES), None)
 
 
 def _nibbles(words: Tensor, places: range | tuple[int, ...]) -> Tensor:
@@ -79,8 +79,12 @@ def _nibbles(words: Tensor, places: range | tuple[int, ...]) -> Tensor:
     return (words[..., None].int() >> shifts & 15).flatten(-2).to(torch.uint8)
 
 
-def _order_of(g_idx: Tensor, num_inputs: int, num_groups: int) -> Tensor | None:
-    """The inputs sorted by group; None when they are."""
+def order_of(g_idx: Tensor, num_inputs: int, num_groups: int) -> Tensor | None:
+    """The inputs sorted by group, [num_inputs] int32; None when they are.
+
+    Raises:
+        ValueError: g_idx does not divide so many inputs into groups of equal size.
+    """
     if g_idx.shape != (num_inputs,):
         raise ValueError(f"g_idx is {list(g_idx.shape)} for {num_inputs} inputs")
     groups = g_idx.long()
@@ -98,9 +102,21 @@ def _order_of(g_idx: Tensor, num_inputs: int, num_groups: int) -> Tensor | None:
     return groups.argsort(stable=True).int()
 
 
-def _groups(
+def make_groups(
     shape: torch.Size, qweight: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None
 ) -> Int4Groups:
+    """The groups of a weight whose words are in the layout of GPTQ or AWQ.
+
+    Args:
+        shape: (out_features, in_features).
+        qweight: the words, to be checked.
+        scales: [G, out_features].
+        zeros: [G, out_features] uint8.
+        order: of the inputs; None: as they come.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
     num_out, num_in = shape
     if qweight.dtype != torch.int32 or not qweight.is_contiguous() or not qweight.is_cpu:
         raise ValueError(

@@ -6,6 +6,7 @@ number of rows. Knows no layers and no models.
 """
 
 import ctypes
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn, cast
 
@@ -17,7 +18,8 @@ from vllm.ops.cpu.library import CPUKernels, load_cpu_kernels, require_cpu_kerne
 from vllm.ops.cpu.symbols import Ids, Rows
 
 _ALIGNMENT = 64
-_MAX_INT8_INPUTS = 66_000  # 255 * 127 * inputs stays below 2^31
+MAX_INT8_INPUTS = 65_000
+"""255 * 128 * inputs stays below 2^31."""
 
 _num_threads = torch.get_num_threads
 
@@ -32,11 +34,17 @@ class WeightFormat(Enum):
     INT4 = "kInt4"
     """One float16 scale, and a zero point or none, per block of 32, 64 or 128 inputs of an output
     feature; inputs are rounded to int8 in the same blocks."""
+    FP8 = "kFp8"
+    """float8_e4m3fn with a scale per block of inputs of an output feature; inputs stay as they
+    are, and so do the weights: widening them is exact."""
+    UINT8 = "kUint8"
+    """Whole numbers from 0 to 255 with a zero point and a scale per block of inputs of an output
+    feature; the rest as FP8."""
 
     @property
     def inputs_per_word(self) -> int:
         """in_features must be a multiple of this."""
-        return {"kFloat": 1, "kBf16": 2, "kInt8": 4, "kInt4": 8}[self.value]
+        return {"kFloat": 1, "kBf16": 2, "kInt4": 8}.get(self.value, 4)
 
 
 _DENSE_FORMATS = {torch.float32: WeightFormat.FLOAT32, torch.bfloat16: WeightFormat.BFLOAT16}
@@ -54,15 +62,29 @@ def can_pack(weight: Tensor, weight_format: WeightFormat | None = None) -> bool:
         return False
     wanted = own if weight_format is None else weight_format
     in_features = weight.shape[1]
-    fits = wanted is not WeightFormat.INT8 or in_features <= _MAX_INT8_INPUTS
+    fits = wanted is not WeightFormat.INT8 or in_features <= MAX_INT8_INPUTS
     return fits and in_features > 0 and in_features % wanted.inputs_per_word == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteGroups:
+    """Scales of a weight [out_features, in_features] of bytes: of blocks of neighbouring inputs."""
+
+    scales: Tensor
+    """[blocks, out_features]"""
+    zeros: Tensor | None = None
+    """As many zero points, 0 to 256; None: fp8 has none."""
+    order: Tensor | None = None
+    """[in_features] int32: the input that each column of the weight is for; None: as they come."""
+    block_inputs: int
+    """Inputs that share a scale: a divisor or a multiple of 128 and a multiple of 4, or all."""
 
 
 class PackedWeight:
     """The weight of a linear layer [out_features, in_features] as the kernels read it.
 
-    Made by `pack`, `quantize`, `from_gptq` or `from_awq`. A row's result does not depend on the
-    rows beside it, nor on the number of threads.
+    Made by `pack`, `quantize`, `from_gptq`, `from_awq`, `from_int8` or `from_bytes`.
+    A row's result does not depend on the rows beside it, nor on the number of threads.
     """
 
     def __init__(
@@ -70,7 +92,7 @@ class PackedWeight:
         weight_format: WeightFormat,
         shape: torch.Size,
         panels: Tensor | None = None,
-        groups: Int4Groups | None = None,
+        groups: Int4Groups | ByteGroups | None = None,
     ) -> None:
         """Wrap panels, or make them, zeroed; an int4 weight without groups has blocks of 32."""
         self.out_features, self.in_features = shape
@@ -79,21 +101,26 @@ class PackedWeight:
         """[in_features] int32, the order in which inputs are read; None: as they come."""
         self._scales: Tensor | None = None
         self._sums: Tensor | None = None
+        self._zeros: Tensor | None = None
         padded = _round_up(self.out_features)
-        if weight_format in (WeightFormat.INT8, WeightFormat.INT4):
+        if isinstance(groups, ByteGroups):
+            self._scales = _padded(groups.scales, padded)
+            self._zeros = None if groups.zeros is None else _padded(groups.zeros, padded)
+        elif weight_format in (WeightFormat.INT8, WeightFormat.INT4):
             self._scales = torch.zeros(padded)
         if weight_format is WeightFormat.INT8:
             self._sums = torch.zeros(padded, dtype=torch.int32)
-        is_int4 = weight_format is WeightFormat.INT4
+        default_block = 32 if weight_format is WeightFormat.INT4 else 0
         kernels = _kernels()
         self._struct = kernels.plain.LinearWeight(
             scales=_address(self._scales),
+            zeros=_address(self._zeros),
             sums=_address(self._sums),
             order=_address(self.order),
             in_features=self.in_features,
             out_features=self.out_features,
             format=kernels.plain.WeightFormat[weight_format.value],
-            block_inputs=(groups.block_inputs if groups is not None else 32) if is_int4 else 0,
+            block_inputs=default_block if groups is None else groups.block_inputs,
             has_zeros=groups is not None and groups.zeros is not None,
         )
         self._address = ctypes.addressof(self._struct)
@@ -125,11 +152,53 @@ class PackedWeight:
             panels = weight.new_zeros(padded * num_in)
             panels[: num_out * num_in] = weight.flatten()
         weight_format = _DENSE_FORMATS[weight.dtype]
-        num_words = num_in // weight_format.inputs_per_word
-        plain = _kernels().plain
-        num_panels = padded // plain.kPanel
-        _check_memory(plain.pack_panels(panels.data_ptr(), num_panels, num_words, _num_threads()))
+        _pack_panels(panels, padded, num_in // weight_format.inputs_per_word)
         return cls(weight_format, weight.shape, panels)
+
+    @classmethod
+    def from_int8(cls, weight: Tensor, scales: Tensor) -> "PackedWeight":
+        """Take over int8 numbers [out_features, in_features] with a scale per output feature.
+
+        Args:
+            weight: int8, in_features a multiple of 4 and at most 65,000.
+            scales: [out_features].
+
+        Raises:
+            MemoryError: there is no scratch memory.
+        """
+        num_out, num_in = weight.shape
+        padded = _round_up(num_out)
+        panels = weight.new_zeros(padded, num_in)
+        panels[:num_out] = weight
+        _pack_panels(panels, padded, num_in // WeightFormat.INT8.inputs_per_word)
+        packed = cls(WeightFormat.INT8, weight.shape, panels.flatten())
+        assert packed._scales is not None and packed._sums is not None
+        packed._scales[:num_out] = scales
+        packed._sums[:num_out] = weight.sum(1, dtype=torch.int32)
+        return packed
+
+    @classmethod
+    def from_bytes(
+        cls, weight_format: WeightFormat, codes: Tensor, groups: ByteGroups
+    ) -> "PackedWeight":
+        """Take over a weight of one byte per number.
+
+        Args:
+            weight_format: FP8 or UINT8.
+            codes: [out_features, in_features] uint8: the numbers, or the bits of float8_e4m3fn
+                without NaN; in_features a multiple of 4.
+            groups: the scales.
+
+        Raises:
+            MemoryError: there is no scratch memory.
+        """
+        num_out, num_in = codes.shape
+        padded = _round_up(num_out)
+        panels = codes.new_zeros(padded, num_in)
+        # Where the kernels look for inputs 0 to 3 of a word (csrc/cpu/linear_format.h).
+        panels[:num_out] = codes.unflatten(1, (-1, 4))[..., [0, 2, 1, 3]].flatten(1)
+        _pack_panels(panels, padded, num_in // weight_format.inputs_per_word)
+        return cls(weight_format, codes.shape, panels.flatten(), groups)
 
     @classmethod
     def quantize(cls, weight: Tensor, weight_format: WeightFormat) -> "PackedWeight":
@@ -176,7 +245,7 @@ class PackedWeight:
             ValueError: shapes or dtypes do not fit, groups are unequal, or their size is neither a
                 multiple of 32 nor the whole row.
         """
-        return cls._from_groups(
+        return cls.from_groups(
             qweight,
             read_gptq(qweight, qzeros, scales, g_idx, zero_offset=0 if is_v2 else 1),
             is_awq=False,
@@ -198,10 +267,11 @@ class PackedWeight:
             ValueError: shapes or dtypes do not fit, or the size of a group is neither a multiple
                 of 32 nor the whole row.
         """
-        return cls._from_groups(qweight, read_awq(qweight, qzeros, scales), is_awq=True)
+        return cls.from_groups(qweight, read_awq(qweight, qzeros, scales), is_awq=True)
 
     @classmethod
-    def _from_groups(cls, words: Tensor, groups: Int4Groups, is_awq: bool) -> "PackedWeight":
+    def from_groups(cls, words: Tensor, groups: Int4Groups, is_awq: bool) -> "PackedWeight":
+        """Take over int4 numbers in the layout of AWQ, else of GPTQ, whose groups were read."""
         packed = cls(WeightFormat.INT4, groups.shape, groups=groups)
         kernels = _kernels()
         source = kernels.plain.Int4Source(
@@ -235,7 +305,7 @@ class PackedWeight:
     @property
     def num_bytes(self) -> int:
         """Memory of the weight with its scales."""
-        tensors = (self._panels, self._scales, self._sums, self.order)
+        tensors = (self._panels, self._scales, self._zeros, self._sums, self.order)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def linear(self, x: Any, bias: Tensor | None = None) -> Tensor:
@@ -330,6 +400,20 @@ def _address(x: Tensor | None) -> int | None:
 def _round_up(out_features: int) -> int:
     panel: int = _kernels().plain.kPanel
     return -(-out_features // panel) * panel
+
+
+def _pack_panels(panels: Tensor, num_out: int, num_words: int) -> None:
+    """From [num_out, num_words] to [num_out / 64, num_words, 64] words, in place."""
+    plain = _kernels().plain
+    num_panels = num_out // plain.kPanel
+    _check_memory(plain.pack_panels(panels.data_ptr(), num_panels, num_words, _num_threads()))
+
+
+def _padded(values: Tensor, size: int) -> Tensor:
+    """[blocks, out_features] as float32 [blocks, size], the last ones 0."""
+    out = torch.zeros(len(values), size)
+    out[:, : values.shape[1]] = values
+    return out
 
 
 def _check_weight(weight: Tensor, weight_format: WeightFormat | None) -> None:

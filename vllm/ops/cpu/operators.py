@@ -29,8 +29,10 @@ from vllm.ops.cpu.row_operations import (
     refuse_pair,
     refuse_strides,
 )
-from vllm.ops.interface import FP8_DTYPES, Routing
+from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
+from vllm.ops.interface import FP8_DTYPES, PreparedExperts, PreparedWeight, Routing
 from vllm.ops.native import NativeOps, check_top_k
+from vllm.ops.stored_weight import StoredWeight
 
 __all__ = ["CPUOps", "load_cpu_kernels"]
 
@@ -53,6 +55,19 @@ class CPUOps(NativeOps):
     def _rows_of(self, x: Tensor) -> Callable[..., Any] | None:
         """What runs an operation on the rows of x, called as `RowOperations`; None: torch does."""
         return self._row_operations.get(x.dtype) if x.is_cpu else None
+
+    def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
+        packed = pack_stored(weight) if dtype in self._kernels else None
+        return super().prepare_weight(weight, dtype) if packed is None else packed
+
+    def prepare_experts(
+        self,
+        gate: Sequence[StoredWeight],
+        up: Sequence[StoredWeight],
+        down: Sequence[StoredWeight],
+        dtype: torch.dtype,
+    ) -> PreparedExperts | None:
+        return pack_stored_experts(gate, up, down) if dtype in self._kernels else None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         run = self._rows_of(x)

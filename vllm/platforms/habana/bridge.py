@@ -85,6 +85,42 @@ class FusedKernels(Protocol):
     def rms_norm(self, x: "Tensor", weight: "Tensor", eps: float) -> "Tensor":
         """x * rsqrt(mean(x^2) + eps) * weight over the last dimension, reduced in fp32."""
 
+    def cast_to_fp8(self, x: "Tensor", scale: "Tensor") -> "Tensor":
+        """x * scale, rounded to float8_e4m3fn and limited to the numbers of the card.
+
+        Args:
+            x: [T, K] float32 or bfloat16.
+            scale: [T, 1] or [1] float32.
+        """
+
+    def fp8_gemm(
+        self,
+        x: "Tensor",
+        weight: "Tensor",
+        x_scale: "Tensor",
+        weight_scale: "Tensor",
+        dtype: "torch.dtype",
+    ) -> "Tensor":
+        """(x @ weight.T) * x_scale * weight_scale, [T, N] of `dtype`.
+
+        Args:
+            x: [T, K] float8_e4m3fn.
+            weight: [N, K] float8_e4m3fn.
+            x_scale: [T, 1] or [1] float32.
+            weight_scale: [N] float32.
+        """
+
+    def from_uint4(
+        self, words: "Tensor", scales: "Tensor", zeros: "Tensor", dtype: "torch.dtype"
+    ) -> "Tensor":
+        """(number - zero) * scale, [K, N] of `dtype`.
+
+        Args:
+            words: [K, N / 8] int32, eight numbers in a word from the lowest bits on.
+            scales: [G, N], each for K / G rows.
+            zeros: [G, N / 8] int32, packed alike.
+        """
+
     def rotary(self, x: "Tensor", cos: "Tensor", sin: "Tensor", *, interleaved: bool) -> "Tensor":
         """x * cos + rotate(x) * sin.
 
@@ -135,6 +171,10 @@ class HabanaBridge(Protocol):
     @property
     def device_name(self) -> str:
         """GAUDI2 or GAUDI3."""
+
+    @property
+    def fp8_max(self) -> float:
+        """The largest number of e4m3 on this card."""
 
     @property
     def is_lazy(self) -> bool:

@@ -22,8 +22,13 @@ from vllm.platforms.habana.bridge import (
     MemoryInfo,
 )
 from vllm.platforms.habana.experts import FusedExperts
+from vllm.platforms.habana.operators import QuantizedKernels
 
 logger = init_logger(__name__)
+
+_FP8_MAX = 448.0
+_FP8_MAX_OF_GAUDI2 = 240.0
+"""Its e4m3 has infinities, where the other one has numbers."""
 
 
 class RealBridge:
@@ -60,6 +65,10 @@ class RealBridge:
     def device_name(self) -> str:
         name: str = self._hthpu.get_device_name()
         return name
+
+    @property
+    def fp8_max(self) -> float:
+        return _FP8_MAX_OF_GAUDI2 if self.device_name.upper().startswith("GAUDI2") else _FP8_MAX
 
     @property
     def is_lazy(self) -> bool:
@@ -165,7 +174,7 @@ class RealBridge:
         return {} if metric is None else dict(metric.stats())
 
 
-class _RealKernels(FusedExperts):
+class _RealKernels(FusedExperts, QuantizedKernels):
     """The kernels of `habana_frameworks.torch.hpex`; all their arguments go by position."""
 
     def __init__(self) -> None:

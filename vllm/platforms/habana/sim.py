@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vllm.platforms.habana.bridge import DeviceCounters, DeviceEvent, FusedKernels, MemoryInfo
 from vllm.platforms.habana.experts import FusedExperts
+from vllm.platforms.habana.operators import QuantizedKernels
 from vllm.platforms.habana.sim_card import SimulatedCard
 from vllm.platforms.habana.sim_compile import compile_for_card
 from vllm.platforms.habana.sim_device import HpuTensor, install
@@ -89,6 +90,10 @@ class SimBridge:
         return self.card.spec.name
 
     @property
+    def fp8_max(self) -> float:
+        return self.card.spec.e4m3_max
+
+    @property
     def is_lazy(self) -> bool:
         return self.card.is_lazy
 
@@ -165,7 +170,7 @@ class SimBridge:
         random.manual_seed_all(seed)
 
 
-class SimulatedKernels(FusedExperts):
+class SimulatedKernels(FusedExperts, QuantizedKernels):
     """`FusedKernels` over the simulated operators; refuses what the real ones refuse."""
 
     def sdpa(

@@ -122,6 +122,24 @@ def _shaped(scale: Tensor | float, shape: list[int] | None) -> Tensor | float:
     return scale.view(shape) if isinstance(scale, Tensor) and shape else scale
 
 
+def _shape_of_cast(
+    input: Tensor,
+    scale: object = None,
+    stochastic_rounding: bool = False,
+    is_amax: bool = False,
+    dtype: torch.dtype | None = None,
+    scale_shape: object = None,
+) -> tuple[Tensor, Tensor]:
+    amax = input.new_empty(() if is_amax else (0,), dtype=torch.float32)
+    return input.new_empty(input.shape, dtype=dtype or _E4M3), amax
+
+
+SHAPES: dict[str, Callable[..., object]] = {
+    "cast_to_fp8_v2": _shape_of_cast,
+    "cast_to_fp8_v2.scalar": _shape_of_cast,
+}
+"""Results without values, for what traces a graph: torch cannot trace how casts saturate."""
+
 KERNELS: dict[str, Callable[..., object]] = {
     "cast_to_fp8_v2": _cast_to_fp8_v2,
     "cast_to_fp8_v2.scalar": _cast_to_fp8_v2,

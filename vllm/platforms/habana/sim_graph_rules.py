@@ -58,6 +58,7 @@ _TYPES: dict[frozenset[torch.dtype], tuple[str, ...]] = {
     frozenset({torch.float32, torch.bfloat16, torch.int32}): ("index_put",),
     frozenset({torch.float32, torch.bfloat16, torch.int32, torch.int16}): ("stack",),
     frozenset({torch.float32, torch.bfloat16}): ("logsumexp",),
+    frozenset({torch.int32}): ("convert_from_uint4",),
     frozenset(_MATRIX): (
         *("addmm", "baddbmm", "bmm", "mm", "sdpa_recomp_fwd", "fp8_gemm_v2", "cast_from_fp8"),
         *("cast_to_fp8_v2", "fp8_sdpa_recomp_fwd", "mixture_of_experts"),

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vllm.platforms.habana import sim_fp8
+from vllm.platforms.habana import sim_fp8, sim_uint4
 
 _SCHEMAS = {
     "rms_norm": "(Tensor data_in, Tensor gamma, float epsilon) -> (Tensor, Tensor)",
@@ -45,10 +45,13 @@ def register() -> torch.library.Library:
         "mixture_of_experts.fused_weights": _mixture_of_experts,
         "sdpa_recomp_fwd": _sdpa_recomp_fwd,
         **sim_fp8.KERNELS,
+        **sim_uint4.KERNELS,
     }
-    for name, schema in (_SCHEMAS | sim_fp8.SCHEMAS).items():
+    for name, schema in (_SCHEMAS | sim_fp8.SCHEMAS | sim_uint4.SCHEMAS).items():
         library.define(name + schema)  # type: ignore[no-untyped-call]
         library.impl(name, kernels[name], _DISPATCH)  # type: ignore[no-untyped-call]
+    for name, shape_of in sim_fp8.SHAPES.items():
+        library.impl(name, shape_of, "Meta")  # type: ignore[no-untyped-call]
     return library
 
 

@@ -1,0 +1,93 @@
+"""Checkpoints of each kind of format from files to tokens, on the CPU and a simulated Gaudi."""
+
+import pytest
+
+from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, simulated_hpu
+from tests.model_executor.helpers import prompt_of
+from tests.quantized_checkpoints import write
+from vllm import LLM, SamplingParams
+from vllm.ops.cpu.library import load_cpu_kernels
+
+PROMPT = prompt_of(20).tolist()
+NUM_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder, made = tmp_path_factory.mktemp("quantized"), {}
+
+    def get(name):
+        if name not in made:
+            made[name] = write(name, folder)
+        return made[name]
+
+    return get
+
+
+def greedy(folder, **settings):
+    """Tokens, and the log-probability of the first."""
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        use_tqdm_on_load=False,
+        **(SMALL_ENGINE | settings),
+    )
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
+    sample = output.outputs[0]
+    return list(sample.token_ids), sample.logprobs[0][sample.token_ids[0]].logprob
+
+
+@pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [
+        ("fp8-block", "fp8"),
+        ("fp8-channel-ignored", None),
+        ("gptq-8-order", "gptq"),
+        ("gptq-4", "gptq_hpu"),
+        ("awq", "awq_hpu"),
+        ("ct-fp8-static", "compressed-tensors"),
+    ],
+)
+def test_tokens_on_the_cpu_are_those_of_the_dequantized_weights(checkpoint, name, quantization):
+    folder, dense = checkpoint(name)
+    got, got_logprob = greedy(folder, quantization=quantization)
+    want, want_logprob = greedy(dense)
+    assert got == want
+    # int4 rounds inputs to int8.
+    assert got_logprob == pytest.approx(
+        want_logprob, abs=0.2 if "q-4" in name or name == "awq" else 1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [("fp8-block", "gaudi2"), ("fp8-static", "gaudi3"), ("gptq-4-order", "gaudi2")],
+)
+def test_tokens_on_a_simulated_card_are_those_of_the_dequantized_weights(checkpoint, name, card):
+    """fp8 rounds inputs to fp8 on a card: the first tokens are compared."""
+    folder, dense = checkpoint(name)
+    settings = {"dtype": "bfloat16"}
+    with simulated_hpu(card=card, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+        got, got_logprob = greedy(folder, **settings)
+    with simulated_hpu(card=card, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+        want, want_logprob = greedy(dense, **settings)
+    num_compared = 4 if name.startswith("fp8") else NUM_TOKENS
+    assert got[:num_compared] == want[:num_compared]
+    assert got_logprob == pytest.approx(want_logprob, abs=0.15)
+
+
+@pytest.mark.parametrize("card", ["cpu", "gaudi2"])
+def test_fp8_is_made_while_loading(checkpoint, card):
+    _, dense = checkpoint("fp8-block")
+    settings = {"dtype": "bfloat16", "quantization": "fp8"}
+    if card == "cpu":
+        (got, logprob), (want, want_logprob) = greedy(dense, **settings), greedy(dense)
+    else:
+        with simulated_hpu(card=card, PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+            got, logprob = greedy(dense, **settings)
+        want, want_logprob = greedy(dense)
+    assert got[:2] == want[:2]
+    assert logprob == pytest.approx(want_logprob, abs=0.2)
+    assert logprob != pytest.approx(want_logprob, abs=1e-4)

@@ -1,0 +1,215 @@
+"""Checkpoints of each quantized format: what is loaded, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.model_executor.helpers import load, logits_of, prompt_of
+from tests.quantized_checkpoints import FORMATS, write
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError, WeightLoadError
+from vllm.model_executor.layers.experts import Experts
+from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.stored_experts import StoredExperts
+from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
+from vllm.ops.native import NativeOps
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder, made = tmp_path_factory.mktemp("quantized"), {}
+
+    def get(name):
+        if name not in made:
+            made[name] = write(name, folder)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(params=["cpu", "native"])
+def ops(request, monkeypatch):
+    if request.param == "cpu" and load_cpu_kernels() is None:
+        pytest.skip("the kernels are not built")
+    monkeypatch.setattr("vllm.ops._ops", CPUOps() if request.param == "cpu" else NativeOps())
+    return request.param
+
+
+def weight_of(layer):
+    """[out, in] float32, as the layer multiplies with it."""
+    packed = layer.method.packed
+    if hasattr(packed, "rows"):
+        return packed.rows(torch.arange(packed.out_features), torch.float32)
+    return packed.weight
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_those_of_the_format_bit_for_bit(checkpoint, ops, name):
+    folder, dense_folder = checkpoint(name)
+    model, dense = load(folder), load(dense_folder)
+    twins = dict(dense.named_modules())
+    num_compared = 0
+    for path, layer in model.named_modules():
+        if isinstance(layer, ParallelLinear) and not hasattr(layer, "weight"):
+            assert torch.equal(weight_of(layer), twins[path].weight), path
+            num_compared += 1
+    assert num_compared == (6 if FORMATS[name].skipped else 8)
+    got, want = (logits_of(each, prompt_of(20)) for each in (model, dense))
+    rounds = FORMATS[name].is_rounding_inputs and ops == "cpu"
+    if rounds:  # and the zero points at random make large sums that cancel
+        assert (got - want).norm() < 0.2 * want.norm()
+    else:
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "gptq-4", "ct-w4a16-asym-order"])
+def test_a_format_takes_dummy_weights(checkpoint, ops, name):
+    model = load(checkpoint(name)[0], load_format="dummy")
+    assert logits_of(model, prompt_of(3)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["fp8-static", "fp8-block", "gptq-4-rows", "ct-w8a16-channel"])
+def test_experts_are_those_of_the_format(tiny_model, tmp_path, ops, name):
+    """Their weights have no other place than the product, so logits are compared."""
+    folders = write(name, tmp_path, tiny_model("qwen3_moe"))
+    quantized, dense = (load(folder) for folder in folders)
+    experts = [layer for layer in quantized.modules() if isinstance(layer, Experts)]
+    assert experts and all(isinstance(layer.method, StoredExperts) for layer in experts)
+    assert all((layer.method.packed is None) == (ops == "native") for layer in experts)
+    got, want = (logits_of(model, prompt_of(20)) for model in (quantized, dense))
+    if FORMATS[name].is_rounding_inputs and ops == "cpu":
+        assert (got - want).norm() < 0.2 * want.norm()
+    else:
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+
+
+SPLIT = ["fp8-static", "fp8-channel-ignored", "gptq-4", "gptq-8", "gptq-4-rows", "awq", "ct-w4a16"]
+
+
+@pytest.mark.parametrize("name", [*SPLIT, "ct-w8a8"])
+def test_a_rank_has_its_part_of_the_weights(checkpoint, monkeypatch, name):
+    monkeypatch.setattr("vllm.ops._ops", NativeOps())
+    for rank in range(2):
+        model, dense = (load(folder, TPGroup(rank, 2)) for folder in checkpoint(name))
+        twins = dict(dense.named_modules())
+        for path, layer in model.named_modules():
+            if isinstance(layer, ParallelLinear) and not hasattr(layer, "weight"):
+                assert torch.equal(weight_of(layer), twins[path].weight), path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fp8-block", "_proj cannot be split over ranks: .*weight_block_size"),
+        ("gptq-8-order", "cannot be split over ranks: .*group_size .64"),
+        ("gptq-4-order", "cannot be split over ranks: .*desc_act"),
+        ("ct-w4a16-asym-order", "cannot be split over ranks: .*desc_act"),
+    ],
+)
+def test_groups_on_several_ranks_are_refused(checkpoint, name, message):
+    with pytest.raises((ConfigError, WeightLoadError), match=message):
+        load(checkpoint(name)[0], TPGroup(0, 2))
+
+
+CONFIG = "config.json of the checkpoint: quantization_config."
+GATE = "model.layers.1.mlp.gate_proj"
+
+
+def changed(*path, to):
+    """A change of `quantization_config`."""
+
+    def change(settings, tensors):
+        for key in path[:-1]:
+            settings = settings[key]
+        settings[path[-1]] = to
+
+    return change
+
+
+def filled(tensor, value):
+    """A change of the first number of a tensor."""
+
+    def change(settings, tensors):
+        tensors[f"{GATE}.{tensor}"].flatten()[0] = value
+
+    return change
+
+
+def reshaped(tensor, *shape):
+    def change(settings, tensors):
+        tensors[f"{GATE}.{tensor}"] = tensors[f"{GATE}.{tensor}"].reshape(*shape)
+
+    return change
+
+
+def without(tensor):
+    def change(settings, tensors):
+        del tensors[f"{GATE}.{tensor}"]
+
+    return change
+
+
+WEIGHTS = ("config_groups", "group_0", "weights")
+
+WRONG = [
+    ("fp8-static", changed("activation_scheme", to="x"), CONFIG + "activation_scheme is 'x'"),
+    ("fp8-block", changed("activation_scheme", to="static"), "activation_scheme is 'static'"),
+    ("fp8-block", changed("weight_block_size", to=[0, 128]), "weight_block_size is .0, 128."),
+    (
+        "fp8-block",
+        changed("weight_block_size", to=[64, 64]),
+        r"down_proj.weight_scale_inv has shape \[1, 2\]",
+    ),
+    ("fp8-block", filled("weight_scale_inv", 0.0), f"tensor {GATE}.*contains 0.0"),
+    ("fp8-static", filled("weight_scale", float("nan")), f"tensor {GATE}.weight_scale .* nan"),
+    ("fp8-static", filled("weight", float("nan")), "gate_up_proj in the checkpoint contains NaN"),
+    ("fp8-static", without("input_scale"), f"1 tensors missing .*{GATE}.input_scale"),
+    ("fp8-static", changed("ignored_layers", to=["q_proj"]), "leaves some of .*self_attn.q_proj"),
+    ("fp8-static", changed("ignored_layers", to="lm_head"), "ignored_layers is 'lm_head'"),
+    ("modelopt", changed("quant_algo", to="NVFP4"), "quant_algo is 'NVFP4'; supported: FP8"),
+    ("gptq-4", changed("bits", to=5), CONFIG + "bits is 5; supported: 2, 3, 4, 8"),
+    ("gptq-4", changed("bits", to=True), "bits is True"),
+    ("gptq-4", changed("bits", to=8), r"qweight has shape \[24, 64\] .* needs \[48, 64\]"),
+    ("gptq-4", changed("group_size", to=64), r"qzeros has shape \[6, 8\] .* needs \[3, 8\]"),
+    ("gptq-4", changed("group_size", to=48), "group_size is 48, which does not divide the 64"),
+    ("gptq-4", changed("group_size", to=0), "group_size is 0"),
+    ("gptq-4", changed("group_size", to=10**30), "group_size is 1000"),
+    ("gptq-4", changed("checkpoint_format", to="marlin"), "checkpoint_format is 'marlin'"),
+    ("gptq-4", changed("dynamic", to={"(": {}}), "dynamic is '\\('"),
+    ("gptq-4", filled("scales", float("inf")), f"tensor {GATE}.scales contains NaN or infinity"),
+    ("gptq-4-order", filled("g_idx", 9), "gate_up_proj have different g_idx"),
+    ("gptq-4", without("qzeros"), f"missing from the checkpoint: {GATE}.qzeros"),
+    ("awq", changed("version", to="gemv"), "version is 'gemv'; supported: gemm"),
+    ("awq", changed("bits", to=8), "bits is 8; supported: 4"),
+    ("awq", changed("quant_method", to="bitsandbytes"), "'bitsandbytes', .* --quantization int4"),
+    ("awq", changed("quant_method", to="exl2"), "'exl2', .* GPTQ or AWQ checkpoint"),
+    ("ct-w4a16", changed(*WEIGHTS, "num_bits", to=3), "num_bits is 3; supported: 4, 8"),
+    (
+        "ct-w4a16",
+        changed("config_groups", to=[]),
+        "config_groups is ",
+    ),
+    ("ct-w4a16", changed("ignore", to=["re:("]), "ignore is 're:\\('"),
+    ("ct-w4a16", changed("ignore", to=["re:.*k_proj"]), "stores .*k_proj.* in different ways"),
+    ("ct-w4a16", changed("format", to="marlin-24"), "format is 'marlin-24'"),
+    ("ct-w4a16", filled("weight_shape", 7), "weight_shape of gate_proj .* needs .192, 64."),
+    ("ct-w4a16", filled("weight_scale", float("nan")), "weight_scale contains nan"),
+    ("ct-w8a8", reshaped("weight_scale", -1, 2), f"tensor {GATE}.weight_scale has shape .96, 2."),
+    ("ct-fp8-static", changed(*WEIGHTS, "type", to="int"), "type is 'int'"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG)
+def test_a_wrong_file_is_refused_with_its_key(checkpoint, tmp_path, name, change, message):
+    folder = shutil.copytree(checkpoint(name)[0], tmp_path / name)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    change(config["quantization_config"], tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises((ConfigError, WeightLoadError), match=message) as error:
+        load(folder)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,94 @@
+"""Weights of quantized checkpoints in the C++ kernels against their formula, on every processor."""
+
+import pytest
+import torch
+
+from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.linear import WeightFormat
+from vllm.ops.cpu.stored import pack_stored
+from vllm.ops.stored_weight import Fp8Weight, GroupedWeight, Int8Weight, round_to_fp8
+
+pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+
+
+def fp8(num_out: int, num_in: int, block: int) -> Fp8Weight:
+    codes = torch.randint(0, 127, (num_out, num_in)) + 128 * torch.randint(0, 2, (num_out, num_in))
+    return Fp8Weight(
+        numbers=codes.to(torch.uint8).view(torch.float8_e4m3fn),
+        scales=torch.rand(num_out, -(-num_in // block)) + 0.1,
+        block_inputs=block,
+    )
+
+
+def whole(num_out: int, num_in: int, block: int, is_ordered: bool = False) -> GroupedWeight:
+    codes = torch.randint(0, 256, (num_out, num_in), dtype=torch.uint8)
+    shape = num_in // block, num_out
+    groups = (torch.randperm(num_in) // block).int() if is_ordered else None
+    return GroupedWeight(
+        words=codes.view(torch.int32).T.contiguous(),
+        bits=8,
+        scales=torch.rand(shape) + 0.1,
+        zeros=torch.randint(0, 257, shape, dtype=torch.int16),
+        groups=groups,
+    )
+
+
+WEIGHTS = {
+    "fp8, a scale per block": lambda: fp8(200, 320, 128),
+    "fp8, small blocks": lambda: fp8(72, 192, 32),
+    "fp8, a scale per output": lambda: fp8(130, 300, 300),
+    "8 bits in groups": lambda: whole(72, 256, 64),
+    "8 bits, a group for all": lambda: whole(100, 300, 300),
+    "8 bits, inputs of a group from everywhere": lambda: whole(64, 256, 128, is_ordered=True),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_rows_and_products_are_those_of_the_formula(isa, name):
+    """Rows bit for bit; products up to the rounding of float32 sums, and of bfloat16 results."""
+    torch.manual_seed(0)
+    weight = WEIGHTS[name]()
+    dense, packed = weight.dequantize(), pack_stored(weight)
+    assert packed.weight_format in (WeightFormat.FP8, WeightFormat.UINT8)
+    ids = torch.arange(len(dense))
+    for dtype, allowed in ((torch.float32, 2e-5), (torch.bfloat16, 2**-7)):
+        assert torch.equal(packed.rows(ids, dtype), dense.to(dtype))
+        many = torch.randn(64, dense.shape[1]).to(dtype)
+        bias = torch.randn(len(dense)).to(dtype)
+        want = many.double() @ dense.double().T + bias.double()
+        size = many.double().norm(dim=1)[:, None] * dense.double().norm(dim=1)
+        got = packed.linear(many, bias)
+        assert ((got.double() - want).abs() <= allowed * (want.abs() + 0.05 * size)).all()
+        for num_rows in (1, 3, 17):
+            assert torch.equal(packed.linear(many[:num_rows], bias), got[:num_rows])
+
+
+def test_int8_numbers_are_taken_over(isa):
+    torch.manual_seed(0)
+    numbers = torch.randint(-128, 128, (72, 256), dtype=torch.int8)
+    weight = Int8Weight(numbers=numbers, scales=torch.rand(72) + 0.1)
+    dense, packed = weight.dequantize(), pack_stored(weight)
+    assert packed.weight_format is WeightFormat.INT8
+    assert torch.equal(packed.rows(torch.arange(72), torch.float32), dense)
+    x = torch.randn(17, 256)
+    error = packed.linear(x) - x @ dense.T
+    assert (error.abs() <= 0.05 * dense.norm(dim=1)).all()  # inputs are rounded
+
+
+def test_rounding_to_fp8_keeps_the_largest_and_lets_what_is_not_finite_through():
+    weight = torch.randn(4, 64)
+    weight[1] = 0
+    weight[2, 3], weight[3, 5] = float("nan"), float("inf")
+    rounded = round_to_fp8(weight).dequantize()
+    assert rounded[0].abs().max() == pytest.approx(float(weight[0].abs().max()), rel=1e-6)
+    assert (rounded[:2] - weight[:2]).abs().max() <= weight[0].abs().max() / 28
+    assert rounded[2:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [fp8(64, 6, 6), fp8(64, 96, 96 // 2), whole(64, 96, 48)],
+    ids=["6 inputs", "blocks of 48", "groups of 48"],
+)
+def test_what_no_kernel_takes_is_left_to_torch(weight):
+    assert pack_stored(weight) is None

@@ -1,0 +1,305 @@
+"""Tiny checkpoints in each quantized format, and the same weights dense.
+
+Numbers are drawn at random and written by the public description of the format; the dense weights
+are its formula in float32. Nothing of the package is used for either.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+CONFIG = transformers.LlamaConfig(
+    vocab_size=4096,
+    hidden_size=64,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=2,
+    tie_word_embeddings=False,
+)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one kind of checkpoint is written."""
+
+    settings: dict[str, Any]
+    quantize: Callable[[Tensor], tuple[Tensors, Tensor]]
+    """A dense weight [out, in] -> tensors by the last part of their names, and what they mean."""
+    is_rounding_inputs: bool = False
+    """The CPU multiplies it with inputs that are rounded to int8."""
+    skipped: tuple[str, ...] = ()
+    """Parts of names of layers that stay dense."""
+
+
+def write(name: str, folder: Path, source: Path | None = None) -> tuple[Path, Path]:
+    """Folders of the checkpoint and of its dense twin.
+
+    Args:
+        name: of the format.
+        folder: for both.
+        source: a dense checkpoint; None: a tiny Llama.
+    """
+    torch.manual_seed(0)
+    config = {**CONFIG.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "float32"}
+    if source is None:
+        tensors = transformers.LlamaForCausalLM(CONFIG).state_dict()
+        for key, weight in tensors.items():
+            scale = 0.08 if weight.dim() == 2 else 0.3
+            tensors[key] = torch.randn(weight.shape) * scale + (weight.dim() == 1)
+    else:
+        tensors = load_file(source / "model.safetensors")
+        config = json.loads((source / "config.json").read_text())
+    format_ = FORMATS[name]
+    stored, dense = {}, {}
+    for key, tensor in tensors.items():
+        stored[key] = dense[key] = tensor
+        if "_proj." in key and not any(part in key for part in format_.skipped):
+            del stored[key]
+            parts, dense[key] = format_.quantize(tensor)
+            stem = key.removesuffix("weight")
+            stored |= {stem + part: values for part, values in parts.items()}
+    folders = folder / name, folder / f"{name}-dense"
+    settings = {"quantization_config": format_.settings}
+    for path, values, added in zip(folders, (stored, dense), (settings, {}), strict=True):
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(config | added))
+        save_file({k: t.contiguous() for k, t in values.items()}, path / "model.safetensors")
+    return folders
+
+
+def _fp8_with(scales: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers, and what they mean with scales that are as large as the weight."""
+    numbers = (weight / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return numbers, numbers.float() * scales
+
+
+def _fp8_per_tensor(weight: Tensor) -> tuple[Tensors, Tensor]:
+    scale = weight.abs().max() / 448
+    numbers, dense = _fp8_with(scale, weight)
+    parts = {"weight": numbers, "weight_scale": scale, "input_scale": torch.tensor(0.05)}
+    return parts, dense
+
+
+def _fp8_per_channel(weight: Tensor) -> tuple[Tensors, Tensor]:
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    numbers, dense = _fp8_with(scales, weight)
+    return {"weight": numbers, "weight_scale": scales}, dense
+
+
+def _fp8_block(weight: Tensor, size: int = 128) -> tuple[Tensors, Tensor]:
+    num_out, num_in = weight.shape
+    scales = torch.rand(-(-num_out // size), -(-num_in // size)) * 0.001 + 0.0005
+    wide = scales.repeat_interleave(size, 0).repeat_interleave(size, 1)[:num_out, :num_in]
+    numbers, dense = _fp8_with(wide, weight)
+    return {"weight": numbers, "weight_scale_inv": scales}, dense
+
+
+def pack(numbers: Tensor, bits: int) -> Tensor:
+    """Rows of numbers as words of 32 bits, one bit after the other: [R, N] -> [R, N * bits / 32]"""
+    stream = (numbers.long()[..., None] >> torch.arange(bits) & 1).flatten(1).unflatten(1, (-1, 32))
+    words = (stream << torch.arange(32)).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).int()
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Numbers with a zero point and a scale per group of inputs."""
+
+    numbers: Tensor
+    """[out, in]"""
+    zeros: Tensor
+    """[G, out]"""
+    scales: Tensor
+    """[G, out] float16"""
+    groups: Tensor
+    """[in]"""
+
+    @classmethod
+    def round(cls, weight: Tensor, bits: int, size: int, is_symmetric: bool) -> "Grouped":
+        num_out, num_in = weight.shape
+        groups = torch.arange(num_in) // size
+        shape = num_in // size, num_out
+        zeros = torch.full(shape, 2 ** (bits - 1))
+        if not is_symmetric:
+            zeros = torch.randint(1, 2**bits, shape)
+        scales = (weight.abs().amax() / 2 ** (bits - 1) * (0.5 + torch.rand(shape))).half()
+        steps = (weight / scales.float()[groups].T).round().int() + zeros[groups].T
+        return cls(steps.clamp(0, 2**bits - 1), zeros, scales, groups)
+
+    def dense(self) -> Tensor:
+        return (self.numbers - self.zeros[self.groups].T).float() * self.scales.float()[
+            self.groups
+        ].T
+
+
+def _gptq(
+    bits: int, size: int, is_symmetric: bool, is_v2: bool = False, is_ordered: bool = False
+) -> Format:
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        grouped = Grouped.round(weight, bits, size if size > 0 else weight.shape[1], is_symmetric)
+        if is_ordered:  # the same for all parts of a layer, as they have the same inputs
+            order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
+            grouped = Grouped(grouped.numbers, grouped.zeros, grouped.scales, grouped.groups[order])
+        parts = {
+            "qweight": pack(grouped.numbers, bits).T,
+            "qzeros": pack(grouped.zeros - (0 if is_v2 else 1), bits),
+            "scales": grouped.scales,
+            "g_idx": grouped.groups.int(),
+        }
+        return parts, grouped.dense()
+
+    settings = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": size,
+        "desc_act": is_ordered,
+        "sym": is_symmetric,
+        "checkpoint_format": "gptq_v2" if is_v2 else "gptq",
+    }
+    return Format(settings, quantize, is_rounding_inputs=bits <= 4)
+
+
+def _awq(weight: Tensor) -> tuple[Tensors, Tensor]:
+    grouped = Grouped.round(weight, 4, 32, is_symmetric=False)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def words(numbers: Tensor) -> Tensor:
+        return pack(numbers.unflatten(1, (-1, 8))[..., order].flatten(1), 4)
+
+    parts = {
+        "qweight": words(grouped.numbers.T),
+        "qzeros": words(grouped.zeros),
+        "scales": grouped.scales,
+    }
+    return parts, grouped.dense()
+
+
+def _compressed(
+    layout: str, weights: dict[str, Any], inputs: Any, quantize: Any, **kw: Any
+) -> Format:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*layers[.]9"],
+    }
+    return Format(settings, quantize, **kw)
+
+
+def _words(bits: int, size: int, is_symmetric: bool, is_ordered: bool = False) -> Format:
+    """`pack-quantized`: words along the inputs of an output."""
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        grouped = Grouped.round(weight, bits, size if size > 0 else weight.shape[1], is_symmetric)
+        if is_ordered:
+            order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
+            grouped = replace(grouped, groups=grouped.groups[order])
+        parts = {
+            "weight_packed": pack(grouped.numbers, bits),
+            "weight_scale": grouped.scales.T,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not is_symmetric:
+            parts["weight_zero_point"] = pack(grouped.zeros, bits).T
+        if is_ordered:
+            parts["weight_g_idx"] = grouped.groups.int()
+        return parts, grouped.dense()
+
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": is_symmetric,
+        "strategy": "group" if size > 0 else "channel",
+        "group_size": size if size > 0 else None,
+        "actorder": "group" if is_ordered else None,
+    }
+    return _compressed("pack-quantized", weights, None, quantize, is_rounding_inputs=bits == 4)
+
+
+def _int8_channel(weight: Tensor) -> tuple[Tensors, Tensor]:
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    numbers = (weight / scales).round().to(torch.int8)
+    return {"weight": numbers, "weight_scale": scales}, numbers.float() * scales
+
+
+def _int8_static(weight: Tensor) -> tuple[Tensors, Tensor]:
+    parts, dense = _int8_channel(weight)
+    return parts | {"input_scale": torch.tensor([0.02])}, dense
+
+
+def _fp8_ct_block(weight: Tensor) -> tuple[Tensors, Tensor]:
+    parts, dense = _fp8_block(weight)
+    return {"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"]}, dense
+
+
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_PER_TOKEN = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+_ONE_SCALE = {"num_bits": 8, "dynamic": False, "strategy": "tensor"}
+
+_FP8 = {"quant_method": "fp8"}
+
+FORMATS: dict[str, Format] = {
+    "fp8-static": Format(_FP8 | {"activation_scheme": "static"}, _fp8_per_tensor),
+    "fp8-block": Format(
+        _FP8 | {"activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"},
+        _fp8_block,
+    ),
+    "fp8-channel-ignored": Format(
+        {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["model.layers.1.mlp", "lm_head"]},
+        _fp8_per_channel,
+        skipped=("layers.1.mlp",),
+    ),
+    "modelopt": Format(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, _fp8_per_tensor
+    ),
+    "gptq-4": _gptq(4, 32, is_symmetric=True),
+    "gptq-4-order": _gptq(4, 32, is_symmetric=False, is_v2=True, is_ordered=True),
+    "gptq-4-rows": _gptq(4, -1, is_symmetric=False),
+    "gptq-8": _gptq(8, 32, is_symmetric=False),
+    "gptq-8-order": _gptq(8, 64, is_symmetric=True, is_ordered=True),
+    "gptq-3": _gptq(3, 32, is_symmetric=True),
+    "gptq-2": _gptq(2, 64, is_symmetric=False, is_v2=True),
+    "awq": Format(
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+        _awq,
+        is_rounding_inputs=True,
+    ),
+    "ct-w4a16": _words(4, 32, is_symmetric=True),
+    "ct-w4a16-asym-order": _words(4, 32, is_symmetric=False, is_ordered=True),
+    "ct-w8a16-channel": _words(8, -1, is_symmetric=True),
+    "ct-w8a8": _compressed(
+        "int-quantized", _INT8, _PER_TOKEN, _int8_channel, is_rounding_inputs=True
+    ),
+    "ct-w8a8-static": _compressed(
+        "int-quantized", _INT8, _ONE_SCALE, _int8_static, is_rounding_inputs=True
+    ),
+    "ct-w8a16-int8": _compressed("int-quantized", _INT8, None, _int8_channel),
+    "ct-fp8-dynamic": _compressed(
+        "float-quantized", _FLOAT8 | {"strategy": "channel"}, _PER_TOKEN, _fp8_per_channel
+    ),
+    "ct-fp8-static": _compressed(
+        "float-quantized", _FLOAT8 | {"strategy": "tensor"}, _ONE_SCALE, _fp8_per_tensor
+    ),
+    "ct-fp8-block": _compressed(
+        "float-quantized",
+        _FLOAT8 | {"strategy": "block", "block_structure": [128, 128]},
+        _PER_TOKEN,
+        _fp8_ct_block,
+    ),
+}

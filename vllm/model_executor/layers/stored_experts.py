@@ -1,0 +1,89 @@
+"""Experts with weights of quantized checkpoints.
+
+While they are loaded, each expert is three linear layers, which have the methods of the format;
+then their weights become those of one layer, in the layout of the device.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.experts import DenseExperts, Experts
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    ParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.stored_linear import StoredLinear
+from vllm.ops import get_ops
+from vllm.ops.interface import PreparedExperts
+from vllm.ops.stored_weight import StoredWeight
+
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+class StoredExperts(DenseExperts):
+    """Experts in the layout of a checkpoint until they are loaded, then in that of the device.
+
+    Args:
+        name: of the module, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.packed: PreparedExperts | None = None
+
+    def create_weights(self, layer: Experts) -> None:
+        self.dtype = torch.get_default_dtype()
+        total, hidden, tp = layer.intermediate_size * layer.tp.size, layer.hidden_size, layer.tp
+        for number in range(layer.num_experts):
+            expert = nn.Module()
+            for part in _PARTS[:2]:
+                expert.add_module(part, ColumnParallelLinear(hidden, {"": total}, tp))
+            expert.add_module(_PARTS[2], RowParallelLinear(total, hidden, tp))
+            for linear in expert.children():
+                assert isinstance(linear, ParallelLinear)
+                linear.is_held = True
+            layer.add_module(str(number), expert)
+
+    @torch.no_grad()
+    def finish(self, layer: Experts) -> None:
+        device = next(layer.parameters()).device
+        gate, up, down = (list(self._weights(layer, part)) for part in _PARTS)
+        for number in range(layer.num_experts):
+            delattr(layer, str(number))
+        try:
+            self.packed = get_ops().prepare_experts(gate, up, down, self.dtype)
+        except ValueError as error:
+            raise WeightLoadError(f"the weights of {self.name} cannot be used: {error}") from error
+        if self.packed is not None:
+            return
+        dense = torch.empty(len(gate), 2 * layer.intermediate_size, layer.hidden_size)
+        gate_up = dense.to(device, self.dtype)
+        downs = torch.empty(
+            len(down), layer.hidden_size, layer.intermediate_size, dtype=self.dtype, device=device
+        )
+        for number in range(len(gate)):
+            both = torch.cat([gate[number].dequantize(), up[number].dequantize()])
+            gate_up[number].copy_(both)
+            downs[number].copy_(down[number].dequantize())
+        layer.gate_up = nn.Parameter(gate_up, requires_grad=False)
+        layer.down = nn.Parameter(downs, requires_grad=False)
+
+    def _weights(self, layer: Experts, part: str) -> Iterator[StoredWeight]:
+        for number in range(layer.num_experts):
+            linear = layer.get_submodule(f"{number}.{part}")
+            assert isinstance(linear, ParallelLinear)
+            if not isinstance(linear.method, StoredLinear):
+                raise WeightLoadError(
+                    f"{self.name}.{number}.{part} is not quantized, and other experts are: all "
+                    f"experts of a layer must be stored alike"
+                )
+            yield linear.method.stored_weight(linear)
+
+    def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().apply(layer, x, ids, weights)
+        return self.packed.forward(x, ids, weights)

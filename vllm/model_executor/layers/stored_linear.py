@@ -1,0 +1,120 @@
+"""Linear layers with weights of quantized checkpoints, which the operators of the device multiply.
+
+A format says which checkpoint tensors there are and what they mean (`StoredWeight`); the device
+says how it multiplies (`Ops.prepare_weight`). Independent of files, formats and model families.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear, UnquantizedLinear
+from vllm.ops import get_ops
+from vllm.ops.interface import PreparedWeight
+from vllm.ops.stored_weight import StoredWeight
+
+
+class StoredLinear(LinearMethod):
+    """A weight in the layout of a checkpoint until it is loaded, then in that of the device.
+
+    Args:
+        name: of the module, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.packed: PreparedWeight | None = None
+
+    @abstractmethod
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        """The parameters of a layer, which are filled, as a weight on the host.
+
+        Raises:
+            WeightLoadError: their values are wrong.
+        """
+
+    def create_weights(self, layer: ParallelLinear) -> None:
+        self.dtype = torch.get_default_dtype()
+        self.create_parameters(layer)
+
+    @abstractmethod
+    def create_parameters(self, layer: ParallelLinear) -> None:
+        """As `create_weights`."""
+
+    @torch.no_grad()
+    def finish(self, layer: ParallelLinear) -> None:
+        if layer.is_held:
+            return
+        self.packed = hand_over(layer, self.name, self.stored_weight(layer), self.dtype)
+
+    def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert self.packed is not None, "the weights are not loaded"
+        return apply_prepared(self.packed, x, bias)
+
+
+class RoundedLinear(UnquantizedLinear):
+    """A dense weight that is stored in fewer bits once it is loaded.
+
+    Args:
+        name: of the module, for errors.
+        round_weight: makes the stored weight of a dense one [output_size, input_size].
+    """
+
+    def __init__(self, name: str, round_weight: Callable[[Tensor], StoredWeight]) -> None:
+        self.name = name
+        self.round_weight = round_weight
+        self.packed: PreparedWeight | None = None
+
+    @torch.no_grad()
+    def finish(self, layer: ParallelLinear) -> None:
+        weight = on_host(layer, "weight")
+        self.packed = hand_over(layer, self.name, self.round_weight(weight), weight.dtype)
+
+    def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert self.packed is not None, "the weights are not loaded"
+        return apply_prepared(self.packed, x, bias)
+
+
+def hand_over(
+    layer: ParallelLinear, name: str, weight: StoredWeight, dtype: torch.dtype
+) -> PreparedWeight:
+    """Replace the parameters of a layer by its weight in the layout of the device.
+
+    Args:
+        layer: whose parameters are filled.
+        name: of the layer, for errors.
+        weight: what they mean.
+        dtype: of the layer's inputs.
+
+    Raises:
+        WeightLoadError: the device cannot multiply with it.
+    """
+    try:
+        packed = get_ops().prepare_weight(weight, dtype)
+    except ValueError as error:
+        raise WeightLoadError(f"the weights of {name} cannot be used: {error}") from error
+    device = next(layer.parameters()).device
+    layer.remove_weights()
+    if isinstance(packed, nn.Module):  # so that its tensors are those of the model
+        layer.packed = packed.to(device)
+    return packed
+
+
+def apply_prepared(packed: PreparedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+    """As `LinearMethod.apply`."""
+    if not x.is_contiguous() and x.dim() != 2:
+        x = x.contiguous()
+    return packed.linear(x, bias)
+
+
+def add_parameter(layer: ParallelLinear, name: str, values: Tensor) -> None:
+    """Register a parameter of any dtype that is not trained."""
+    layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
+
+
+def on_host(layer: ParallelLinear, name: str) -> Tensor:
+    """A parameter of the layer, in the memory of the host."""
+    return layer.get_parameter(name).data.cpu()

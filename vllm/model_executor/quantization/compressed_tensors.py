@@ -1,0 +1,302 @@
+"""compressed-tensors checkpoints, as llm-compressor writes them.
+
+`config_groups` say how the layers of their targets are stored: whole numbers packed in words
+(W4A16, W8A16), int8 (W8A8, W8A16) or fp8 (per tensor, output feature or block); `ignore` names
+layers that are dense. Static scales of inputs are those of fp8; int8 inputs are rounded with a
+scale for each row, also where the checkpoint has one for all.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError, WeightLoadError
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.slice import Place, Slice, Source, whole
+from vllm.model_executor.layers.stored_experts import StoredExperts
+from vllm.model_executor.layers.stored_linear import StoredLinear, add_parameter, on_host
+from vllm.model_executor.quantization.fp8 import Fp8Linear, block_of, checked_scales
+from vllm.model_executor.quantization.grouped import (
+    common_order,
+    fill_groups,
+    group_inputs,
+    in_words,
+    num_words,
+)
+from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.quantization.settings import (
+    Settings,
+    choice,
+    first_expert,
+    group_size_of,
+    is_below,
+    names,
+    part_names,
+    wrong,
+)
+from vllm.ops.stored_weight import GroupedWeight, Int8Weight, StoredWeight, unpack_bits
+
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
+_CLASS = "Linear"
+"""The target that means every linear layer."""
+
+
+class CompressedTensors(Quantization):
+    """`quant_method: compressed-tensors`."""
+
+    def __init__(self, settings: Settings) -> None:
+        """
+        Raises:
+            ConfigError: a setting is not supported.
+        """
+        for key in ("sparsity_config", "transform_config"):
+            if settings.get(key):
+                raise wrong(key, settings[key], "none of it")
+        groups = settings.get("config_groups")
+        if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
+            raise wrong("config_groups", groups, "an object of groups")
+        self.ignored = _patterns(settings, "ignore")
+        whole = settings.get("format", "")
+        self.groups = [_Scheme({"format": whole, **_given(group)}) for group in groups.values()]
+
+    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
+        if layer.keeps_precision:
+            return None
+        parts = part_names(name, layer)
+        schemes = [self._scheme_of(part) for part in parts]
+        if any(scheme is not schemes[0] for scheme in schemes):
+            raise ConfigError(
+                f"config.json of the checkpoint: quantization_config stores {', '.join(parts)} in "
+                f"different ways; they run as one layer, so it must be the same for all"
+            )
+        return None if schemes[0] is None else schemes[0].method(name)
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        return None if self._scheme_of(first_expert(name)) is None else StoredExperts(name)
+
+    def _scheme_of(self, name: str) -> "_Scheme | None":
+        if _matches(name, self.ignored):
+            return None
+        return next((each for each in self.groups if _matches(name, each.targets)), None)
+
+
+def _given(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if value is not None}
+
+
+def _patterns(settings: Settings, key: str) -> list[str]:
+    found = names(settings, key)
+    for each in found:
+        if each.startswith("re:"):
+            try:
+                re.compile(each[3:])
+            except re.error as error:
+                raise wrong(key, each, f"a regular expression ({error})") from error
+    return found
+
+
+def _matches(name: str, entries: Sequence[str]) -> bool:
+    for entry in entries:
+        is_pattern = entry.startswith("re:")
+        if entry == _CLASS or (is_pattern and re.match(entry[3:], name)):
+            return True
+        if not is_pattern and is_below(name, [entry]):
+            return True
+    return False
+
+
+class _Scheme:
+    """One of `config_groups`: how its layers are stored."""
+
+    def __init__(self, group: Settings) -> None:
+        weights, inputs = group.get("weights"), group.get("input_activations") or {}
+        if not isinstance(weights, dict) or not isinstance(inputs, dict):
+            raise wrong("config_groups.weights", weights, "an object")
+        weights = _given(weights)
+        self.targets = _patterns(group, "targets")
+        self.format = choice(group, "format", (*_FORMATS, "naive-quantized"))
+        kind = choice(weights, "type", ("int", "float"), "int")
+        if self.format == "naive-quantized":
+            self.format = f"{kind}-quantized"
+        is_float = self.format == "float-quantized"
+        if is_float != (kind == "float"):
+            raise wrong("config_groups.weights.type", kind, f"what fits the format {self.format}")
+        self.bits = choice(weights, "num_bits", (4, 8) if self.format == _FORMATS[0] else (8,))
+        strategies = ("tensor", "channel", "block" if is_float else "group")
+        strategy = choice(weights, "strategy", strategies)
+        self.is_symmetric = choice(weights, "symmetric", (True, False), True)
+        if self.format != _FORMATS[0] and not self.is_symmetric:
+            raise wrong("config_groups.weights.symmetric", False, f"true, in {self.format}")
+        self.group_size = group_size_of(weights, "group_size") if strategy == "group" else -1
+        order = choice(weights, "actorder", ("group", "weight", "static", "dynamic", False), False)
+        self.has_order = order in ("group", "dynamic")
+        self.block = block_of(weights, "block_structure") if strategy == "block" else None
+        self.rounds_inputs = bool(inputs)
+        is_dynamic = choice(inputs, "dynamic", (True, False, "local"), True)
+        self.has_input_scale = self.rounds_inputs and is_dynamic is False
+        if self.rounds_inputs:
+            choice(inputs, "num_bits", (8,), 8)
+            self.has_input_zero = not choice(inputs, "symmetric", (True, False), True)
+
+    def method(self, name: str) -> LinearMethod:
+        if self.format == "float-quantized":
+            return Fp8Linear(name, self.block, self.has_input_scale)
+        return _WordsLinear(name, self) if self.format == _FORMATS[0] else _Int8Linear(name, self)
+
+
+class _WholeNumbers(StoredLinear):
+    """What layers of whole numbers share: scales [outputs, groups of inputs]."""
+
+    def __init__(self, name: str, scheme: _Scheme) -> None:
+        super().__init__(name)
+        self.scheme = scheme
+
+    def _add_scales(self, layer: ParallelLinear) -> None:
+        group = group_inputs(self.name, self.scheme.group_size, layer)
+        num_groups = layer.input_size // group
+        scales = torch.empty(layer.output_size, num_groups, dtype=torch.float32)
+        add_parameter(layer, "weight_scale", scales)
+        layer.slices["weight_scale"] = {
+            part: self._of_groups(layer, s, num_groups, group)
+            for part, s in layer.feature_slices.items()
+        }
+
+    def _of_groups(
+        self, layer: ParallelLinear, slice_: Slice, num_groups: int, group: int
+    ) -> Slice:
+        if slice_.dim == 0:
+            return slice_
+        if self.scheme.group_size == -1:
+            return whole(1, 0, num_groups, layer.tp)
+        return Slice(1, 0, num_groups, slice_.total // group)
+
+    def _add_numbers(self, layer: ParallelLinear, name: str, size: int, dtype: torch.dtype) -> None:
+        """A parameter with a row of `size` numbers for each part."""
+        parts = list(layer.feature_slices)
+        add_parameter(layer, name, torch.empty(len(parts), size, dtype=dtype))
+        layer.slices[name] = {part: whole(0, i, 1, layer.tp) for i, part in enumerate(parts)}
+
+    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+        if place.param_name == "weight_scale":
+            assert place.slice is not None
+            shape = place.slice.checkpoint_shape(place.param)
+            source = checked_scales(name, source, zero_is_fine=True)
+            if source.shape.numel() == 1:
+                source = source.mapped(lambda scale: scale.reshape(1, 1).expand(shape))
+            elif len(source.shape) == 1:
+                source = source.mapped(lambda scales: scales[:, None])
+        elif place.param_name in ("weight_shape", "input_scale", "input_zero_point"):
+            source = source.mapped(lambda numbers: numbers.reshape(1, -1))
+        elif place.param_name == "weight_g_idx" and len(source.shape) == 1:
+            source = source.mapped(lambda numbers: numbers[None])
+        super().load(place, name, source, tp)
+
+
+class _WordsLinear(_WholeNumbers):
+    """Numbers of 4 or 8 bits in words along the inputs of an output (`pack-quantized`)."""
+
+    def create_parameters(self, layer: ParallelLinear) -> None:
+        scheme, parts = self.scheme, layer.feature_slices
+        num_out, num_in = layer.output_size, layer.input_size
+        columns = num_words(self.name, scheme.bits, num_in)
+        add_parameter(layer, "weight_packed", torch.empty(num_out, columns, dtype=torch.int32))
+        layer.slices["weight_packed"] = {
+            part: in_words(self.name, scheme.bits, s, 1) for part, s in parts.items()
+        }
+        self._add_scales(layer)
+        self._add_numbers(layer, "weight_shape", 2, torch.int64)
+        if not scheme.is_symmetric:
+            rows = num_words(self.name, scheme.bits, num_out)
+            num_groups = layer.get_parameter("weight_scale").shape[1]
+            zeros = torch.empty(rows, num_groups, dtype=torch.int32)
+            add_parameter(layer, "weight_zero_point", zeros)
+            layer.slices["weight_zero_point"] = {
+                part: in_words(self.name, scheme.bits, s, 0)
+                for part, s in layer.slices["weight_scale"].items()
+            }
+        if scheme.has_order:
+            self._add_numbers(layer, "weight_g_idx", num_in, torch.int32)
+            layer.slices["weight_g_idx"] = {
+                part: layer.slices["weight_g_idx"][part] if s.dim == 0 else replace(s, offset=0)
+                for part, s in parts.items()
+            }
+
+    def fill_indices(self, layer: ParallelLinear) -> None:
+        shapes = torch.tensor(self._shapes(layer))
+        layer.get_parameter("weight_shape").copy_(shapes)
+        if self.scheme.has_order:
+            fill_groups(layer.get_parameter("weight_g_idx"), self.scheme.group_size)
+
+    def stored_weight(self, layer: ParallelLinear) -> GroupedWeight:
+        scheme = self.scheme
+        self._check_shapes(layer)
+        scales = on_host(layer, "weight_scale").T.contiguous()
+        zeros = torch.full(scales.shape, 1 << scheme.bits - 1, dtype=torch.int16)
+        if not scheme.is_symmetric:
+            words = on_host(layer, "weight_zero_point").T.contiguous()
+            zeros = unpack_bits(words, scheme.bits).to(torch.int16)
+        groups = None
+        if scheme.has_order:
+            rows = on_host(layer, "weight_g_idx")
+            groups = common_order(self.name, rows, scheme.group_size, layer)
+        return GroupedWeight(
+            words=on_host(layer, "weight_packed").T.contiguous(),
+            bits=scheme.bits,
+            scales=scales,
+            zeros=zeros,
+            groups=groups,
+        )
+
+    def _shapes(self, layer: ParallelLinear) -> list[list[int]]:
+        """[out_features, in_features] of each part in the checkpoint."""
+        return [
+            [s.total, layer.input_size] if s.dim == 0 else [layer.output_size, s.total]
+            for s in layer.feature_slices.values()
+        ]
+
+    def _check_shapes(self, layer: ParallelLinear) -> None:
+        shapes = on_host(layer, "weight_shape").tolist()
+        for part, shape, expected in zip(
+            layer.feature_slices, shapes, self._shapes(layer), strict=True
+        ):
+            if shape != expected:
+                raise WeightLoadError(
+                    f"weight_shape of {part or self.name} ({self.name}) is {shape} in the "
+                    f"checkpoint, the model needs {expected}"
+                )
+
+
+class _Int8Linear(_WholeNumbers):
+    """int8 numbers (`int-quantized`), with inputs rounded to int8 or as they are."""
+
+    def create_parameters(self, layer: ParallelLinear) -> None:
+        weight = torch.empty(layer.output_size, layer.input_size, dtype=torch.int8)
+        add_parameter(layer, "weight", weight)
+        layer.slices["weight"] = dict(layer.feature_slices)
+        self._add_scales(layer)
+        if self.scheme.has_input_scale:
+            self._add_numbers(layer, "input_scale", 1, torch.float32)
+            if self.scheme.has_input_zero:
+                self._add_numbers(layer, "input_zero_point", 1, torch.int8)
+
+    def stored_weight(self, layer: ParallelLinear) -> StoredWeight:
+        numbers, scales = on_host(layer, "weight"), on_host(layer, "weight_scale")
+        if self.scheme.rounds_inputs and scales.shape[1] == 1:
+            return Int8Weight(numbers=numbers, scales=scales[:, 0])
+        if numbers.shape[1] % 4:
+            raise WeightLoadError(
+                f"the weight of {self.name} has {numbers.shape[1]} input features: int8 without "
+                f"rounded inputs needs a multiple of 4"
+            )
+        codes = numbers.view(torch.uint8) ^ 0x80  # plus 128
+        return GroupedWeight(
+            words=codes.view(torch.int32).T.contiguous(),
+            bits=8,
+            scales=scales.T.contiguous(),
+            zeros=torch.full((scales.shape[1], len(scales)), 128, dtype=torch.int16),
+        )

@@ -1,0 +1,229 @@
+"""FP8 checkpoints: float8_e4m3fn weights with scales per tensor, output feature or block.
+
+The dialects `fp8` (AutoFP8, DeepSeek, Qwen), `fbgemm_fp8` (Llama) and `modelopt` differ in the
+names of settings. How many scales a layer has follows from the shape of its tensor of scales: one
+number, one per output feature, or one per block where `weight_block_size` says so. `input_scale` is
+that of static activations; a device that keeps inputs as they are does not need it.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.distributed import TPGroup
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.slice import Place, Slice, Source, whole
+from vllm.model_executor.layers.stored_experts import StoredExperts
+from vllm.model_executor.layers.stored_linear import (
+    RoundedLinear,
+    StoredLinear,
+    add_parameter,
+    on_host,
+)
+from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.quantization.settings import (
+    MAX_GROUP,
+    Settings,
+    choice,
+    first_expert,
+    is_below,
+    is_quantized,
+    names,
+    wrong,
+)
+from vllm.ops.stored_weight import Fp8Weight, round_to_fp8
+
+
+class Fp8(Quantization):
+    """`quant_method: fp8` and `fbgemm_fp8`; without settings, dense weights are rounded to fp8."""
+
+    def __init__(self, settings: Settings | None) -> None:
+        """
+        Raises:
+            ConfigError: a setting is not supported.
+        """
+        self.is_stored = settings is not None
+        settings = settings or {}
+        scheme = choice(settings, "activation_scheme", ("dynamic", "static"), "dynamic")
+        choice(settings, "fmt", ("e4m3",), "e4m3")
+        self.has_input_scale = scheme == "static"
+        self.block = block_of(settings, "weight_block_size")
+        if self.block and self.has_input_scale:
+            raise wrong("activation_scheme", scheme, "dynamic, where weight_block_size is set")
+        self.ignored = names(settings, "ignored_layers", "modules_to_not_convert")
+
+    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
+        if layer.keeps_precision:
+            return None
+        if not self.is_stored:
+            return RoundedLinear(name, round_to_fp8)
+        if not is_quantized(name, layer, self.ignored):
+            return None
+        scale_name = "weight_scale_inv" if self.block else "weight_scale"
+        return Fp8Linear(name, self.block, self.has_input_scale, scale_name)
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        if not self.is_stored or is_below(first_expert(name), self.ignored):
+            return None
+        return StoredExperts(name)
+
+
+class ModelOptFp8(Fp8):
+    """`quant_method: modelopt` with `quant_algo: FP8`."""
+
+    def __init__(self, settings: Settings | None) -> None:
+        """
+        Raises:
+            ConfigError: a setting is not supported.
+        """
+        settings = settings or {}
+        algorithm = choice(settings, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"))
+        is_static = algorithm == "FP8"
+        super().__init__({"activation_scheme": "static" if is_static else "dynamic"})
+        self.ignored = [each.rstrip("*").rstrip(".") for each in _ignored_by_modelopt(settings)]
+
+
+def _ignored_by_modelopt(settings: Settings) -> list[str]:
+    return names(settings, "ignore", "exclude_modules")
+
+
+def block_of(settings: Settings, key: str) -> tuple[int, int] | None:
+    """Outputs and inputs that share a scale; None: the setting is not there.
+
+    Raises:
+        ConfigError: it is not two positive numbers.
+    """
+    block = settings.get(key)
+    if block is None:
+        return None
+    is_pair = isinstance(block, list) and len(block) == 2
+    if not is_pair or not all(type(n) is int and 0 < n <= MAX_GROUP for n in block):
+        raise wrong(key, block, f"two numbers from 1 to {MAX_GROUP}")
+    return block[0], block[1]
+
+
+class Fp8Linear(StoredLinear):
+    """A weight [output_size, input_size] of fp8 numbers.
+
+    Scales are kept per output feature, [output_size, blocks of inputs], so that parts of a packed
+    layer and slices of ranks may begin anywhere in a block of outputs.
+
+    Args:
+        name: of the module.
+        block: outputs and inputs that share a scale; None: per tensor or per output feature.
+        has_input_scale: inputs were rounded with a scale that is in the checkpoint.
+        scale_name: last part of the name of the scales.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        block: tuple[int, int] | None,
+        has_input_scale: bool,
+        scale_name: str = "weight_scale",
+    ) -> None:
+        super().__init__(name)
+        self.block = block
+        self.has_input_scale = has_input_scale
+        self.scale_name = scale_name
+
+    def create_parameters(self, layer: ParallelLinear) -> None:
+        num_out, num_in = layer.output_size, layer.input_size
+        num_blocks = -(-num_in // self.block[1]) if self.block else 1
+        add_parameter(layer, "weight", torch.empty(num_out, num_in, dtype=torch.float8_e4m3fn))
+        scales = torch.empty(num_out, num_blocks, dtype=torch.float32)
+        add_parameter(layer, self.scale_name, scales)
+        layer.slices["weight"] = dict(layer.feature_slices)
+        layer.slices[self.scale_name] = {
+            part: self._scale_slice(slice_, num_out, num_blocks, layer.tp)
+            for part, slice_ in layer.feature_slices.items()
+        }
+        if self.has_input_scale:
+            parts = list(layer.feature_slices)
+            add_parameter(layer, "input_scale", torch.empty(len(parts), dtype=torch.float32))
+            layer.slices["input_scale"] = {p: whole(0, i, 1, layer.tp) for i, p in enumerate(parts)}
+
+    def _scale_slice(self, slice_: Slice, num_out: int, num_blocks: int, tp: TPGroup) -> Slice:
+        if slice_.dim == 0:
+            return slice_
+        if self.block is None:
+            return whole(0, 0, num_out, tp)
+        if slice_.size != slice_.total and slice_.size % self.block[1]:
+            raise WeightLoadError(
+                f"{self.name} cannot be split over ranks: {slice_.size} input features per rank "
+                f"are no multiple of the {self.block[1]} that share a scale "
+                f"(quantization_config.weight_block_size). Lower tensor_parallel_size"
+            )
+        return Slice(1, 0, num_blocks, -(-slice_.total // self.block[1]))
+
+    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+        if place.param_name == self.scale_name:
+            source = self._per_output(place, name, source)
+        elif place.param_name == "input_scale":
+            source = _one_number(name, source)
+        super().load(place, name, source, tp)
+
+    def _per_output(self, place: Place, name: str, source: Source) -> Source:
+        """The scales of a checkpoint tensor as [outputs, blocks of inputs]."""
+        assert place.slice is not None
+        shape = place.slice.checkpoint_shape(place.param)
+        num_out, num_blocks = shape
+        per_tensor, per_output = [(), (1,), (1, 1)], [(num_out,), (num_out, 1)]
+        block = self.block[0] if self.block else 1
+        accepted = [(-(-num_out // block), num_blocks)] if self.block else per_tensor + per_output
+        if tuple(source.shape) not in accepted:
+            raise WeightLoadError(
+                f"tensor {name} has shape {list(source.shape)} in the checkpoint, the layer needs "
+                f"{' or '.join(str(list(each)) for each in accepted)}"
+            )
+
+        def expand(scales: Tensor) -> Tensor:
+            if self.block:
+                return scales.repeat_interleave(block, dim=0)[:num_out]
+            return scales.reshape(-1, 1).expand(shape)
+
+        return checked_scales(name, source).mapped(expand)
+
+    def stored_weight(self, layer: ParallelLinear) -> Fp8Weight:
+        numbers = on_host(layer, "weight")
+        if bool((numbers.view(torch.uint8) & 0x7F == 0x7F).any()):
+            raise WeightLoadError(f"the weight of {self.name} in the checkpoint contains NaN")
+        input_scale: Any = on_host(layer, "input_scale") if self.has_input_scale else None
+        return Fp8Weight(
+            numbers=numbers,
+            scales=on_host(layer, self.scale_name),
+            block_inputs=self.block[1] if self.block else layer.input_size,
+            input_scale=None if input_scale is None else float(input_scale.max()),
+        )
+
+
+def _one_number(name: str, source: Source) -> Source:
+    if source.shape.numel() != 1:
+        raise WeightLoadError(f"tensor {name} has shape {list(source.shape)}, not one number")
+    return checked_scales(name, source).mapped(lambda scale: scale.reshape(1))
+
+
+def checked_scales(name: str, source: Source, zero_is_fine: bool = False) -> Source:
+    """The source as float32; reading it raises WeightLoadError if a number is not positive and
+    finite."""
+
+    def read(index: tuple[slice, ...]) -> Tensor:
+        scales = source.read(index).float()
+        worst = next(
+            (x for x in (scales.min(), scales.max()) if not _is_scale(float(x), zero_is_fine)), None
+        )
+        if worst is not None:
+            raise WeightLoadError(
+                f"tensor {name} contains {float(worst)}: scales are positive numbers"
+            )
+        return scales
+
+    return Source(source.shape, read)
+
+
+def _is_scale(x: float, zero_is_fine: bool) -> bool:
+    return math.isfinite(x) and (x > 0 or (zero_is_fine and x == 0))

@@ -1,0 +1,92 @@
+"""GPTQ checkpoints (arXiv 2210.17323) as AutoGPTQ and GPTQModel write them.
+
+Numbers of 2, 3, 4 or 8 bits; symmetric ones have zero points too, all the same. The first format
+(`checkpoint_format: gptq`) stores zero points less one, `gptq_v2` stores them as they are. With
+`desc_act` a group has inputs from everywhere (`g_idx`): columns are permuted once, at load.
+"""
+
+import re
+from typing import Any
+
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.stored_experts import StoredExperts
+from vllm.model_executor.quantization.grouped import GroupedLinear, GroupLayout
+from vllm.model_executor.quantization.interface import Quantization
+from vllm.model_executor.quantization.settings import (
+    Settings,
+    choice,
+    first_expert,
+    group_size_of,
+    is_below,
+    is_quantized,
+    names,
+    part_names,
+    wrong,
+)
+
+_MAX_PATTERN = 1000
+"""Characters of a pattern in `dynamic`."""
+
+
+class GPTQ(Quantization):
+    """`quant_method: gptq`."""
+
+    def __init__(self, settings: Settings) -> None:
+        """
+        Raises:
+            ConfigError: a setting is not supported.
+        """
+        self.layout = _layout_of(settings)
+        if choice(settings, "lm_head", (False, True), False):
+            raise wrong("lm_head", True, "false: an output head that is not quantized")
+        self.ignored = names(settings, "modules_to_not_convert")
+        self.dynamic = _dynamic_of(settings)
+
+    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
+        if layer.keeps_precision or not is_quantized(name, layer, self.ignored):
+            return None
+        layout = self._layout_of(part_names(name, layer)[0])
+        return None if layout is None else GroupedLinear(name, layout)
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        first = first_expert(name)
+        is_dense = is_below(first, self.ignored) or self._layout_of(first) is None
+        return None if is_dense else StoredExperts(name)
+
+    def _layout_of(self, name: str) -> GroupLayout | None:
+        """Of a module; None: `dynamic` leaves it dense."""
+        found = (layout for pattern, layout in self.dynamic if pattern.match(name))
+        return next(found, self.layout)
+
+
+def _layout_of(settings: Settings) -> GroupLayout:
+    bits = choice(settings, "bits", (2, 3, 4, 8))
+    choice(settings, "desc_act", (True, False), False)
+    formats = ("gptq", "gptq_v2")
+    checkpoint_format = choice(settings, "checkpoint_format", formats, "gptq")
+    return GroupLayout(
+        bits=bits,
+        group_size=group_size_of(settings, "group_size"),
+        zero_offset=1 if checkpoint_format == "gptq" else 0,
+        has_groups=True,
+    )
+
+
+def _dynamic_of(settings: Settings) -> list[tuple[re.Pattern[str], GroupLayout | None]]:
+    """Patterns of module names with a layout of their own, or none: GPTQModel's `dynamic`."""
+    dynamic: Any = settings.get("dynamic") or {}
+    accepted = "patterns of module names, each with an object of settings"
+    if not isinstance(dynamic, dict) or not all(isinstance(v, dict) for v in dynamic.values()):
+        raise wrong("dynamic", dynamic, accepted)
+    found: list[tuple[re.Pattern[str], GroupLayout | None]] = []
+    for pattern, other in dynamic.items():
+        try:
+            if len(pattern) > _MAX_PATTERN:
+                raise re.error("too long")
+            compiled = re.compile(pattern.removeprefix("+:").removeprefix("-:"))
+        except re.error as error:
+            raise wrong("dynamic", pattern, f"{accepted} ({error})") from error
+        is_dense = pattern.startswith("-:")
+        found.append((compiled, None if is_dense else _layout_of({**settings, **other})))
+    return found

@@ -1,0 +1,229 @@
+"""Linear layers of whole numbers with scales and zero points per group of inputs: GPTQ and AWQ."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError, WeightLoadError
+from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.layers.slice import Place, Slice, Source, whole
+from vllm.model_executor.layers.stored_linear import StoredLinear, add_parameter, on_host
+from vllm.ops.stored_weight import GroupedWeight, unpack_awq, unpack_bits
+
+_WORD_BITS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLayout:
+    """How a checkpoint stores such layers."""
+
+    bits: int
+    group_size: int
+    """Inputs of a group; -1: all."""
+    is_awq: bool = False
+    """Words hold outputs of an input, in the order of AWQ; False: inputs of an output."""
+    zero_offset: int = 0
+    """To be added to stored zero points."""
+    has_groups: bool = False
+    """`g_idx` says which group an input is in."""
+
+
+class GroupedLinear(StoredLinear):
+    """qweight, qzeros, scales, and g_idx where inputs of a group may come from everywhere.
+
+    Args:
+        name: of the module.
+        layout: of its tensors.
+    """
+
+    def __init__(self, name: str, layout: GroupLayout) -> None:
+        super().__init__(name)
+        self.layout = layout
+
+    def create_parameters(self, layer: ParallelLinear) -> None:
+        layout, num_in, num_out = self.layout, layer.input_size, layer.output_size
+        group = group_inputs(self.name, layout.group_size, layer)
+        num_groups = num_in // group
+        parts = layer.feature_slices
+        shape = [num_in, num_out]
+        packed_dim = 1 if layout.is_awq else 0
+        shape[packed_dim] = num_words(self.name, layout.bits, shape[packed_dim])
+        add_parameter(layer, "qweight", torch.empty(shape, dtype=torch.int32))
+        layer.slices["qweight"] = {
+            part: in_words(self.name, layout.bits, transposed(s), packed_dim)
+            for part, s in parts.items()
+        }
+        qzeros = torch.empty(
+            num_groups, num_words(self.name, layout.bits, num_out), dtype=torch.int32
+        )
+        add_parameter(layer, "qzeros", qzeros)
+        add_parameter(layer, "scales", torch.empty(num_groups, num_out, dtype=torch.float32))
+        by_group = {
+            part: self._of_groups(s, num_groups, group, layer.tp) for part, s in parts.items()
+        }
+        layer.slices["scales"] = by_group
+        layer.slices["qzeros"] = {
+            p: in_words(self.name, layout.bits, s, 1) for p, s in by_group.items()
+        }
+        if layout.has_groups:
+            add_parameter(layer, "g_idx", torch.empty(len(parts), num_in, dtype=torch.int32))
+            layer.slices["g_idx"] = {
+                part: whole(0, i, 1, layer.tp) if s.dim == 0 else s
+                for i, (part, s) in enumerate(parts.items())
+            }
+
+    def _of_groups(self, slice_: Slice, num_groups: int, group: int, tp: TPGroup) -> Slice:
+        """Where scales [groups, outputs] of a part go."""
+        if slice_.dim == 0:
+            return transposed(slice_)
+        if self.layout.group_size == -1:
+            return whole(0, 0, num_groups, tp)
+        return Slice(0, 0, num_groups, slice_.total // group)
+
+    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+        if place.param_name == "g_idx":
+            if len(source.shape) != 1:
+                raise WeightLoadError(f"tensor {name} has shape {list(source.shape)}, not one row")
+            source = source.mapped(lambda groups: groups[None])
+        super().load(place, name, source, tp)
+        if place.param_name == "scales":
+            check_scales(place, name)
+
+    def fill_indices(self, layer: ParallelLinear) -> None:
+        if self.layout.has_groups:
+            fill_groups(layer.get_parameter("g_idx"), self.layout.group_size)
+
+    def stored_weight(self, layer: ParallelLinear) -> GroupedWeight:
+        layout = self.layout
+        qzeros = on_host(layer, "qzeros")
+        groups = None
+        if layout.has_groups:
+            g_idx = on_host(layer, "g_idx")
+            groups = common_order(self.name, g_idx, layout.group_size, layer)
+        zeros = unpack_awq(qzeros) if layout.is_awq else unpack_bits(qzeros, layout.bits)
+        return GroupedWeight(
+            words=on_host(layer, "qweight"),
+            is_awq=layout.is_awq,
+            bits=layout.bits,
+            scales=on_host(layer, "scales"),
+            zeros=zeros.to(torch.int16) + layout.zero_offset,
+            groups=groups,
+        )
+
+
+def group_inputs(name: str, group_size: int, layer: ParallelLinear) -> int:
+    """Inputs of a group on this rank.
+
+    Args:
+        name: of the layer.
+        group_size: inputs of a group; -1: all.
+        layer: that is split over ranks.
+
+    Raises:
+        ConfigError: groups do not divide the inputs of the layer, or of a rank.
+    """
+    (total, num_in) = next(
+        ((s.total, s.size) for s in layer.feature_slices.values() if s.dim == 1),
+        (layer.input_size, layer.input_size),
+    )
+    size = total if group_size == -1 else group_size
+    if total % size:
+        raise ConfigError(
+            f"config.json of the checkpoint: quantization_config.group_size is {size}, which "
+            f"does not divide the {total} input features of {name}"
+        )
+    if size == total:
+        return num_in  # one group for all ranks
+    if num_in % size:
+        raise ConfigError(
+            f"{name} cannot be split over ranks: its {num_in} input features per rank are "
+            f"no multiple of quantization_config.group_size ({size}). Lower "
+            f"tensor_parallel_size"
+        )
+    return size
+
+
+def in_words(name: str, bits: int, slice_: Slice, packed_dim: int) -> Slice:
+    """A slice of features as one of words of 32 bits, if it is along the packed dimension.
+
+    Raises:
+        ConfigError: features do not fill words.
+    """
+    if slice_.dim != packed_dim:
+        return slice_
+    offset, size, total = (
+        num_words(name, bits, n) for n in (slice_.offset, slice_.size, slice_.total)
+    )
+    return replace(slice_, offset=offset, size=size, total=total)
+
+
+def num_words(name: str, bits: int, num_features: int) -> int:
+    """Words of 32 bits that so many numbers fill.
+
+    Raises:
+        ConfigError: the last one is not full.
+    """
+    if num_features * bits % _WORD_BITS:
+        raise ConfigError(
+            f"config.json of the checkpoint: the weights of quantization_config have {bits} bits: "
+            f"{num_features} features of {name} do not fill words of 32 bits"
+        )
+    return num_features * bits // _WORD_BITS
+
+
+def common_order(name: str, rows: Tensor, group_size: int, layer: ParallelLinear) -> Tensor | None:
+    """The group of each input, [inputs] int32; None: neighbours.
+
+    Args:
+        name: of the layer.
+        rows: [parts, inputs], of each part of a packed layer.
+        group_size: inputs of a group; -1: all.
+        layer: that is split over ranks.
+
+    Raises:
+        WeightLoadError: the parts differ.
+        ConfigError: groups have inputs on several ranks.
+    """
+    if bool((rows != rows[0]).any()):
+        raise WeightLoadError(
+            f"the parts of {name} have different g_idx; they run as one layer, so their "
+            f"inputs must have the same order"
+        )
+    group = group_inputs(name, group_size, layer)
+    is_split = any(s.dim == 1 and s.size != s.total for s in layer.feature_slices.values())
+    first = rows[0, 0] if is_split else 0
+    plain = torch.arange(layer.input_size, dtype=torch.int32) // group + first
+    if group_size == -1 or torch.equal(rows[0], plain):
+        return None
+    if is_split:
+        raise ConfigError(
+            f"{name} cannot be split over ranks: its inputs are ordered by activation "
+            f"(desc_act), so groups are on several ranks. Use tensor_parallel_size 1"
+        )
+    return rows[0]
+
+
+def fill_groups(rows: Tensor, group_size: int) -> None:
+    """Fill rows of group numbers [parts, inputs] for groups of neighbours."""
+    num_in = rows.shape[1]
+    size = num_in if group_size == -1 else group_size
+    rows.copy_((torch.arange(num_in, dtype=torch.int32) // size).expand(rows.shape))
+
+
+def transposed(slice_: Slice) -> Slice:
+    """The slice of a parameter whose two dimensions are exchanged."""
+    return replace(slice_, dim=1 - slice_.dim)
+
+
+def check_scales(place: Place, name: str) -> None:
+    """Check the scales that a checkpoint tensor of this name has filled.
+
+    Raises:
+        WeightLoadError: one is not finite.
+    """
+    assert place.slice is not None
+    mine = place.param.narrow(place.slice.dim, place.slice.offset, place.slice.size)
+    if not bool(mine.isfinite().all()):
+        raise WeightLoadError(f"tensor {name} contains NaN or infinity: scales are finite numbers")

@@ -1,0 +1,94 @@
+"""Reading the `quantization_config` of a checkpoint. Independent of single formats."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.linear import ParallelLinear
+
+Settings = Mapping[str, Any]
+
+MAX_GROUP = 1 << 16
+"""Largest number of inputs or outputs that share a scale."""
+
+
+def choice(settings: Settings, key: str, accepted: Sequence[Any], default: Any = None) -> Any:
+    """The value of a key, which must be one of those accepted.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    value = settings.get(key, default)
+    if not any(value is each or (type(value) is type(each) and value == each) for each in accepted):
+        raise wrong(key, value, ", ".join(map(str, accepted)))
+    return value
+
+
+def wrong(key: str, value: Any, accepted: str) -> ConfigError:
+    """The error about a value of config.json."""
+    return ConfigError(
+        f"config.json of the checkpoint: quantization_config.{key} is {value!r}; supported: "
+        f"{accepted}"
+    )
+
+
+def group_size_of(settings: Settings, key: str) -> int:
+    """Inputs that share a scale; -1: all.
+
+    Raises:
+        ConfigError: it is neither -1 nor a positive number.
+    """
+    size = settings.get(key, -1)
+    if type(size) is not int or (size != -1 and not 0 < size <= MAX_GROUP):
+        raise wrong(key, size, f"-1, or a number from 1 to {MAX_GROUP}")
+    return size
+
+
+def names(settings: Settings, *keys: str) -> list[str]:
+    """The module names in the lists under the keys that are there.
+
+    Raises:
+        ConfigError: one is no list of strings.
+    """
+    found: list[str] = []
+    for key in keys:
+        value = settings.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise wrong(key, value, "a list of module names")
+        found += value
+    return found
+
+
+def part_names(name: str, layer: ParallelLinear) -> list[str]:
+    """The names of a layer's parts in the checkpoint, such as q_proj, k_proj and v_proj."""
+    parent = name.rpartition(".")[0]
+    prefix = f"{parent}." if parent else ""
+    return [prefix + part if part else name for part in layer.feature_slices]
+
+
+def first_expert(name: str) -> str:
+    """The name of a layer of the first of these experts."""
+    return f"{name}.0.gate_proj"
+
+
+def is_below(name: str, entries: Iterable[str]) -> bool:
+    """Whether a module, or one that it is in, has one of these names, or a name that ends so."""
+    whole = f".{name}."
+    return any(f".{entry}." in whole for entry in entries)
+
+
+def is_quantized(name: str, layer: ParallelLinear, ignored: Sequence[str]) -> bool:
+    """Whether a layer is not among those that the checkpoint left dense.
+
+    Raises:
+        ConfigError: that differs between parts of a fused layer.
+    """
+    parts = part_names(name, layer)
+    is_dense = [is_below(part, ignored) for part in parts]
+    if any(is_dense) and not all(is_dense):
+        raise ConfigError(
+            f"config.json of the checkpoint: quantization_config leaves some of "
+            f"{', '.join(parts)} unquantized and others not; they run as one layer, so it must be "
+            f"the same for all"
+        )
+    return not is_dense[0]

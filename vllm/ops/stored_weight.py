@@ -1,0 +1,155 @@
+"""Weights of linear layers as quantized checkpoints store them, and what they mean.
+
+`dequantize` is the formula of the format, in float32: every device multiplies with these numbers,
+or says how it rounds them. Knows no files, no layers and no devices.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class StoredWeight(ABC):
+    """A weight [out_features, in_features] of numbers of few bits and their scales, on the host."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """(out_features, in_features)"""
+
+    @abstractmethod
+    def dequantize(self) -> Tensor:
+        """[out_features, in_features] float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Weight(StoredWeight):
+    """float8_e4m3fn numbers times a scale for each block of inputs of an output."""
+
+    numbers: Tensor
+    """[out_features, in_features] float8_e4m3fn, none of them NaN."""
+    scales: Tensor
+    """[out_features, blocks] float32."""
+    block_inputs: int
+    """Inputs that share a scale; the last block may have fewer."""
+    input_scale: float | None = None
+    """What inputs were divided by when they were rounded to fp8; None: chosen for each row."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
+
+    def dequantize(self) -> Tensor:
+        num_in = self.numbers.shape[1]
+        scales = self.scales.repeat_interleave(self.block_inputs, dim=1)[:, :num_in]
+        return self.numbers.float() * scales
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Weight(StoredWeight):
+    """int8 numbers times a scale per output, for inputs that are rounded to int8 too."""
+
+    numbers: Tensor
+    """[out_features, in_features] int8."""
+    scales: Tensor
+    """[out_features] float32."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.numbers.shape
+
+    def dequantize(self) -> Tensor:
+        return self.numbers.float() * self.scales[:, None]
+
+
+def round_to_fp8(weight: Tensor) -> Fp8Weight:
+    """A dense weight [out_features, in_features] as fp8, with a scale per output feature.
+
+    The largest number of an output becomes 448, the largest of float8_e4m3fn. NaN and infinity
+    make the scale NaN, so that they reach the results.
+    """
+    largest = weight.abs().amax(dim=1, keepdim=True).float()
+    scales = torch.where(largest == 0, 1.0, largest / torch.finfo(torch.float8_e4m3fn).max)
+    scales = scales.where(scales.isfinite(), float("nan"))
+    numbers = (weight / scales.nan_to_num(1.0)).nan_to_num(0.0).clamp(-448, 448)
+    return Fp8Weight(
+        numbers=numbers.to(torch.float8_e4m3fn), scales=scales, block_inputs=weight.shape[1]
+    )
+
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight outputs is in each place of a word of AWQ, from the lowest bits on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedWeight(StoredWeight):
+    """Whole numbers less a zero point, times a scale; both of them for each group of inputs."""
+
+    words: Tensor
+    """int32. [in_features * bits / 32, out_features]: the numbers of an output follow each other
+    from the lowest bits on. AWQ: [in_features, out_features / 8], eight outputs of an input."""
+    is_awq: bool = False
+    bits: int
+    """2, 3, 4 or 8; AWQ: 4."""
+    scales: Tensor
+    """[G, out_features] float32."""
+    zeros: Tensor
+    """[G, out_features] int16, from 0 to 2^bits."""
+    groups: Tensor | None = None
+    """[in_features] int32: the group of each input; None: in_features / G neighbours each."""
+
+    @property
+    def shape(self) -> torch.Size:
+        first, second = self.words.shape
+        if self.is_awq:
+            return torch.Size((second * 8, first))
+        return torch.Size((second, first * 32 // self.bits))
+
+    def numbers(self) -> Tensor:
+        """[out_features, in_features] uint8, not dense."""
+        if self.is_awq:
+            return unpack_awq(self.words).T
+        return unpack_bits(self.words.T.contiguous(), self.bits)
+
+    def dequantize(self) -> Tensor:
+        num_in = self.shape[1]
+        groups = self.groups
+        if groups is None:
+            groups = torch.arange(num_in) // (num_in // len(self.scales))
+        zeros, scales = (x.T[:, groups.long()] for x in (self.zeros, self.scales))
+        return (self.numbers().to(torch.int16) - zeros).float() * scales
+
+
+def unpack_bits(words: Tensor, bits: int) -> Tensor:
+    """Rows of int32 words as numbers of 2, 3, 4 or 8 bits, [R, W] -> [R, W * 32 / bits] uint8.
+
+    Numbers follow each other from the lowest bits on, also over the end of a word (3 bits).
+    """
+    if bits == 3:  # 32 numbers are in three words
+        threes = words.unflatten(1, (-1, 3)).long() & 0xFFFFFFFF
+        places = torch.arange(32) * bits
+        first, shifts = places // 32, places % 32
+        low = threes[..., first] >> shifts
+        high = threes[..., (first + 1).clamp(max=2)] << (32 - shifts)
+        return ((low | high) & 7).to(torch.uint8).flatten(1)
+    numbers = words.contiguous().view(torch.uint8)  # four bytes of a word, the lowest first
+    if bits == 8:
+        return numbers
+    parts = [numbers >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+    return torch.stack(parts, dim=-1).flatten(1)
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """Eight outputs in each word [R, W] int32 of AWQ -> [R, 8 * W] uint8 in their order."""
+    eights = unpack_bits(words, 4).unflatten(1, (-1, 8))
+    out = torch.empty_like(eights)
+    out[..., list(_AWQ_ORDER)] = eights
+    return out.flatten(1)
+
+
+def pack_nibbles(numbers: Tensor) -> Tensor:
+    """Numbers of 4 bits [R, N] uint8, N a multiple of 8 -> [R, N / 8] int32 words."""
+    pairs = numbers.unflatten(1, (-1, 2))
+    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)
