@@ -145,7 +145,9 @@ def _compat_section() -> Iterator[str]:
     yield ""
     yield "## Arguments of the vLLM 0.9 Gaudi fork"
     yield ""
-    yield "`rope_scaling` and `rope_theta` are taken as `hf_overrides`."
+    yield "`rope_scaling` and `rope_theta` are taken as `hf_overrides`; `speculative_model`,"
+    yield "`num_speculative_tokens`, `ngram_prompt_lookup_max`, `ngram_prompt_lookup_min` and"
+    yield "`speculative_disable_by_batch_size` as `speculative_config`."
     accepted = [a for a in COMPAT_ARGUMENTS.values() if a.available]
     missing = [a for a in COMPAT_ARGUMENTS.values() if not a.available]
     yield ""

@@ -261,6 +261,17 @@ class RunnerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Graphs compiled after the warm-up."""
 
 
+class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of drafts, which only grow."""
+
+    num_drafts: int = 0
+    """How often a request had drafts in a step."""
+    num_draft_tokens: int = 0
+    """Drafts in all."""
+    accepted: tuple[int, ...] = ()
+    """Right drafts, by place: the first drafts of all requests, the second ones, and so on."""
+
+
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """State of the engine core after a step, and counters, which only grow."""
 
@@ -275,6 +286,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prefix_hits: int = 0
     """Of those, tokens that were there."""
     num_preemptions: int = 0
+    drafts: DraftStats = DraftStats()
     runner: RunnerStats = RunnerStats()
 
 

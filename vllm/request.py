@@ -30,12 +30,15 @@ class Request:
         num_prompt_logprobs: prompt positions whose log-probabilities were sent.
         num_preemptions: how often it was preempted.
         takes_drafts: it may have drafts.
+        draft_accuracy: share of its drafts that were right, 0 to 1, the last ones with more weight;
+            -1: it had none.
         sort_key: requests with smaller keys go first.
     """
 
     __slots__ = (
         "block_hashes",
         "block_ids",
+        "draft_accuracy",
         "more_block_ids",
         "num_cached_blocks",
         "num_cached_tokens",
@@ -66,6 +69,7 @@ class Request:
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0
         self.takes_drafts = False
+        self.draft_accuracy = -1.0
         self.sort_key = sort_key
 
     @property

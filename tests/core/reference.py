@@ -87,9 +87,15 @@ class GuessSource:
         self.max_drafts = max_drafts
         self.num_proposed = 0
         self._rng = rng
+        self._left: set[str] = set()
 
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        assert self._left.isdisjoint(request.request_id for request in requests)
         return [self._guess(request) for request in requests]
+
+    def leave(self, request: Request) -> None:
+        assert request.request_id not in self._left, "a request leaves once"
+        self._left.add(request.request_id)
 
     def _guess(self, request: Request) -> list[int]:
         count = self._rng.choice([0, self.max_drafts, self._rng.randint(1, self.max_drafts)])

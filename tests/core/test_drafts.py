@@ -71,6 +71,9 @@ class RightSource:
         self.asked += [request.request_id for request in requests]
         return [next_tokens(r.spec, r.token_ids, self.max_drafts + 5) for r in requests]
 
+    def leave(self, request: Request) -> None:
+        pass
+
 
 class WrongSource(RightSource):
     """Never right."""

@@ -25,6 +25,9 @@ class OracleSource:
     def propose(self, requests: Sequence[Request]) -> list[list[int]]:
         return [self._guess(request) for request in requests]
 
+    def leave(self, request: Request) -> None:
+        pass
+
     def _guess(self, request: Request) -> list[int]:
         known = request.output_token_ids
         outputs = self._outputs[tuple(request.spec.prompt_token_ids)]

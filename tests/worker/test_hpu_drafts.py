@@ -11,6 +11,9 @@ from tests.e2e.test_drafts import OracleSource, seen_by_user
 from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
 from vllm import SamplingParams
 from vllm.bucketing import Phase
+from vllm.config.speculative import DraftOptions
+from vllm.core.drafts import DraftPlanner
+from vllm.core.lookup_drafts import NgramDrafts
 from vllm.core.scheduler import Scheduler
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
@@ -70,8 +73,14 @@ def test_users_get_the_same_with_drafts_as_without(mode, is_contiguous, monkeypa
         )
         before = bridge.counters().compilations
         with_drafts = run(engine)
+        options = DraftOptions(method="ngram", num_speculative_tokens=5, prompt_lookup_min=1)
+        scheduler = core.scheduler
+        scheduler._drafts = DraftPlanner(NgramDrafts(options), scheduler.running, scheduler.cache)
+        with_ngrams = run(engine)
+        assert core.scheduler.stats().drafts.num_draft_tokens > 10
         assert bridge.counters().compilations == before
-    assert [seen_by_user(o) for o in with_drafts] == [seen_by_user(o) for o in outputs]
+    for found in (with_drafts, with_ngrams):
+        assert [seen_by_user(o) for o in found] == [seen_by_user(o) for o in outputs]
     assert source.num_right > 20
     decodes = [launch for launch in launches if launch.bucket.phase is Phase.DECODE]
     assert any(launch.num_drafts is not None for launch in decodes)

@@ -13,6 +13,7 @@ from vllm.config.observability import KVEventsConfig, ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.pooler import PoolerConfig
 from vllm.config.scheduler import SchedulerConfig
+from vllm.config.speculative import SpeculativeConfig
 from vllm.config.structured_output import StructuredOutputConfig
 from vllm.config.vllm import VllmConfig
 
@@ -29,6 +30,7 @@ __all__ = [
     "PoolerConfig",
     "RopeConfig",
     "SchedulerConfig",
+    "SpeculativeConfig",
     "StructuredOutputConfig",
     "VllmConfig",
 ]

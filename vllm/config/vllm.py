@@ -10,6 +10,7 @@ from vllm.config.model import ModelConfig
 from vllm.config.observability import ObservabilityConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.config.scheduler import SchedulerConfig
+from vllm.config.speculative import SpeculativeConfig
 from vllm.config.structured_output import StructuredOutputConfig
 
 
@@ -25,6 +26,7 @@ class VllmConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     hpu: HPUConfig = field(default_factory=HPUConfig)
     structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     @property

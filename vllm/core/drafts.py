@@ -4,15 +4,18 @@ A step samples after each draft; what was sampled is the output, up to the first
 the draft in its place. So a wrong guess costs time and never changes an output.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
+from vllm.core.draft_control import DraftControl
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.plan import Plan
 from vllm.core.running_batch import RunningBatch
-from vllm.messages import EngineRequest
+from vllm.core.step import Step
+from vllm.messages import EngineRequest, IntArray
 from vllm.request import Request
 
 
@@ -31,6 +34,10 @@ class DraftSource(Protocol):
         """
         ...
 
+    def leave(self, request: Request) -> None:
+        """The request has ended or was aborted, and is not asked for again."""
+        ...
+
 
 class DraftPlanner:
     """Asks a source for drafts, and fits them into the budget and the blocks of a step.
@@ -39,12 +46,24 @@ class DraftPlanner:
         source: of the drafts.
         running: the running requests.
         cache: blocks for the drafts.
+        control: limits the drafts of each request; None: only the source does.
     """
 
-    def __init__(self, source: DraftSource, running: RunningBatch, cache: KVCacheManager) -> None:
+    def __init__(
+        self,
+        source: DraftSource,
+        running: RunningBatch,
+        cache: KVCacheManager,
+        control: DraftControl | None = None,
+    ) -> None:
+        self.control = control or DraftControl(source.max_drafts, adaptive=False)
         self._source = source
         self._running = running
         self._cache = cache
+        self._clock = time.perf_counter
+        self._last_result = 0.0
+        self._started: dict[int, tuple[int, float]] = {}
+        """Steps of decodes in flight: step id -> number of tokens, and when it was started."""
 
     @staticmethod
     def can_verify(spec: EngineRequest) -> bool:
@@ -72,17 +91,54 @@ class DraftPlanner:
         )
         if not len(places) or plan.budget <= 0:
             return
+        limits = self.control.limits(running.at(rows[places]), len(rows))
+        room = np.minimum(room[places], limits)
+        places, room = places[room > 0], room[room > 0]
+        if not len(places):
+            return
         requests = running.at(rows[places])
         proposed = self._source.propose(requests)
         drafts: dict[int, list[int]] = {}
         budget = plan.budget
-        for request, guess, most in zip(requests, proposed, room[places].tolist(), strict=True):
+        for request, guess, most in zip(requests, proposed, room.tolist(), strict=True):
             count = min(len(guess), most, budget)
             count = self._take_blocks(request, count, plan, num_reserved)
             if count > 0:
                 drafts[request.row] = list(guess[:count])
                 budget -= count
         plan.add_drafts(drafts)
+
+    def begin(self, step_id: int, num_tokens: IntArray, plan: Plan) -> None:
+        """A step starts.
+
+        Args:
+            step_id: of the step.
+            num_tokens: of each of its rows.
+            plan: it was made of.
+        """
+        total = int(num_tokens.sum())
+        if total == len(num_tokens) + sum(map(len, plan.drafts.values())):
+            self._started[step_id] = total, self._clock()
+
+    def record(self, step: Step, counts: IntArray | None) -> None:
+        """Count the result of a step.
+
+        Args:
+            step: n rows.
+            counts: [n] tokens of each; None: one each, and none had drafts.
+        """
+        now = self._clock()
+        num_tokens, started = self._started.pop(step.step_id, (0, 0.0))
+        if num_tokens:
+            # A step that was started ahead waits for the one before it.
+            self.control.record_time(num_tokens, now - max(started, self._last_result))
+        self._last_result = now
+        if counts is not None and step.num_drafts is not None:
+            self.control.record(step.requests, step.num_drafts, counts)
+
+    def leave(self, request: Request) -> None:
+        """Tell the source that a request has ended."""
+        self._source.leave(request)
 
     def _take_blocks(self, request: Request, count: int, plan: Plan, num_reserved: int) -> int:
         """Extend the block tables of a request for drafts. Returns how many drafts have room."""

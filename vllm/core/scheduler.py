@@ -17,6 +17,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from vllm.config import SchedulerConfig
+from vllm.core.draft_control import DraftControl
 from vllm.core.drafts import DraftPlanner, DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.plan import Plan, share_budget
@@ -29,6 +30,7 @@ from vllm.core.windows import free_passed_blocks
 from vllm.errors import CapacityError, RequestError
 from vllm.logger import init_logger
 from vllm.messages import (
+    DraftStats,
     EngineOutput,
     EngineRequest,
     Finished,
@@ -60,6 +62,7 @@ class Scheduler:
         config: limits of a step.
         cache: the KV cache, owned by this scheduler.
         draft_source: guesses next tokens; None: one token per request and step.
+        draft_control: limits the drafts of each request; None: only the source does.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Scheduler:
         config: SchedulerConfig,
         cache: KVCacheManager,
         draft_source: DraftSource | None = None,
+        draft_control: DraftControl | None = None,
     ) -> None:
         self.config = config
         self.cache = cache
@@ -87,7 +91,7 @@ class Scheduler:
         self._freed_rows: list[int] = []
         self._drafts: DraftPlanner | None = None
         if draft_source is not None:
-            self._drafts = DraftPlanner(draft_source, self.running, cache)
+            self._drafts = DraftPlanner(draft_source, self.running, cache, draft_control)
         self._shortened: dict[int, int] = {}
         """Rows whose block tables have become shorter since the last step, and their new
         lengths."""
@@ -143,6 +147,8 @@ class Scheduler:
             request = self._requests.pop(request_id, None)
             if request is None:
                 continue
+            if self._drafts is not None:
+                self._drafts.leave(request)
             if request.status is RequestStatus.WAITING:
                 self.waiting.discard(request)
             else:
@@ -220,6 +226,7 @@ class Scheduler:
             token_ids, counts = select_tokens(token_ids, counts, kept)
         if self._drafts is not None:
             self.running.awaits_result[step.rows] = False
+            self._drafts.record(step, counts)
         result = apply_tokens(step, token_ids, counts, self.running, self.cache)
         if result.finished:
             self.abort_requests(result.finished)
@@ -249,6 +256,7 @@ class Scheduler:
             num_prefix_queries=self.num_prefix_queries,
             num_prefix_hits=self.num_prefix_hits,
             num_preemptions=self.num_preemptions,
+            drafts=DraftStats() if self._drafts is None else self._drafts.control.stats(),
         )
 
     # ---- planning: running requests ----------------------------------------------------------
@@ -401,6 +409,7 @@ class Scheduler:
         running.num_tokens[rows] = num_tokens
         if self._drafts is not None:
             running.awaits_result[rows] = running.takes_drafts[rows]
+            self._drafts.begin(step_id, num_scheduled, plan)
         requests, request_ids = running.named(rows)
         self._in_flight.append(
             Step(

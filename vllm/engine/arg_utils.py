@@ -24,11 +24,28 @@ _FIELDS: dict[str, ConfigField] = {
     f.name: f for section in config_sections(VllmConfig).values() for f in config_fields(section)
 }
 
-_HF_OVERRIDES: dict[str, Callable[[str], object]] = {
-    "rope_scaling": lambda text: _FIELDS["hf_overrides"].convert(text),
-    "rope_theta": float,
+
+@dataclass(frozen=True)
+class _Part:
+    """An argument of the fork that is one key of a mapping here."""
+
+    field: str
+    key: str
+    read: Callable[[str], object]
+
+
+_PARTS: dict[str, _Part] = {
+    "rope_scaling": _Part(
+        "hf_overrides", "rope_scaling", lambda text: _FIELDS["hf_overrides"].convert(text)
+    ),
+    "rope_theta": _Part("hf_overrides", "rope_theta", float),
+    "speculative_model": _Part("speculative_config", "model", str),
+    "num_speculative_tokens": _Part("speculative_config", "num_speculative_tokens", int),
+    "ngram_prompt_lookup_max": _Part("speculative_config", "prompt_lookup_max", int),
+    "ngram_prompt_lookup_min": _Part("speculative_config", "prompt_lookup_min", int),
+    "speculative_disable_by_batch_size": _Part("speculative_config", "disable_by_batch_size", int),
 }
-"""Arguments of the fork that are values of config.json: they are added to `hf_overrides`."""
+"""Arguments of the fork that are added to a mapping: name -> part."""
 
 
 def _with_config_fields(cls: _Class) -> _Class:
@@ -63,10 +80,13 @@ class EngineArgs:
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         settings["model"] = model
         # In the fork, an empty value means "not given".
-        overrides = {k: v for k in _HF_OVERRIDES if (v := settings.pop(k, None))}
-        if overrides:
-            given: Any = _FIELDS["hf_overrides"].convert(settings.get("hf_overrides"))
-            settings["hf_overrides"] = {**given, **overrides}
+        parts: dict[str, dict[str, Any]] = {}
+        for name, part in _PARTS.items():
+            if value := settings.pop(name, None):
+                parts.setdefault(part.field, {})[part.key] = value
+        for name, values in parts.items():
+            given: Any = _FIELDS[name].convert(settings.get(name))
+            settings[name] = {**given, **values}
         for name in settings:
             if name not in _FIELDS and name not in COMPAT_ARGUMENTS:
                 raise ConfigError(_unknown(name))
@@ -91,9 +111,9 @@ class EngineArgs:
             group = parser.add_argument_group(section.__name__, (section.__doc__ or "").strip())
             for config_field in settings:
                 add_flag(group, config_field)
-        for name, read in _HF_OVERRIDES.items():
+        for name, part in _PARTS.items():
             flag, help = flag_of(name), argparse.SUPPRESS
-            convert = _checked(read, "hf_overrides")
+            convert = _checked(part.read, part.field)
             parser.add_argument(flag, type=convert, help=help, default=help)
         for argument in COMPAT_ARGUMENTS.values():
             add_compat_flag(parser, argument)
@@ -102,7 +122,7 @@ class EngineArgs:
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
         """Take the engine's arguments out of a parsed command line; others are ignored."""
-        known = _FIELDS.keys() | _HF_OVERRIDES.keys() | COMPAT_ARGUMENTS.keys()
+        known = _FIELDS.keys() | _PARTS.keys() | COMPAT_ARGUMENTS.keys()
         return cls(**{name: value for name, value in vars(args).items() if name in known})
 
     def create_engine_config(self) -> VllmConfig:
@@ -137,7 +157,7 @@ class AsyncEngineArgs(EngineArgs):
 
 
 def _unknown(name: str) -> str:
-    names = [*_FIELDS, *_HF_OVERRIDES, *COMPAT_ARGUMENTS]
+    names = [*_FIELDS, *_PARTS, *COMPAT_ARGUMENTS]
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown engine argument {name!r}{hint}"

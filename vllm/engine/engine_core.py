@@ -11,8 +11,8 @@ import msgspec
 
 from vllm.config import VllmConfig
 from vllm.core.cache_events import CacheEventLog
-from vllm.core.drafts import DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.lookup_drafts import make_drafts
 from vllm.core.scheduler import Scheduler
 from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.kv_event_publisher import KVEventPublisher
@@ -47,8 +47,6 @@ class EngineCore:
         executor: of the workers, which it starts; None: the one that `config` asks for.
         run_ahead: whether to schedule ahead; None: as `config` says, where the executor can do it
             and it is worthwhile.
-        draft_source: proposes drafts, which steps verify; None: no drafts, one token per request
-            and step.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class EngineCore:
         config: VllmConfig,
         executor: Executor | None = None,
         run_ahead: RunAhead | None = None,
-        draft_source: DraftSource | None = None,
     ) -> None:
         self.config = config
         if config.observability.profiler_enabled:
@@ -80,7 +77,8 @@ class EngineCore:
             self._events,
             [KVCacheGroup(window) for window in self.executor.cache_windows],
         )
-        self.scheduler = Scheduler(config.scheduler, cache, draft_source)
+        drafts = config.speculative.drafts if config.scheduler.max_draft_tokens else None
+        self.scheduler = Scheduler(config.scheduler, cache, *make_drafts(drafts))
         self._run_ahead = run_ahead or RunAhead(
             config.scheduler.async_scheduling and self.executor.is_asynchronous
         )

@@ -14,7 +14,7 @@ import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.metrics.history import RateHistory
 from vllm.engine.metrics.registry import Histogram, MetricSet
-from vllm.messages import FinishReason, RunnerStats, SchedulerStats
+from vllm.messages import DraftStats, FinishReason, RunnerStats, SchedulerStats
 
 NUM_RECENT = 50
 """How many finished requests are kept."""
@@ -111,7 +111,7 @@ class EngineMetrics:
         self.model_name = model_name
         self.config = config
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._counters = _CoreCounters()
+        self._counters = _CoreCounters(config.scheduler.max_draft_tokens)
         metrics = self._metrics = MetricSet(self._labels)
         self._prompt_tokens = metrics.counter("vllm:prompt_tokens", "Prompt tokens computed.")
         self._generation_tokens = metrics.counter("vllm:generation_tokens", "Tokens generated.")
@@ -217,6 +217,8 @@ class EngineMetrics:
             ),
         ):
             metrics.counter(f"vllm:{name}", help).value = value
+        if self.config.scheduler.max_draft_tokens:
+            _add_draft_metrics(metrics, totals.drafts)
         cache = self.config.cache
         info = {f.name: str(getattr(cache, f.name)) for f in fields(cache)}
         info["num_gpu_blocks"] = str(totals.num_kv_blocks)
@@ -284,15 +286,20 @@ class _RequestHistograms:
 
 
 class _CoreCounters:
-    """Counters of the core that continue over its restarts."""
+    """Counters of the core that continue over its restarts.
 
-    def __init__(self) -> None:
-        self._zero = _counters_of(SchedulerStats())
+    Args:
+        max_drafts: drafts of one request in a step.
+    """
+
+    def __init__(self, max_drafts: int) -> None:
+        self._max_drafts = max_drafts
+        self._zero = self._counters_of(SchedulerStats())
         self._base = self._last = self._zero
 
     def update(self, stats: SchedulerStats) -> None:
         """Take the latest counters. If one has decreased, the core is a new one."""
-        now = _counters_of(stats)
+        now = self._counters_of(stats)
         if any(map(lt, now, self._last)):
             self.restart()
         self._last = now
@@ -304,13 +311,32 @@ class _CoreCounters:
 
     def totals(self, stats: SchedulerStats) -> SchedulerStats:
         """`stats` with the counters of all cores together."""
-        queries, hits, preemptions, *runner = map(add, self._base, self._last)
+        queries, hits, preemptions, num_drafts, num_draft_tokens, *rest = map(
+            add, self._base, self._last
+        )
+        accepted, runner = rest[: self._max_drafts], rest[self._max_drafts :]
         return msgspec.structs.replace(
             stats,
             num_prefix_queries=queries,
             num_prefix_hits=hits,
             num_preemptions=preemptions,
+            drafts=DraftStats(
+                num_drafts=num_drafts, num_draft_tokens=num_draft_tokens, accepted=tuple(accepted)
+            ),
             runner=RunnerStats(**dict(zip(RunnerStats.__struct_fields__, runner, strict=True))),
+        )
+
+    def _counters_of(self, stats: SchedulerStats) -> tuple[int, ...]:
+        drafts = stats.drafts
+        accepted = drafts.accepted or (0,) * self._max_drafts
+        return (
+            stats.num_prefix_queries,
+            stats.num_prefix_hits,
+            stats.num_preemptions,
+            drafts.num_drafts,
+            drafts.num_draft_tokens,
+            *accepted[: self._max_drafts],
+            *msgspec.structs.astuple(stats.runner),
         )
 
 
@@ -323,9 +349,20 @@ def one_two_five(most: int) -> list[int]:
     return [bound for bound in bounds if bound <= most]
 
 
-def _counters_of(stats: SchedulerStats) -> tuple[int, ...]:
-    scheduler = (stats.num_prefix_queries, stats.num_prefix_hits, stats.num_preemptions)
-    return scheduler + msgspec.structs.astuple(stats.runner)
+def _add_draft_metrics(metrics: MetricSet, drafts: DraftStats) -> None:
+    for name, help, value in (
+        ("drafts", "Rows of steps with drafts.", drafts.num_drafts),
+        ("draft_tokens", "Drafts verified.", drafts.num_draft_tokens),
+        ("accepted_tokens", "Drafts that were right.", sum(drafts.accepted)),
+    ):
+        metrics.counter(f"vllm:spec_decode_num_{name}", help).value = value
+    places = metrics.counters(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Drafts that were right, by place behind the newest token.",
+        "position",
+    )
+    for place, count in enumerate(drafts.accepted):
+        places.cell(str(place)).add(count)
 
 
 def _between(start: float | None, end: float | None) -> float | None:

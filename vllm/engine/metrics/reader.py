@@ -27,7 +27,7 @@ class Counter(Metric):
 
 @dataclass
 class Vector(Metric):
-    """Numbers that only grow, one per position. This engine has no such metric."""
+    """Numbers that only grow, one per position, such as right drafts by place."""
 
     values: list[int]
 
@@ -49,6 +49,10 @@ class Histogram(Metric):
     """Upper bound -> observations up to it; the last bound is "+Inf"."""
 
 
+_POSITION = "position"
+"""The label of counters that are one per position, in order."""
+
+
 def read_metrics(metrics: EngineMetrics) -> list[Metric]:
     """Read all metrics of an engine.
 
@@ -67,6 +71,9 @@ def _read_family(name: str, kind: str, samples: Iterable[Any]) -> Iterable[Metri
         return [Gauge(name, dict(s.labels), float(s.value)) for s in samples]
     if kind == "counter":
         totals = [s for s in samples if s.name.endswith("_total")]
+        if totals and _POSITION in totals[0].labels:
+            labels = {key: value for key, value in totals[0].labels.items() if key != _POSITION}
+            return [Vector(name, labels, [int(s.value) for s in totals])]
         return [Counter(name, dict(s.labels), int(s.value)) for s in totals]
     assert kind == "histogram", f"{name} is a {kind}"
     return _read_histograms(name, samples)

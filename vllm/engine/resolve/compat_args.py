@@ -69,7 +69,7 @@ def _read_limits(given: Any) -> dict[str, Any]:
 
 _V0_ONLY = "it belongs to the V0 scheduler, which does not exist here"
 _ONE_STEP = "every step is scheduled; --async-scheduling hides the time of it, outputs are the same"
-_NO_DRAFTS = "the model computes every token itself, without a draft; the outputs are the same"
+_NO_DRAFTS = "drafts come from text that is known already (speculative_config), not from a model"
 _NO_CUDA_GRAPHS = "there are no CUDA graphs here"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
 _TEXT_ALONE = "this version reads text only"
@@ -164,16 +164,10 @@ _ARGUMENTS = (
     ),
     _ignored("weights_padding", False, "weights are laid out as the kernels of the device need"),
     _ignored("enable_lora_bias", False, _LORA_OFF),
-    _ignored("speculative_config", None, _NO_DRAFTS),
-    _ignored("speculative_model", None, _NO_DRAFTS),
     _ignored("speculative_model_quantization", None, _NO_DRAFTS),
-    _ignored("num_speculative_tokens", 0, _NO_DRAFTS),
     _ignored("speculative_draft_tensor_parallel_size", 1, _NO_DRAFTS, aliases=("-spec-draft-tp",)),
     _ignored("speculative_max_model_len", 0, _NO_DRAFTS),
-    _ignored("speculative_disable_by_batch_size", 0, _NO_DRAFTS),
     _ignored("speculative_disable_mqa_scorer", False, _NO_DRAFTS),
-    _ignored("ngram_prompt_lookup_max", 0, _NO_DRAFTS),
-    _ignored("ngram_prompt_lookup_min", 0, _NO_DRAFTS),
     _ignored("spec_decoding_acceptance_method", "rejection_sampler", _NO_DRAFTS),
     _ignored("typical_acceptance_sampler_posterior_threshold", 0.09, _NO_DRAFTS),
     _ignored("typical_acceptance_sampler_posterior_alpha", 0.3, _NO_DRAFTS),

@@ -22,12 +22,14 @@ from vllm.config import (
     ParallelConfig,
     PoolerConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     StructuredOutputConfig,
     VllmConfig,
 )
 from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType, ModelImpl
+from vllm.config.speculative import METHODS_WITHOUT_EFFECT
 from vllm.engine.resolve.hpu import fit_token_budget, refuse_variables, resolve_hpu_config
 from vllm.engine.resolve.model_options import check_quantization, resolve_offload, resolve_windows
 from vllm.engine.resolve.pooling import resolve_pooler
@@ -70,7 +72,9 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     if model.pooler is not None:
         settings = _for_pooling(settings, model.pooler)
     assert model.max_model_len is not None
+    speculative = _section(SpeculativeConfig, settings)
     scheduler = _resolve_scheduler(settings, platform, model.max_model_len)
+    scheduler = replace(scheduler, max_draft_tokens=_max_draft_tokens(speculative, model))
     cache = _resolve_cache(settings, platform)
     observability = _section(
         ObservabilityConfig,
@@ -96,6 +100,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
         load=replace(load, hf_token=None),  # everything is downloaded: no process needs the secret
         hpu=hpu,
         structured_output=_section(StructuredOutputConfig, settings),
+        speculative=speculative,
         observability=observability,
     )
     if platform.name == "hpu":
@@ -118,6 +123,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         ModelConfig,
         ParallelConfig,
         StructuredOutputConfig,
+        SpeculativeConfig,
         ObservabilityConfig,
     )
     for section in of_no_model:
@@ -391,6 +397,22 @@ def _for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[s
         "they have to be computed in one step"
     )
     return {**settings, "enable_chunked_prefill": False, "enable_prefix_caching": False}
+
+
+def _max_draft_tokens(speculative: SpeculativeConfig, model: ModelConfig) -> int:
+    """Drafts that a step verifies for one request; 0: there are none."""
+    drafts = speculative.drafts
+    if speculative.method in METHODS_WITHOUT_EFFECT:
+        logger.warning(
+            "speculative_config=%s has no effect: drafts of a model (method %s) are not built in "
+            "this version. Outputs are the same without drafts. Methods that have an effect: ngram "
+            "and suffix",
+            dict(speculative.speculative_config),
+            speculative.method,
+        )
+    if drafts is None or model.pooler is not None:
+        return 0
+    return drafts.num_speculative_tokens
 
 
 def _resolve_scheduler(

@@ -1,0 +1,61 @@
+"""What speculative_config accepts."""
+
+import pytest
+
+from vllm.config.speculative import DraftOptions, SpeculativeConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.errors import ConfigError
+
+
+def drafts_of(**given) -> DraftOptions | None:
+    return SpeculativeConfig(speculative_config=given).drafts
+
+
+def test_defaults_and_the_names_of_the_fork():
+    assert SpeculativeConfig().drafts is None
+    ngram = drafts_of(method="ngram")
+    assert (ngram.num_speculative_tokens, ngram.prompt_lookup_min, ngram.prompt_lookup_max) == (
+        5,
+        2,
+        8,
+    )
+    assert drafts_of(method="suffix").num_speculative_tokens == 16
+    assert drafts_of(method="ngram", prompt_lookup_max=1).prompt_lookup_min == 1
+    args = EngineArgs(
+        speculative_model="[ngram]",
+        num_speculative_tokens=3,
+        ngram_prompt_lookup_max=4,
+        ngram_prompt_lookup_min=2,
+        speculative_disable_by_batch_size=8,
+    )
+    found = SpeculativeConfig(speculative_config=args.speculative_config).drafts
+    assert found == DraftOptions(
+        method="ngram",
+        num_speculative_tokens=3,
+        prompt_lookup_max=4,
+        prompt_lookup_min=2,
+        disable_by_batch_size=8,
+    )
+
+
+def test_methods_that_need_a_model_have_no_effect():
+    for given in ({"model": "draft/model", "num_speculative_tokens": 5}, {"method": "eagle3"}):
+        assert drafts_of(**given) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_speculative_tokens": 5}, "needs the key 'method'"),
+        ({"method": "magic"}, "method must be one of"),
+        ({"method": "ngram", "tokens": 5}, "has no key 'tokens'"),
+        ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 1000}, "at most 64, got 1000"),
+        ({"method": "ngram", "num_speculative_tokens": "5"}, "num_speculative_tokens"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "must not exceed"),
+        ({"method": "ngram", "adaptive": "yes"}, "adaptive must be true or false"),
+    ],
+)
+def test_wrong_values_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        drafts_of(**given)

@@ -1,0 +1,130 @@
+"""Drafts from known text: where they come from, when they stop, and that they change no output."""
+
+import random
+
+import numpy as np
+import pytest
+
+from tests.core.helpers import make_request
+from tests.core.test_any_load import random_event, random_setup, run_program
+from vllm.config.speculative import DraftOptions
+from vllm.core.draft_control import DraftControl, StepCost
+from vllm.core.lookup_drafts import NgramDrafts, SuffixDrafts, make_drafts
+from vllm.core.token_index import TokenIndex
+from vllm.request import Request
+
+
+def request_of(tokens: list[int], name: str = "a", num_prompt: int = 1) -> Request:
+    request = Request(make_request(name, tokens[:num_prompt], 1000), (0,))
+    request.token_ids = list(tokens)
+    return request
+
+
+def best_place(text: list[int], n: int, most: int) -> tuple[int, int]:
+    """By comparing everything: the latest of the places where most tokens agree."""
+    best = (0, 0)
+    for end in range(n, len(text)):
+        length = 0
+        while length < min(most, end) and text[end - length - 1] == text[-length - 1]:
+            length += 1
+        if length >= n and length >= best[1]:
+            best = (end, length)
+    return best
+
+
+def test_the_index_finds_the_latest_of_the_longest_matches():
+    rng = random.Random(3)
+    for _ in range(400):
+        n = rng.randint(1, 3)
+        text = [rng.randrange(4) for _ in range(rng.randint(n + 1, 14))]
+        index = TokenIndex(n)
+        cut = rng.randrange(len(text))
+        index.append(text[:cut])
+        index.append(text[cut:])
+        most = rng.randint(n, 6)
+        want = best_place(text, n, most)
+        # Only the latest places are compared; short texts have few.
+        assert index.find(text, most) == want, (text, n, most)
+        if want[1]:
+            found = index.continuation(want[0], 5)
+            whole = text + found
+            assert found == [whole[want[0] + i] for i in range(5)], "a period goes on"
+
+
+def test_ngram_drafts_follow_the_last_occurrence_in_the_own_text():
+    source = NgramDrafts(DraftOptions(method="ngram", num_speculative_tokens=3))
+    assert source.propose([request_of([1, 2, 3, 4, 5, 9, 1, 2])]) == [[3, 4, 5]]
+    other = request_of([1, 2], "b")
+    assert source.propose([other]) == [[]], "too short, and not the text of the other request"
+    other.token_ids += [1, 2]
+    assert source.propose([other]) == [[1, 2, 1]]
+
+
+def test_a_long_prompt_is_indexed_in_parts():
+    text = [token % 50_000 for token in range(20_000)]
+    request = request_of([*text, 7, 8, 9])
+    source = NgramDrafts(DraftOptions(method="ngram"))
+    found = [source.propose([request])[0] for _ in range(3)]
+    assert found == [[], [], [10, 11, 12, 13, 14]]
+
+
+def test_suffix_drafts_also_follow_outputs_of_earlier_requests_in_bounded_memory():
+    source = SuffixDrafts(DraftOptions(method="suffix", suffix_cache_tokens=64))
+    assert source.propose([request_of([5, 6], "new")]) == [[]]
+    earlier = request_of([0, 5, 6, 7, 8, 9], "earlier")
+    source.leave(earlier)
+    assert source.propose([request_of([5, 6], "new")]) == [[7, 8, 9]], "not beyond its end"
+    assert source.propose([request_of([0, 5], "prompt")]) == [[]], "prompts are not remembered"
+    for number in range(40):
+        source.leave(request_of([0, *range(100 * number, 100 * number + 20)], str(number)))
+    assert sum(map(len, source._earlier)) <= 64
+    assert source.propose([request_of([5, 6], "late")]) == [[]], "the oldest were dropped"
+    assert source.propose([request_of([3905, 3906], "later")]) == [[3907, 3908, 3909, 3910]]
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_they_change_no_output_of_a_crowded_load(method):
+    for seed in range(4):
+        rng = random.Random(seed)
+        setup = random_setup(rng)
+        options = DraftOptions(method=method, prompt_lookup_min=1, num_speculative_tokens=6)
+        setup.draft_source, _ = make_drafts(options)
+        loop = run_program(setup, [random_event(rng) for _ in range(150)])
+        assert loop.runner.num_verified
+        assert not setup.draft_source._indexes, "every request has left"
+
+
+def drafted(control: DraftControl, request: Request, num_drafts: int, right: int) -> None:
+    control.record([request], np.array([num_drafts]), np.array([right + 1]))
+
+
+def test_a_request_whose_drafts_are_wrong_gets_fewer_and_tries_again_later():
+    control, bad, good = DraftControl(6), request_of([1], "bad"), request_of([1], "good")
+    assert control.limits([bad, good], 2) == [6, 6]
+    limits = []
+    for _ in range(20):
+        drafted(control, bad, 6, 0)
+        drafted(control, good, 6, 6)
+        limits.append(control.limits([bad, good], 2))
+    of_bad = [limit for limit, _ in limits]
+    assert of_bad == sorted(of_bad, reverse=True)
+    assert of_bad[-1] == 0
+    assert limits[-1][1] == 6
+    rest = [control.limits([bad], 2)[0] for _ in range(30)]
+    assert rest[0] == 0
+    assert rest[-1] > 0
+    stats = control.stats()
+    assert (stats.num_drafts, stats.num_draft_tokens) == (40, 240)
+    assert stats.accepted == (20,) * 6
+
+
+def test_drafts_stop_where_a_token_costs_what_it_saves():
+    cheap, dear = DraftControl(5), DraftControl(5)
+    for num_tokens in (1, 4, 6, 2, 5, 1, 6):
+        cheap.record_time(num_tokens, 1.0 + 0.001 * num_tokens)
+        dear.record_time(num_tokens, 0.001 + 1.0 * num_tokens)
+    request = request_of([1])
+    assert cheap.limits([request], 1) == [5]
+    assert dear.limits([request], 1) == [0]
+    assert DraftControl(5, max_requests=3).limits([request], 4) == [0]
+    assert StepCost().share_of_a_token(1) < 0.5, "nothing is known"

@@ -1,0 +1,40 @@
+"""Speculative decoding as users switch it on: the same outputs in fewer steps."""
+
+import pytest
+
+from tests.e2e.test_drafts import seen_by_user
+from vllm import LLM, SamplingParams
+
+CODE = "def area(w, h):\n    return w * h\n\ndef volume(w, h, d):\n    return w * h * d\n\n"
+PROMPTS = [CODE + CODE, CODE[:20], "x = [1, 2]\n" * 4, CODE + "def area(w, h):", "import os\n"]
+PARAMS = [
+    SamplingParams(max_tokens=48, temperature=0, ignore_eos=True, logprobs=1),
+    SamplingParams(max_tokens=40, temperature=0.9, seed=5, top_p=0.9, n=2),
+    SamplingParams(max_tokens=40, temperature=0, stop=["return"]),
+    SamplingParams(max_tokens=30, temperature=0, repetition_penalty=1.1),
+    SamplingParams(max_tokens=40, temperature=0.3, seed=1, min_tokens=20),
+]
+
+
+def run(llm: LLM) -> list:
+    return [seen_by_user(o) for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return run(LLM(dtype="float32", max_model_len=128))
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_outputs_are_the_same_and_drafts_are_counted(method, expected):
+    speculative = {"method": method, "num_speculative_tokens": 4}
+    options = {"speculative_config": speculative, "disable_log_stats": False}
+    llm = LLM(dtype="float32", max_model_len=128, **options)
+    assert run(llm) == expected
+    assert run(llm) == expected, "with what the suffix cache remembers"
+    values = {metric.name: metric for metric in llm.get_metrics()}
+    accepted = values["vllm:spec_decode_num_accepted_tokens"].value
+    assert 20 < accepted <= values["vllm:spec_decode_num_draft_tokens"].value
+    by_place = values["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+    assert sum(by_place) == accepted
+    assert by_place == sorted(by_place, reverse=True)

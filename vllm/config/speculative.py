@@ -1,0 +1,128 @@
+"""Speculative decoding: how drafts of the next tokens are made."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from vllm.config.fields import check_at_least, check_one_of
+from vllm.errors import ConfigError
+
+DraftMethod = Literal["ngram", "suffix"]
+
+METHODS_WITHOUT_EFFECT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
+"""Methods of other engines that need a model of their own. Outputs are the same without them."""
+
+_KEYS_OF_DRAFT_MODELS = frozenset(
+    {"draft_tensor_parallel_size", "max_model_len", "model", "quantization", "revision"}
+)
+MAX_DRAFTS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """Whose drafts a step verifies, and how many."""
+
+    method: DraftMethod
+    """ngram: drafts follow the latest place of the same text where the last tokens occurred before;
+    suffix: also in the outputs of earlier requests."""
+
+    num_speculative_tokens: int = 0
+    """Maximum number of drafts of a request in one step. 0: 5 for ngram, 16 for suffix."""
+
+    prompt_lookup_min: int = 0
+    """Number of last tokens that must have occurred before. 0: the smaller of 2 and
+    prompt_lookup_max."""
+
+    prompt_lookup_max: int = 0
+    """Number of last tokens that are compared; the place where most of them agree is taken.
+    0: the larger of 8 and prompt_lookup_min."""
+
+    suffix_cache_tokens: int = 1_000_000
+    """Tokens of outputs that `suffix` remembers; about 200 bytes of memory each."""
+
+    disable_by_batch_size: int = 0
+    """No drafts while more requests than this run. 0: no limit."""
+
+    adaptive: bool = True
+    """Make fewer drafts, or none, for a request whose drafts are often wrong, and when the step has
+    so many tokens that a draft costs more time than it saves."""
+
+    def __post_init__(self) -> None:
+        check_one_of(self, "method", ("ngram", "suffix"))
+        numbers = [f.name for f in fields(self) if f.type in ("int", int)]
+        check_at_least(self, 0, *numbers)
+        check_at_least(self, 1, "suffix_cache_tokens")
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError(f"adaptive must be true or false, got {self.adaptive!r}")
+        defaults = {
+            "num_speculative_tokens": 5 if self.method == "ngram" else 16,
+            "prompt_lookup_min": min(2, self.prompt_lookup_max or 2),
+            "prompt_lookup_max": max(8, self.prompt_lookup_min),
+        }
+        for name, default in defaults.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, default)
+        if self.num_speculative_tokens > MAX_DRAFTS:
+            raise ConfigError(
+                f"num_speculative_tokens must be at most {MAX_DRAFTS}, got "
+                f"{self.num_speculative_tokens}"
+            )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) must not exceed prompt_lookup_max "
+                f"({self.prompt_lookup_max})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding."""
+
+    speculative_config: Mapping[str, Any] = field(default_factory=dict)
+    """Drafts of next tokens, which a step verifies together (JSON): method (ngram or suffix),
+    num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, suffix_cache_tokens,
+    disable_by_batch_size, adaptive; see docs/speculative_decoding.md. Outputs are the same with and
+    without."""
+
+    def __post_init__(self) -> None:
+        _ = self.drafts  # raises
+
+    @property
+    def method(self) -> str | None:
+        """The method that was asked for; None if there is none."""
+        given = self.speculative_config
+        if not given:
+            return None
+        method, model = given.get("method"), given.get("model")
+        if method is None and model is not None:
+            return "ngram" if model in ("ngram", "[ngram]") else "draft_model"
+        if method is None:
+            raise ConfigError(
+                "speculative_config needs the key 'method': ngram or suffix; for example "
+                '{"method": "ngram", "num_speculative_tokens": 5}'
+            )
+        return str(method)
+
+    @property
+    def drafts(self) -> DraftOptions | None:
+        """The settings with their defaults; None if there are no drafts.
+
+        Raises:
+            ConfigError: a key is not known, or its value is wrong.
+        """
+        method, given = self.method, dict(self.speculative_config)
+        if method is None:
+            return None
+        names = [f.name for f in fields(DraftOptions)]
+        if unknown := [name for name in given if name not in {*names, *_KEYS_OF_DRAFT_MODELS}]:
+            raise ConfigError(
+                f"speculative_config has no key {', '.join(map(repr, unknown))}; accepted: "
+                f"{', '.join(names)}"
+            )
+        if method in METHODS_WITHOUT_EFFECT:
+            return None
+        options = {name: given[name] for name in names if given.get(name) is not None}
+        try:
+            return DraftOptions(**{**options, "method": method})
+        except ConfigError as error:
+            raise ConfigError(f"speculative_config: {error}") from None

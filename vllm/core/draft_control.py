@@ -1,0 +1,133 @@
+"""How many drafts are worthwhile: by how often they are right, and by what a step costs."""
+
+from collections.abc import Sequence
+
+from vllm.messages import DraftStats, IntArray
+from vllm.request import Request
+
+_MEMORY = 0.98
+"""Weight of the past, per step, in the fit of the time of a step."""
+_LEARNING = 0.15
+"""How much one draft changes the share of right drafts of its request."""
+_HOPE = 0.8
+"""Share of right drafts of a request without experience; the share of a request without drafts
+returns to it, so that it tries again."""
+_RECOVERY = 0.004
+"""How much of the way it returns in one step."""
+_UNKNOWN_COST = 0.1
+_CHEAPEST, _DEAREST = 0.03, 0.95
+
+
+class StepCost:
+    """A fit of the time of decode steps, t0 + t1 * tokens, that forgets (least squares)."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def record(self, num_tokens: int, seconds: float) -> None:
+        """Add a step."""
+        x, y = float(num_tokens), seconds
+        self._weight = self._weight * _MEMORY + 1
+        self._x = self._x * _MEMORY + x
+        self._y = self._y * _MEMORY + y
+        self._xx = self._xx * _MEMORY + x * x
+        self._xy = self._xy * _MEMORY + x * y
+
+    def share_of_a_token(self, num_tokens: int) -> float:
+        """What one more token costs, in steps of `num_tokens` tokens divided by their number: 0 if
+        the time does not depend on the number of tokens, 1 if it grows with it."""
+        if self._weight < 4:
+            return _UNKNOWN_COST
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - mean_x * mean_x
+        if variance < 0.25:
+            return _UNKNOWN_COST
+        slope = (self._xy / self._weight - mean_x * mean_y) / variance
+        total = mean_y + slope * (num_tokens - mean_x)
+        if slope <= 0 or total <= 0:
+            return _CHEAPEST
+        return min(max(slope * num_tokens / total, _CHEAPEST), _DEAREST)
+
+
+class DraftControl:
+    """Limits the drafts of each request, and counts what became of them.
+
+    The i-th draft of a request gives a token with the probability p ** i, where p is the share of
+    its drafts that were right. It is worthwhile while that is more than what a token costs where it
+    is computed without a guess.
+
+    Args:
+        max_drafts: limit per request.
+        adaptive: False: always the limit.
+        max_requests: no drafts while more requests than this run; 0: no limit.
+
+    """
+
+    def __init__(self, max_drafts: int, adaptive: bool = True, max_requests: int = 0) -> None:
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        self._accepted = [0] * max_drafts
+        self._max_drafts = max_drafts
+        self._adaptive = adaptive
+        self._max_requests = max_requests
+        self._cost = StepCost()
+
+    def limits(self, requests: Sequence[Request], num_running: int) -> list[int]:
+        """How many drafts each request may have.
+
+        Args:
+            requests: that could have drafts in this step.
+            num_running: requests that run.
+        """
+        if self._max_requests and num_running > self._max_requests:
+            return [0] * len(requests)
+        if not self._adaptive:
+            return [self._max_drafts] * len(requests)
+        cost = self._cost.share_of_a_token(num_running)
+        limits = []
+        for request in requests:
+            share = request.draft_accuracy
+            share = _HOPE if share < 0 else share
+            limit, gain = 0, share
+            while limit < self._max_drafts and gain > cost:
+                limit, gain = limit + 1, gain * share
+            if not limit:
+                request.draft_accuracy = share + _RECOVERY * (_HOPE - share)
+            limits.append(limit)
+        return limits
+
+    def record(self, requests: Sequence[Request], num_drafts: IntArray, counts: IntArray) -> None:
+        """Count the result of a step.
+
+        Args:
+            requests: [n] that sampled.
+            num_drafts: [n] drafts of each.
+            counts: [n] tokens that each got: one more than were right; less where it failed.
+        """
+        for request, drafted, count in zip(
+            requests, num_drafts.tolist(), counts.tolist(), strict=True
+        ):
+            if not drafted:
+                continue
+            right = max(0, count - 1)
+            self._num_drafts += 1
+            self._num_draft_tokens += drafted
+            for place in range(right):
+                self._accepted[place] += 1
+            share = request.draft_accuracy
+            share = _HOPE if share < 0 else share
+            for place in range(min(right + 1, drafted)):
+                share += _LEARNING * ((place < right) - share)
+            request.draft_accuracy = share
+
+    def stats(self) -> DraftStats:
+        """What became of all drafts so far."""
+        return DraftStats(
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            accepted=tuple(self._accepted),
+        )
+
+    def record_time(self, num_tokens: int, seconds: float) -> None:
+        """Count the time of a step of decodes."""
+        self._cost.record(num_tokens, seconds)

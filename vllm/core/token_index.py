@@ -1,0 +1,87 @@
+"""An index of token sequences that finds where their last tokens have occurred before."""
+
+from collections.abc import Sequence
+
+_MAX_PLACES = 8
+"""How many earlier places are compared for one lookup."""
+
+
+class TokenIndex:
+    """Token sequences one behind the other, indexed by their n-grams.
+
+    Adding a token takes constant time, and so does a lookup: the n-gram of the last tokens leads to
+    the latest places where it occurred, and the place where most of the tokens before agree, too,
+    is taken. (Prompt lookup decoding: Saxena 2023; suffix decoding: Oliaro et al. 2024,
+    arXiv 2411.04975. This index has neither a tree nor an automaton, so its memory is a few
+    integers per token.)
+
+    Args:
+        n: length of the n-grams, at least 1.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._tokens: list[int] = []
+        self._latest: dict[tuple[int, ...], int] = {}
+        """n-gram -> index behind its latest occurrence."""
+        self._before: list[int] = []
+        """For each index, the one behind the occurrence before of the same n-gram; 0: none."""
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        n, text, latest, before = self._n, self._tokens, self._latest, self._before
+        # The n-gram in front of a token can only be found when the token is known.
+        start = len(text)
+        text.extend(tokens)
+        for end in range(start, len(text)):
+            if end < n:
+                before.append(0)
+                continue
+            gram = tuple(text[end - n : end])
+            before.append(latest.get(gram, 0))
+            latest[gram] = end
+
+    def find(self, tail: Sequence[int], most: int) -> tuple[int, int]:
+        """Where the tail of a text occurred, followed by another token.
+
+        Args:
+            tail: last tokens of the text, at least n.
+            most: how many of them are compared at most, at least n.
+
+        Returns:
+            (end, length): the index behind the occurrence, and how many tokens agree. (0, 0) if
+            there is none. Of equally long ones, the latest.
+        """
+        n, text, best, best_length = self._n, self._tokens, 0, 0
+        end = self._latest.get(tuple(tail[len(tail) - n :]), 0)
+        most = min(most, len(tail))
+        for _ in range(_MAX_PLACES):
+            if not end or best_length >= most:
+                break
+            length, limit = n, min(most, end)
+            while length < limit and text[end - length - 1] == tail[len(tail) - length - 1]:
+                length += 1
+            if length > best_length:
+                best, best_length = end, length
+            end = self._before[end]
+        return best, best_length
+
+    def continuation(self, end: int, count: int, stop: int | None = None) -> list[int]:
+        """The tokens behind an index.
+
+        Args:
+            end: as `find` returns it.
+            count: how many at most.
+            stop: a token that ends the sequence; it is not returned. None: the text is one sequence
+                that repeats itself when it has ended, as a text with a period does.
+        """
+        found = self._tokens[end : end + count]
+        if stop is not None:
+            return found[: found.index(stop)] if stop in found else found
+        period = len(self._tokens) - end
+        while len(found) < count:
+            found.append(found[len(found) - period])
+        return found
