@@ -70,7 +70,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "plan": {"bucketing", "model_executor", "platforms"},
     "core": set(),
-    "executor": {"worker", "platforms", "distributed"},
+    "executor": {"worker", "model_executor", "platforms", "distributed"},
     "worker": {
         "model_executor",
         "sample",

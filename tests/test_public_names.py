@@ -121,7 +121,7 @@ def test_an_adapter_without_number_or_path_is_refused(arguments, message):
 def test_a_ray_cluster_is_refused_in_words(address):
     from vllm import initialize_ray_cluster
 
-    with pytest.raises(ConfigError, match=r"^initialize_ray_cluster.* needs no Ray\. Leave"):
+    with pytest.raises(ConfigError, match=r"^initialize_ray_cluster.* need no Ray\. Leave"):
         initialize_ray_cluster(None, address)
 
 

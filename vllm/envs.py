@@ -400,6 +400,35 @@ def export(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+def rank_variables(rank: int, world_size: int) -> dict[str, str]:
+    """What tells libraries the place of a process among those of one machine, and its Gaudi card.
+
+    Raises:
+        ConfigError: HABANA_VISIBLE_MODULES names fewer cards than there are ranks.
+    """
+    modules = os.environ.get("HABANA_VISIBLE_MODULES", "")
+    cards = modules.split(",") if modules.strip() else [str(n) for n in range(world_size)]
+    if len(cards) < world_size:
+        raise ConfigError(
+            f"HABANA_VISIBLE_MODULES={modules!r} names {len(cards)} cards, and the engine needs "
+            f"{world_size}. Name more, or lower tensor_parallel_size"
+        )
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "HLS_MODULE_ID": cards[rank].strip(),
+    }
+
+
+def export_rank(rank: int, world_size: int) -> None:
+    """Set the variables of a rank in this process, before a library reads them."""
+    for name, value in rank_variables(rank, world_size).items():
+        export(name, value)
+    get.cache_clear()
+
+
 def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
     """The environment for a process of our own.
 

@@ -10,6 +10,7 @@
     |- RequestTimeoutError    a request took longer than the server allows (504)
     |- CapacityError          can never fit (400), cannot fit now (503), or requests run (409)
     |  `- EngineAsleepError   the engine sleeps; wake it up first (503)
+    |- CollectiveError        an exchange between the workers failed; the engine stops
     |- WorkerCallError        a call to the workers failed; the engine keeps serving (500)
     `- EngineDeadError        the engine core has died (500; health fails)
 
@@ -114,6 +115,20 @@ class WorkerCallError(VllmError, RuntimeError):
     """A method of the workers raised. The message has the type and the text of its exception."""
 
     status = 500
+
+
+class CollectiveError(VllmError, RuntimeError):
+    """An exchange with the other ranks has failed. The state of the worker is unknown then.
+
+    Args:
+        operation: that failed, such as all_reduce.
+        rank: that reports it.
+        reason: what the library says, or which rank has not answered.
+    """
+
+    def __init__(self, operation: str, rank: int, reason: str) -> None:
+        first_line = (reason.strip().splitlines() or ["no reason given"])[0]
+        super().__init__(f"{operation} on rank {rank} failed: {first_line}")
 
 
 class EngineDeadError(VllmError, RuntimeError):

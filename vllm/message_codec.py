@@ -1,13 +1,17 @@
 """Encodes messages with numpy arrays as msgpack, to send them to another process.
 
-An array travels as (dtype, shape, bytes). It arrives read-only.
+An array travels as (dtype, shape, bytes). It arrives read-only. Arguments and results of calls by
+name are values of msgpack alone, as their types are not declared anywhere.
 Independent of the messages themselves.
 """
 
-from typing import Any, TypeVar, get_args, get_origin
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
+
+from vllm.errors import CapacityError, RequestError, VllmError, WorkerCallError
 
 _Message = TypeVar("_Message")
 
@@ -51,3 +55,65 @@ encode = msgspec.msgpack.Encoder(enc_hook=encode_array).encode
 def decoder(kind: type[_Message]) -> msgspec.msgpack.Decoder[_Message]:
     """What turns bytes into a message of one type; to be made once and kept."""
     return msgspec.msgpack.Decoder(kind, dec_hook=decode_array)
+
+
+class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Why a call has failed; the engine continues."""
+
+    message: str
+    kind: Literal["request", "capacity", "worker"]
+    """RequestError, CapacityError or WorkerCallError."""
+    status: int = 500
+    """HTTP status."""
+
+    @classmethod
+    def of(cls, error: Exception) -> "CallError":
+        """Make one for an exception of the call."""
+        if isinstance(error, RequestError):
+            return cls(message=str(error), kind="request", status=error.status)
+        if isinstance(error, CapacityError):
+            return cls(message=str(error), kind="capacity", status=error.status)
+        return cls(message=f"{type(error).__name__}: {error}", kind="worker")
+
+    def exception(self) -> VllmError:
+        """The exception for the caller."""
+        if self.kind == "request":
+            return RequestError(self.message)
+        if self.kind == "capacity":
+            return CapacityError(self.message, status=self.status)
+        return WorkerCallError(self.message)
+
+
+def encode_value(what: str, value: Any) -> bytes:
+    """Encode a user's value as msgpack.
+
+    Args:
+        what: name of the value, for the error message.
+        value: None, numbers, text, bytes, and lists and dicts of these.
+
+    Raises:
+        RequestError: it contains something else.
+    """
+    try:
+        return msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(
+            f"{what} cannot be sent between processes ({error}); use None, numbers, text, bytes, "
+            f"and lists and dicts of these"
+        ) from None
+
+
+def encode_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """Arguments of a call; raises as `encode_value`."""
+    return encode_value("arguments", [list(args), dict(kwargs)])
+
+
+def decode_arguments(data: bytes) -> tuple[list[Any], dict[str, Any]]:
+    """Decode the result of `encode_arguments`; empty bytes are no arguments."""
+    return msgspec.msgpack.decode(data, type=_Arguments) if data else ([], {})
+
+
+_Arguments = tuple[list[Any], dict[str, Any]]
+
+decode_value = msgspec.msgpack.decode
+"""What `encode_value` has made."""

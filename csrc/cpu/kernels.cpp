@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "attention_prefill.h"
 #include "cache.h"
+#include "collectives.h"
 #include "decode_step.h"
 #include "linear_pack.h"
 #include "moe.h"
@@ -77,6 +78,8 @@ extern const vllm_cpu::Kernel kernels[] = {
     KERNEL(sample),
     KERNEL(gather_logprobs),
     KERNEL_WITHOUT_DTYPE(draw_exponentials),
+    KERNEL(all_reduce),
+    KERNEL_WITHOUT_DTYPE(all_gather),
     {},
 };
 
@@ -89,6 +92,10 @@ extern const vllm_cpu::Type types[] = {
     CONSTANT(kNotPlain),
     CONSTANT(kNumParams),
     CONSTANT(kVocabBlock),
+    CONSTANT(kMaxRanks),
+    CONSTANT(kExchanged),
+    CONSTANT(kAborted),
+    CONSTANT(kMissing),
     ENUM(vllm_cpu::CacheType),
     ENUM(vllm_cpu::WeightFormat),
     ENUM(vllm_cpu::ExpertActivation),
@@ -110,6 +117,7 @@ extern const vllm_cpu::Type types[] = {
     STRUCT(vllm_cpu::DecodeStepLaunch),
     STRUCT(vllm_cpu::SampleArgs<float>),
     STRUCT(vllm_cpu::LogprobArgs<float>),
+    STRUCT(vllm_cpu::Arena),
     {},
 };
 

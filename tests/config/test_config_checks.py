@@ -193,10 +193,20 @@ def test_limits_that_contradict_each_other_are_refused_with_both_numbers(bad, me
     assert message in str(failure.value)
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_more_than_one_device_is_refused_while_only_one_can_run(name):
-    with pytest.raises(ConfigError, match=f"^{name}=2: .*the engine runs on one device"):
-        ParallelConfig(**{name: 2})
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "^pipeline_parallel_size=2: not available"),
+        (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},
+            "^distributed_executor_backend='uni' runs one worker.*is 2. Leave",
+        ),
+        ({"distributed_timeout_s": 0.0}, "^distributed_timeout_s must be more than 0, got 0.0"),
+    ],
+)
+def test_what_no_workers_can_run_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig(**settings)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 16, 128])
@@ -225,3 +235,4 @@ def test_a_block_table_holds_the_longest_request(max_model_len, num_blocks):
 
 def test_the_world_is_tensor_times_pipeline():
     assert ParallelConfig().world_size == 1
+    assert ParallelConfig(tensor_parallel_size=4).world_size == 4

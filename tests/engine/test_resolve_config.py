@@ -233,7 +233,7 @@ def test_the_tokenizer_may_be_elsewhere_or_absent(tmp_path):
         ({"device": "hpu"}, "no usable Gaudi card"),
         ({"device": "tpu"}, "tpu"),
         ({"block_size": 12}, "block_size must be a power of two, got 12"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1, got 0"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be"),
         (

@@ -10,7 +10,6 @@ from vllm.engine.process.wire import (
     AbortRequests,
     AddRequests,
     CallCore,
-    CallError,
     CallResult,
     CoreFailed,
     CoreOutput,
@@ -18,15 +17,18 @@ from vllm.engine.process.wire import (
     CoreReady,
     Refused,
     StartCore,
-    decode_arguments,
     decode_from_core,
     decode_to_core,
-    decode_value,
     encode,
+)
+from vllm.errors import CapacityError, RequestError, WorkerCallError
+from vllm.message_codec import (
+    CallError,
+    decode_arguments,
+    decode_value,
     encode_arguments,
     encode_value,
 )
-from vllm.errors import CapacityError, RequestError, WorkerCallError
 from vllm.messages import (
     EngineOutput,
     EngineRequest,

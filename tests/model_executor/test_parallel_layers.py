@@ -42,7 +42,7 @@ class Meeting:
         return everyone
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class FakeTPGroup(TPGroup):
     """Ranks as threads of one process."""
 

@@ -59,7 +59,8 @@ def resolve(row: Statement, model: Path, *, without: tuple[str, ...]) -> VllmCon
 
 
 def setting(config: VllmConfig, name: str) -> object:
-    sections = (config.scheduler, config.cache, config.model, config.hpu, config.device)
+    sections = (config.scheduler, config.cache, config.model, config.hpu)
+    sections += (config.device, config.parallel)
     (section,) = [s for s in sections if hasattr(s, name)][:1]
     return getattr(section, name)
 

@@ -6,8 +6,8 @@ from typing import Literal
 from vllm.config.fields import check_at_least
 from vllm.errors import ConfigError
 
-ONE_DEVICE = "the engine runs on one device"
-"""Why every kind of parallelism is refused."""
+ONE_REPLICA = "the engine has one replica of the model"
+"""Why data parallelism is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,13 @@ class ParallelConfig:
     pipeline_parallel_size: int = field(default=1, metadata={"aliases": ("-pp",)})
     """Groups of devices that run consecutive layers."""
 
-    distributed_executor_backend: Literal["uni"] | None = None
-    """Who runs the workers. Not set: uni, the engine's own process."""
+    distributed_executor_backend: Literal["uni", "mp"] | None = None
+    """Who runs the workers. uni: the engine's own process, for one device. mp: one process for each
+    device on this machine, the engine's own among them. Not set: uni for one device, else mp."""
+
+    distributed_timeout_s: float = 300.0
+    """Seconds that one worker waits for the others in an exchange of tensors. Longer means that one
+    of them hangs, and the engine stops."""
 
     worker_cls: str = "auto"
     """Class of the workers, as package.module.Class. auto: the one of the device."""
@@ -32,12 +37,21 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size")
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)}: not available in this version: {ONE_DEVICE}. "
-                    "Leave it out."
-                )
+        if not self.distributed_timeout_s > 0:
+            raise ConfigError(
+                f"distributed_timeout_s must be more than 0, got {self.distributed_timeout_s}"
+            )
+        if self.distributed_executor_backend == "uni" and self.world_size > 1:
+            raise ConfigError(
+                f"distributed_executor_backend='uni' runs one worker, and "
+                f"tensor_parallel_size * pipeline_parallel_size is {self.world_size}. Leave "
+                f"distributed_executor_backend out, or use 'mp'"
+            )
+        if self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={self.pipeline_parallel_size}: not available in this "
+                f"version. Leave it out; tensor_parallel_size splits a model over devices"
+            )
 
     @property
     def world_size(self) -> int:

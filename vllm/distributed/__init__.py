@@ -1,13 +1,26 @@
 """Groups of workers and the collectives between them."""
 
-from vllm.distributed.groups import TPGroup, divide
+from vllm.distributed.groups import (
+    CheckedCollectives,
+    Collectives,
+    TorchCollectives,
+    TPGroup,
+    divide,
+)
+from vllm.distributed.layout import RankLayout
+from vllm.distributed.meeting import Meeting
 from vllm.distributed.parallel_state import (
     cleanup_dist_env_and_memory,
     destroy_distributed_environment,
 )
 
 __all__ = [
+    "CheckedCollectives",
+    "Collectives",
+    "Meeting",
+    "RankLayout",
     "TPGroup",
+    "TorchCollectives",
     "cleanup_dist_env_and_memory",
     "destroy_distributed_environment",
     "divide",

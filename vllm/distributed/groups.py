@@ -1,9 +1,12 @@
 """The ranks that share a layer. A group of one needs no process group and does no work."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from vllm.errors import CollectiveError
 
 
 def divide(total: int, parts: int) -> int:
@@ -17,25 +20,102 @@ def divide(total: int, parts: int) -> int:
     return total // parts
 
 
-@dataclass(frozen=True)
-class TPGroup:
-    """Tensor-parallel group as one rank sees it."""
+class Collectives(Protocol):
+    """Exchanges tensors between the ranks of a group. All of them call the same method with tensors
+    of the same shape and dtype, in the same order.
 
-    rank: int = 0
-    size: int = 1
-    process_group: "torch.distributed.ProcessGroup | None" = None
-    """None: the default group."""
+    Raises:
+        CollectiveError: another rank has failed, or has not answered in time.
+    """
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks; in place when there are several."""
-        if self.size > 1:
-            torch.distributed.all_reduce(x, group=self.process_group)
+        """Sum over the ranks, the same bits on all of them. May be in place."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[..., n] of each rank -> [..., n * ranks], in rank order."""
+        ...
+
+
+class TorchCollectives:
+    """Collectives of torch.distributed. Without Python around them, so that a card can record them.
+
+    Args:
+        size: ranks of the group.
+        process_group: None: the default group.
+    """
+
+    def __init__(
+        self, size: int, process_group: "torch.distributed.ProcessGroup | None" = None
+    ) -> None:
+        self._size = size
+        self._process_group = process_group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Collectives`; in place."""
+        torch.distributed.all_reduce(x, group=self._process_group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[..., n] of each rank -> [..., n * size], in rank order."""
-        if self.size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, x.contiguous(), group=self.process_group)
+        """See `Collectives`."""
+        parts = [torch.empty_like(x) for _ in range(self._size)]
+        torch.distributed.all_gather(parts, x.contiguous(), group=self._process_group)
         return torch.cat(parts, dim=-1)
+
+
+class CheckedCollectives(TorchCollectives):
+    """The same on the host, with an error that names the rank and the operation.
+
+    Args:
+        rank: of this process, for the message.
+        size: ranks of the group.
+        process_group: None: the default group.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        process_group: "torch.distributed.ProcessGroup | None" = None,
+    ) -> None:
+        super().__init__(size, process_group)
+        self._rank = rank
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Collectives`; in place."""
+        try:
+            return super().all_reduce(x if x.is_contiguous() else x.contiguous())
+        except RuntimeError as error:
+            raise CollectiveError("all_reduce", self._rank, str(error)) from error
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See `Collectives`."""
+        try:
+            return super().all_gather(x)
+        except RuntimeError as error:
+            raise CollectiveError("all_gather", self._rank, str(error)) from error
+
+
+@dataclass(eq=False)
+class TPGroup:
+    """Tensor-parallel group as one rank sees it. Layers may be built and loaded before the ranks
+    have met; `collectives` is needed when they run."""
+
+    rank: int = 0
+    size: int = 1
+    collectives: Collectives | None = None
+    """None: the default group of torch.distributed."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the ranks; may be in place when there are several."""
+        return x if self.size == 1 else self._connected.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[..., n] of each rank -> [..., n * size], in rank order."""
+        return x if self.size == 1 else self._connected.all_gather(x)
+
+    @property
+    def _connected(self) -> Collectives:
+        if self.collectives is None:
+            self.collectives = TorchCollectives(self.size)
+        return self.collectives

@@ -18,7 +18,7 @@ from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.kv_event_publisher import KVEventPublisher
 from vllm.engine.run_ahead import RunAhead
 from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, RequestError
-from vllm.executor import Executor, StepHandleLike, UniProcExecutor, WorkerMethod
+from vllm.executor import Executor, StepHandleLike, WorkerMethod, make_executor
 from vllm.kv_cache_spec import KVCacheGroup
 from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerStats
@@ -65,7 +65,7 @@ class EngineCore:
             self._publisher = KVEventPublisher(config.observability.kv_events)
             self._events = CacheEventLog(config.cache.block_size)
         try:
-            self.executor = UniProcExecutor(config) if executor is None else executor
+            self.executor = make_executor(config) if executor is None else executor
             num_blocks = self.executor.start()
         except BaseException:
             self._close_publisher()
@@ -231,6 +231,22 @@ class EngineCore:
             raise failure  # Ctrl-C is raised unchanged, for programs that catch every Exception
         logger.error("%s failed; the engine stops", what, exc_info=failure)
         raise EngineDeadError(f"{what} failed: {self._failure}") from failure
+
+    @property
+    def failure_fd(self) -> int | None:
+        """See `Executor.failure_fd`."""
+        return self.executor.failure_fd
+
+    def check_health(self) -> None:
+        """Stop the engine if a worker has failed while nothing ran.
+
+        Raises:
+            EngineDeadError: one has failed.
+        """
+        try:
+            self.executor.check_health()
+        except Exception as failure:
+            self._fail("a worker", failure)
 
     def stats(self) -> SchedulerStats:
         """Numbers of requests, use of the KV cache, and counters."""

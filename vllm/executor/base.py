@@ -135,6 +135,16 @@ class Executor(ABC):
         """
         return RunnerStats()
 
+    @property
+    def failure_fd(self) -> int | None:
+        """A file descriptor that is readable once a worker has failed, for loops that wait for
+        something to do; None: no worker can fail without a call."""
+        return None
+
+    def check_health(self) -> None:
+        """Raise the failure of a worker, if one has failed since the last call of it."""
+        return None
+
     @abstractmethod
     def shutdown(self) -> None:
         """Shut the workers down. Calling it again does nothing."""

@@ -17,6 +17,6 @@ def initialize_ray_cluster(parallel_config: Any, ray_address: str | None = None)
     """
     where = "" if ray_address is None else f" (ray_address={ray_address!r})"
     raise ConfigError(
-        f"initialize_ray_cluster{where}: this version runs on one device, in a process of its own, "
-        f"and needs no Ray. Leave the call out."
+        f"initialize_ray_cluster{where}: workers are processes of one machine in this version, "
+        f"and need no Ray. Leave the call out."
     )

@@ -14,13 +14,16 @@ from vllm.platforms.cpu_threads import count_cores
 from vllm.worker.interface import Worker
 
 
-def has_core_to_spare() -> bool:
+def has_core_to_spare(num_workers: int = 1) -> bool:
     """Whether a core is left for scheduling while all threads of the model compute.
+
+    Args:
+        num_workers: on this machine, each with as many threads as this process.
 
     Without one, the host takes a core away from a thread for which the others wait: a quarter of
     the tokens per second of a small model was lost on two cores.
     """
-    return count_cores() > torch.get_num_threads()
+    return count_cores() > num_workers * torch.get_num_threads()
 
 
 class _Job:

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.executor.base import Executor
 from vllm.executor.step_thread import StepThread, has_core_to_spare
-from vllm.executor.worker_call import WorkerMethod, call_worker, resolve_worker_class
+from vllm.executor.worker_call import WorkerMethod, call_worker, make_worker
 from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
 from vllm.platforms import resolve_platform
 from vllm.worker.interface import StepHandleLike, Worker
@@ -31,15 +31,22 @@ class UniProcExecutor(Executor):
         Raises:
             ConfigError: a class that `config.parallel` names cannot be used.
         """
+        self._load_worker()
+
+    def _load_worker(self) -> None:
+        """Load rank 0 in this process."""
         config = self._config
-        platform = resolve_platform(config.device.device)
-        worker: Worker = resolve_worker_class(config.parallel, platform.worker_class)(config)
+        worker = make_worker(config, 0)
         worker.load(0)
         self._worker = worker
+        platform = resolve_platform(config.device.device)
         wants_thread = config.scheduler.async_scheduling and not platform.is_asynchronous
-        if wants_thread and has_core_to_spare():
+        if wants_thread and self._has_core_to_spare():
             self._thread = StepThread(worker)
         self.is_asynchronous = platform.is_asynchronous or self._thread is not None
+
+    def _has_core_to_spare(self) -> bool:
+        return has_core_to_spare()
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the worker."""

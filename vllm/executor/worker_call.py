@@ -4,12 +4,31 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vllm.config import ParallelConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.errors import ConfigError, RequestError
+from vllm.platforms import resolve_platform
 from vllm.utils.imports import load_class, load_user_class
+from vllm.worker.interface import Worker
 
 WorkerMethod = str | Callable[..., Any]
 """Name of a method of the worker, or a function whose first argument is the worker."""
+
+
+def make_worker(config: VllmConfig, rank: int) -> Worker:
+    """The worker of a rank in this process, not yet loaded.
+
+    Args:
+        config: of the engine.
+        rank: of the worker.
+
+    Raises:
+        ConfigError: a class that `config.parallel` names cannot be used, or there is no device.
+    """
+    parallel = config.parallel
+    platform = resolve_platform(config.device.device)
+    platform.set_rank(rank, parallel.world_size)
+    worker: Worker = resolve_worker_class(parallel, platform.worker_class)(config)
+    return worker
 
 
 def resolve_worker_class(parallel: ParallelConfig, platform_class: str) -> type:

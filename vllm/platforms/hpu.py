@@ -51,6 +51,32 @@ class HPUPlatform(Platform):
         return self._open_bridge()
 
     @property
+    def collectives_backend(self) -> str:
+        """hccl; gloo between simulated cards."""
+        return self.bridge.collectives_backend
+
+    def set_rank(self, rank: int, world_size: int) -> None:
+        """Take the card of this rank.
+
+        Raises:
+            ConfigError: there are fewer cards, or a card was opened before, without collectives
+                inside of graphs.
+        """
+        if world_size == 1:
+            return
+        if simulated_card() is None and num_cards() < world_size:
+            raise ConfigError(
+                f"tensor_parallel_size={world_size}: this machine has {num_cards()} cards. Lower it"
+            )
+        if "bridge" in self.__dict__ and not _wants_lazy_collectives(envs.get()):
+            raise ConfigError(
+                f"tensor_parallel_size={world_size}: this process has opened its card for an "
+                f"engine of one card already. Start this engine in a process of its own, or set "
+                f"PT_HPU_ENABLE_LAZY_COLLECTIVES=true before the first one"
+            )
+        envs.export_rank(rank, world_size)
+
+    @property
     def ops_class(self) -> str:
         """The fused kernels, over the bridge."""
         return "vllm.ops.hpu:HPUOps"

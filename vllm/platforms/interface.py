@@ -37,6 +37,15 @@ class Platform(ABC):
     [num_blocks, block_size, ...]."""
 
     @property
+    def collectives_backend(self) -> str:
+        """Of torch.distributed, for tensors on this device."""
+        return "gloo"
+
+    def set_rank(self, rank: int, world_size: int) -> None:
+        """Choose the device of this process among those of several. Before it is used."""
+        return None
+
+    @property
     @abstractmethod
     def ops_class(self) -> str:
         """module:Class of the operator table."""

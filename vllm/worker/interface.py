@@ -1,6 +1,7 @@
 """What an executor asks of a worker.
 
     load(rank)              the model, or the part of it that this rank runs
+    join(meeting)           the other ranks, if there are several
     measure()               -> MemoryReport; the executor takes the least of all ranks
     allocate(num_blocks)    the KV cache, the same number of blocks on every rank
     next_warm_up, warm_up   what must have run before the first request, one launch at a time
@@ -15,6 +16,7 @@ from typing import Protocol
 import msgspec
 
 from vllm.config import VllmConfig
+from vllm.distributed import Meeting
 from vllm.messages import EngineRequest, ModelRunnerOutput, RunnerStats, SchedulerOutput
 
 
@@ -69,6 +71,14 @@ class Worker(Protocol):
 
         Args:
             rank: of this worker among those of the executor.
+        """
+        ...
+
+    def join(self, meeting: Meeting) -> None:
+        """Meet the other ranks, if there are any; all of them have loaded.
+
+        Args:
+            meeting: where they meet.
         """
         ...
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vllm.config import VllmConfig
-from vllm.distributed import TPGroup
+from vllm.distributed import Collectives, Meeting, TPGroup
 from vllm.messages import EngineRequest, RunnerStats
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.worker.interface import MemoryReport, WarmUpStep
@@ -61,6 +61,10 @@ class WorkerBase(ABC):
             ConfigError: the model cannot be loaded.
         """
         self.rank = self.local_rank = rank
+        parallel = self.config.parallel
+        if parallel.world_size > 1:
+            size = parallel.tensor_parallel_size
+            self.tp = TPGroup(rank % size, size)
         observed = self.config.observability
         self.profile = TorchProfile(
             observed.torch_profiler_dir, f"rank{rank}", observed.profiled_steps
@@ -71,6 +75,14 @@ class WorkerBase(ABC):
     @abstractmethod
     def _load_model(self) -> None:
         """Set `model` and `runner`."""
+
+    def join(self, meeting: Meeting) -> None:
+        """Meet the other ranks; layers exchange tensors from here on. See `Meeting.join`."""
+        self.tp.collectives = self._make_collectives(meeting)
+
+    @abstractmethod
+    def _make_collectives(self, meeting: Meeting) -> Collectives:
+        """Between the ranks that share layers."""
 
     @abstractmethod
     def measure(self) -> MemoryReport:

@@ -27,7 +27,6 @@ from vllm.engine.process.wire import (
     AbortRequests,
     AddRequests,
     CallCore,
-    CallError,
     CallResult,
     CoreFailed,
     CoreOutput,
@@ -37,14 +36,13 @@ from vllm.engine.process.wire import (
     Refused,
     StartCore,
     ToCore,
-    decode_arguments,
     decode_to_core,
     encode,
-    encode_value,
     ids_of_requests,
 )
 from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
 from vllm.logger import init_logger
+from vllm.message_codec import CallError, decode_arguments, encode_value
 from vllm.messages import EngineOutput, EngineRequest
 from vllm.utils import startup_progress
 from vllm.utils.process_memory import keep_for_good
@@ -93,6 +91,7 @@ class CoreLoop:
         """Handle the messages that have arrived, and run one step if there are requests. Without
         requests, run one launch of what is left of the warm-up."""
         self._take_messages()
+        self._core.check_health()
         if self._core.has_unfinished_requests():
             self._send(CoreOutput(output=self._core.step(), stats=self._core.stats()))
             self._has_unsent_stats = False
@@ -178,40 +177,67 @@ def main(address: str) -> int:
     start = decode_to_core(_read_first())
     assert isinstance(start, StartCore)
     threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
-    context = zmq.Context(io_threads=1)
-    socket = context.socket(zmq.PAIR)
-    socket.set_hwm(0)
-    socket.linger = _LINGER_MS
-    socket.connect(address)
+    connection = _Connection(address)
+    try:
+        return _run(start, connection)
+    finally:
+        connection.close()
 
-    def send(message: FromCore) -> None:
-        socket.send(encode(message))
 
-    def receive(wait: bool) -> bytes | None:
+class _Connection:
+    """The socket to the parent.
+
+    Args:
+        address: that it has bound.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = _LINGER_MS
+        self._socket.connect(address)
+        self._poller: zmq.Poller | None = None
+
+    def wake_for(self, descriptor: int | None) -> None:
+        """End a wait for messages, too, when this file descriptor is readable."""
+        if descriptor is not None:
+            self._poller = zmq.Poller()
+            self._poller.register(self._socket, zmq.POLLIN)
+            self._poller.register(descriptor, zmq.POLLIN)
+
+    def send(self, message: FromCore) -> None:
+        """Send a message."""
+        self._socket.send(encode(message))
+
+    def receive(self, wait: bool) -> bytes | None:
+        """The next message; None if there is none and it must not wait, or was woken."""
+        if wait and self._poller is not None:
+            self._poller.poll()
+            wait = False
         try:
-            data: bytes = socket.recv(0 if wait else zmq.NOBLOCK)
+            data: bytes = self._socket.recv(0 if wait else zmq.NOBLOCK)
         except zmq.Again:
             return None
         return data
 
-    try:
-        return _run(start, receive, send)
-    finally:
-        socket.close()
-        context.term()
+    def close(self) -> None:
+        """Close the socket once the parent has read the last messages, but not for long."""
+        self._socket.close()
+        self._context.term()
 
 
-def _run(
-    start: StartCore, receive: Callable[[bool], bytes | None], send: Callable[[FromCore], None]
-) -> int:
+def _run(start: StartCore, connection: _Connection) -> int:
+    send = connection.send
     startup_progress.listen(lambda phase, done, total: send(_progress(phase, done, total)))
     core = None
     try:
         core = _start_core(start)
         startup_progress.listen(None)
         keep_for_good()
+        connection.wake_for(core.failure_fd)
         send(CoreReady(stats=core.stats()))
-        CoreLoop(core, receive, send).run()
+        CoreLoop(core, connection.receive, send).run()
     except ConfigError as error:
         send(CoreFailed(message=str(error), is_config_error=True))
         return 2

@@ -21,11 +21,10 @@ from vllm.engine.process.wire import (
     FromCore,
     Refused,
     ToCore,
-    decode_value,
-    encode_arguments,
 )
 from vllm.errors import ConfigError, EngineDeadError
 from vllm.logger import init_logger
+from vllm.message_codec import decode_value, encode_arguments
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.utils import startup_progress
 

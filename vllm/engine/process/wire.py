@@ -5,14 +5,13 @@ core -> API process     CoreProgress, CoreReady, CoreFailed, CoreOutput, Refused
 """
 
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from vllm.config import VllmConfig
-from vllm.errors import CapacityError, RequestError, WorkerCallError
-from vllm.message_codec import decode_array, encode_array
+from vllm.errors import RequestError
+from vllm.message_codec import CallError, decode_array, encode_array
 from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
 
 START_LENGTH = struct.Struct("<Q")
@@ -97,33 +96,6 @@ class Refused(_Message, frozen=True, kw_only=True):
     """Field of the request that is at fault."""
 
 
-class CallError(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Why a call has failed; the engine continues."""
-
-    message: str
-    kind: Literal["request", "capacity", "worker"]
-    """RequestError, CapacityError or WorkerCallError."""
-    status: int = 500
-    """HTTP status."""
-
-    @classmethod
-    def of(cls, error: Exception) -> "CallError":
-        """Make one for an exception of the call."""
-        if isinstance(error, RequestError):
-            return cls(message=str(error), kind="request", status=error.status)
-        if isinstance(error, CapacityError):
-            return cls(message=str(error), kind="capacity", status=error.status)
-        return cls(message=f"{type(error).__name__}: {error}", kind="worker")
-
-    def exception(self) -> Exception:
-        """The exception for the caller."""
-        if self.kind == "request":
-            return RequestError(self.message)
-        if self.kind == "capacity":
-            return CapacityError(self.message, status=self.status)
-        return WorkerCallError(self.message)
-
-
 class CallResult(_Message, frozen=True, kw_only=True):
     """The result of a `CallCore`."""
 
@@ -139,41 +111,6 @@ def ids_of_requests(data: bytes) -> list[str]:
     if name != AddRequests.__name__:
         return []
     return [request["request_id"] for request in fields[0]]
-
-
-def encode_value(what: str, value: Any) -> bytes:
-    """Encode a user's value as msgpack.
-
-    Args:
-        what: name of the value, for the error message.
-        value: None, numbers, text, bytes, and lists and dicts of these.
-
-    Raises:
-        RequestError: it contains something else.
-    """
-    try:
-        return msgspec.msgpack.encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(
-            f"{what} cannot be sent between processes ({error}); use None, numbers, text, bytes, "
-            f"and lists and dicts of these"
-        ) from None
-
-
-def encode_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Arguments of a call; raises as `encode_value`."""
-    return encode_value("arguments", [list(args), dict(kwargs)])
-
-
-def decode_arguments(data: bytes) -> tuple[list[Any], dict[str, Any]]:
-    """Decode the result of `encode_arguments`; empty bytes are no arguments."""
-    return msgspec.msgpack.decode(data, type=_Arguments) if data else ([], {})
-
-
-_Arguments = tuple[list[Any], dict[str, Any]]
-
-decode_value = msgspec.msgpack.decode
-"""What `encode_value` has made."""
 
 
 ToCore = StartCore | AddRequests | AbortRequests | CallCore

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.config.parallel import ONE_DEVICE
+from vllm.config.parallel import ONE_REPLICA
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.utils.arguments import flag_of
@@ -75,7 +75,7 @@ _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
 _TEXT_ALONE = "this version reads text only"
 _LORA_OFF = "adapters are read as peft writes them, whole on each device"
 _PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which are not supported"
-_DP_OFF = f"it only matters with data parallelism, and {ONE_DEVICE}"
+_DP_OFF = f"it only matters with data parallelism, and {ONE_REPLICA}"
 _MERGE = (
     "LoRA adapters are not supported; merge the adapter into the weights of its model "
     "(merge_and_unload of peft) and load the merged model"
@@ -133,9 +133,13 @@ _ARGUMENTS = (
     ),
     _ignored("additional_config", {}, "no platform reads it"),
     _ignored("override_neuron_config", {}, "there is no Neuron platform here"),
-    _ignored("worker_use_ray", False, "the engine's own process runs the worker"),
+    _ignored("worker_use_ray", False, "workers are processes of this machine, without Ray"),
     _ignored("ray_workers_use_nsight", False, "there are no Ray workers"),
-    _ignored("enable_expert_parallel", False, "the one device has all experts"),
+    _ignored(
+        "enable_expert_parallel",
+        False,
+        "every expert is split over the devices of tensor_parallel_size, which compute all of them",
+    ),
     _ignored("tokenizer_pool_size", 0, _TOKENIZER_POOL),
     _ignored("tokenizer_pool_type", "ray", _TOKENIZER_POOL),
     _ignored("tokenizer_pool_extra_config", {}, _TOKENIZER_POOL),
@@ -195,7 +199,7 @@ _ARGUMENTS = (
         False,
         "prompt adapters are not supported; put instructions into a system prompt",
     ),
-    _missing("data_parallel_size", 1, ONE_DEVICE, aliases=("-dp",)),
+    _missing("data_parallel_size", 1, ONE_REPLICA, aliases=("-dp",)),
     _missing(
         "kv_transfer_config",
         None,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm.distributed import TPGroup, divide
-from vllm.model_executor.layers.slice import Place, Slice, Source
+from vllm.model_executor.layers.slice import Slice
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
 
 
@@ -67,10 +67,6 @@ class ParallelLinear(MethodLayer):
         self.tp = tp
         self.register_parameter("bias", None)
         self.use_method(UnquantizedLinear())
-
-    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
-        """As `MethodLayer.load`. The layer may be whole on every rank of the model's group `tp`."""
-        super().load(place, name, source, self.tp)
 
     def _create_bias(self) -> None:
         self.bias = nn.Parameter(torch.empty(self.output_size), requires_grad=False)

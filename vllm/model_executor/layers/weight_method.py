@@ -63,6 +63,8 @@ class MethodLayer(SlicedModule):
     """Names of parameters that are not the method's."""
 
     method: WeightMethod[Any]
+    tp: TPGroup
+    """The ranks that share the layer: those of the model, or none but this one."""
 
     def use_method(self, method: WeightMethod[Any]) -> None:
         """Store the weights in another way. Before they are loaded only."""
@@ -78,7 +80,11 @@ class MethodLayer(SlicedModule):
             self.slices.pop(name, None)
 
     def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
-        """Fill one of the layer's parameters; see `WeightMethod.load`."""
+        """Fill one of the layer's parameters; see `WeightMethod.load`.
+
+        A layer that is whole on every rank is filled whole, whatever ranks share the model.
+        """
+        tp = self.tp
         if place.param_name in self.own_parameters:
             place.fill(name, source, tp)
         else:

@@ -5,6 +5,8 @@ import os
 import torch
 
 from vllm.config import VllmConfig
+from vllm.distributed import CheckedCollectives, Collectives, Meeting
+from vllm.distributed.meeting import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
@@ -13,6 +15,8 @@ from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.quantization import Quantization
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
 from vllm.ops import set_ops
+from vllm.ops.cpu.collectives import SharedMemoryCollectives
+from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.ops.cpu.operators import CPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.cpu_threads import count_cores, count_threads, format_cores, usable_cores
@@ -74,8 +78,9 @@ class CPUWorker(WorkerBase):
         device = self.config.device
         if device.counts_threads and device.bound_cores is None:
             found = torch.get_num_threads()
+            num_cores = max(1, count_cores() // self.config.parallel.world_size)
             wanted = count_threads(
-                found, count_cores(), weight_bytes, is_beside_server=device.is_beside_server
+                found, num_cores, weight_bytes, is_beside_server=device.is_beside_server
             )
             if wanted != found:
                 torch.set_num_threads(wanted)
@@ -98,9 +103,27 @@ class CPUWorker(WorkerBase):
             return PoolingRunner(self.config, model, self.device)
         return CPUModelRunner(self.config, model, self.device, self.grammars)
 
+    def _make_collectives(self, meeting: Meeting) -> Collectives:
+        kernels = load_cpu_kernels()
+        if kernels is not None and meeting.layout.pipeline_size == 1:
+            return SharedMemoryCollectives(
+                kernels,
+                meeting.arena_fd,
+                self.tp.rank,
+                self.tp.size,
+                header_bytes=ARENA_HEADER_BYTES,
+                buffer_bytes=ARENA_BUFFER_BYTES,
+                timeout_s=meeting.timeout_s,
+            )
+        meeting.join(self.platform.collectives_backend)
+        group = meeting.open_groups(meeting.layout.tensor_groups)
+        return CheckedCollectives(self.rank, self.tp.size, group)
+
     def measure(self) -> MemoryReport:
         """Count the KV blocks for which there is memory; launches are not measured."""
-        layout, free_bytes = self.runner.cache_layout, self.platform.free_memory_bytes()
+        layout = self.runner.cache_layout
+        # All ranks take from the same memory, and measure it before any of them does.
+        free_bytes = self.platform.free_memory_bytes() // self.config.parallel.world_size
         return MemoryReport(
             free_bytes=free_bytes,
             block_bytes=layout.block_bytes,

@@ -18,6 +18,7 @@ from vllm.bucketing import Catalog, Phase, format_bytes, plan_buckets
 from vllm.bucketing.ledger import MemoryClass
 from vllm.bucketing.log_lines import num_blocks_line
 from vllm.config import VllmConfig
+from vllm.distributed import Collectives, Meeting, TorchCollectives
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
@@ -113,6 +114,11 @@ class HPUWorker(WorkerBase):
         if isinstance(model, PoolingModel):
             return HPUPoolingRunner(self.config, model, self.bridge, kernel)
         return HPUModelRunner(self.config, model, self.bridge, kernel, self.grammars)
+
+    def _make_collectives(self, meeting: Meeting) -> Collectives:
+        meeting.join(self.platform.collectives_backend)
+        group = meeting.open_groups(meeting.layout.tensor_groups)
+        return TorchCollectives(self.tp.size, group)
 
     def measure(self) -> MemoryReport:
         """Run the largest launches, and divide the memory that they leave.

@@ -1,0 +1,49 @@
+"""Which ranks form which group, computed from the sizes of the groups alone."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLayout:
+    """Ranks of one engine. Those that share a layer are consecutive, as they exchange the most.
+
+    >>> layout = RankLayout(tensor_size=2, pipeline_size=2)
+    >>> layout.tensor_groups, layout.pipeline_groups
+    ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    >>> layout.tensor_rank(3), layout.pipeline_rank(3)
+    (1, 1)
+    """
+
+    tensor_size: int = 1
+    """Ranks that share every layer."""
+    pipeline_size: int = 1
+    """Stages, which run consecutive layers."""
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.tensor_size * self.pipeline_size
+
+    def tensor_rank(self, rank: int) -> int:
+        """Place of a rank among those that share its layers."""
+        return rank % self.tensor_size
+
+    def pipeline_rank(self, rank: int) -> int:
+        """Stage of a rank."""
+        return rank // self.tensor_size
+
+    @property
+    def tensor_groups(self) -> list[list[int]]:
+        """Ranks that share layers, stage by stage."""
+        return [
+            list(range(first, first + self.tensor_size))
+            for first in range(0, self.world_size, self.tensor_size)
+        ]
+
+    @property
+    def pipeline_groups(self) -> list[list[int]]:
+        """Ranks that pass hidden states on, from the first stage to the last."""
+        return [
+            list(range(first, self.world_size, self.tensor_size))
+            for first in range(self.tensor_size)
+        ]

@@ -1,0 +1,175 @@
+"""Several workers on one machine: rank 0 in the engine's own process, a process for each other.
+
+A step is sent to all ranks in one message. Each of them computes it and samples: the random
+numbers of a request depend on its seed and the position alone, so all get the same tokens, and
+nobody has to send any. The result is that of rank 0.
+"""
+
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import cache
+from time import monotonic
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed import Meeting
+from vllm.errors import ConfigError, RequestError
+from vllm.executor.rank_group import RankGroup
+from vllm.executor.rank_wire import PrepareRequest, RunStep
+from vllm.executor.step_thread import has_core_to_spare
+from vllm.executor.uniproc import UniProcExecutor
+from vllm.executor.worker_call import WorkerMethod
+from vllm.message_codec import decode_value, decoder
+from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
+from vllm.worker.interface import StepHandleLike, Worker
+
+
+class MultiprocExecutor(UniProcExecutor):
+    """Workers of a world of several ranks.
+
+    Args:
+        config: of the engine.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(config)
+        self._meeting: Meeting | None = None
+        self._ranks: RankGroup | None = None
+
+    @property
+    def failure_fd(self) -> int | None:
+        """See `Executor.failure_fd`."""
+        return None if self._ranks is None else self._ranks.failure_fd
+
+    def check_health(self) -> None:
+        """See `Executor.check_health`."""
+        if self._ranks is not None:
+            self._ranks.check()
+
+    # ---- the start ------------------------------------------------------------------------
+
+    def start_workers(self) -> None:
+        """Start the processes, load the model on all ranks at once, and let them meet."""
+        self._meeting = Meeting.create(self._config.parallel)
+        try:
+            self._ranks = RankGroup(self._config, self._meeting, self._meeting.abort)
+            loading = self._ranks.call("load", [])
+            with self._explained():
+                self._load_worker()
+            self._results("load", loading)
+            self.call_workers("join")
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _has_core_to_spare(self) -> bool:
+        return has_core_to_spare(self._config.parallel.world_size)
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on all ranks at the same time."""
+        calls = self._running_ranks.call(method, args)
+        own_args = (self._meeting,) if method == "join" else args
+        with self._explained():
+            own = super().call_workers(method, *own_args)
+        return own + self._results(method, calls)
+
+    def _results(self, method: str, calls: "Sequence[Future[bytes]]") -> list[Any]:
+        decode = _result_decoder(method)
+        return [decode(call.result()) for call in calls]
+
+    # ---- steps ----------------------------------------------------------------------------
+
+    def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
+        """Start a step on all ranks."""
+        self._running_ranks.broadcast(RunStep(step=step))
+        with self._explained():
+            return _ExplainedStep(super().execute_model(step), self)
+
+    def prepare(self, request: EngineRequest) -> "Future[None] | None":
+        """See `Executor.prepare`.
+
+        Raises:
+            RequestError: the request has code, which only rank 0 could run.
+        """
+        if request.sampling_params.logits_processors:
+            raise RequestError(
+                "logits_processors cannot be used with several workers "
+                f"(tensor_parallel_size={self._config.parallel.tensor_parallel_size}): they are "
+                "code, which cannot be sent to the other processes",
+                param="logits_processors",
+            )
+        future = super().prepare(request)
+        if future is not None:
+            self._running_ranks.broadcast(PrepareRequest(request=request))
+        return future
+
+    def collective_rpc(
+        self,
+        method: WorkerMethod,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of all workers; arguments and results are plain values.
+
+        Raises:
+            RequestError: also when `method` is a function, which cannot be sent.
+        """
+        if callable(method):
+            raise RequestError(
+                "collective_rpc cannot send a function to the processes of several workers. Give "
+                "the name of a method, and add methods of your own with worker_extension_cls",
+                param="method",
+            )
+        started = monotonic()
+        calls = self._running_ranks.call(method, args, kwargs, is_user=True)
+        own = super().collective_rpc(method, timeout, args, kwargs)
+        left_s = None if timeout is None else max(0.0, timeout - (monotonic() - started))
+        return own + [decode_value(call.result(left_s)) for call in calls]
+
+    def shutdown(self) -> None:
+        """End the other processes, after the steps that have been started, then as `Executor`."""
+        super().shutdown()
+        if self._ranks is not None:
+            self._ranks.close()
+        if self._meeting is not None:
+            self._meeting.close()
+        self._ranks = self._meeting = None
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """An error of rank 0 that comes from another rank is replaced by the reason."""
+        try:
+            yield
+        except (ConfigError, RequestError):
+            raise
+        except Exception as error:
+            raise self._running_ranks.explain(error) from error
+
+    @property
+    def _running_ranks(self) -> RankGroup:
+        if self._ranks is None:
+            raise RuntimeError("the executor has not started, or has been shut down")
+        return self._ranks
+
+
+class _ExplainedStep:
+    """A step in flight on all ranks."""
+
+    def __init__(self, handle: StepHandleLike, executor: MultiprocExecutor) -> None:
+        self._handle = handle
+        self._executor = executor
+
+    def result(self) -> ModelRunnerOutput:
+        """The result of rank 0."""
+        with self._executor._explained():
+            return self._handle.result()
+
+
+@cache
+def _result_decoder(method: str) -> Any:
+    """What decodes the result of a method of `Worker`, by its declared type."""
+    result: Any = typing.get_type_hints(getattr(Worker, method))["return"]
+    return decoder(result).decode

@@ -1,0 +1,293 @@
+"""The processes of the ranks beside the engine's own: started, called, watched and ended.
+
+One thread starts the processes and watches them as long as they live. It has to be the same one,
+as the kernel kills a process with the *thread* that has started it. A rank that ends is noticed at
+once, and ends all others: the engine cannot go on without it.
+"""
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.distributed import Meeting
+from vllm.errors import ConfigError
+from vllm.executor.rank_wire import (
+    CallRank,
+    FrameReader,
+    RankFailed,
+    RankResult,
+    StartRank,
+    ToRank,
+    decode_from_rank,
+    frame,
+)
+from vllm.logger import current_format, init_logger
+from vllm.message_codec import encode, encode_arguments
+from vllm.model_executor.models.registry import ModelRegistry
+
+logger = init_logger(__name__)
+
+_SEND_BUFFER_BYTES = 4 * 2**20
+_END_TIMEOUT_S = 5.0
+"""For a process that was told to end, or killed."""
+_TIMEVAL = struct.Struct("ll")
+
+
+class RankError(RuntimeError):
+    """A rank has failed, so the engine has to stop."""
+
+
+class _Rank:
+    """One process, as the thread that has started it sees it."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank = rank
+        self.connection, theirs = socket.socketpair()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        timeout = _TIMEVAL.pack(int(meeting.timeout_s) + 1, 0)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        self.reader = FrameReader(self.connection)
+        self.last_words: RankFailed | None = None
+        descriptors = (theirs.fileno(), *meeting.descriptors)
+        arguments = [str(number) for number in (*descriptors, os.getpid())]
+        variables = envs.rank_variables(rank, meeting.layout.world_size)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.executor.rank_process", *arguments],
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            env=envs.child_environment(
+                {"KINETO_LOG_LEVEL": "99"}, {"VLLM_LOGGING_FORMAT": current_format(), **variables}
+            ),
+        )
+        theirs.close()
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (process {self.process.pid})"
+
+    def end(self) -> str:
+        """Wait for the end of the process. Returns how it has ended."""
+        try:
+            code = self.process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "has closed its connection"
+        return f"was ended by signal {-code}" if code < 0 else f"has ended with exit code {code}"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process (SIGSTOP, a debugger)."""
+        try:
+            with open(f"/proc/{self.process.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+        except OSError:
+            return False
+
+
+class RankGroup:
+    """All ranks of an engine but rank 0.
+
+    Args:
+        config: of the engine.
+        meeting: of rank 0; its memory is handed to the processes.
+        on_failure: called once, in another thread, when a rank has failed.
+
+    Attributes:
+        failure_fd: readable once a rank has failed.
+    """
+
+    def __init__(
+        self, config: VllmConfig, meeting: Meeting, on_failure: Callable[[], None]
+    ) -> None:
+        self._config = config
+        self._meeting = meeting
+        self._on_failure = on_failure
+        self._ranks: list[_Rank] = []
+        self._futures: dict[tuple[int, int], Future[bytes]] = {}
+        self._call_ids = itertools.count()
+        self._lock = threading.Lock()
+        self._failure: Exception | None = None
+        self._has_failed = threading.Event()
+        self._is_closing = False
+        self.failure_fd, self._failure_end = os.pipe()
+        self._wake_fd, self._wake_end = os.pipe()
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._watch, args=(started,), name="ranks", daemon=True
+        )
+        self._thread.start()
+        started.result()
+        models = ModelRegistry.plugins()
+        for each in self._ranks:
+            self._send(each, StartRank(config=config, rank=each.rank, models=models))
+
+    # ---- for the engine -------------------------------------------------------------------
+
+    def broadcast(self, message: ToRank) -> None:
+        """Send a message to all ranks; it is encoded once.
+
+        Raises:
+            RankError: a rank has failed, or does not take messages.
+        """
+        self.check()
+        data = frame(encode(message))
+        for each in self._ranks:
+            self._send_bytes(each, data)
+
+    def call(
+        self, method: str, args: Sequence[Any], kwargs: Any = None, *, is_user: bool = False
+    ) -> "list[Future[bytes]]":
+        """Call a method of the worker of every rank; the results are encoded values, by rank.
+
+        Raises:
+            RequestError: the arguments cannot be sent.
+            RankError: a rank has failed.
+        """
+        arguments = encode_arguments(args, kwargs or {})
+        call_id = next(self._call_ids)
+        futures: list[Future[bytes]] = []
+        with self._lock:
+            for each in self._ranks:
+                future: Future[bytes] = Future()
+                self._futures[each.rank, call_id] = future
+                futures.append(future)
+        message = CallRank(call_id=call_id, method=method, arguments=arguments, is_user=is_user)
+        self.broadcast(message)
+        return futures
+
+    def check(self) -> None:
+        """Raise what has ended a rank, if one has ended."""
+        if self._failure is not None:
+            raise self._failure
+
+    def explain(self, error: Exception) -> Exception:
+        """What to raise when rank 0 has failed: the failure of another rank if there is one, as the
+        reason; else the error itself, with the ranks that are stopped."""
+        # The other end of a broken connection may be noticed before the end of the process.
+        if self._has_failed.wait(1.0):
+            assert self._failure is not None
+            return self._failure
+        stopped = [each.name for each in self._ranks if each.is_stopped]
+        if stopped:
+            return RankError(f"{', '.join(stopped)} is stopped (SIGSTOP): {error}")
+        return error
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return [each.process.pid for each in self._ranks]
+
+    def close(self) -> None:
+        """End all processes. Calling it again does nothing."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        os.write(self._wake_end, b"x")
+        self._thread.join()
+        for descriptor in (self._wake_fd, self._wake_end, self.failure_fd, self._failure_end):
+            os.close(descriptor)
+
+    # ---- the thread -----------------------------------------------------------------------
+
+    def _watch(self, started: "Future[None]") -> None:
+        try:
+            for rank in range(1, self._meeting.layout.world_size):
+                self._ranks.append(_Rank(rank, self._meeting))
+        except BaseException as error:
+            self._end_processes(0)
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        connections = {each.connection.fileno(): each for each in self._ranks}
+        while True:
+            readable, _, _ = select.select([self._wake_fd, *connections], [], [])
+            if self._is_closing:
+                self._end_processes(0 if self._failure else _END_TIMEOUT_S)
+                return
+            for descriptor in readable:
+                if descriptor in connections and not self._read(connections[descriptor]):
+                    del connections[descriptor]
+
+    def _read(self, each: _Rank) -> bool:
+        """Take the messages of a rank. Returns False at the end of its connection."""
+        try:
+            is_open = each.reader.receive()
+        except OSError:  # it ended with messages of ours unread
+            is_open = False
+        for data in each.reader.messages():
+            message = decode_from_rank(data)
+            if isinstance(message, RankResult):
+                self._finish(each.rank, message)
+            else:
+                each.last_words = message
+        if not is_open:
+            self._fail(each)
+        return is_open
+
+    def _finish(self, rank: int, message: RankResult) -> None:
+        with self._lock:
+            future = self._futures.pop((rank, message.call_id))
+        if message.error is not None:
+            future.set_exception(message.error.exception())
+        else:
+            future.set_result(message.value)
+
+    def _fail(self, each: _Rank) -> None:
+        """A rank has ended: end the others, and everything that waits for one."""
+        if self._failure is not None:
+            return
+        how, words = each.end(), each.last_words
+        if words is None:
+            self._failure = RankError(f"{each.name} {how}")
+        elif words.is_config_error:
+            self._failure = ConfigError(f"rank {each.rank}: {words.message}")
+        else:
+            self._failure = RankError(f"{each.name} failed: {words.message}")
+        logger.error("%s; the engine stops", self._failure)
+        self._has_failed.set()
+        for other in self._ranks:
+            other.process.kill()
+        self._on_failure()
+        with self._lock:
+            futures, self._futures = self._futures, {}
+        for future in futures.values():
+            future.set_exception(self._failure)
+        os.write(self._failure_end, b"x")
+
+    def _end_processes(self, patience_s: float) -> None:
+        """Close the connections, which ends the processes; kill those that do not end in time."""
+        for each in self._ranks:
+            with contextlib.suppress(OSError):
+                each.connection.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + patience_s
+        for each in self._ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                each.process.wait(max(0.0, deadline - time.monotonic()))
+            each.process.kill()
+        for each in self._ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                each.process.wait(_END_TIMEOUT_S)
+            each.connection.close()
+
+    def _send(self, each: _Rank, message: ToRank) -> None:
+        self._send_bytes(each, frame(encode(message)))
+
+    def _send_bytes(self, each: _Rank, data: bytes) -> None:
+        try:
+            each.connection.sendall(data)
+        except BlockingIOError as error:
+            reason = f"{each.name} has not taken a message for {self._meeting.timeout_s} s"
+            raise RankError(reason) from error
+        except OSError as error:
+            raise self.explain(error) from error

@@ -1,0 +1,115 @@
+"""Messages between the process of the engine and those of its other ranks, as msgpack over a socket
+pair. No pickle, no code.
+
+engine -> rank     StartRank, then RunStep, CallRank, PrepareRequest
+rank -> engine     RankResult for each CallRank, RankFailed at the end
+"""
+
+import socket
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+from vllm.config import VllmConfig
+from vllm.message_codec import CallError, decode_array
+from vllm.messages import EngineRequest, SchedulerOutput
+
+_HEADER = struct.Struct("<Q")
+_PART_BYTES = 2**20
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Base class of the messages; the name of the class is the tag."""
+
+
+class StartRank(_Message, frozen=True, kw_only=True):
+    """The first message: make the worker."""
+
+    config: VllmConfig
+    rank: int
+    models: dict[str, str]
+    """Architectures that plug-ins have registered: name -> "module:Class"."""
+
+
+class RunStep(_Message, frozen=True, kw_only=True):
+    """Run a step. There is no answer: the result of rank 0 counts."""
+
+    step: SchedulerOutput
+
+
+class CallRank(_Message, frozen=True, kw_only=True):
+    """Call a method of the worker, after the steps before it."""
+
+    call_id: int
+    method: str
+    arguments: bytes
+    """From `encode_arguments`."""
+    is_user: bool
+    """The caller is not the engine: the method and the arguments are checked first."""
+
+
+class PrepareRequest(_Message, frozen=True, kw_only=True):
+    """Load in the background what a request needs."""
+
+    request: EngineRequest
+
+
+class RankResult(_Message, frozen=True, kw_only=True):
+    """The answer to a `CallRank`."""
+
+    call_id: int
+    value: bytes = b"\xc0"
+    """The result as msgpack."""
+    error: CallError | None = None
+    """The call has failed; the rank goes on."""
+
+
+class RankFailed(_Message, frozen=True, kw_only=True):
+    """The rank has failed and ends."""
+
+    message: str
+    is_config_error: bool
+    """The settings are wrong, so another start will not help."""
+
+
+ToRank = StartRank | RunStep | CallRank | PrepareRequest
+FromRank = RankResult | RankFailed
+
+decode_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array).decode
+decode_from_rank = msgspec.msgpack.Decoder(FromRank, dec_hook=decode_array).decode
+
+
+def frame(data: bytes) -> bytes:
+    """A message as it is sent: its length before it."""
+    return _HEADER.pack(len(data)) + data
+
+
+class FrameReader:
+    """Cuts what a socket receives into messages.
+
+    Args:
+        connection: a stream.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._data = bytearray()
+
+    def receive(self) -> bool:
+        """Take what has arrived; waits for the first byte if the socket does. Returns False when
+        the other end is closed."""
+        part = self._connection.recv(_PART_BYTES)
+        self._data += part
+        return bool(part)
+
+    def messages(self) -> Iterator[bytes]:
+        """The messages that are complete; each is given once."""
+        while len(self._data) >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(self._data)
+            end = _HEADER.size + length
+            if len(self._data) < end:
+                return
+            message = bytes(self._data[_HEADER.size : end])
+            del self._data[:end]
+            yield message
