@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.stored_linear import StoredLinear
 from vllm.ops import get_ops
-from vllm.ops.interface import PreparedExperts
+from vllm.ops.interface import SILU_EXPERTS, PreparedExperts
 from vllm.ops.stored_weight import StoredWeight
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -54,8 +54,11 @@ class StoredExperts(DenseExperts):
         gate, up, down = (list(self._weights(layer, part)) for part in _PARTS)
         for number in range(layer.num_experts):
             delattr(layer, str(number))
+        # Others, such as those with biases, have no kernel for stored weights.
+        is_plain = layer.options == SILU_EXPERTS and layer.gate_up_bias is None
         try:
-            self.packed = get_ops().prepare_experts(gate, up, down, self.dtype)
+            if is_plain:
+                self.packed = get_ops().prepare_experts(gate, up, down, self.dtype)
         except ValueError as error:
             raise WeightLoadError(f"the weights of {self.name} cannot be used: {error}") from error
         if self.packed is not None:

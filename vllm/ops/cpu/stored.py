@@ -57,7 +57,8 @@ def pack_stored_experts(
             if one is None:
                 return None
             packed[-1].append(one)
-    return PackedExperts(*packed)
+    gates, ups, downs = packed
+    return PackedExperts(gates, ups, downs)
 
 
 def _has_blocks(block_inputs: int, num_in: int) -> bool:
