@@ -83,8 +83,14 @@ bf16 small_number(int64_t i) {
 bool multiply(WeightFormat format, const Kernel* const* tables, Product& product) {
   for (int64_t i = 0; i < kOutputs * kInputs; ++i) product.plain[i] = small_number(i);
   for (int64_t i = 0; i < kRows * kInputs; ++i) product.x[i] = small_number(i + 77777);
-  const LinearWeight weight = {product.panels, product.scales, product.sums, nullptr,  kInputs,
-                               kOutputs,       format,         32,           0};
+  LinearWeight weight = {};
+  weight.panels = product.panels;
+  weight.scales = product.scales;
+  weight.sums = product.sums;
+  weight.in_features = kInputs;
+  weight.out_features = kOutputs;
+  weight.format = format;
+  weight.block_inputs = 32;
   using Pack = int64_t (*)(uint32_t*, int64_t, int64_t, int);
   using Quantize = int64_t (*)(const LinearWeight&, const bf16*, int);
   using Linear = int64_t (*)(const LinearWeight&, const bf16*, const bf16*, bf16*, int64_t, int64_t,

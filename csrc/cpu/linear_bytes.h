@@ -45,6 +45,7 @@ struct ByteTile {
   using Code = CodeOf;
   using Input = typename Dot::Input;
   using Acc = Vec;
+  static constexpr int64_t kRowUnit = 1;
 };
 
 constexpr int64_t kWidenedInputs = 128;  // of a panel at a time: 16 KiB
