@@ -21,7 +21,7 @@ ARENA_BUFFER_BYTES = 2**20
 """What a rank can exchange at a time."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Meeting:
     """What a rank needs to find the others."""
 
@@ -34,6 +34,8 @@ class Meeting:
     arena_fd: int
     """Memory through which ranks on the CPU exchange tensors: a header, and two buffers for each
     rank."""
+    has_joined: bool = False
+    """The default process group of torch.distributed is that of `join`."""
 
     @classmethod
     def create(cls, parallel: ParallelConfig) -> "Meeting":
@@ -70,8 +72,9 @@ class Meeting:
         """Leave: close the memory, and the process groups that `join` has opened."""
         os.close(self.store_fd)
         os.close(self.arena_fd)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if self.has_joined and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        self.has_joined = False
 
     def join(self, backend: str) -> None:
         """Open the default process group of torch.distributed over all ranks; returns when all have
@@ -99,6 +102,7 @@ class Meeting:
             world_size=self.layout.world_size,
             timeout=timedelta(seconds=self.timeout_s),
         )
+        self.has_joined = True
 
     def open_groups(self, members: list[list[int]]) -> "torch.distributed.ProcessGroup | None":
         """Open process groups, on every rank in the same order, and return the one of this rank.
