@@ -94,6 +94,9 @@ class FakeEngineCore:
             if self.running.pop(request_id, None) is not None:
                 self.aborted.append(request_id)
 
+    def check_health(self) -> None:
+        """Its workers never fail by themselves."""
+
     def has_idle_work(self) -> bool:
         return False
 

@@ -68,6 +68,9 @@ class AnyTokens:
         most = self.max_drafts + 1
         return [self._rng.choices(range(4), k=self._rng.randint(0, most)) for _ in requests]
 
+    def leave(self, request: Request) -> None:
+        """Nothing is kept of a request."""
+
 
 class BucketChecker:
     """Checks the launches of each step of one engine against its catalog.

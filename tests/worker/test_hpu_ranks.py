@@ -28,7 +28,7 @@ VARIABLES |= {
     "VLLM_GRAPH_RESERVED_MEM": 0.65,
     "VLLM_GRAPH_PROMPT_RATIO": 0.4,
 }
-LARGE_MIB, SMALL_MIB = 130, 80
+LARGE_MIB, SMALL_MIB = 130, 72
 
 
 def use_card(bridge: SimBridge) -> None:

@@ -91,6 +91,7 @@ class ScriptedEngine:
         params: SamplingParams,
         request_id: str,
         *,
+        lora_request: Any = None,
         trace_headers: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:

@@ -189,7 +189,7 @@ class ChatTurn:
             prompt,
             self.params,
             self.request_id,
-            self._adapter,
+            lora_request=self._adapter,
             trace_headers=self._trace_headers,
             priority=self._body.priority or 0,
         )

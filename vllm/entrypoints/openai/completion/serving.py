@@ -282,7 +282,7 @@ class _Completion:
             self._prompts[index].for_engine,
             params,
             self._engine_id(index),
-            self._context.adapter(self.model),
+            lora_request=self._context.adapter(self.model),
             trace_headers=self._trace_headers,
             priority=self._body.priority or 0,
         )
