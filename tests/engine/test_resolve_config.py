@@ -239,7 +239,7 @@ def test_the_tokenizer_may_be_elsewhere_or_absent(tmp_path):
         (
             {"hf_overrides": {"architectures": ["Nope"]}},
             "architecture 'Nope' is not supported, and the installed transformers has no decoder "
-            "of that name either; supported architectures: Bert",
+            "of that name either; supported architectures: Ba",
         ),
         (
             {"hf_overrides": {"architectures": ["SmolLM3ForCausalLM"]}, "model_impl": "vllm"},

@@ -54,6 +54,7 @@ class InlineEngine(FakeEngine):
         pooling_params: PoolingParams,
         request_id: str,
         *,
+        lora_request: Any = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
@@ -67,6 +68,7 @@ class InlineEngine(FakeEngine):
         sampling_params: SamplingParams,
         request_id: str,
         *,
+        lora_request: Any = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from tests.entrypoints.openai.observed_server import make_app, ready_engine
+from vllm.engine.metrics.engine_metrics import EngineMetrics, IterationStats
+from vllm.messages import DraftStats, SchedulerStats
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "examples/grafana/dashboard.json").read_text())
@@ -76,4 +79,14 @@ def test_every_metric_of_the_engine_is_documented(exposed):
         for name in exposed
         if name.startswith(("vllm:", "http_"))
     }
+    config = ready_engine().metrics.config
+    drafting = replace(config, scheduler=replace(config.scheduler, max_draft_tokens=2))
+    metrics = EngineMetrics("m", drafting)
+    metrics.record_output(
+        SchedulerStats(drafts=DraftStats(num_drafts=2, num_draft_tokens=4, accepted=(2, 1))),
+        IterationStats(0, 0, (), ()),
+    )
+    for family in (family for each in metrics.metric_sets() for family in each.collect()):
+        if "spec_decode" in family.name:
+            names |= {sample.name for sample in family.samples}
     assert names == documented

@@ -39,7 +39,11 @@ async def search(
 
     async def run_one(beam: TokensPrompt, step: SamplingParams) -> RequestOutput:
         outputs = engine.generate(
-            beam, step, f"{request_id}-beam-{next(counter)}", lora_request=adapter, priority=priority
+            beam,
+            step,
+            f"{request_id}-beam-{next(counter)}",
+            lora_request=adapter,
+            priority=priority,
         )
         async with aclosing(outputs):
             last = [output async for output in outputs][-1]

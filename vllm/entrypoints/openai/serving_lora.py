@@ -1,11 +1,10 @@
 """Routes that add and remove LoRA adapters of a server."""
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
 from vllm import envs
+from vllm.entrypoints.http.body_route import BodyRoute
 from vllm.entrypoints.openai.protocol.base import (
     LoadLoRAAdapterRequest,
     UnloadLoRAAdapterRequest,
@@ -15,7 +14,7 @@ from vllm.entrypoints.server.context import ServerContext, get_context
 from vllm.entrypoints.server.served_adapters import ServedAdapters
 from vllm.errors import NotFoundError, RequestError
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 def _updatable(request: Request) -> ServedAdapters:
@@ -30,23 +29,17 @@ def _updatable(request: Request) -> ServedAdapters:
     return context.adapters
 
 
-@router.post(
-    "/v1/load_lora_adapter", responses=error_responses(400, 404), response_class=PlainTextResponse
-)
-async def load_lora_adapter(
-    body: LoadLoRAAdapterRequest, adapters: Annotated[ServedAdapters, Depends(_updatable)]
-) -> str:
+@router.post("/v1/load_lora_adapter", responses=error_responses(400, 404))
+async def load_lora_adapter(body: LoadLoRAAdapterRequest, request: Request) -> PlainTextResponse:
     """Offer a LoRA adapter in a folder of the server under a name."""
-    adapters.add(body.lora_name, body.lora_path)
-    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+    _updatable(request).add(body.lora_name, body.lora_path)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post(
-    "/v1/unload_lora_adapter", responses=error_responses(400, 404), response_class=PlainTextResponse
-)
+@router.post("/v1/unload_lora_adapter", responses=error_responses(400, 404))
 async def unload_lora_adapter(
-    body: UnloadLoRAAdapterRequest, adapters: Annotated[ServedAdapters, Depends(_updatable)]
-) -> str:
+    body: UnloadLoRAAdapterRequest, request: Request
+) -> PlainTextResponse:
     """Offer a LoRA adapter no longer. Requests that run keep it."""
-    adapters.remove(body.lora_name)
-    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+    _updatable(request).remove(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

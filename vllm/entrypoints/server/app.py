@@ -49,7 +49,6 @@ _MODEL_ROUTES = (
     serving_classify,
     serving_invocations,
     serving_audio,
-    serving_lora,
 )
 
 
@@ -81,7 +80,7 @@ def build_app(context: ServerContext) -> FastAPI:
 
 
 def _routers(args: ServerArgs) -> list[APIRouter]:
-    modules = [*_MODEL_ROUTES, health, metrics_route]
+    modules = [*_MODEL_ROUTES, serving_lora, health, metrics_route]
     if args.dev_mode:
         modules.append(dev_routes)
     if args.can_profile:
