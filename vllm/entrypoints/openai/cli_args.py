@@ -114,6 +114,7 @@ def _read_server(given: dict[str, Any]) -> ServerArgs:
     return dataclasses.replace(
         from_settings(given),
         dev_mode=settings.VLLM_SERVER_DEV_MODE,
+        can_update_adapters=settings.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
         can_profile=bool(settings.VLLM_TORCH_PROFILER_DIR),
         keep_alive_s=settings.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
     )

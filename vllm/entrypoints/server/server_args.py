@@ -229,6 +229,9 @@ class ServerArgs:
     dev_mode: bool = field(default=False, metadata={"cli": False})
     """Serve the routes for development too (VLLM_SERVER_DEV_MODE)."""
 
+    can_update_adapters: bool = field(default=False, metadata={"cli": False})
+    """Serve the routes that add and remove LoRA adapters (VLLM_ALLOW_RUNTIME_LORA_UPDATING)."""
+
     can_profile: bool = field(default=False, metadata={"cli": False})
     """Serve the routes that begin and end a trace (VLLM_TORCH_PROFILER_DIR is set)."""
 
