@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from vllm import LLM, SamplingParams
@@ -48,10 +48,8 @@ def base_model():
 def merged_output(folder: Path, token_ids: list[int]) -> tuple[list[int], list[float]]:
     """Greedy tokens and their log-probabilities by transformers, with the adapter merged."""
     config = json.loads((folder / "adapter_config.json").read_text())
-    model, tensors = base_model(), {}
+    model = base_model()
     with torch.no_grad():
-        from safetensors.torch import load_file
-
         tensors = load_file(folder / "adapter_model.safetensors")
         for name, a in tensors.items():
             if ".lora_A." in name:

@@ -9,13 +9,15 @@ _MEMORY = 0.98
 """Weight of the past, per step, in the fit of the time of a step."""
 _LEARNING = 0.15
 """How much one draft changes the share of right drafts of its request."""
-_HOPE = 0.8
+_INITIAL_ACCURACY = 0.8
 """Share of right drafts of a request without experience; the share of a request without drafts
 returns to it, so that it tries again."""
 _RECOVERY = 0.004
 """How much of the way it returns in one step."""
 _UNKNOWN_COST = 0.1
-_CHEAPEST, _DEAREST = 0.03, 0.95
+"""Cost of a token before steps of different sizes were seen."""
+_LEAST_COST, _LARGEST_COST = 0.03, 0.95
+"""Limits of a measured cost, as measurements are noisy."""
 
 
 class StepCost:
@@ -45,8 +47,8 @@ class StepCost:
         slope = (self._xy / self._weight - mean_x * mean_y) / variance
         total = mean_y + slope * (num_tokens - mean_x)
         if slope <= 0 or total <= 0:
-            return _CHEAPEST
-        return min(max(slope * num_tokens / total, _CHEAPEST), _DEAREST)
+            return _LEAST_COST
+        return min(max(slope * num_tokens / total, _LEAST_COST), _LARGEST_COST)
 
 
 class DraftControl:
@@ -87,12 +89,12 @@ class DraftControl:
         limits = []
         for request in requests:
             share = request.draft_accuracy
-            share = _HOPE if share < 0 else share
+            share = _INITIAL_ACCURACY if share < 0 else share
             limit, gain = 0, share
             while limit < self._max_drafts and gain > cost:
                 limit, gain = limit + 1, gain * share
             if not limit:
-                request.draft_accuracy = share + _RECOVERY * (_HOPE - share)
+                request.draft_accuracy = share + _RECOVERY * (_INITIAL_ACCURACY - share)
             limits.append(limit)
         return limits
 
@@ -115,7 +117,7 @@ class DraftControl:
             for place in range(right):
                 self._accepted[place] += 1
             share = request.draft_accuracy
-            share = _HOPE if share < 0 else share
+            share = _INITIAL_ACCURACY if share < 0 else share
             for place in range(min(right + 1, drafted)):
                 share += _LEARNING * ((place < right) - share)
             request.draft_accuracy = share

@@ -38,22 +38,21 @@ class NgramDrafts:
         self._indexes.pop(request.request_id, None)
 
     def _propose(self, request: Request) -> list[int]:
-        index, _ = self._index(request)
+        index = self._index(request)
         if index is None:
             return []
         end, length = index.find(request.token_ids[-self._most :], self._most)
         return index.continuation(end, self.max_drafts) if length else []
 
-    def _index(self, request: Request) -> tuple[TokenIndex | None, int]:
-        """The index of a request's own text, and the length of that text; None while the text is
-        too short, or so long that it is not indexed to its end."""
+    def _index(self, request: Request) -> TokenIndex | None:
+        """The index of a request's own text; None while the text is too short, or so long that it
+        is not indexed to its end."""
         index = self._indexes.get(request.request_id)
         if index is None:
             index = self._indexes[request.request_id] = TokenIndex(self._n)
         known, text = len(index), request.token_ids
         index.append(text[known : known + _INDEXED_PER_STEP])
-        is_complete = self._n < len(text) == len(index)
-        return (index if is_complete else None), len(text)
+        return index if self._n < len(text) == len(index) else None
 
 
 class SuffixDrafts(NgramDrafts):
@@ -87,7 +86,7 @@ class SuffixDrafts(NgramDrafts):
         if len(tail) < self._n:
             return []
         best, best_length = [], 0
-        own, _ = self._index(request)
+        own = self._index(request)
         if own is not None:
             end, length = own.find(tail, self._most)
             if length:
