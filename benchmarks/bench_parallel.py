@@ -1,42 +1,55 @@
-"""Latency of an all-reduce between two processes: through shared memory, and with gloo.
+"""Tensor parallelism on one CPU machine: the exchanges between two processes, and two ranks of one
+thread each against one process of two threads.
 
-Run it with: python benchmarks/bench_parallel.py [--num-bytes N ...]. Prints JSON: the median in
-microseconds of float32 tensors of each size.
+Run it with: python benchmarks/bench_parallel.py [--model FOLDER] [--num-rounds N]. Engines of both
+kinds run in turn, each in a process of its own. Prints JSON, and a table on stderr; times in us are
+the tenth percentile and the median, others the least of the runs, which other work disturbs least.
 """
 
 import argparse
 import json
 import os
-import statistics
+import subprocess
+import sys
 import time
+from typing import Any
 
 import torch
+from common import fixed_length, random_prompts, report
 
+from vllm import LLM
 from vllm.config import ParallelConfig
 from vllm.distributed import CheckedCollectives, Collectives, Meeting
 from vllm.distributed.meeting import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
+from vllm.executor.rank_group import RankGroup
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
 from vllm.ops.cpu.library import require_cpu_kernels
 
 NUM_WARM_UPS, NUM_CALLS = 20, 200
+NUM_BYTES = (8192, 65536, 1 << 20)
+BATCH_SIZES = (1, 16)
+PREFILL_TOKENS = 512
 
 
-def median_us(collectives: Collectives, num_bytes: int) -> float:
-    """Median time of one all-reduce, as this rank sees it."""
+def quantiles_us(times: list[float]) -> str:
+    """The tenth percentile, which other work on the machine disturbs little, and the median."""
+    ordered = sorted(times)
+    return " ".join(f"{1e6 * ordered[int(q * len(ordered))]:.1f}" for q in (0.1, 0.5))
+
+
+def all_reduce_us(collectives: Collectives, num_bytes: int) -> str:
+    """Time of one all-reduce of float32 numbers, as this rank sees it."""
     x = torch.zeros(num_bytes // 4)
     times = []
     for _ in range(NUM_WARM_UPS + NUM_CALLS):
         started = time.perf_counter()
         collectives.all_reduce(x)
         times.append(time.perf_counter() - started)
-    return statistics.median(times[NUM_WARM_UPS:]) * 1e6
+    return quantiles_us(times[NUM_WARM_UPS:])
 
 
-def main() -> None:
-    """Fork the second rank, measure on both, and print what the first has found."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-bytes", type=int, nargs="+", default=[8192, 65536, 1 << 20])
-    sizes = parser.parse_args().num_bytes
+def all_reduces() -> list[dict[str, Any]]:
+    """Fork a second rank, exchange tensors with it, and return what this one has measured."""
     torch.set_num_threads(1)
     parallel = ParallelConfig(tensor_parallel_size=2, distributed_timeout_s=60.0)
     meeting = Meeting.create(parallel)
@@ -53,15 +66,106 @@ def main() -> None:
         buffer_bytes=ARENA_BUFFER_BYTES,
         timeout_s=mine.timeout_s,
     )
-    found = {"shared_memory_us": {size: round(median_us(shared, size), 1) for size in sizes}}
+    found: list[dict[str, Any]] = [
+        {"all_reduce_bytes": n, "shared_memory_us": all_reduce_us(shared, n)} for n in NUM_BYTES
+    ]
     mine.join("gloo")
     gloo = CheckedCollectives(rank, 2)
-    found["gloo_us"] = {size: round(median_us(gloo, size), 1) for size in sizes}
+    for row in found:
+        row["gloo_us"] = all_reduce_us(gloo, row["all_reduce_bytes"])
     mine.close()
     if rank:
         os._exit(0)
     os.waitpid(child, 0)
-    print(json.dumps({"ranks": 2, "threads_per_rank": 1, "num_calls": NUM_CALLS, **found}))
+    return found
+
+
+class TimedBroadcasts:
+    """Notes how long rank 0 takes to send each step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        send = RankGroup.broadcast
+
+        def timed(group: RankGroup, message: Any) -> None:
+            started = time.perf_counter()
+            send(group, message)
+            self.times.append(time.perf_counter() - started)
+
+        RankGroup.broadcast = timed  # type: ignore[method-assign]
+
+
+def measure_engine(model: str, num_ranks: int, output_len: int, num_runs: int) -> dict[str, Any]:
+    """Start an engine, and time its prefills and decodes."""
+    broadcasts = TimedBroadcasts()
+    started = time.perf_counter()
+    llm = LLM(
+        model,
+        tensor_parallel_size=num_ranks,
+        max_model_len=2048,
+        enable_prefix_caching=False,
+        num_gpu_blocks_override=1024,
+        use_tqdm_on_load=False,
+    )
+    found: dict[str, Any] = {"start_s": round(time.perf_counter() - started, 1)}
+    vocab_size = llm.llm_engine.vllm_config.model.resolved_arch.vocab_size
+
+    def run(batch_size: int, input_len: int, num_tokens: int, seed: int) -> float:
+        prompts = random_prompts(batch_size, input_len, vocab_size, seed)
+        began = time.perf_counter()
+        llm.generate(prompts, fixed_length(num_tokens), use_tqdm=False)
+        return time.perf_counter() - began
+
+    run(2, 32, 4, seed=-1)
+    prefill_s = min(run(1, PREFILL_TOKENS, 1, seed) for seed in range(num_runs))
+    found["prefill_tokens_per_s"] = round(PREFILL_TOKENS / prefill_s)
+    for batch_size in BATCH_SIZES:
+        first_s = min(run(batch_size, 32, 1, seed) for seed in range(num_runs))
+        broadcasts.times.clear()
+        whole_s = min(run(batch_size, 32, output_len, seed) for seed in range(num_runs))
+        decode_ms = (whole_s - first_s) / (output_len - 1) * 1e3
+        found[f"decode_{batch_size}_ms"] = round(decode_ms, 3)
+        if broadcasts.times:
+            found[f"broadcast_{batch_size}_us"] = quantiles_us(broadcasts.times)
+    llm.llm_engine.engine_core.shutdown()
+    return found
+
+
+def in_process(args: argparse.Namespace, num_ranks: int, num_threads: int) -> dict[str, Any]:
+    """The same in a process of its own with that many threads for each rank."""
+    arguments = ["--model", args.model, "--num-ranks", str(num_ranks)]
+    arguments += ["--output-len", str(args.output_len), "--num-runs", str(args.num_runs)]
+    variables = {"OMP_NUM_THREADS": str(num_threads), "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, __file__, *arguments],
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="folder of a model; not given: exchanges only")
+    parser.add_argument("--num-rounds", type=int, default=3, help="runs of each engine")
+    parser.add_argument("--num-runs", type=int, default=3, help="of each workload on an engine")
+    parser.add_argument("--output-len", type=int, default=64, help="output tokens per request")
+    parser.add_argument("--num-ranks", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.num_ranks is not None:
+        found = measure_engine(args.model, args.num_ranks, args.output_len, args.num_runs)
+        print(json.dumps(found))
+        return
+    results = all_reduces()
+    for number in range(args.num_rounds if args.model else 0):
+        for num_ranks, num_threads in ((1, 2), (2, 1)):
+            found = in_process(args, num_ranks, num_threads)
+            name = f"{num_ranks} x {num_threads} threads"
+            results.append({"round": number, "engine": name, **found})
+    report("parallel", {"model": args.model, "output_len": args.output_len}, results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Decode time with and without drafts from known text, on an editing workload.
+"""Decode time with and without drafts, on an editing workload.
 
 The prompt is a text followed by its beginning, so that an answer which goes on with the text
 repeats the prompt. Both engines run in turn in one process, in several rounds. One JSON object on
@@ -19,23 +19,33 @@ TEXT = Path(__file__).read_text(encoding="utf-8")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=None, help="not set: the bundled one")
-    parser.add_argument("--method", default="ngram", choices=("ngram", "suffix"))
+    parser.add_argument("--method", default="ngram", choices=("ngram", "suffix", "draft_model"))
+    parser.add_argument("--draft-model", default=None, help="of the method draft_model")
+    parser.add_argument("--num-drafts", type=int, default=0, help="0: the default of the method")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--random", action="store_true", help="a workload that repeats nothing")
+    parser.add_argument("--plain", action="store_true", help="texts to go on with, no editing")
     args = parser.parse_args()
     common = {"max_model_len": 1024, "enable_prefix_caching": False}
     common |= {"load_format": args.load_format}
+    speculative = {"method": args.method, "num_speculative_tokens": args.num_drafts}
+    if args.draft_model is not None:
+        speculative["model"] = args.draft_model
     engines = {
         "none": LLM(args.model, **common),
-        args.method: LLM(args.model, speculative_config={"method": args.method}, **common),
+        args.method: LLM(args.model, speculative_config=speculative, **common),
     }
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
+    params.seed, params.ignore_eos = 7, True
     if args.random:
-        params.temperature, params.seed = 1.5, 7
+        params.temperature = 1.5
     prompts = [TEXT[i : i + 600] + "\n\n" + TEXT[i : i + 200] for i in range(args.batch)]
+    if args.plain:
+        prompts = [TEXT[i : i + 600] for i in range(0, 20 * args.batch, 20)]
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     outputs = {}
     for _ in range(args.rounds + 1):

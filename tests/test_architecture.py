@@ -18,6 +18,7 @@ LEAVES = {
     "env_others",
     "envs",
     "errors",
+    "guided_decoding_params",
     "inputs",
     "kv_cache_spec",
     "logger",
@@ -61,6 +62,7 @@ LAYERS: dict[str, set[str]] = {
     "engine": {
         "bucketing",
         "core",
+        "distributed",
         "executor",
         "lora",
         "model_executor",

@@ -86,7 +86,6 @@ def test_a_switch_that_asks_for_what_happens_anyway_is_not_reported(name, quiet,
 @pytest.mark.parametrize(
     ("name", "value", "is_refused"),
     [
-        ("QUANT_CONFIG", "quant.json", True),
         ("VLLM_MODEL_REDIRECT_PATH", "map.json", True),
         ("VLLM_USE_MODELSCOPE", "true", True),
         ("VLLM_USE_MODELSCOPE", "false", False),

@@ -15,6 +15,7 @@ from vllm.sampling_params import (
     RequestOutputKind,
     SamplingParams,
     SamplingType,
+    StructuredOutputsParams,
 )
 
 
@@ -56,6 +57,7 @@ def test_defaults_are_those_of_the_api():
         "truncate_prompt_tokens": None,
         "output_kind": RequestOutputKind.CUMULATIVE,
         "guided_decoding": None,
+        "structured_outputs": None,
         "logit_bias": None,
         "allowed_token_ids": None,
         "extra_args": None,
@@ -221,6 +223,22 @@ def test_logits_processors_must_be_callable():
 
     assert SamplingParams(logits_processors=[processor]).logits_processors == [processor]
     assert "callable" in refused(logits_processors=["processor"])
+
+
+def test_structured_outputs_is_another_name_of_guided_decoding():
+    constraint = StructuredOutputsParams(regex="a+")
+    for given in (constraint, {"regex": "a+"}):
+        params = SamplingParams(structured_outputs=given)
+        assert params == SamplingParams(guided_decoding=given)
+        assert params.clone().guided_decoding == constraint
+    for wrong in (
+        {"guided_decoding": constraint, "structured_outputs": constraint},
+        {"structured_outputs": {"regexp": "a+"}},
+        {"structured_outputs": "a+"},
+        {"guided_decoding": {"regex": "a", "choice": ["a"]}},
+    ):
+        with pytest.raises(ValueError, match=r"both given|no field 'regexp'|got str|one kind"):
+            SamplingParams(**wrong)
 
 
 def test_guided_decoding_takes_one_kind():

@@ -272,12 +272,58 @@ _MORE |= {
     ),
     "deepseek_v3": (transformers.DeepseekV3Config, _DEEPSEEK),
 }
+_MIXERS = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 2,
+    "time_step_limit": (0.01, 2.0),
+}
+_MAMBA = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "state_size": 12,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+_MAMBA2 = _MAMBA | {"num_heads": 8, "head_dim": 16, "n_groups": 4, "num_hidden_layers": 2}
+_HYBRID = _DECODER | _MIXERS | {"num_hidden_layers": 4}
+_GRANITE_HYBRID = _HYBRID | {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 80,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.5,
+}
+_STATES: dict[str, tuple[Callable[..., PretrainedConfig], dict[str, Any]]] = {
+    **_if_known("bamba", "BambaConfig", _HYBRID | {"attn_layer_indices": [1]}),
+    **_if_known(
+        "granite_hybrid",
+        "GraniteMoeHybridConfig",
+        _GRANITE_HYBRID | {"num_local_experts": 4, "num_experts_per_tok": 2, "mamba_n_groups": 1},
+    ),
+    **_if_known(
+        "granite_hybrid_dense",
+        "GraniteMoeHybridConfig",
+        _GRANITE_HYBRID
+        | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},
+    ),
+    "mamba": (transformers.MambaConfig, _MAMBA | {"use_bias": True}),
+    "mamba2": (transformers.Mamba2Config, _MAMBA2),
+}
+_MORE |= _STATES
 _FAMILIES |= _MORE
+
+STATE_FAMILIES = tuple(_STATES)
+"""Those with states."""
 
 ALL_FAMILIES = tuple(_FAMILIES)
 """Every family `make_tiny_model` knows."""
 
-MORE_FAMILIES = tuple(name for name in _MORE if name != "phi3_long")
+MORE_FAMILIES = tuple(name for name in _MORE if name not in ("phi3_long", *_STATES))
 """Those that differ from `FAMILIES` in their layers only. phi3_long is not among them: transformers
 changes its rotations when a request grows beyond a length, which an engine with a cache cannot."""
 

@@ -184,7 +184,7 @@ def _value(field: ConfigField) -> str:
     words = {
         "bool": "switch",
         "int": "integer",
-        "size": "integer; also with k (1000), K (1024), m, M",
+        "size": "integer; also with k (1000), K (1024), m, M, g, G",
         "float": "number",
         "str": "text",
         "str_or_bool": "text, or a switch",
@@ -216,6 +216,10 @@ def supported_models() -> Iterator[str]:
     yield "whole prompts, and greedy tokens of a batch on the CPU with chunked prompts and prefix"
     yield "hits. Families with layers of their own kind are also run on the simulated Gaudi, which"
     yield "computes on the CPU; the tests run none of them on a card."
+    yield ""
+    yield "Models with states (Mamba layers: Bamba, GraniteMoeHybrid, Mamba, Mamba2) run on the CPU"
+    yield "only, without prefix caching and drafts. `max_num_seqs` is 32 by default for them: the"
+    yield "states of all requests are allocated at the start, and the log says how large they are."
     for kind, title in ((CausalLM, "Text generation"), (PoolingModel, "Embeddings and scores")):
         yield ""
         yield f"## {title}"

@@ -46,11 +46,10 @@ _MULTIMODAL = "this version reads text only"
 _EXPERTS = "how experts are computed has no settings: on hpu all experts see all tokens"
 _RECURRENT = "this version runs no models with recurrent state"
 _LATENT = "latent attention has one form, with a latent cache"
-_LORA = "adapters are named by --lora-modules or loaded by route"
 _STRUCTURED = "compiled grammars are kept within grammar_cache_bytes"
-_DISAGGREGATED = "an engine computes all of a request itself"
-_ONE_DEVICE = "the engine has one replica of the model, and one stage"
-_RAY = "workers are processes of this machine, without Ray"
+_DISAGGREGATED = "kv_transfer_config chooses what keeps and shares KV blocks"
+_ONE_DEVICE = "--data-parallel-size starts replicas of the engine, which tells them their places"
+_RAY = "an actor of Ray is one worker with one device, and gets messages by calls"
 _OTHER_DEVICE = "it is for another device"
 _OTHER_OPERATOR = "the operator it switches does not exist here"
 _OTHER_BUILD = "it belongs to the build and the images of the fork"
@@ -82,7 +81,6 @@ def _family(dimensions: tuple[str, ...], *parts: str) -> str:
 
 _VARIABLES: tuple[CompatVariable, ...] = (
     # Without these an engine would compute something else than was asked for.
-    _refused("quantization by Intel Neural Compressor", "QUANT_CONFIG"),
     _refused("models from ModelScope", "VLLM_USE_MODELSCOPE", same_as=False),
     _refused("other folders for the names of models", "VLLM_MODEL_REDIRECT_PATH"),
     _refused(
@@ -210,17 +208,13 @@ _VARIABLES: tuple[CompatVariable, ...] = (
         LMCACHE_USE_EXPERIMENTAL LMCACHE_CONFIG_FILE
         """,
     ),
-    *_ignored(
-        _LORA,
-        "VLLM_LORA_RESOLVER_CACHE_DIR",
-    ),
     *_ignored(_STRUCTURED, "VLLM_XGRAMMAR_CACHE_MB VLLM_V0_USE_OUTLINES_CACHE"),
     *_ignored("this version loads no plugins", "VLLM_PLUGINS"),
     # Processes, devices side by side, and the server.
     *_ignored(
         _ONE_DEVICE,
         """
-        VLLM_ROW_PARALLEL_CHUNKS VLLM_ROW_PARALLEL_CHUNK_THRESHOLD VLLM_PP_LAYER_PARTITION
+        VLLM_ROW_PARALLEL_CHUNKS VLLM_ROW_PARALLEL_CHUNK_THRESHOLD
         VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT
         VLLM_DISABLE_NCCL_FOR_DP_SYNCHRONIZATION
         """,
@@ -242,7 +236,7 @@ _VARIABLES: tuple[CompatVariable, ...] = (
     *_ignored(
         _IN_PROCESS,
         """
-        VLLM_HOST_IP VLLM_PORT VLLM_RPC_BASE_PATH VLLM_WORKER_MULTIPROC_METHOD
+        VLLM_PORT VLLM_RPC_BASE_PATH VLLM_WORKER_MULTIPROC_METHOD
         VLLM_MSGPACK_ZERO_COPY_THRESHOLD VLLM_RINGBUFFER_WARNING_INTERVAL VLLM_SLEEP_WHEN_IDLE
         VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_DIST_IDENT
         """,

@@ -67,7 +67,7 @@ OTHER_READERS = (
     _read_by(
         "Ray",
         "RAY_ADDRESS RAY_USAGE_STATS_ENABLED RAY_CGRAPH_get_timeout",
-        "this version starts no Ray",
+        "the executor ray (--distributed-executor-backend ray) joins the cluster of RAY_ADDRESS",
     ),
     _read_by(
         "libraries of other devices",

@@ -95,6 +95,21 @@ class Envs:
     VLLM_AUDIO_FETCH_TIMEOUT: int = _general(
         10, "Seconds that `vllm.multimodal.utils.fetch_audio` waits for an answer.", at_least=1
     )
+    VLLM_PP_LAYER_PARTITION: str | None = _general(
+        None,
+        "Layers of each stage of --pipeline-parallel-size, from the first to the last, such as "
+        "12,10,10. Not set: as even as possible, the last stage with the fewest.",
+    )
+    VLLM_HOST_IP: str | None = _general(
+        None,
+        "Address of this machine for workers on other machines, with the executor ray; each "
+        "machine has its own. Not set: the address by which Ray knows the machine.",
+    )
+    QUANT_CONFIG: str | None = _general(
+        None,
+        "JSON file of Intel Neural Compressor: what to measure, or the FP8 scales to use; the same "
+        "as --quant-config.",
+    )
     VLLM_API_KEY: str | None = _server(
         None, "API key that clients must send, if the flag --api-key is not given."
     )
@@ -102,6 +117,11 @@ class Envs:
         False,
         "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter: everyone who can reach the "
         "server may then add and remove adapters, which are folders of the server.",
+    )
+    VLLM_LORA_RESOLVER_CACHE_DIR: str | None = _server(
+        None,
+        "A folder of LoRA adapters: with --enable-lora, each folder in it is a model that requests "
+        "may name, and is read when one first does.",
     )
     VLLM_SERVER_DEV_MODE: bool = _server(
         False,
@@ -113,12 +133,15 @@ class Envs:
     )
     VLLM_CPU_KVCACHE_SPACE: float | None = _cpu(
         None,
-        "KV cache of the CPU device in GiB. Not set, or 0: a share of the free memory.",
+        "KV cache of the CPU device in GiB, divided among the replicas of --data-parallel-size, "
+        "unless --kv-cache-memory-bytes says it. Not set, or 0: a share of the free memory.",
         at_least=0,
     )
     VLLM_CPU_OMP_THREADS_BIND: str = _cpu(
         "auto",
-        "Cores of the threads of the CPU device, one thread each, such as 0-3 or 0,2,4. auto: as "
+        "Cores of the threads of the CPU device, one thread each, such as 0-3 or 0,2,4. Several "
+        "workers have one list for all or one for each: 0-1|2-3; replicas of "
+        "--data-parallel-size divide one list, or have one each, or one for each worker. auto: as "
         "many threads as suit the cores of the process, its share of the container's time and "
         "the model, on any core; all or nobind: OpenMP decides.",
     )
@@ -400,31 +423,53 @@ def export(name: str, value: str) -> None:
     os.environ[name] = value
 
 
-def rank_variables(rank: int, world_size: int) -> dict[str, str]:
-    """What tells libraries the place of a process among those of one machine, and its Gaudi card.
+def rank_variables(
+    rank: int, world_size: int, local_rank: int | None = None, num_local: int | None = None
+) -> dict[str, str]:
+    """What tells libraries the place of a process among those of an engine, and its Gaudi card.
+
+    Args:
+        rank, world_size: of the process, and processes in all.
+        local_rank, num_local: the same on its machine; None: all are on one machine.
 
     Raises:
         ConfigError: HABANA_VISIBLE_MODULES names fewer cards than there are ranks.
     """
-    modules = os.environ.get("HABANA_VISIBLE_MODULES", "")
-    cards = modules.split(",") if modules.strip() else [str(n) for n in range(world_size)]
-    if len(cards) < world_size:
-        raise ConfigError(
-            f"HABANA_VISIBLE_MODULES={modules!r} names {len(cards)} cards, and the engine needs "
-            f"{world_size}. Name more, or lower tensor_parallel_size"
-        )
+    local_rank = rank if local_rank is None else local_rank
+    num_local = world_size if num_local is None else num_local
+    cards = _visible_cards(num_local)
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "HLS_MODULE_ID": cards[rank].strip(),
+        "LOCAL_WORLD_SIZE": str(num_local),
+        "HLS_MODULE_ID": cards[local_rank].strip(),
     }
 
 
-def export_rank(rank: int, world_size: int) -> None:
+def _visible_cards(count: int) -> list[str]:
+    modules = os.environ.get("HABANA_VISIBLE_MODULES", "")
+    cards = modules.split(",") if modules.strip() else [str(n) for n in range(count)]
+    if len(cards) < count:
+        raise ConfigError(
+            f"HABANA_VISIBLE_MODULES={modules!r} names {len(cards)} cards, and the engine needs "
+            f"{count}. Name more, or lower tensor_parallel_size or data_parallel_size"
+        )
+    return cards
+
+
+def export_replica(index: int, count: int, world_size: int) -> None:
+    """Hide the Gaudi cards of other replicas from this process, before a library looks."""
+    cards = _visible_cards(count * world_size)
+    own = cards[index * world_size : (index + 1) * world_size]
+    export("HABANA_VISIBLE_MODULES", ",".join(card.strip() for card in own))
+
+
+def export_rank(
+    rank: int, world_size: int, local_rank: int | None = None, num_local: int | None = None
+) -> None:
     """Set the variables of a rank in this process, before a library reads them."""
-    for name, value in rank_variables(rank, world_size).items():
+    for name, value in rank_variables(rank, world_size, local_rank, num_local).items():
         export(name, value)
     get.cache_clear()
 
@@ -437,6 +482,23 @@ def child_environment(defaults: Mapping[str, str], overrides: Mapping[str, str])
         overrides: in place of what it says.
     """
     return {**defaults, **os.environ, **overrides}
+
+
+_PASSED_PREFIXES = (_PREFIX, "HCCL_", "GLOO_", "PT_HPU", "HF_")
+_OF_ONE_MACHINE = ("VLLM_HOST_IP",)
+
+
+def passed_on() -> dict[str, str]:
+    """The variables that workers on other machines get from this process: all of this package, of
+    the libraries that exchange tensors, and of the hub; not those of one machine, and no secrets:
+    everyone who can see the cluster could read them."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_PASSED_PREFIXES)
+        and name not in _OF_ONE_MACHINE
+        and not name.endswith(_SECRET_ENDINGS)
+    }
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:

@@ -1,13 +1,16 @@
-"""What the layers of a model keep in the KV cache, and the layout of its blocks. Imports no torch.
+"""What the layers of a model keep of requests, and the layout of its memory. Imports no torch.
 
 A layer says what it keeps as a `KVCacheSpec`. Layers that need the same blocks of a request form a
 `KVCacheGroup`, which has block tables of its own: layers with full attention need all blocks of a
 request, layers with a sliding window only the last ones. All groups take their blocks from one
 pool, so a block has the same number of bytes in every group: it holds `block_size` tokens of as
 many layers as a group has. Worker, scheduler and ledger read the same `KVCacheLayout`.
+
+A layer that keeps a state of each request, whose size does not grow with the tokens, has no blocks:
+its tensors have one entry per row of the batch, which belongs to the request in that row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -22,6 +25,8 @@ class CacheKind(Enum):
     """Keys and values of the most recent tokens."""
     LATENT = "latent"
     """One compressed vector for keys and values together, of all tokens."""
+    STATE = "state"
+    """A summary of all tokens so far, of fixed size."""
     NONE = "none"
     """Nothing, as in an encoder."""
 
@@ -29,10 +34,10 @@ class CacheKind(Enum):
 @dataclass(frozen=True)
 class CacheTensor:
     """One tensor of a layer: [num_blocks, block_size, *shape], or with the first two dimensions
-    as one on a platform whose cache is flat."""
+    as one on a platform whose cache is flat. Of a state: [rows, *shape]."""
 
     shape: tuple[int, ...]
-    """Shape of the entry of one token."""
+    """Shape of the entry of one token; of a state, of one request."""
     dtype: str
     """Name of a torch dtype."""
     itemsize: int
@@ -41,14 +46,14 @@ class CacheTensor:
     """The value is the stored number times this."""
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes per token in this tensor."""
+    def entry_bytes(self) -> int:
+        """Bytes of an entry."""
         return prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """What one layer keeps of each token."""
+    """What one layer keeps of each token, or of each request."""
 
     kind: CacheKind
     tensors: tuple[CacheTensor, ...] = ()
@@ -62,9 +67,9 @@ class KVCacheSpec:
             raise ValueError(f"a cache of kind {self.kind.value!r} has the window {self.window}")
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes per token in all tensors."""
-        return sum(tensor.bytes_per_token for tensor in self.tensors)
+    def entry_bytes(self) -> int:
+        """Bytes in all tensors, of one token; of a state, of one request."""
+        return sum(tensor.entry_bytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ FULL_GROUP = KVCacheGroup()
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """How blocks are divided among the layers."""
+    """How blocks are divided among the layers, and what a row of the batch has besides."""
 
     block_size: int
     """Tokens per block."""
@@ -101,6 +106,10 @@ class KVCacheLayout:
     """Bytes of a block; 0 for a model that keeps nothing."""
     groups: tuple[KVCacheGroup, ...] = (FULL_GROUP,)
     """With full attention first, then by the size of the window."""
+    state_layers: tuple[int, ...] = ()
+    """Indices of the layers with states."""
+    state_bytes: int = 0
+    """Bytes of the states of one request, in all layers."""
 
 
 def plan_layout(
@@ -115,32 +124,46 @@ def plan_layout(
     Layers with different windows form groups of equal numbers of layers. Where that is not
     possible, because their tensors differ, all layers share one table and keep all tokens.
 
+    Layers with states are in no group. A model of nothing else has one group without layers.
+
     Args:
         specs: one per layer, none of them of kind NONE.
         block_size: tokens per block.
         max_model_len: a window of this length or more never passes a token.
         keeps_all: the device needs all blocks of a request.
     """
+    states = tuple(i for i, spec in enumerate(specs) if spec.kind is CacheKind.STATE)
+    state_bytes = sum(specs[index].entry_bytes for index in states)
+    paged = {i: spec for i, spec in enumerate(specs) if spec.kind is not CacheKind.STATE}
+    groups, block_bytes = _plan_groups(paged, block_size, max_model_len, keeps_all=keeps_all)
+    return KVCacheLayout(block_size, block_bytes, groups, states, state_bytes)
+
+
+def _plan_groups(
+    specs: Mapping[int, KVCacheSpec], block_size: int, max_model_len: int, *, keeps_all: bool
+) -> tuple[tuple[KVCacheGroup, ...], int]:
+    """The groups of layers with blocks, by their indices, and the bytes of a block."""
+    if not specs:
+        return (FULL_GROUP,), 0
     by_window: dict[int | None, list[int]] = {}
-    for index, spec in enumerate(specs):
+    for index, spec in specs.items():
         window = spec.window
         is_passed = window is not None and window < max_model_len and not keeps_all
         by_window.setdefault(window if is_passed else None, []).append(index)
-    is_alike = len({spec.tensors for spec in specs}) == 1
+    is_alike = len({spec.tensors for spec in specs.values()}) == 1
     if not is_alike and len(by_window) != 1:
-        by_window = {None: list(range(len(specs)))}
+        by_window = {None: list(specs)}
     if len(by_window) == 1:
         ((window, layers),) = by_window.items()
-        bytes_per_token = sum(spec.bytes_per_token for spec in specs)
-        group = KVCacheGroup(window, tuple(layers))
-        return KVCacheLayout(block_size, bytes_per_token * block_size, (group,))
+        token_bytes = sum(spec.entry_bytes for spec in specs.values())
+        return (KVCacheGroup(window, tuple(layers)),), token_bytes * block_size
     size = _group_size([len(layers) for layers in by_window.values()])
     groups = tuple(
         KVCacheGroup(window, tuple(by_window[window][start : start + size]))
         for window in sorted(by_window, key=lambda window: window or 0)
         for start in range(0, len(by_window[window]), size)
     )
-    return KVCacheLayout(block_size, specs[0].bytes_per_token * size * block_size, groups)
+    return groups, next(iter(specs.values())).entry_bytes * size * block_size
 
 
 def _group_size(counts: Sequence[int]) -> int:

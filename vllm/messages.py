@@ -28,6 +28,9 @@ FloatArray = npt.NDArray[np.float32]
 NULL_BLOCK_ID = 0
 """The block that padding reads and writes; never given to a request."""
 
+DRAFT_OF_WORKER = -1
+"""Stands for a draft that the worker makes, with a draft model."""
+
 
 class FinishReason(IntEnum):
     """Why a request ended; `str()` gives the word of the API."""
@@ -88,6 +91,8 @@ class AdapterRef(msgspec.Struct, frozen=True):
     """Folder on this machine."""
     key: str
     """Hash of its content."""
+    number: int = 1
+    """`lora_int_id` of the request, 1 or larger."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +134,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     def known_prompt_token_ids(self) -> list[int] | None:
         """The prompt as the user's tokens; None when it was given as embeddings."""
         return None if self.embeddings else self.prompt_token_ids
+
+    @property
+    def may_have_drafts(self) -> bool:
+        """Whether its sampling can run ahead of its output: it samples, and no logits processor of
+        a user has to be called token by token."""
+        return self.pooling_params is None and not self.sampling_params.logits_processors
 
     @property
     def follows_output(self) -> bool:
@@ -190,7 +201,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """[n] number of drafts among the scheduled tokens of each row, which are the last ones; None if
     no row has drafts."""
     draft_token_ids: IntArray | None = None
-    """[sum of `num_draft_tokens`] the drafts, row by row; None if there are none."""
+    """[sum of `num_draft_tokens`] the drafts, row by row, or `DRAFT_OF_WORKER` in place of all of
+    them; None if there are none."""
     shortened_tables: list[tuple[int, int]] = []
     """(row, n): the row keeps the first n blocks of its table; the others belonged to rejected
     drafts."""
@@ -247,6 +259,19 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     pooled: dict[int, FloatArray] = {}
     """row -> result of a pooling model for a prompt that is computed now: [numbers], or
     [tokens, numbers] with one result per token. Such rows have no token id."""
+
+
+class StepTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a `ModelRunnerOutput` that stages need which have not sampled it."""
+
+    step_id: int
+    token_ids: IntArray
+    num_tokens: IntArray | None = None
+
+    @classmethod
+    def of(cls, output: ModelRunnerOutput) -> "StepTokens":
+        """The part of an output."""
+        return cls(step_id=output.step_id, token_ids=output.token_ids, num_tokens=output.num_tokens)
 
 
 class Finished(msgspec.Struct, frozen=True):

@@ -14,6 +14,11 @@ from typing import Any
 import msgspec
 
 from vllm.errors import RequestError
+from vllm.guided_decoding_params import (
+    GuidedDecodingParams,
+    StructuredOutputsParams,
+    read_guided_decoding,
+)
 
 _SAMPLING_EPS = 1e-5
 _MIN_TEMPERATURE = 0.01
@@ -57,52 +62,6 @@ class SamplingType(IntEnum):
     GREEDY = 0
     RANDOM = 1
     RANDOM_SEED = 2
-
-
-class GuidedDecodingParams(msgspec.Struct, kw_only=True):
-    """Structured output. At most one of json, regex, choice, grammar, json_object and
-    structural_tag may be set.
-
-    Args:
-        json: a JSON schema, or its text.
-        regex: a pattern of Python's `re` that matches the whole output.
-        choice: the output is one of these.
-        grammar: EBNF with a rule `root`, or Lark with a rule `start`.
-        json_object: any JSON object.
-        structural_tag: free text with JSON between tags; JSON text.
-        backend: auto, xgrammar or llguidance; None is the engine's.
-        whitespace_pattern: between the tokens of JSON.
-        disable_any_whitespace: no whitespace that JSON does not need.
-        disable_additional_properties: objects have only the properties that their schema names.
-        disable_fallback: refuse what the backend does not enforce.
-        field: where the user wrote this, for errors; None is here.
-
-    Raises:
-        RequestError: (a ValueError) more than one kind is set. The content is checked with the
-            request.
-    """
-
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | None = None
-    backend: str | None = None
-    whitespace_pattern: str | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    disable_fallback: bool = False
-    field: str | None = None
-
-    def __post_init__(self) -> None:
-        kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-        given = [kind for kind in kinds if getattr(self, kind) not in (None, False)]
-        if len(given) > 1:
-            raise RequestError(
-                f"guided_decoding accepts one kind of constraint, got {', '.join(given)}",
-                param="guided_decoding",
-            )
 
 
 class LogitsProcessorConstructor(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -175,6 +134,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         logit_bias: token id -> value added to its logit.
         allowed_token_ids: only these may be generated.
         extra_args: passed on to plug-ins.
+        structured_outputs: another name of `guided_decoding`, which has the value afterwards.
 
     Raises:
         RequestError: (a ValueError) a value is out of range or of the wrong type; names the field.
@@ -211,6 +171,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     extra_args: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -322,6 +283,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self.stop_token_ids = _as_list("stop_token_ids", self.stop_token_ids) or []
         self.bad_words = _as_list("bad_words", self.bad_words) or []
         self.allowed_token_ids = _as_list("allowed_token_ids", self.allowed_token_ids)
+        self.guided_decoding = read_guided_decoding(self.guided_decoding, self.structured_outputs)
+        self.structured_outputs = None
         self.logits_processors = _as_list("logits_processors", self.logits_processors)
         if self.logits_processors is not None:
             self.logits_processors = [_read_processor(p) for p in self.logits_processors]

@@ -12,29 +12,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "abi.h"
+#include "collectives_args.h"
 #include "parallel.h"
 #include "simd.h"
-
-namespace vllm_cpu {
-
-// The shared memory of a group: a header, then two buffers for each rank.
-VLLM_STRUCT(Arena,
-  void* memory;
-  int64_t rank, num_ranks;
-  int64_t header_bytes, buffer_bytes;
-  int64_t timeout_us;
-);
-
-constexpr int64_t kMaxRanks = 63;  // of a group: a header of 4096 bytes has a line for each
-
-// What an exchange returns: it is done, a rank has failed elsewhere, or kMissing + the rank that has
-// not come in time.
-constexpr int64_t kExchanged = 0;
-constexpr int64_t kAborted = 1;
-constexpr int64_t kMissing = 2;
-
-}  // namespace vllm_cpu
 
 namespace VLLM_ISA {
 
@@ -155,6 +135,7 @@ int64_t all_reduce(const Arena& arena, T* x, int64_t n, int num_threads) {
 }
 
 // x: [rows, row_bytes] of this rank; out: [rows, num_ranks * row_bytes], in the order of the ranks.
+// Both dense.
 inline int64_t all_gather(const Arena& arena, const char* x, char* out, int64_t rows,
                           int64_t row_bytes) {
   Exchange exchange(arena);

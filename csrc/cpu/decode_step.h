@@ -22,7 +22,8 @@ using vllm_cpu::DecodeStepRows;
 
 using vllm_cpu::kNumParams;
 
-inline int64_t width_of_result(const Program& program) {
+// Elements from one row of the result to the next.
+inline int64_t stride_of_result(const Program& program) {
   return program.buffers[program.out].width;
 }
 
@@ -36,7 +37,7 @@ struct DecodeStepBuffers {
   int32_t* seq_lens;   // [n]
   int32_t* tables;     // [groups, n, blocks of the longest request]
   T* hidden;           // [n, hidden]
-  T* logits;           // [n, outputs of the head]
+  T* logits;           // [n, outputs of the head], with what pads a row
   float* params;       // [8, n]
   uint64_t* keys;      // [n]
   int64_t* draws;      // [n]
@@ -58,8 +59,8 @@ struct DecodeStepBuffers {
     take(slots, decoder.num_groups * n);
     take(seq_lens, n);
     take(tables, decoder.num_groups * n * rows.max_blocks);
-    take(hidden, n * width_of_result(decoder));
-    take(logits, n * width_of_result(head));
+    take(hidden, n * stride_of_result(decoder));
+    take(logits, n * stride_of_result(head));
     take(params, kNumParams * n);
     take(keys, n);
     take(draws, n);
@@ -145,6 +146,7 @@ class DecodeStep {
     forward_.block_tables = buffers_.tables;
     forward_.seq_lens = buffers_.seq_lens;
     forward_.out = buffers_.hidden;
+    forward_.adapted = launch_.adapted;
     forward_.scratch = buffers_.program;
     forward_.num_tokens = forward_.num_requests = forward_.num_decodes = n;
     forward_.max_blocks = forward_.table_stride = max_blocks;
@@ -152,7 +154,7 @@ class DecodeStep {
   }
 
   int64_t compute() {
-    const int64_t n = launch_.n, vocab_size = width_of_result(head_);
+    const int64_t n = launch_.n;
     const int team_size = is_small(decoder_, forward_) ? 1 : num_threads_;
     int64_t status = run_program<T>(decoder_, forward_, team_size);
     launch_.bad_index = forward_.bad_index;
@@ -160,9 +162,11 @@ class DecodeStep {
     ProgramLaunch head_launch = {};
     head_launch.given = buffers_.hidden;
     head_launch.out = buffers_.logits;
+    head_launch.adapted = launch_.adapted;
     head_launch.scratch = buffers_.program;
     head_launch.num_tokens = n;
     status = run_program<T>(head_, head_launch, num_threads_);
+    launch_.bad_index = head_launch.bad_index;
     if (status != 0) return status;
     SampleArgs<T> args = {};
     args.logits = buffers_.logits;
@@ -174,7 +178,8 @@ class DecodeStep {
     args.token_ids = buffers_.token_ids;
     args.host_ids = launch_.token_ids;
     args.n = args.num_rows = n;
-    args.vocab_size = args.row_stride = vocab_size;
+    args.vocab_size = head_.out_width;
+    args.row_stride = stride_of_result(head_);
     args.num_draws = args.vocab_size / kVocabBlock + 1 + kVocabBlock;
     const auto no_memory = static_cast<int64_t>(ProgramStatus::kNoMemory);
     return sample(args, num_threads_) != 0 ? no_memory : 0;

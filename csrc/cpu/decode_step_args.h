@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "linear_format.h"
+#include "low_rank_args.h"
 
 namespace vllm_cpu {
 
@@ -27,6 +28,7 @@ VLLM_STRUCT(DecodeStepLaunch,
   const int32_t* num_computed;   // [n] tokens whose keys and values are in the cache
   const int32_t* num_scheduled;  // [n] tokens to run
   int32_t* token_ids;            // [n] out: the next tokens, -1 where the logits allow none
+  const AdaptedRows* adapted;    // adapters of the n rows; null: none has one
   char* scratch;                 // of decode_step_scratch_bytes, aligned to 64
   int64_t n;
   int64_t num_invalid;  // set: rows whose logits allow no token

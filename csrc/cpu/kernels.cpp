@@ -11,10 +11,12 @@
 #include "collectives.h"
 #include "decode_step.h"
 #include "linear_pack.h"
+#include "low_rank.h"
 #include "moe.h"
 #include "rotary.h"
 #include "row_operations.h"
 #include "sampling_logprobs.h"
+#include "state_space.h"
 
 namespace VLLM_ISA {
 namespace {
@@ -71,6 +73,8 @@ extern const vllm_cpu::Kernel kernels[] = {
     KERNEL_WITHOUT_DTYPE(packed_bytes),
     KERNEL_WITHOUT_DTYPE(convert_int4),
     KERNEL(moe),
+    KERNEL(add_low_rank),
+    KERNEL_WITHOUT_DTYPE(scan_tokens),
     KERNEL(program_scratch_bytes),
     KERNEL(program_forward),
     KERNEL(decode_step_scratch_bytes),
@@ -87,6 +91,7 @@ extern const vllm_cpu::Kernel kernels[] = {
 // for each dtype.
 extern const vllm_cpu::Type types[] = {
     CONSTANT(kPanel),
+    CONSTANT(kRankBlock),
     CONSTANT(kMaxBuffers),
     CONSTANT(kMaxTopK),
     CONSTANT(kNotPlain),
@@ -108,6 +113,9 @@ extern const vllm_cpu::Type types[] = {
     STRUCT(vllm_cpu::Int4Source),
     STRUCT(vllm_cpu::Experts),
     STRUCT(vllm_cpu::MoeArgs<float>),
+    STRUCT(vllm_cpu::LowRank),
+    STRUCT(vllm_cpu::AdaptedRows),
+    STRUCT(vllm_cpu::LowRankArgs),
     STRUCT(vllm_cpu::RowTensors),
     STRUCT(vllm_cpu::Operation),
     STRUCT(vllm_cpu::ProgramBuffer),

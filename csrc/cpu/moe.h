@@ -4,7 +4,7 @@
 // once; only x is copied, never a weight. The unit of work is one panel of an expert with a block
 // of its rows: a few tokens on many experts still make enough units for all threads. A row's
 // result does not depend on what it is batched with: the choices of a token are added up in its
-// own order.
+// own order. Choices of experts that other ranks have are left out.
 #pragma once
 
 #include "activation.h"
@@ -34,7 +34,7 @@ struct MoeSlab {
   // In the scratch memory; `place` sets them.
   int64_t* num_blocks = nullptr;
   int32_t* starts = nullptr;  // [num_experts + 1]: where an expert's rows begin
-  int32_t* row_of = nullptr;  // [num_tokens * top_k]: where a pair is
+  int32_t* row_of = nullptr;  // [num_tokens * top_k]: where a pair is; -1: with another rank
   ExpertRows* blocks = nullptr;
   T* hidden = nullptr;   // [pairs, I]
   T* results = nullptr;  // [pairs, H]
@@ -51,6 +51,12 @@ struct MoeSlab {
   }
   const float* weights(int64_t token) const {
     return args.weights + (first_token + token) * args.weights_stride;
+  }
+
+  // Index of the expert that a token has chosen; -1: another rank has it.
+  int64_t expert(int64_t token, int64_t choice) const {
+    const int64_t e = ids(token)[choice] - experts.first_id;
+    return e >= 0 && e < experts.num_experts ? e : -1;
   }
 
   int64_t sum_rows() const { return num_pairs() < kBlockRows ? num_pairs() : kBlockRows; }
@@ -80,7 +86,10 @@ struct MoeSlab {
     const int64_t num_experts = experts.num_experts, k = args.top_k;
     __builtin_memset(starts, 0, (num_experts + 1) * sizeof *starts);
     for (int64_t token = 0; token < num_tokens; ++token) {
-      for (int64_t i = 0; i < k; ++i) ++starts[ids(token)[i] + 1];
+      for (int64_t i = 0; i < k; ++i) {
+        const int64_t e = expert(token, i);
+        if (e >= 0) ++starts[e + 1];
+      }
     }
     int64_t used = 0;
     for (int64_t e = 0; e < num_experts; ++e) {
@@ -93,7 +102,10 @@ struct MoeSlab {
     }
     *num_blocks = used;
     for (int64_t token = 0; token < num_tokens; ++token) {
-      for (int64_t i = 0; i < k; ++i) row_of[token * k + i] = starts[ids(token)[i]]++;
+      for (int64_t i = 0; i < k; ++i) {
+        const int64_t e = expert(token, i);
+        row_of[token * k + i] = e < 0 ? -1 : starts[e]++;
+      }
     }
   }
 
@@ -126,19 +138,23 @@ void gather_rows(const MoeSlab<T>& slab) {
   parallel_rows(slab.num_tokens, (1 + k) * size, slab.num_threads, [&](int64_t token) {
     const T* const x = args.x + (slab.first_token + token) * args.x_stride;
     const int32_t* const row_of = slab.row_of + token * k;
+    const Input* known = nullptr;  // the same row, where experts share it
     for (int64_t i = 0; i < k; ++i) {
-      const LinearWeight& weight = slab.gate(slab.ids(token)[i]);
+      if (row_of[i] < 0) continue;
+      const LinearWeight& weight = slab.gate(slab.expert(token, i));
+      Input* const row = rows + row_of[i] * size;
       if (slab.experts.scales_inputs) {
         T* const scaled = slab.results + row_of[i] * weight.in_features;
         const Vec factor = splat(slab.weights(token)[i]);
         for_each_vector(weight.in_features, [&](int64_t at, int64_t count) {
           store(scaled + at, load(x + at, count) * factor, count);
         });
-        Kind::convert(weight, scaled, rows + row_of[i] * size);
-      } else if (i == 0 || slab.experts.has_orders) {  // each expert has its own
-        Kind::convert(weight, x, rows + row_of[i] * size);
+        Kind::convert(weight, scaled, row);
+      } else if (known == nullptr || slab.experts.has_orders) {  // each expert has its own
+        Kind::convert(weight, x, row);
+        known = row;
       } else {
-        __builtin_memcpy(rows + row_of[i] * size, rows + row_of[0] * size, size * sizeof(Input));
+        __builtin_memcpy(row, known, size * sizeof(Input));
       }
     }
   });
@@ -258,6 +274,7 @@ void combine(const MoeSlab<T>& slab) {
     for_each_vector(width, [&](int64_t i, int64_t count) {
       Vec sum = {};
       for (int64_t j = 0; j < k; ++j) {
+        if (slab.row_of[token * k + j] < 0) continue;
         const T* const result = slab.results + slab.row_of[token * k + j] * width;
         const Vec weight = splat(slab.experts.scales_inputs ? 1.0f : weights[j]);
         sum = fma(weight, load(result + i, count), sum);
@@ -281,6 +298,10 @@ int64_t moe_slab(MoeSlab<T> slab) {
   if (scratch == nullptr) return kNoMemory;
   slab.place(reinterpret_cast<uintptr_t>(scratch), row_bytes);
   slab.sort_pairs();
+  if (*slab.num_blocks == 0) {  // nothing for this rank
+    combine(slab);
+    return -1;
+  }
   with_kind<T>(slab.gate(0), [&](auto kind) -> int64_t {
     gather_rows<decltype(kind)>(slab);
     expand<decltype(kind)>(slab);
@@ -297,7 +318,8 @@ int64_t moe_slab(MoeSlab<T> slab) {
 // Returns -1, the first i whose id is out of range (nothing is written then), or kNoMemory.
 template <typename T>
 int64_t moe(const MoeArgs<T>& args, int num_threads) {
-  for (int64_t i = 0; i < args.num_tokens * args.top_k; ++i) {
+  const int64_t num_ids = args.experts->has_others ? 0 : args.num_tokens * args.top_k;
+  for (int64_t i = 0; i < num_ids; ++i) {  // first_id is 0
     const int64_t id = args.ids[i / args.top_k * args.ids_stride + i % args.top_k];
     if (id < 0 || id >= args.experts->num_experts) return i;
   }

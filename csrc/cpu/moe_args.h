@@ -26,6 +26,8 @@ VLLM_STRUCT(Experts,
   const void* gate_up_bias;  // [num_experts, 2 I], gate then up; or null
   const void* down_bias;     // [num_experts, H]; or null
   int64_t num_experts;
+  int64_t first_id;       // of these experts
+  int64_t has_others;     // 1: other ids are those of experts of other ranks, which are left out
   int64_t has_orders;     // 1 when a gate has an order of inputs
   int64_t scales_inputs;  // 1: the weight of a choice multiplies x, and not the result
   ExpertActivation activation;

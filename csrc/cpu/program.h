@@ -1,9 +1,10 @@
 // Runs a program: the forward pass of a model in one call.
 //
-// Operations of which a row needs no other row follow each other up to the next attention: a run.
-// Attention is shared between the threads by its own kernels. When the weights of a run stay in
-// the caches, a thread takes some rows through all of the run, and the threads meet twice per
-// attention. Otherwise all threads share every product, so that memory is read once.
+// Operations of which a row needs no other row follow each other: a run. It ends at the next
+// attention, and where the ranks of a group exchange all rows. These two share their work between
+// the threads by themselves. When the weights of a run stay in the caches, a thread takes some rows
+// through all of the run, and the threads meet twice per run. Otherwise all threads share every
+// product, so that memory is read once.
 //
 // Every row is computed by the kernels that serve single operators, in their order: the result
 // has the same bits as one call per operator.
@@ -11,6 +12,8 @@
 
 #include "attention.h"
 #include "attention_prefill.h"
+#include "collectives.h"
+#include "low_rank.h"
 #include "moe.h"
 #include "program_rows.h"
 
@@ -62,18 +65,26 @@ class ProgramPass {
     const Operation* const end = program_.operations + program_.num_operations;
     const Operation* op = program_.operations;
     while (op < end && status_ == ProgramStatus::kDone) {
-      if (OperationKind(op->kind) == OperationKind::attend) {
-        attend(*op++);
+      if (takes_all_rows(*op)) {
+        OperationKind(op->kind) == OperationKind::attend ? attend(*op) : exchange(*op);
+        ++op;
         continue;
       }
       const Operation* const first = op;
-      while (op < end && OperationKind(op->kind) != OperationKind::attend) ++op;
+      while (op < end && !takes_all_rows(*op)) ++op;
       share_rows(first, op);
     }
     return status_;
   }
 
  private:
+  // Whether it is no part of a run.
+  static bool takes_all_rows(const Operation& op) {
+    const OperationKind kind = OperationKind(op.kind);
+    return kind == OperationKind::attend || kind == OperationKind::all_reduce ||
+           kind == OperationKind::all_gather;
+  }
+
   // From any thread; the last one stays.
   void fail(ProgramStatus status, int64_t index) {
     __atomic_store_n(&launch_.bad_index, index, __ATOMIC_RELAXED);
@@ -146,10 +157,12 @@ class ProgramPass {
   // Shares its rows or its weights between the threads by itself.
   static bool is_product(const Operation& op) {
     const OperationKind kind = OperationKind(op.kind);
-    return kind == OperationKind::linear || kind == OperationKind::experts;
+    return kind == OperationKind::linear || kind == OperationKind::low_rank ||
+           kind == OperationKind::experts;
   }
 
   void multiply_by(const Operation& op, const Rows& rows, int num_threads) {
+    if (OperationKind(op.kind) == OperationKind::low_rank) return adapt(op, rows, num_threads);
     const auto x = rows_.view(op.x, op.x_offset, rows);
     if (OperationKind(op.kind) == OperationKind::experts) {
       const auto choices = choices_at(rows_.view(op.y, op.y_offset, rows).first, op.top_k);
@@ -164,6 +177,17 @@ class ProgramPass {
                   rows_.view(op.out, 0, rows).first, rows.count, x.stride, num_threads) != 0) {
       fail(ProgramStatus::kNoMemory, 0);
     }
+  }
+
+  // Adds to x what the adapters of its rows make of y.
+  void adapt(const Operation& op, const Rows& rows, int num_threads) {
+    if (launch_.adapted == nullptr) return;
+    const auto x = rows_.view(op.y, op.y_offset, rows), y = rows_.view(op.x, op.x_offset, rows);
+    const int64_t bad = add_low_rank<T>({launch_.adapted, x.first, y.first, rows.begin, rows.count,
+                                         x.stride, y.stride, op.first_part, op.num_parts},
+                                        num_threads);
+    if (bad == kNoMemory) fail(ProgramStatus::kNoMemory, 0);
+    if (bad >= 0) fail(ProgramStatus::kBadAdapter, bad);
   }
 
   // What the arguments of both attention kernels have in common.
@@ -213,6 +237,21 @@ class ProgramPass {
     if (num_decodes > 0) {
       report(paged_attention_decode(attention_args(op, 0, num_decodes), num_threads_), 0);
     }
+  }
+
+  // Rows are dense: a result has a buffer of its own.
+  void exchange(const Operation& op) {
+    const auto x = rows_.view(op.x, 0, {0, 0, 0}), out = rows_.view(op.out, 0, {0, 0, 0});
+    const int64_t rows = launch_.num_tokens;
+    if (OperationKind(op.kind) == OperationKind::all_reduce) {
+      const int64_t status = all_reduce<T>(*op.arena, x.first, rows * x.stride, num_threads_);
+      if (status != vllm_cpu::kExchanged) fail(ProgramStatus::kNotReduced, status);
+      return;
+    }
+    const int64_t status = all_gather(*op.arena, reinterpret_cast<const char*>(x.first),
+                                      reinterpret_cast<char*>(out.first), rows,
+                                      x.stride * int64_t{sizeof(T)});
+    if (status != vllm_cpu::kExchanged) fail(ProgramStatus::kNotGathered, status);
   }
 
   const Program& program_;

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "collectives_args.h"
+#include "low_rank_args.h"
 #include "moe_args.h"
 
 namespace vllm_cpu {
@@ -24,13 +26,17 @@ VLLM_STRUCT(Operation,
                                // [num_heads] of attend: ALiBi slopes, or null
   const float* sinks;          // [num_heads] of attend, or null
   const Experts* experts;      // of experts
+  const Arena* arena;          // of all_reduce and all_gather
   void* key_cache;             // [num_blocks, block_size, num_kv_heads, head_size], dense
   void* value_cache;           // the same
   int64_t num_heads, head_size, num_kv_heads;
-  int64_t option;          // lookup_position: what is added to a position; rotate: rot_dim;
+  int64_t num_rows;        // of a lookup: rows of the table, where ids outside are those of other
+                           // ranks and give zeros; 0: there are none
+  int64_t option;          // lookup, lookup_position: what is added to an id; rotate: rot_dim;
                            // gelu_and_mul: 1 for tanh; scale_rows: 1 for the sigmoid;
                            // route: a Routing
   int64_t top_k;           // of route and experts
+  int64_t first_part, num_parts;  // of low_rank, as in LowRankArgs; it adds to x by inputs y
   int64_t group;           // of write_cache and attend: whose slots and block tables are used
   int64_t sliding_window;  // 0: none
   int64_t chunk_size;      // of attend; 0: none
@@ -41,7 +47,7 @@ VLLM_STRUCT(Operation,
 
 VLLM_STRUCT(ProgramBuffer,
   int64_t width;     // elements of a row
-  int64_t is_local;  // 1: used only between two attentions, so not kept for all rows at once
+  int64_t is_local;  // 1: used only in one run, so not kept for all rows at once
 );
 
 VLLM_STRUCT(Program,
@@ -49,10 +55,11 @@ VLLM_STRUCT(Program,
   const ProgramBuffer* buffers;
   int64_t num_operations, num_buffers;  // at most kMaxBuffers
   int64_t given, out;  // buffers that the caller of a launch provides; given: -1 if there is none
+  int64_t out_width;   // elements at the beginning of a row of out that are the result
   // Exclusive limits of what a launch holds; 0: not read.
   int64_t vocab_size, max_positions, num_blocks;
   int64_t block_size, num_groups;  // groups of layers that share block tables
-  int64_t largest_run_bytes;  // weights of the linear layers between two attentions
+  int64_t largest_run_bytes;  // weights of the linear layers of a run (program.h)
   int64_t weight_bytes;       // of all linear layers
   int64_t attended_elements;  // num_heads * head_size of all attentions
 );
@@ -70,11 +77,13 @@ VLLM_STRUCT(ProgramLaunch,
   const int64_t* replaced;         // [T]: row of `embeddings` that takes the place of a token's own,
                                    // or -1; null: none does
   const void* embeddings;          // [rows, width of a row that replace changes]
+  const AdaptedRows* adapted;      // adapters of the tokens; null: none has one
   const void* given;  // [T, width of the buffer]; null where the program has no such buffer
   void* out;          // [T, width of the buffer]
   char* scratch;      // of program_scratch_bytes, aligned to 64
   int64_t num_tokens, num_requests, num_decodes, max_blocks, table_stride, group_stride;
-  int64_t bad_index;  // set with the status: the token or request that it is about
+  int64_t bad_index;  // set with the status: the token or request that it is about; of
+                      // kNotReduced and kNotGathered, what the exchange returned (collectives.h)
 );
 
 VLLM_ENUM(ProgramStatus,
@@ -84,7 +93,10 @@ VLLM_ENUM(ProgramStatus,
   kBadSlot,
   kBadRequest,  // its lengths or its block table
   kNoMemory,
-  kBadStart  // the first prefill does not begin behind the decodes
+  kBadStart,     // the first prefill does not begin behind the decodes
+  kBadAdapter,
+  kNotReduced,   // an all_reduce or an all_gather between the ranks has failed
+  kNotGathered
 );
 
 }  // namespace vllm_cpu

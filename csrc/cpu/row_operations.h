@@ -37,7 +37,8 @@
 namespace vllm_cpu {
 
 #define VLLM_KIND(name, cost) name,
-VLLM_ENUM(OperationKind, VLLM_ROW_OPERATIONS(VLLM_KIND) linear, attend, experts);
+VLLM_ENUM(OperationKind, VLLM_ROW_OPERATIONS(VLLM_KIND) linear, low_rank, attend, experts, all_reduce,
+          all_gather);
 #undef VLLM_KIND
 
 // Tensors that an operation is called with. x, y, out: [num_rows, num_heads, head_size]; x of a gated
@@ -105,11 +106,13 @@ struct RowCall {
     }
   }
 
-  // Writes row ids[begin + i] + offset of a table to row i of out.
-  void copy_rows(const int64_t* ids, int64_t offset) const {
+  // Writes row ids[begin + i] + option of a table to row i of out, or zeros for a row of another rank.
+  void copy_rows(const int64_t* ids) const {
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t id = ids[begin + i] + offset;
-      if (op.weight != nullptr) {
+      const int64_t id = ids[begin + i] + op.option;
+      if (op.num_rows != 0 && (id < 0 || id >= op.num_rows)) {
+        __builtin_memset(out[i], 0, op.head_size * sizeof(T));
+      } else if (op.weight != nullptr) {
         __builtin_memcpy(out[i], weight() + id * op.head_size, op.head_size * sizeof(T));
       } else {
         unpack_row(*op.packed, id, out[i]);
@@ -120,12 +123,12 @@ struct RowCall {
 
 template <typename T>
 void lookup(const RowCall<T>& rows) {
-  rows.copy_rows(rows.launch.input_ids, 0);
+  rows.copy_rows(rows.launch.input_ids);
 }
 
 template <typename T>
 void lookup_position(const RowCall<T>& rows) {
-  rows.copy_rows(rows.launch.positions, rows.op.option);
+  rows.copy_rows(rows.launch.positions);
 }
 
 // In place.

@@ -39,8 +39,24 @@ def test_defaults_and_the_names_of_the_fork():
 
 
 def test_methods_that_need_a_model_have_no_effect():
-    for given in ({"model": "draft/model", "num_speculative_tokens": 5}, {"method": "eagle3"}):
-        assert drafts_of(**given) is None
+    for method in ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp"):
+        assert drafts_of(method=method, model="some/heads") is None
+
+
+def test_a_model_without_a_method_makes_drafts():
+    args = EngineArgs(
+        speculative_model="draft/model",
+        num_speculative_tokens=5,
+        speculative_model_quantization="int8",
+        speculative_max_model_len=512,
+    )
+    found = drafts_of(**args.speculative_config, draft_tensor_parallel_size=1)
+    assert (found.quantization, found.max_model_len) == ("int8", 512)
+    assert (found.method, found.model, found.num_speculative_tokens) == (
+        "draft_model",
+        "draft/model",
+        5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,6 +69,8 @@ def test_methods_that_need_a_model_have_no_effect():
         ({"method": "ngram", "num_speculative_tokens": 1000}, "at most 64, got 1000"),
         ({"method": "ngram", "num_speculative_tokens": "5"}, "num_speculative_tokens"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "must not exceed"),
+        ({"method": "draft_model"}, "needs the key 'model'"),
+        ({"model": "draft", "quantization": 4}, "quantization must be a string, got 4"),
         ({"method": "ngram", "adaptive": "yes"}, "adaptive must be true or false"),
     ],
 )

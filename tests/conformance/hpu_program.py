@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import vllm.ops
-from tests.tiny_models import _FAMILIES
+from tests.tiny_models import _FAMILIES, STATE_FAMILIES
 from tests.tiny_pooling_models import _QWEN, MODELS, REWARD_MODELS
 from vllm.attention.backends.sdpa import bridge_sdpa
 from vllm.bucketing.bucket import decode, prefill
@@ -54,6 +54,8 @@ SHAPES = {
 GENERATORS: dict[str, str] = {}
 """Architecture -> a family of tiny models that has it."""
 for _family, (_create, _) in _FAMILIES.items():
+    if _family in STATE_FAMILIES:  # on the CPU only
+        continue
     GENERATORS.setdefault(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[_create.model_type], _family)
 
 _NUM_LAYERS = dict.fromkeys(

@@ -73,6 +73,7 @@ def make_scheduler(
     enable_caching: bool = True,
     windows: Sequence[int | None] = (None,),
     draft_source: DraftSource | None = None,
+    num_stages: int = 1,
     **limits: Any,
 ) -> Scheduler:
     """A scheduler; `num_blocks` counts the usable ones, `windows` are those of
@@ -82,7 +83,7 @@ def make_scheduler(
     events = CacheEventLog(block_size)
     groups = [KVCacheGroup(window) for window in windows]
     cache = KVCacheManager(num_blocks + 1, block_size, enable_caching, events, groups)
-    return Scheduler(config, cache, draft_source)
+    return Scheduler(config, cache, draft_source, num_stages=num_stages)
 
 
 def num_scheduled(scheduler: Scheduler, step: SchedulerOutput) -> dict[str, int]:
@@ -253,8 +254,16 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
     for row in running.order.tolist():
         rest = int(running.num_tokens[row] - running.num_computed[row])
         waits = running.awaits_result[row] or running.num_tokens[row] >= running.limit[row]
-        if row not in rows and not waits:
+        if row not in rows and not waits and scheduler._num_stages == 1:
             assert rest > 1, "a decode is left out"
+    if scheduler._num_stages > 1:
+        waiting = [
+            row
+            for step in scheduler._in_flight
+            for row in step.rows.tolist()
+            if row not in step.removed_rows
+        ]
+        assert len(set(waiting)) == len(waiting), "a row runs before its token is known"
 
 
 def check_scheduler(scheduler: Scheduler) -> None:

@@ -38,6 +38,8 @@ class Setup:
     """Of the groups of layers; `num_blocks` counts blocks of all of them together."""
     draft_source: GuessSource | None = None
     stalls_every: int = 0
+    num_stages: int = 1
+    """Of a pipeline."""
 
     def loop(self) -> Loop:
         scheduler = make_scheduler(
@@ -47,6 +49,7 @@ class Setup:
             block_size=self.block_size,
             enable_caching=self.enable_caching,
             max_model_len=MAX_MODEL_LEN,
+            num_stages=self.num_stages,
             **self.limits,
         )
         return Loop(scheduler, self.depth, self.is_split, self.fails_at, self.stalls_every)
@@ -69,13 +72,15 @@ def setups(draw: st.DrawFn) -> Setup:
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
     }
     least_blocks = -(-MAX_MODEL_LEN // block_size)
+    num_stages = draw(st.sampled_from([1, 1, 2, 3]))
     return Setup(
         limits=limits,
         num_blocks=draw(st.integers(max(2, least_blocks // 2), least_blocks * 3)),
         block_size=block_size,
         enable_caching=draw(st.sampled_from([True, True, False])),
-        depth=draw(st.integers(0, 1)),
+        depth=draw(st.integers(0, num_stages - 1)) if num_stages > 1 else draw(st.integers(0, 1)),
         is_split=draw(st.booleans()),
+        num_stages=num_stages,
         fails_at={
             str(i): draw(st.integers(0, 3)) for i in draw(st.sets(st.integers(0, 20), max_size=2))
         },

@@ -9,7 +9,7 @@ from tests.core.helpers import make_request
 from tests.core.test_any_load import random_event, random_setup, run_program
 from vllm.config.speculative import DraftOptions
 from vllm.core.draft_control import DraftControl, StepCost
-from vllm.core.lookup_drafts import NgramDrafts, SuffixDrafts, make_drafts
+from vllm.core.lookup_drafts import NgramDrafts, SuffixDrafts
 from vllm.core.token_index import TokenIndex
 from vllm.request import Request
 
@@ -88,7 +88,8 @@ def test_they_change_no_output_of_a_crowded_load(method):
         rng = random.Random(seed)
         setup = random_setup(rng)
         options = DraftOptions(method=method, prompt_lookup_min=1, num_speculative_tokens=6)
-        setup.draft_source, _ = make_drafts(options)
+        source = {"ngram": NgramDrafts, "suffix": SuffixDrafts}[method]
+        setup.draft_source = source(options)
         loop = run_program(setup, [random_event(rng) for _ in range(150)])
         assert loop.runner.num_verified
         assert not setup.draft_source._indexes, "every request has left"
@@ -121,10 +122,26 @@ def test_a_request_whose_drafts_are_wrong_gets_fewer_and_tries_again_later():
 def test_drafts_stop_where_a_token_costs_what_it_saves():
     cheap, dear = DraftControl(5), DraftControl(5)
     for num_tokens in (1, 4, 6, 2, 5, 1, 6):
-        cheap.record_time(num_tokens, 1.0 + 0.001 * num_tokens)
-        dear.record_time(num_tokens, 0.001 + 1.0 * num_tokens)
+        cheap.record_time(num_tokens, 1, 1.0 + 0.001 * num_tokens)
+        dear.record_time(num_tokens, 1, 0.001 + 1.0 * num_tokens)
     request = request_of([1])
     assert cheap.limits([request], 1) == [5]
     assert dear.limits([request], 1) == [0]
     assert DraftControl(5, max_requests=3).limits([request], 4) == [0]
     assert StepCost().share_of_a_token(1) < 0.5, "nothing is known"
+
+
+@pytest.mark.parametrize("seconds_of_drafts", [1.5, 4.0])
+def test_steps_have_drafts_only_where_they_give_more_tokens_in_a_second(seconds_of_drafts):
+    control, request = DraftControl(4), request_of([1])
+    num_with_drafts, num_steps = 0, 1500
+    for _ in range(num_steps):
+        (limit,) = control.limits([request], 1)
+        if limit:
+            num_with_drafts += 1
+            drafted(control, request, limit, 2)  # 3 tokens
+        control.record_time(1 + limit, 1, seconds_of_drafts if limit else 1.0)
+    if seconds_of_drafts < 3:
+        assert num_with_drafts > 0.95 * num_steps, "now and then none, to measure that"
+    else:
+        assert 10 < num_with_drafts < 0.05 * num_steps, "seldom, to measure that"

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.e2e.reference import random_prompts
+from tests.hpu import FEW_BUCKETS, MODES, simulated_hpu
 from vllm import LLM, SamplingParams
 
 SETTINGS = {
@@ -45,4 +46,31 @@ def exact(prompts) -> list[float]:
 def test_logprobs_are_near_those_of_the_exact_cache(prompts, exact, dtype, error, setting):
     got = logprobs_of(prompts, kv_cache_dtype=dtype, **SETTINGS[setting])
     errors = [abs(a - b) for a, b in zip(got, exact, strict=True)]
+    assert 0 < sum(errors) / len(errors) < error
+
+
+@pytest.mark.parametrize(
+    ("card", "mode", "dtype", "error"),
+    [
+        ("gaudi3", "HPU graphs", "fp8_e5m2", 0.2),
+        pytest.param("gaudi2", "HPU graphs", "fp8_inc", 0.1, marks=pytest.mark.exhaustive),
+        pytest.param("gaudi3", "torch.compile", "fp8_e4m3", 0.1, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_simulated_card_keeps_an_fp8_cache(prompts, card, mode, dtype, error):
+    """Prompts in chunks, so that the second half of a prompt reads the first from the cache."""
+    longest, (is_lazy, enforce_eager) = max(prompts, key=len), MODES[mode]
+    variables = {"PT_HPU_LAZY_MODE": is_lazy, **FEW_BUCKETS}
+    settings = {
+        "enforce_eager": enforce_eager,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 4,
+        "num_gpu_blocks_override": 65,
+        "block_size": 16,
+    }
+    found = []
+    for changes in ({}, {"kv_cache_dtype": dtype}):
+        with simulated_hpu(card=card, has_profiling_run=False, **variables):
+            found.append(logprobs_of([longest[:60]], **settings, **changes))
+    errors = [abs(a - b) for a, b in zip(*found, strict=True)]
     assert 0 < sum(errors) / len(errors) < error

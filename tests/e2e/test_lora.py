@@ -5,77 +5,35 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
 
+from tests.lora_files import ALL, ATTENTION, greedy, merged_model, write_adapter
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
 from vllm.errors import RequestError
 from vllm.lora.request import LoRARequest
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 PROMPT = "def main(args):\n    "
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
 
 
-def write_adapter(folder: Path, seed: int, rank: int, modules: tuple[str, ...], **config) -> Path:
-    """An adapter of the bundled model with random weights, as peft writes it."""
-    folder.mkdir(exist_ok=True)
-    given = {"peft_type": "LORA", "r": rank, "lora_alpha": 32, "bias": "none", **config}
-    (folder / "adapter_config.json").write_text(json.dumps(given))
-    rng, tensors = torch.Generator().manual_seed(seed), {}
-    for name, module in base_model().named_modules():
-        if name.endswith(modules):
-            size = next(
-                (r for key, r in config.get("rank_pattern", {}).items() if key in name), rank
-            )
-            for part, shape in (
-                ("lora_A", (size, module.in_features)),
-                ("lora_B", (module.out_features, size)),
-            ):
-                values = torch.randn(shape, generator=rng) * 0.05
-                tensors[f"base_model.model.{name}.{part}.weight"] = values
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return folder
-
-
-def base_model():
-    return AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32)
-
-
-@torch.inference_mode()
 def merged_output(folder: Path, token_ids: list[int]) -> tuple[list[int], list[float]]:
     """Greedy tokens and their log-probabilities by transformers, with the adapter merged."""
-    config = json.loads((folder / "adapter_config.json").read_text())
-    model = base_model()
-    with torch.no_grad():
-        tensors = load_file(folder / "adapter_model.safetensors")
-        for name, a in tensors.items():
-            if ".lora_A." in name:
-                module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-                rank = len(a)
-                scale = 32 / (rank**0.5 if config.get("use_rslora") else rank)
-                delta = tensors[name.replace("lora_A", "lora_B")] @ a
-                model.get_submodule(module).weight += scale * delta
-    ids, logprobs = list(token_ids), []
-    for _ in range(GREEDY.max_tokens):
-        row = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-        ids.append(int(row.argmax()))
-        logprobs.append(float(row.max()))
-    return ids[len(token_ids) :], logprobs
+    return greedy(merged_model(BUNDLED_MODEL, folder), token_ids, GREEDY.max_tokens)
+
+
+def make(folder: Path, seed: int, rank: int, modules: tuple[str, ...], **config) -> Path:
+    return write_adapter(folder, BUNDLED_MODEL, seed, rank, modules, **config)
 
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory) -> list[LoRARequest]:
     root = tmp_path_factory.mktemp("adapters")
     folders = [
-        write_adapter(root / "plain", 1, 8, ("q_proj", "v_proj")),
-        write_adapter(root / "rslora", 2, 16, ALL, use_rslora=True),
-        write_adapter(
-            root / "ranks", 3, 4, ATTENTION, rank_pattern={"layers.1.self_attn.q_proj": 2}
-        ),
-        write_adapter(root / "one", 4, 1, ("down_proj",)),
+        make(root / "plain", 1, 8, ("q_proj", "v_proj")),
+        make(root / "rslora", 2, 16, ALL, use_rslora=True),
+        make(root / "ranks", 3, 4, ATTENTION, rank_pattern={"layers.1.self_attn.q_proj": 2}),
+        make(root / "one", 4, 1, ("down_proj",)),
     ]
     return [LoRARequest(f.name, i + 1, str(f)) for i, f in enumerate(folders)]
 
@@ -96,6 +54,8 @@ def test_adapters_in_one_batch_give_what_merged_weights_give(llm, adapters):
     outputs = llm.generate([PROMPT] * len(mixed), GREEDY, use_tqdm=False, lora_request=mixed)
     token_ids = outputs[0].prompt_token_ids
     for adapter, output in zip(mixed, outputs, strict=True):
+        assert output.lora_request == adapter
+        assert adapter is None or output.lora_request.lora_int_id == adapter.lora_int_id
         ids, logprobs = seen(output)
         if adapter is not None:
             want_ids, want_logprobs = merged_output(Path(adapter.path), token_ids)
@@ -120,7 +80,7 @@ def test_a_prefix_is_shared_by_content_and_not_by_name(llm, adapters, tmp_path):
     again = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=adapters[0])[0]
     assert again.num_cached_tokens > 0
     assert seen(again)[0] == seen(first)[0]
-    folder = write_adapter(tmp_path / "new", 9, 8, ("q_proj", "v_proj"))
+    folder = make(tmp_path / "new", 9, 8, ("q_proj", "v_proj"))
     renamed = LoRARequest(adapters[0].lora_name, 1, str(folder))
     other = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=renamed)[0]
     assert other.num_cached_tokens == 0
@@ -128,7 +88,7 @@ def test_a_prefix_is_shared_by_content_and_not_by_name(llm, adapters, tmp_path):
 
 
 def broken(folder: Path, kind: str) -> Path:
-    write_adapter(folder, 5, 4, ("q_proj",))
+    make(folder, 5, 4, ("q_proj",))
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     other = name.replace("lora_A", "lora_B")
@@ -149,7 +109,8 @@ def broken(folder: Path, kind: str) -> Path:
     elif kind == "half":
         save_file({name: pair[name]}, weights)
     elif kind == "head":
-        save_file({"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 256)}, weights)
+        head = "base_model.model.lm_head.lora_A.weight"
+        save_file({head: pair[name], head.replace("lora_A", "lora_B"): pair[other]}, weights)
     else:
         key, value = kind.split("=", 1)
         config.write_text(json.dumps(given | {key: json.loads(value)}))

@@ -16,6 +16,7 @@ from tests.e2e.reference import Reference, generate, random_prompts
 from tests.e2e.test_more_families import MAX_TOKENS, check
 from tests.hpu import FEW_BUCKETS, simulated_hpu
 from tests.tiny_models import make_tiny_model
+from vllm.errors import ConfigError
 
 Tensors = dict[str, Tensor]
 HEADS, KV_HEADS, SIZE = 4, 2, 16
@@ -60,6 +61,72 @@ def baichuan(tensors: Tensors) -> Tensors:
         elif ".k_proj." not in name and ".v_proj." not in name:
             stored[name] = tensor
     return stored
+
+
+def chatglm(tensors: Tensors) -> Tensors:
+    renames = {
+        "model.embed_tokens": "transformer.embedding.word_embeddings",
+        "lm_head": "transformer.output_layer",
+        "model.norm": "transformer.encoder.final_layernorm",
+        "model.layers": "transformer.encoder.layers",
+        "self_attn.o_proj": "self_attention.dense",
+        "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+        "mlp.down_proj": "mlp.dense_4h_to_h",
+    }
+    stored = {}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            parts = [tensors[name.replace("q_proj", p)] for p in ("q_proj", "k_proj", "v_proj")]
+            name, tensor = (
+                name.replace("self_attn.q_proj", "self_attention.query_key_value"),
+                (torch.cat(parts)),
+            )
+        elif ".k_proj." in name or ".v_proj." in name:
+            continue
+        for theirs, ours in renames.items():
+            name = name.replace(theirs, ours)
+        stored[name] = tensor
+    return stored
+
+
+CHATGLM = {
+    "architectures": ["ChatGLMModel"],
+    "model_type": "chatglm",
+    "padded_vocab_size": 4096,
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 176,
+    "kv_channels": 16,
+    "num_attention_heads": 4,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "seq_length": 512,
+    "layernorm_epsilon": 1e-5,
+    "add_qkv_bias": True,
+    "add_bias_linear": False,
+    "rmsnorm": True,
+    "post_layer_norm": True,
+    "rope_ratio": 50,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+"""As ChatGLM 3 and the first GLM-4-9B spell it."""
+
+
+def test_chatglm_gives_the_tokens_of_a_glm_with_its_weights(tmp_path):
+    glm, folder = tmp_path / "glm", tmp_path / "chatglm"
+    folder.mkdir()
+    rope = {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5}
+    make_tiny_model("glm", glm, rope_parameters=rope)
+    save_file(chatglm(load_file(glm / "model.safetensors")), folder / "model.safetensors")
+    prompts = random_prompts(10, 90 - MAX_TOKENS, vocab_size=4096)
+    want = generate(glm, prompts, MAX_TOKENS)
+    for name in ("ChatGLMModel", "ChatGLMForConditionalGeneration"):
+        (folder / "config.json").write_text(json.dumps(CHATGLM | {"architectures": [name]}))
+        check(folder, want)
+    (folder / "config.json").write_text(json.dumps(CHATGLM | {"rmsnorm": False}))
+    with pytest.raises(ConfigError, match="rmsnorm=False is not supported; supported: True"):
+        check(folder, want)
 
 
 def with_normed_head(tensors: Tensors) -> Tensors:

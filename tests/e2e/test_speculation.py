@@ -4,6 +4,8 @@ import pytest
 
 from tests.e2e.test_drafts import seen_by_user
 from vllm import LLM, SamplingParams
+from vllm.assets import BUNDLED_MODEL
+from vllm.sampling_params import GuidedDecodingParams
 
 CODE = "def area(w, h):\n    return w * h\n\ndef volume(w, h, d):\n    return w * h * d\n\n"
 PROMPTS = [CODE + CODE, CODE[:20], "x = [1, 2]\n" * 4, CODE + "def area(w, h):", "import os\n"]
@@ -15,9 +17,28 @@ PARAMS = [
     SamplingParams(max_tokens=40, temperature=0.3, seed=1, min_tokens=20),
 ]
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["width", "height"]}, "values": {"type": "array"}},
+    "required": ["name", "values"],
+}
+FOLLOWING = [
+    SamplingParams(max_tokens=60, temperature=0.9, seed=s, guided_decoding=guided, **more)
+    for s, (guided, more) in enumerate(
+        [
+            (GuidedDecodingParams(json=SCHEMA), {}),
+            (GuidedDecodingParams(json=SCHEMA, backend="guidance"), {"min_tokens": 30}),
+            (GuidedDecodingParams(regex="(ab|cd)+ef"), {"repetition_penalty": 1.2}),
+            (None, {"frequency_penalty": 0.5, "presence_penalty": 0.2, "logprobs": 1}),
+            (None, {"bad_words": ["return w", "* h"], "logit_bias": {300: 1.0}}),
+        ]
+    )
+]
+"""Their sampling depends on their output."""
 
-def run(llm: LLM) -> list:
-    return [seen_by_user(o) for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+def run(llm: LLM, params: list[SamplingParams] = PARAMS) -> list:
+    return [seen_by_user(o) for o in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +48,7 @@ def expected():
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_outputs_are_the_same_and_drafts_are_counted(method, expected):
-    speculative = {"method": method, "num_speculative_tokens": 4}
+    speculative = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
     options = {"speculative_config": speculative, "disable_log_stats": False}
     llm = LLM(dtype="float32", max_model_len=128, **options)
     assert run(llm) == expected
@@ -38,3 +59,19 @@ def test_outputs_are_the_same_and_drafts_are_counted(method, expected):
     by_place = values["vllm:spec_decode_num_accepted_tokens_per_pos"].values
     assert sum(by_place) == accepted
     assert by_place == sorted(by_place, reverse=True)
+
+
+def test_requests_that_follow_their_output_get_drafts():
+    common = {"dtype": "float32", "max_model_len": 128}
+    want = run(LLM(**common), FOLLOWING)
+    draft_model = {"method": "draft_model", "model": str(BUNDLED_MODEL), "adaptive": False}
+    for speculative in (
+        {"method": "suffix", "prompt_lookup_min": 1, "adaptive": False},
+        draft_model,
+    ):
+        llm = LLM(speculative_config=speculative, **common)
+        assert run(llm, FOLLOWING) == want
+        assert run(llm, FOLLOWING) == want, "with what the suffix cache remembers"
+        stats = llm.llm_engine.engine_core.stats()
+        num_tokens = 2 * sum(len(sample[0]) for output in want for sample in output)
+        assert sum(stats.drafts.accepted) > num_tokens / 5

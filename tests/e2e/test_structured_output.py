@@ -204,7 +204,10 @@ def test_a_grammar_for_another_tokenizer_ends_its_request(llm):
     grammar = engine.input_processor.attach_grammar(request).grammar
     foreign = msgspec.structs.replace(grammar, vocabulary_key=b"another")
     engine.submit(text, msgspec.structs.replace(request, grammar=foreign))
-    (output,) = [o for o in iter(engine.step()) if o.finished]
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += [output for output in engine.step() if output.finished]
+    (output,) = finished
     assert output.outputs[0].finish_reason == "error"
     assert "another tokenizer" in output.outputs[0].stop_reason
 

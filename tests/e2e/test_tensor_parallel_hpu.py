@@ -3,7 +3,8 @@
 import pytest
 
 from tests.hpu import FEW_BUCKETS, SMALL_ENGINE, simulated_hpu
-from tests.tiny_models import make_tiny_model
+from tests.quantized_checkpoints import write
+from tests.tiny_models import ALL_FAMILIES, make_tiny_model
 from vllm import LLM, SamplingParams, envs
 
 PROMPTS = [{"prompt_token_ids": list(range(20, 20 + n))} for n in (1, 7, 18, 40, 90)]
@@ -15,17 +16,27 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_two_cards_give_the_tokens_of_the_cpu(tmp_path, monkeypatch):
-    folder = str(make_tiny_model("llama", tmp_path))
-    settings = SMALL_ENGINE | {"skip_tokenizer_init": True}
-    want = tokens_of(LLM(folder, device="cpu", **settings))
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen3_moe", {"enable_expert_parallel": True}),
+        pytest.param("qwen3_moe", {}, marks=pytest.mark.exhaustive),
+        pytest.param("llama", {}, marks=pytest.mark.exhaustive),
+        pytest.param("gptq-4", {}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_two_cards_give_the_tokens_of_the_cpu(name, settings, tmp_path, monkeypatch):
+    is_family = name in ALL_FAMILIES
+    folder, dense = (make_tiny_model(name, tmp_path),) * 2 if is_family else write(name, tmp_path)
+    settings = SMALL_ENGINE | {"skip_tokenizer_init": True} | settings
+    want = tokens_of(LLM(str(dense), device="cpu", **settings))
     for name, value in envs.rank_variables(0, 1).items():
         monkeypatch.setenv(name, value)  # an engine sets them; they are put back afterwards
     with simulated_hpu(
         PT_HPU_LAZY_MODE=1, PT_HPU_ENABLE_LAZY_COLLECTIVES=True, **FEW_BUCKETS
     ) as bridge:
         llm = LLM(
-            folder,
+            str(folder),
             device="hpu",
             tensor_parallel_size=2,
             worker_extension_cls="tests.executor.late_compilations.LateCompilations",

@@ -106,8 +106,9 @@ def test_underscores_in_values_stay():
 
 
 @pytest.mark.parametrize(("text", "value"), [("8k", 8000), ("8K", 8192), ("1M", 2**20)])
-def test_the_model_length_takes_units(text, value):
+def test_numbers_of_tokens_take_units(text, value):
     assert parse("--max-model-len", text).max_model_len == value
+    assert parse("--max-num-batched-tokens", text).max_num_batched_tokens == value
 
 
 def test_switches_have_both_forms():

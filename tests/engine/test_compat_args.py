@@ -108,8 +108,7 @@ def test_flags_of_the_fork_are_accepted(capsys):
     "flags",
     [
         ["--enable-prompt-adapter"],
-        ["--kv-transfer-config", "{}"],
-        ["--data-parallel-size", "2"],
+        ["--data-parallel-backend", "ray"],
     ],
 )
 def test_flags_of_missing_features_are_refused(flags):

@@ -108,12 +108,12 @@ def test_a_prompt_has_one_kind_of_attention(resolve):
 
 
 def test_a_feature_that_would_change_the_weights_is_refused(resolve):
-    message = "QUANT_CONFIG is set: quantization .*: not available in this version; unset it"
+    message = "VLLM_USE_MODELSCOPE is set: models .*: not available in this version; unset it"
     with pytest.raises(ConfigError, match=message):
-        resolve(QUANT_CONFIG="quant.json")
+        resolve(VLLM_USE_MODELSCOPE="1")
 
 
 def test_an_engine_does_not_start_with_it(monkeypatch):
-    monkeypatch.setenv("QUANT_CONFIG", "quant.json")
-    with pytest.raises(ConfigError, match="QUANT_CONFIG is set"):
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    with pytest.raises(ConfigError, match="VLLM_USE_MODELSCOPE is set"):
         EngineArgs().create_engine_config()

@@ -27,7 +27,12 @@ def test_the_flag_has_a_short_form(flags):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantization": "inc"}, "'inc' is not available .* 'cpu'; available: int8 and int4"),
+        ({"quantization": "inc"}, "'inc' needs the file of its scales: set QUANT_CONFIG"),
+        (
+            {"quantization": "int8", "quant_config": "quant.json"},
+            "QUANT_CONFIG=quant.json is for quantization='inc', not 'int8'",
+        ),
+        ({"quant_config": "nowhere.json"}, "nowhere.json: cannot read the JSON config"),
         ({"quantization": "INT8"}, "'INT8' is not available"),
         ({"quantization": "int8", "dtype": "half"}, "needs dtype bfloat16 or float32, got float16"),
     ],
@@ -41,7 +46,7 @@ def test_without_the_kernels_there_is_none(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KERNELS", "0")
     envs.get.cache_clear()
     try:
-        with pytest.raises(ConfigError, match="available: none"):
+        with pytest.raises(ConfigError, match="available: inc"):
             resolve(quantization="int8")
     finally:
         monkeypatch.undo()

@@ -44,16 +44,16 @@ def store_nothing(*args: object) -> None:
     pass
 
 
-def write_through_a_view(key, value, key_cache, value_cache, slots):
+def write_through_a_view(key, value, key_cache, value_cache, slots, scales):
     for new, cache in ((key, key_cache), (value, value_cache)):
         rows = new.reshape(-1, *cache.shape[1:])
         cache.unflatten(0, (-1, 128)).flatten(0, 1).index_copy_(0, slots.flatten().long(), rows)
 
 
 def slow_by_size(bridge: SimBridge, write=hpu_attn.write_kv_cache):
-    def write_slowly(key, value, key_cache, value_cache, slots):
+    def write_slowly(key, value, key_cache, value_cache, slots, scales):
         bridge.card.clock.host_s += key_cache.nbytes / 1e9
-        write(key, value, key_cache, value_cache, slots)
+        write(key, value, key_cache, value_cache, slots, scales)
 
     return write_slowly
 

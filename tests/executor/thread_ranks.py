@@ -1,23 +1,25 @@
 """Ranks as threads of one process, which exchange tensors through shared memory as processes do."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed import Meeting
+from vllm.distributed import Meeting, RankLayout
 from vllm.executor import Executor, StepHandleLike, WorkerMethod
 from vllm.executor.worker_call import call_worker, make_worker
-from vllm.messages import SchedulerOutput
+from vllm.messages import ModelRunnerOutput, SchedulerOutput, StepTokens
 
 
 class ThreadRanks(Executor):
-    """Runs every step on all ranks, each in a thread of its own; all have the same tokens."""
+    """Runs every step on all ranks, each in a thread of its own; all that sample have the same
+    tokens, and the stages of a pipeline that do not sample are told."""
 
     def __init__(self, config: VllmConfig) -> None:
         self._meeting = Meeting.create(config.parallel)
         self._config = config
         self.workers: list[Any] = []
+        self.most_in_flight = self._num_in_flight = 0
 
     def start_workers(self) -> None:
         parallel = self._config.parallel
@@ -26,23 +28,37 @@ class ThreadRanks(Executor):
         self._threads = [ThreadPoolExecutor(1) for _ in ranks]
         for rank, worker in enumerate(self.workers):
             worker.load(rank)
-        meetings = [Meeting.of(parallel, rank, *self._meeting.descriptors) for rank in ranks]
-        self._on_all(lambda worker: worker.join(meetings[worker.rank]))
+        fds = self._meeting.descriptors
+        self._meetings = [Meeting.of(parallel, rank, *fds) for rank in ranks]
+        self._on_all(lambda worker: worker.join(self._meetings[worker.rank]))
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         return self._on_all(lambda worker: getattr(worker, method)(*args))
 
     def _on_all(self, call: Callable[[Any], Any]) -> list[Any]:
+        return [future.result() for future in self._start_on_all(call)]
+
+    def _start_on_all(self, call: Callable[[Any], Any]) -> "list[Future[Any]]":
         calls = zip(self._threads, self.workers, strict=True)
-        futures = [thread.submit(call, worker) for thread, worker in calls]
-        return [future.result() for future in futures]
+        return [thread.submit(call, worker) for thread, worker in calls]
 
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
-        handles = self.call_workers("execute_model", step)
-        results = [handle.result() for handle in handles]
-        assert len({tuple(result.token_ids) for result in results}) == 1, "ranks differ"
-        handle: StepHandleLike = handles[0]
-        return handle
+        steps = self._start_on_all(lambda worker: worker.execute_model(step).result())
+        self.most_in_flight = max(self.most_in_flight, 1 + self._num_in_flight)
+        self._num_in_flight += 1
+        return _Step(self, steps)
+
+    def finish_step(self, steps: "list[Future[Any]]") -> ModelRunnerOutput:
+        self._num_in_flight -= 1
+        results = [step.result() for step in steps]
+        first = RankLayout.of(self._config.parallel).result_rank
+        assert len({tuple(result.token_ids) for result in results[first:]}) == 1, "ranks differ"
+        output: ModelRunnerOutput = results[first]
+        assert not any(len(result.rows) for result in results[:first]), "it does not sample"
+        if len(output.rows):
+            for thread, worker in zip(self._threads[:first], self.workers[:first], strict=True):
+                thread.submit(worker.record_tokens, StepTokens.of(output)).result()
+        return output
 
     def collective_rpc(
         self,
@@ -59,4 +75,15 @@ class ThreadRanks(Executor):
         self.workers.clear()
         for thread in self._threads:
             thread.shutdown()
+        for meeting in self._meetings:
+            meeting.leave()
         self._meeting.close()
+
+
+class _Step:
+    def __init__(self, ranks: ThreadRanks, steps: "list[Future[Any]]") -> None:
+        self._ranks = ranks
+        self._steps = steps
+
+    def result(self) -> ModelRunnerOutput:
+        return self._ranks.finish_step(self._steps)

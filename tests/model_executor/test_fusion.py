@@ -367,7 +367,6 @@ def unpack_first(model: nn.Module) -> None:
         unpack_first,
         lambda model: set_ops(NativeOps()),
         lambda model: model.half(),
-        lambda model: setattr(model, "tp", TPGroup(0, 2)),
     ],
 )
 def test_what_cannot_be_recorded_is_left_to_the_modules(change):

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.linear import ParallelLinear
 from vllm.model_executor.layers.stored_experts import StoredExperts
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.native import NativeOps
+from vllm.transformers_utils.hf_config import read_hf_config
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,67 @@ def test_a_rank_has_its_part_of_the_weights(checkpoint, monkeypatch, name):
 def test_groups_on_several_ranks_are_refused(checkpoint, name, message):
     with pytest.raises((ConfigError, WeightLoadError), match=message):
         load(checkpoint(name)[0], TPGroup(0, 2))
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "gptq-8"])
+def test_an_output_head_may_be_quantized(checkpoint, tmp_path, ops, name):
+    folder, dense_folder = checkpoint(name)
+    folder = shutil.copytree(folder, tmp_path / name)
+    dense_folder = shutil.copytree(dense_folder, tmp_path / "dense")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["lm_head"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors, dense = (load_file(each / "model.safetensors") for each in (folder, dense_folder))
+    parts, dense["lm_head.weight"] = FORMATS[name].quantize(tensors.pop("lm_head.weight"))
+    stored = {f"lm_head.{part}": values.contiguous() for part, values in parts.items()}
+    save_file(tensors | stored, folder / "model.safetensors")
+    save_file(dense, dense_folder / "model.safetensors")
+    part, whole = (load(folder, tp) for tp in (TPGroup(1, 2), TPGroup()))
+    assert torch.equal(weight_of_head(part), weight_of_head(whole)[2048:])
+    model, twin = load(folder), load(dense_folder)
+    assert torch.equal(weight_of_head(model), twin.lm_head.weight)
+    got, want = (logits_of(each, prompt_of(20)) for each in (model, twin))
+    if FORMATS[name].is_rounding_inputs and ops == "cpu":
+        assert (got - want).norm() < 0.2 * want.norm()
+    else:
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+
+
+def weight_of_head(model):
+    packed = model.lm_head.method.linear.packed
+    if hasattr(packed, "rows"):
+        return packed.rows(torch.arange(packed.out_features), torch.float32)
+    return packed.weight
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "gptq-4-rows"])
+def test_checkpoints_of_old_versions_of_autogptq(checkpoint, tmp_path, name):
+    """No g_idx, biases of zeros, and settings in a file of their own."""
+    folder, _ = checkpoint(name)
+    old = shutil.copytree(folder, tmp_path / name)
+    config = json.loads((old / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    del settings["quant_method"]
+    (old / "config.json").write_text(json.dumps(config))
+    (old / "quantize_config.json").write_text(json.dumps(settings))
+    tensors = load_file(old / "model.safetensors")
+    for key in [key for key in tensors if key.endswith(".g_idx")]:
+        stem = key.removesuffix(".g_idx")
+        del tensors[key]
+        tensors[f"{stem}.bias"] = torch.zeros(tensors[f"{stem}.qweight"].shape[1])
+    save_file(tensors, old / "model.safetensors")
+    assert read_hf_config(old, {})["quantization_config"] == settings | {"quant_method": "gptq"}
+    config["quantization_config"] = settings | {"quant_method": "gptq"}
+    (old / "config.json").write_text(json.dumps(config))
+    for tp in (TPGroup(), TPGroup(1, 2)):
+        got, want = (dict(load(each, tp).named_modules()) for each in (old, folder))
+        for path, layer in want.items():
+            if isinstance(layer, ParallelLinear):
+                assert torch.equal(weight_of(got[path]), weight_of(layer)), path
+    tensors[f"{GATE}.bias"][3] = 1
+    save_file(tensors, old / "model.safetensors")
+    with pytest.raises(WeightLoadError, match=rf"1 tensors unknown .*{GATE}\.bias"):
+        load(old)
 
 
 CONFIG = "config.json of the checkpoint: quantization_config."

@@ -79,6 +79,33 @@ def test_biases_and_options_agree_with_the_reference(isa, options, dtype):
         PackedExperts.pack(gate_up, down, None, torch.randn(5, 208).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("weight_format", [None, INT8])
+@pytest.mark.parametrize("scales_inputs", [False, True])
+def test_parts_of_the_experts_add_up_to_all(isa, dtype, weight_format, scales_inputs):
+    gate_up, down = experts_of(7, 96, 72, FLOAT32)
+    biases = torch.randn(7, 144).to(dtype), torch.randn(7, 96).to(dtype)
+    options = ExpertOptions(scales_inputs=scales_inputs)
+    x = torch.randn(9, 96).to(dtype)
+    topk_ids, topk_weights = choices_of(9, 7, 2)
+    topk_ids[0] = torch.tensor([5, 4])  # of the last part alone
+    parts = torch.zeros(9, 96)
+    for first, end in ((0, 3), (3, 4), (4, 7)):
+        own = [part[first:end].to(dtype) for part in (gate_up, down, *biases)]
+        packed = PackedExperts.pack(
+            *(part.clone() for part in own[:2]), weight_format, *own[2:], options, first
+        )
+        got = packed.forward(x, topk_ids, topk_weights)
+        alone = NATIVE.moe(x, topk_ids, topk_weights, *own, options, first)
+        tolerance = 2**-4 if weight_format else 1e-5 if dtype is FLOAT32 else 2**-6
+        torch.testing.assert_close(got, alone, rtol=tolerance, atol=4 * tolerance)
+        assert bool((got[0] == 0).all()) == (first != 4)
+        parts += alone.float()
+    all_of_them = (gate_up.to(dtype), down.to(dtype), *biases)
+    want = NATIVE.moe(x, topk_ids, topk_weights, *all_of_them, options).float()
+    torch.testing.assert_close(parts, want, rtol=2**-6, atol=2**-5)
+
+
 def composed(experts: list[list[PackedWeight]], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """The same product of packed weights, expert by expert."""
     gate, up, down = experts

@@ -13,7 +13,9 @@ from vllm.errors import ConfigError
 from vllm.platforms import cpu_threads
 from vllm.platforms.cpu_threads import (
     SMALL_MODEL_BYTES,
+    by_place,
     count_threads,
+    equal_shares,
     format_cores,
     parse_cores,
     quota_cores,
@@ -37,7 +39,17 @@ EIGHT = frozenset(range(8))
     ],
 )
 def test_lists_of_cores(text, cores):
-    assert parse_cores(text, EIGHT) == cores
+    assert parse_cores(text, EIGHT) == (None if cores is None else (cores,))
+    assert parse_cores(text, EIGHT, 2) == (None if cores is None else (cores, cores))
+
+
+def test_each_rank_may_have_a_list_of_its_own():
+    assert parse_cores("0-1|2, 4", EIGHT, 2) == ((0, 1), (2, 4))
+    message = r"='0\|1' has 2 lists of cores, and the engine has 3 workers\. Give one list for all"
+    with pytest.raises(ConfigError, match=message):
+        parse_cores("0|1", EIGHT, 3)
+    with pytest.raises(ConfigError, match="cannot use the cores 8; usable: 0-7"):
+        parse_cores("0|8", EIGHT, 2)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +65,7 @@ def test_lists_of_cores(text, cores):
         ("3-1", "the range 3-1 ends before it begins"),
         ("6-9", "cannot use the cores 8-9; usable: 0-7"),
         ("0-99999999999", "cannot use the cores 8-"),
-        ("0-3|4-7", "one list of cores for each rank"),
+        ("0-3|4-7", "has 2 lists of cores, and the engine has 1 worker"),
     ],
 )
 def test_a_bad_list_is_named_with_what_is_wrong(text, message):
@@ -120,7 +132,7 @@ def test_variables_arrive_in_the_config(monkeypatch, variables, bound, counts):
     loaded = envs.Envs.load(variables)
     monkeypatch.setattr(envs, "get", lambda: loaded)
     device = EngineArgs().create_engine_config().device
-    assert device.bound_cores == ((min(usable_cores()),) if bound else None)
+    assert device.bound_cores == (((min(usable_cores()),),) if bound else None)
     assert device.counts_threads is counts
     assert not device.is_beside_server
 
@@ -163,3 +175,18 @@ def test_a_worker_keeps_to_its_cores_and_threads(variables, device, num_threads,
     threads, cores = run_worker(variables, **device)
     assert threads == num_threads
     assert cores == (usable if num_cores is None else usable[:num_cores])
+
+
+def test_cores_are_sorted_by_socket_and_physical_core(tmp_path):
+    places = [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0)]  # of cores 0 to 5
+    for core, (package, physical) in enumerate(places):
+        folder = tmp_path / f"cpu{core}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{package}\n")
+        (folder / "core_id").write_text(f"{physical}\n")
+    assert by_place(range(6), tmp_path) == [0, 4, 2, 1, 5, 3]
+    assert by_place([3, 1], tmp_path / "none") == [1, 3]
+
+
+def test_more_replicas_than_cores_share_them():
+    assert equal_shares([3, 5], 3) == ((3,), (5,), (3,))

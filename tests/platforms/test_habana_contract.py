@@ -130,8 +130,12 @@ FP8 = torch.float8_e4m3fn
 # Method -> how it is called, and the operator of `torch.ops.hpu` with its arguments by position.
 OPERATOR_CALLS = {
     "cast_to_fp8": (
-        lambda k: k.cast_to_fp8("x", "s"),
+        lambda k: k.cast_to_fp8("x", "s", FP8),
         ("cast_to_fp8_v2", "x", "s", False, False, FP8),
+    ),
+    "cast_from_fp8": (
+        lambda k: k.cast_from_fp8("x", "s", torch.bfloat16),
+        ("cast_from_fp8", "x", "s", torch.bfloat16),
     ),
     "fp8_gemm": (
         lambda k: k.fp8_gemm("x", "w", "xs", "ws", torch.float32),

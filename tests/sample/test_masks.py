@@ -1,6 +1,7 @@
 """Packed masks, and the threads that fill them."""
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -29,6 +30,11 @@ class FakeMatcher:
         assert self.may_fill.wait(120)
         self.thread = threading.current_thread().name
         mask[:] = pack_allowed([self.next], self.vocab_size)
+
+    def fill_along(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
+        self.fill(masks[0])
+        for place, _ in enumerate(drafts, 1):
+            masks[place] = pack_allowed([(self.next + place) % self.vocab_size], self.vocab_size)
 
     def accept(self, token_id: int) -> None:
         assert token_id == self.next
@@ -81,9 +87,9 @@ def test_masks_are_filled_in_other_threads_and_waited_for(num_threads):
     filler.start(rows(*range(40)))
     threading.Timer(0.05, matchers[4].may_fill.set).start()
     for row in range(0, 40, 2):
-        assert filler.mask(row).tolist() == pack_allowed([row], 50).tolist()
+        assert filler.masks(row, {}).tolist() == [pack_allowed([row], 50).tolist()]
         assert matchers[row].thread.startswith("token-masks")
-    filler.mask(0)
+    filler.masks(0, {})
     assert matchers[0].thread == threading.current_thread().name, "what nobody started"
     filler.start(rows(0, 2))
     filler.remove(0)
@@ -111,6 +117,19 @@ def test_rows_with_a_matcher_take_its_tokens_and_the_others_are_free(static_shap
     state.add(1, make_request(temperature=0.0), [])
     output = sampler(logits, state.metadata(order, np.zeros(4, np.int32)))
     assert output.token_ids.tolist() == [44, 44, 20, 33]
+
+
+@pytest.mark.parametrize("static_shapes", [False, True])
+def test_masks_of_a_row_with_drafts_are_those_behind_them(static_shapes):
+    state = SamplingState(2, 50, CPU, static_shapes=static_shapes)
+    state.add(0, make_request(temperature=0.0), [], FakeMatcher(50, first=7))
+    state.add(1, make_request(temperature=0.0), [], FakeMatcher(50, first=30))
+    sampler = Sampler(pass_elements=None if static_shapes else 100)
+    drafts = {0: [7, 8]}
+    state.start_masks(rows(0, 1), drafts)
+    order = rows(0, 0, 0, 1)
+    output = sampler(torch.zeros(4, 50), state.metadata(order, rows(0, 1, 2, 0), None, drafts))
+    assert output.token_ids.tolist() == [7, 8, 9, 30]
 
 
 def test_a_matcher_that_fails_is_an_error_of_its_row():

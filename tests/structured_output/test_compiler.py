@@ -356,6 +356,10 @@ def test_without_a_tokenizer_everything_is_refused():
             {"json": OBJECT, "whitespace_pattern": "x", "field": "guided_json"},
             "guided_whitespace_pattern",
         ),
+        (
+            {"json": OBJECT, "whitespace_pattern": "x", "field": "structured_outputs.json"},
+            "structured_outputs.whitespace_pattern",
+        ),
     ],
 )
 def test_errors_name_what_the_user_of_a_server_sent(compiler, asked, param):

@@ -1,5 +1,6 @@
 """What one request may generate next: the grammar, its end, and what else was asked."""
 
+import random
 import re
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from tests.structured_output.helpers import (
     BYTES,
     END,
+    allowed,
     compiled,
     make_request,
     next_tokens,
@@ -136,3 +138,51 @@ def test_a_grammar_that_takes_ever_longer_ends_its_request(kind, source, monkeyp
             break
         matcher.accept(ord("a"))
     assert "too ambiguous" in matcher.error
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "n": {"type": "integer"}},
+    "required": ["name", "n"],
+}
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize(("kind", "source"), [("json", SCHEMA), ("regex", "(ab|cd[0-9]{1,3}e?)+f")])
+def test_masks_behind_drafts_are_those_of_an_output_that_has_them(backend, kind, source):
+    grammar = compiled(kind, source, backend=backend)
+    assert grammar.backend == backend
+
+    def matcher_of(output: list[int]) -> RowMatcher:
+        request = make_request(grammar, min_tokens=6)
+        return RowMatcher(request, output, lambda: (BYTES, open_matcher(grammar)))
+
+    rng, output = random.Random(3), list[int]()
+    matcher = matcher_of([])
+    for _ in range(12):
+        drafts = list[int]()
+        want = [next_tokens(matcher_of(output))]
+        while len(drafts) < rng.randint(0, 5):
+            drafts.append(rng.choice(want[-1]) if rng.random() < 0.9 else ord("?"))
+            if drafts[-1] not in want[-1] or drafts[-1] == END:
+                break
+            want.append(next_tokens(matcher_of(output + drafts)))
+        masks = np.empty((1 + len(drafts), BYTES.num_words), np.int32)
+        matcher.fill_along(masks, drafts)
+        got = [allowed(mask) for mask in masks]
+        assert got == want + [[]] * (len(got) - len(want))
+        sampled = rng.choice(want[0])
+        if sampled == END:
+            break
+        output.append(sampled)
+        matcher.accept(sampled)
+    assert len(output) > 4
+
+
+def test_a_failure_behind_a_draft_is_none_of_the_request():
+    matcher = row_matcher("regex", "ab[0-9]*", allowed_token_ids=[ord("a"), END])
+    masks = np.empty((3, BYTES.num_words), np.int32)
+    matcher.fill_along(masks, [ord("a"), ord("b")])
+    assert [allowed(mask) for mask in masks] == [[ord("a")], [], []]
+    assert matcher.error is None
+    assert next_tokens(matcher) == [ord("a")]

@@ -1,12 +1,14 @@
 """From model names to folders; downloads come from a small hub on this machine."""
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 import pytest
@@ -24,13 +26,20 @@ REPOSITORIES = {
     "org/pickles": PICKLES_ONLY,
     "short": ["config.json"],
     "org/gated": ["config.json"],
+    "org/gguf": ["config.json", "model-Q4_0.gguf", "model-Q8_0.gguf"],
+    "org/large": ["config.json", "model.safetensors"],
 }
+LARGE = random.Random(0).randbytes(30 << 20)
+"""The weights of "org/large". Their first download stops half-way."""
 TOKEN = "hf_right"
 """Which "org/gated" wants."""
 
 
 class FakeHub(BaseHTTPRequestHandler):
     """The three requests of a download: repository, list of files, file."""
+
+    ranges: ClassVar[list[str | None]] = []
+    """Which parts of the large file were asked for."""
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -43,12 +52,34 @@ class FakeHub(BaseHTTPRequestHandler):
             if path == f"/api/models/{name}/revision/main":
                 return self.answer({"id": name, "sha": COMMIT, "siblings": []})
             if path.startswith(f"/api/models/{name}/tree/"):
-                entries = [{"type": "file", "path": f, "size": 2, "oid": f"o{f}"} for f in files]
+                size = len(LARGE) if name == "org/large" else 2
+                entries = [{"type": "file", "path": f, "size": size, "oid": f"o{f}"} for f in files]
                 return self.answer(entries)
             for file in files:
+                if path == f"/org/large/resolve/{COMMIT}/model.safetensors":
+                    return self.answer_large()
                 if path == f"/{name}/resolve/{COMMIT}/{file}":
                     return self.answer({}, ETag=f'"{file}"', **{"X-Repo-Commit": COMMIT})
         return self.answer({"error": "not found"}, 404, **{"X-Error-Code": "RepoNotFound"})
+
+    def answer_large(self) -> None:
+        wanted = self.headers["Range"]
+        start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
+        headers = {"ETag": '"large"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers["Content-Length"] = str(len(LARGE) - start)
+        self.send_response(206 if start else 200)
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(LARGE) - 1}/{len(LARGE)}"
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        self.ranges.append(wanted)
+        if start:
+            self.wfile.write(LARGE[start:])
+            return
+        self.wfile.write(LARGE[: len(LARGE) // 2])  # and the connection is closed
 
     def answer(self, content: object, status: int = 200, **headers: str) -> None:
         body = json.dumps(content).encode()
@@ -112,9 +143,9 @@ def test_a_path_that_does_not_exist_is_named(name):
 
 
 def test_a_file_is_not_a_model(tmp_path):
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.bin"
     file.touch()
-    with pytest.raises(ConfigError, match=r"model.gguf' is a file; name the folder"):
+    with pytest.raises(ConfigError, match=r"model.bin' is a file; name the folder"):
         resolve_model_folder(str(file))
 
 
@@ -143,6 +174,31 @@ def test_weights_are_downloaded_in_one_form(endpoint, tmp_path, name, load_forma
 def test_a_download_is_found_again_without_a_network(endpoint, tmp_path):
     online = resolve_in_new_process("org/both", tmp_path, HF_ENDPOINT=endpoint)
     assert resolve_in_new_process("org/both", tmp_path, HF_HUB_OFFLINE="1") == online
+
+
+def test_a_download_goes_on_where_the_connection_was_lost(endpoint, tmp_path):
+    found = resolve_in_new_process("org/large", tmp_path, HF_ENDPOINT=endpoint)
+    assert found == "config.json model.safetensors"
+    first, second = FakeHub.ranges
+    assert first is None
+    assert second is not None and int(second.removeprefix("bytes=").removesuffix("-")) > 0
+    (weights,) = tmp_path.glob("**/snapshots/*/model.safetensors")
+    assert weights.read_bytes() == LARGE
+    resolve_in_new_process("org/large", tmp_path, HF_ENDPOINT=endpoint)
+    assert len(FakeHub.ranges) == 2, "it was downloaded again"
+
+
+def test_one_gguf_file_of_a_repository_is_downloaded(endpoint, tmp_path):
+    named = resolve_in_new_process("org/gguf/model-Q8_0.gguf", tmp_path, HF_ENDPOINT=endpoint)
+    assert "model-Q8_0.gguf is damaged or not a GGUF file" in named
+    assert [path.name for path in tmp_path.glob("**/snapshots/*/*")] == ["model-Q8_0.gguf"]
+    none = resolve_in_new_process("org/gguf/model.gguf", tmp_path, HF_ENDPOINT=endpoint)
+    assert none == "the repository 'org/gguf' has no file 'model.gguf'"
+    several = resolve_in_new_process("org/gguf", tmp_path, "gguf", HF_ENDPOINT=endpoint)
+    assert several == (
+        "model 'org/gguf' with --load-format gguf: name one file of the repository, such as "
+        "org/gguf/model-Q8_0.gguf"
+    )
 
 
 def test_an_unknown_repository_is_named(endpoint, tmp_path):

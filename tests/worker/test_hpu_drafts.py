@@ -17,9 +17,10 @@ from vllm.core.lookup_drafts import NgramDrafts
 from vllm.core.scheduler import Scheduler
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.llm_engine import LLMEngine
+from vllm.sampling_params import GuidedDecodingParams
 from vllm.worker.hpu.planner import PaddedLaunch
 
-PROMPTS = [[20 + n] * n for n in (3, 16, 17, 40, 30, 5)]
+PROMPTS = [[20 + n] * n for n in (3, 16, 17, 40, 30, 5, 8)]
 PARAMS = [
     SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=1),
     SamplingParams(max_tokens=30, temperature=1.2, seed=7),
@@ -27,6 +28,12 @@ PARAMS = [
     SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, stop=["self"]),
     SamplingParams(max_tokens=12, temperature=0, repetition_penalty=1.3),
     SamplingParams(max_tokens=31, temperature=0, prompt_logprobs=1, logit_bias={300: 2.0}),
+    SamplingParams(
+        max_tokens=20,
+        temperature=0,
+        bad_words=["return x", "self."],
+        guided_decoding=GuidedDecodingParams(regex="[a-z ]{8,} = [0-9]+"),
+    ),
 ]
 
 

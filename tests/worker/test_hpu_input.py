@@ -49,12 +49,33 @@ def launch_of(bucket: Bucket, *rows: tuple[int, int, int], **kind: Any) -> Padde
 def packed_parts(
     launch: PaddedLaunch, builder: HPUInputBuilder | None = None
 ) -> tuple[list[list[int]], list[int]]:
-    """The parts of the packed input, and the rows that sample."""
+    """The parts of the packed input but the slots of adapters, which none has here, and the rows
+    that sample."""
     builder = builder or HPUInputBuilder(filled_batch(), SIZE)
     packed, sampled = builder.pack(launch)
     ends = np.cumsum(input_sizes(launch.shape))
     assert packed.dtype == np.int32 and len(packed) == ends[-1]
-    return [part.tolist() for part in np.split(packed, ends[:-1])], sampled.tolist()
+    *parts, slots, sample_rows = (part.tolist() for part in np.split(packed, ends[:-1]))
+    assert set(slots) == {-1}
+    return [*parts, sample_rows], sampled.tolist()
+
+
+@pytest.mark.parametrize(
+    ("bucket", "rows", "merged_prompts", "want"),
+    [
+        (decode(3, 8), ((5, 5, 1), (2, 3, 1)), 0, [1, -1, -1]),
+        (prefill(3, 5, 3), ((7, 5, 4), (5, 0, 3)), 0, [0, 1, -1]),
+        (prefill(1, 9, 3), ((7, 5, 4), (5, 0, 3)), 4, [0] * 4 + [1] * 3 + [-1] * 2),
+    ],
+)
+def test_rows_bring_the_slots_of_their_adapters(bucket, rows, merged_prompts, want):
+    batch = filled_batch()
+    slot_of_row = np.full(len(batch.num_tokens), -1, np.int32)
+    slot_of_row[[7, 5]] = 0, 1
+    launch = launch_of(bucket, *rows, merged_prompts=merged_prompts)
+    packed, _ = HPUInputBuilder(batch, SIZE, slot_of_row).pack(launch)
+    parts = np.split(packed, np.cumsum(input_sizes(launch.shape))[:-1])
+    assert parts[-2].tolist() == want
 
 
 DECODES = ((5, 5, 1), (2, 3, 1))
@@ -150,7 +171,8 @@ def test_pieces_of_a_prompt_in_one_launch_sample_once():
     ],
 )
 def test_sizes_depend_on_the_shape_and_padding_alone_is_a_launch(shape, sizes):
-    assert input_sizes(shape) == sizes
+    slots = shape.bucket.query_len if shape.merged_prompts else shape.bucket.batch
+    assert input_sizes(shape) == (*sizes[:-1], slots, sizes[-1])
     kind = {f: getattr(shape, f) for f in ("is_contiguous", "merged_prompts", "num_shared")}
     parts, sampled = packed_parts(launch_of(shape.bucket, **kind))
     assert [len(part) for part in parts] == list(sizes)

@@ -1,6 +1,7 @@
 """The worker on the simulated card: its memory arithmetic, its refusals, its reports of steps."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -88,6 +89,22 @@ def test_the_memory_is_divided_as_in_the_published_logs(free_gib, utilization, r
             run_warm_up(WarmUp(worker.config, bridge, worker.runner, no_buckets, limits, ledger))
         assert ledger.booked(MemoryClass.WEIGHTS) > weights.num_bytes
     assert [log[0], num_blocks_line(report.num_blocks, 0), log[1]] == lines
+
+
+def test_a_number_of_bytes_takes_the_place_of_the_share():
+    settings = {"num_gpu_blocks_override": None, "gpu_memory_utilization": 0.1}
+    with simulated_hpu(PT_HPU_LAZY_MODE=1) as bridge:
+        free_bytes = 8 * GIB
+        worker = loaded_worker(**settings, kv_cache_memory_bytes=4 * GIB)
+        given = {"free_bytes": free_bytes, "launch_bytes": GIB, "block_bytes": BLOCK_BYTES}
+        report = divide_memory(worker.config, **given)
+        assert report.num_blocks == 4 * GIB // BLOCK_BYTES
+        total = bridge.memory_info().total_bytes
+        ledger = make_ledger(worker.config, report, total, report.num_blocks)
+        assert ledger.budget(MemoryClass.KV_CACHE) == report.num_blocks * BLOCK_BYTES
+        cache = replace(worker.config.cache, kv_cache_memory_bytes=7 * GIB)
+        with pytest.raises(ConfigError, match=r"7 GiB\): the card has 7 GiB .* Lower it to \d+"):
+            divide_memory(replace(worker.config, cache=cache), **given)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -230,9 +247,11 @@ def test_only_steps_that_compile_are_reported_otherwise():
     assert step_reports(log, "CPU_FALLBACK") == []
 
 
-def test_a_cache_of_fp8_is_refused_in_one_line():
-    with (
-        simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS),
-        pytest.raises(ConfigError, match=r"^kv_cache_dtype='fp8' is not available on .* 'hpu'; "),
-    ):
-        loaded_worker(kv_cache_dtype="fp8")
+def test_a_cache_of_fp8_takes_a_byte_for_a_number():
+    found = []
+    for kv_cache_dtype in ("auto", "fp8"):
+        with simulated_hpu(PT_HPU_LAZY_MODE=1, **FEW_BUCKETS):
+            worker = loaded_worker(kv_cache_dtype=kv_cache_dtype)
+            layout = worker.runner.cache_layout
+            found.append(layout.block_bytes / worker.runner.attention_layers[0].num_kv_heads)
+    assert found[0] in (2 * found[1], 4 * found[1])

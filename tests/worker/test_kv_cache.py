@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from vllm.attention import Attention, CachedLayer, EncoderAttention
+from vllm.attention import Attention, CachedLayer, EncoderAttention, StateLayer
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.errors import ConfigError
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheGroup, KVCacheLayout, KVCacheSpec
@@ -19,6 +19,7 @@ from vllm.worker.kv_cache import (
     cache_layout,
     count_blocks,
     layers_with_cache,
+    states_bytes,
 )
 
 GIB = 2**30
@@ -48,7 +49,7 @@ def test_a_block_holds_keys_and_values_of_all_layers():
     ],
 )
 def test_a_cache_of_fp8_has_twice_as_many_blocks(asked, dtype, num_blocks):
-    config = make_config(kv_cache_dtype=asked, kv_cache_space_bytes=1000 * 24576)
+    config = make_config(kv_cache_dtype=asked, kv_cache_memory_bytes=1000 * 24576)
     config = replace(config, model=replace(config.model, dtype="bfloat16"))
     assert cache_dtype(config) == dtype
     layers = [Attention(8, 64, 2) for _ in range(3)]
@@ -67,12 +68,12 @@ def test_no_more_blocks_than_requests_can_use():
 
 
 def test_a_cache_size_in_bytes_overrides_the_share():
-    config = make_config(kv_cache_space_bytes=GIB)
+    config = make_config(kv_cache_memory_bytes=GIB)
     assert count_blocks(config, block_bytes=2**20, free_bytes=8 * GIB) == 1024
 
 
 def test_a_number_of_blocks_overrides_everything():
-    config = make_config(num_gpu_blocks_override=7, kv_cache_space_bytes=GIB)
+    config = make_config(num_gpu_blocks_override=7, kv_cache_memory_bytes=GIB)
     assert count_blocks(config, block_bytes=2**20, free_bytes=8 * GIB) == 7
 
 
@@ -80,7 +81,7 @@ def test_a_cache_too_small_for_the_longest_request_is_refused_with_what_would_fi
     config = make_config(num_gpu_blocks_override=4)
     with pytest.raises(ConfigError, match=r"holds 48 tokens.*max_model_len is 64.*to 48"):
         count_blocks(config, block_bytes=1, free_bytes=GIB)
-    config = replace(config, cache=CacheConfig(block_size=16, kv_cache_space_bytes=10))
+    config = replace(config, cache=CacheConfig(block_size=16, kv_cache_memory_bytes=10))
     with pytest.raises(ConfigError, match="one block takes 100 bytes"):
         count_blocks(config, block_bytes=100, free_bytes=GIB)
 
@@ -176,3 +177,48 @@ def test_several_groups_need_as_many_blocks_for_the_same_tokens():
         count_blocks(config, 1, GIB, num_groups=3)
     config = make_config(enable_prefix_caching=False)
     assert count_blocks(config, 1, GIB, num_groups=3) == 1000 * 4 * 3 + 1
+
+
+class Memory(StateLayer):
+    """Keeps the last three inputs and their sum."""
+
+    cache_names = ("last", "total")
+
+    def state_shapes(self):
+        return ((3, 8), torch.bfloat16), ((8,), torch.float32)
+
+    def advance(self, inputs, lengths, states):
+        raise NotImplementedError
+
+
+def test_states_have_one_entry_per_row_and_no_blocks():
+    layers = [Memory(), Attention(4, 8, 2), Memory(), Attention(4, 8, 2)]
+    layout = cache_layout(make_config(), layers, torch.bfloat16)
+    assert layout.groups == (KVCacheGroup(None, (1, 3)),)
+    assert layout.block_bytes == 2 * 2 * 2 * 8 * 2 * 16
+    assert layout.state_layers == (0, 2)
+    assert layout.state_bytes == 2 * (3 * 8 * 2 + 8 * 4)
+    bind_kv_caches(layers, resolve_platform("cpu"), 5, layout, torch.bfloat16, num_rows=7)
+    assert layers[0].last.shape == (7, 3, 8) and layers[0].last.dtype == torch.bfloat16
+    assert layers[2].total.shape == (7, 8) and layers[2].total.dtype == torch.float32
+    assert layers[0].total.data_ptr() != layers[2].total.data_ptr()
+    assert layers[3].key_cache.shape == (5, 16, 2, 8)
+
+
+def test_a_model_of_states_alone_has_no_blocks_to_keep():
+    layout = cache_layout(make_config(), [Memory()], torch.float32)
+    assert layout.block_bytes == 0 and layout.groups == (KVCacheGroup(),)
+    config = make_config()
+    num_blocks = count_blocks(config, 0, GIB, state_bytes=states_bytes(config, layout))
+    assert num_blocks > 1000 * config.max_blocks_per_request
+
+
+def test_states_come_off_the_memory_of_the_cache():
+    config = make_config(kv_cache_memory_bytes=GIB)
+    assert count_blocks(config, 2**20, 8 * GIB, state_bytes=GIB // 4) == 768
+    config = make_config(gpu_memory_utilization=0.5)
+    assert count_blocks(config, 2**20, 2 * GIB, state_bytes=GIB // 2) == 512
+    refused = "states of 1000 requests.* take 2 GiB, 2.048 MiB each, .* has 1024 MiB .*to 500"
+    for block_bytes in (0, 2**20):
+        with pytest.raises(ConfigError, match=refused):
+            count_blocks(config, block_bytes, 2 * GIB, state_bytes=2 * GIB)

@@ -5,6 +5,7 @@ from vllm.attention.backends.native_attn import RaggedMetadata
 from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import (
     ContextHolder,
+    LaunchAdapters,
     LaunchContext,
     ReadsContext,
     ReplacedTokens,
@@ -15,6 +16,7 @@ from vllm.attention.encoder import EncoderAttention
 from vllm.attention.latent import LatentAttention
 from vllm.attention.layer import Attention
 from vllm.attention.metadata import AttentionMetadata
+from vllm.attention.state import RaggedStates, StateLayer, StateMetadata, States
 
 __all__ = [
     "Attention",
@@ -24,10 +26,15 @@ __all__ = [
     "EncoderAttention",
     "EncoderMetadata",
     "LatentAttention",
+    "LaunchAdapters",
     "LaunchContext",
     "RaggedMetadata",
+    "RaggedStates",
     "ReadsContext",
     "ReplacedTokens",
+    "StateLayer",
+    "StateMetadata",
+    "States",
     "share_context",
     "text_positions",
 ]

@@ -13,11 +13,15 @@ context variable and no thread-local.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
 from vllm.attention.metadata import AttentionMetadata
+from vllm.ops.low_rank import AdaptedLayer
+
+if TYPE_CHECKING:
+    from vllm.attention.state import StateMetadata
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,20 @@ class ReplacedTokens:
         return rows.index_copy(0, self.indices, self.embeddings.to(rows.dtype))
 
 
+class LaunchAdapters(Protocol):
+    """The LoRA adapters of the tokens of a launch."""
+
+    def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
+        """What a layer returns for its tokens.
+
+        Args:
+            layer: which one.
+            x: [T, in_features]
+            y: [T, out_features], what it computes without adapters. May be changed in place.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class LaunchContext:
     """One launch of T tokens, as the layers of the model know it."""
@@ -47,9 +65,10 @@ class LaunchContext:
     rotary_angles: Sequence[tuple[Tensor, Tensor]] | None = None
     """What `Ops.rotate` takes, of each table of the model: the tables at `RotaryEmbedding.index`.
     None: every layer looks them up."""
-    adapters: Sequence[tuple[Any, Tensor]] | None = None
-    """LoRA adapters, each with the indices [n] int64 of its tokens, which
-    `lora.layers` reads; None: no token has one."""
+    adapters: LaunchAdapters | None = None
+    """LoRA adapters of the tokens; None: no token has one."""
+    states: "StateMetadata | None" = None
+    """Which states its tokens belong to; None: no layer of the model has states."""
 
 
 class ContextHolder:

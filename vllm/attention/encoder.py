@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from vllm.attention.backends.encoder_attn import full_attention
+from vllm.attention.cache_scales import CacheScales
 from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.kv_cache_spec import CacheKind, KVCacheSpec
@@ -33,6 +34,7 @@ class EncoderAttention(CachedLayer, ReadsContext):
     chunk_size: int | None = None
     key_scale: float = 1.0
     value_scale: float = 1.0
+    cache_scales: CacheScales | None = None
 
     def __init__(self, num_heads: int, head_size: int) -> None:
         super().__init__()

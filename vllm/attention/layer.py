@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from vllm.attention.backends.native_attn import prompt_attention
+from vllm.attention.cache_scales import CacheScale, CacheScales
 from vllm.attention.cached_layer import CachedLayer
 from vllm.attention.context import ContextHolder, ReadsContext
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheSpec
+from vllm.ops.interface import FP8_DTYPES
 
 
 class Attention(CachedLayer, ReadsContext):
@@ -71,6 +73,7 @@ class Attention(CachedLayer, ReadsContext):
         self.register_parameter("sinks", sinks)
         self.chunk_size = chunk_size
         self.key_scale = self.value_scale = 1.0
+        self.cache_scales: CacheScales | None = None
         self.key_cache = None
         self.value_cache = None
 
@@ -83,6 +86,14 @@ class Attention(CachedLayer, ReadsContext):
             for scale in (self.key_scale, self.value_scale)
         )
         return KVCacheSpec(kind, tensors, self.sliding_window)
+
+    def bind_kv_cache(self, *tensors: Tensor) -> None:
+        """See `CachedLayer.bind_kv_cache`."""
+        super().bind_kv_cache(*tensors)
+        self.cache_scales = None
+        if tensors[0].dtype in FP8_DTYPES:
+            scales = (self.key_scale, self.value_scale)
+            self.cache_scales = CacheScales(*(CacheScale.on(tensors[0].device, s) for s in scales))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor | None = None) -> Tensor:
         context = self.launch.context

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from vllm.attention.cache_scales import CacheScales
+
 
 class AttentionLayer(Protocol):
     """What a launch has to know of the layer that attends."""
@@ -34,6 +36,8 @@ class AttentionLayer(Protocol):
     key_scale: float
     """Of what an fp8 key cache holds: key / key_scale."""
     value_scale: float
+    cache_scales: CacheScales | None
+    """The same on the device; None: the cache has the dtype of the queries, or none is bound."""
 
 
 class AttentionMetadata(Protocol):

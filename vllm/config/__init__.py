@@ -7,6 +7,8 @@ command-line flag (see `vllm.engine.arg_utils`). Nothing here imports torch or t
 from vllm.config.cache import CacheConfig
 from vllm.config.device import DeviceConfig
 from vllm.config.hpu import HPUConfig
+from vllm.config.inc import IncConfig
+from vllm.config.kv_transfer import ConnectorConfig, KVTransferConfig
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.model import ModelArch, ModelConfig, RopeConfig
@@ -20,9 +22,12 @@ from vllm.config.vllm import VllmConfig
 
 __all__ = [
     "CacheConfig",
+    "ConnectorConfig",
     "DeviceConfig",
     "HPUConfig",
+    "IncConfig",
     "KVEventsConfig",
+    "KVTransferConfig",
     "LoRAConfig",
     "LoadConfig",
     "ModelArch",

@@ -7,7 +7,7 @@ from typing import Literal
 from vllm.config.fields import check_at_least, check_one_of
 from vllm.errors import ConfigError
 
-CacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
+CacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,14 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = None
     """Number of KV blocks, in place of what the memory budget gives."""
 
-    kv_cache_space_bytes: int | None = field(default=None, metadata={"cli": False})
-    """KV cache size in bytes (VLLM_CPU_KVCACHE_SPACE), in place of the memory share."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes of the KV cache, the states of requests included, in place of
+    gpu_memory_utilization; on each card, if there are several. Not set: VLLM_CPU_KVCACHE_SPACE on
+    cpu, else the share."""
 
     kv_cache_dtype: CacheDType = "auto"
-    """Data type of the KV cache. auto: the model's. fp8 is fp8_e4m3: half the memory of bfloat16;
-    on cpu only."""
+    """Data type of the KV cache. auto: the model's. fp8 and fp8_inc are fp8_e4m3: half the memory
+    of bfloat16. Scales are those of the checkpoint, or those measured for QUANT_CONFIG, or 1."""
 
     enable_prefix_caching: bool = True
     """Keep the KV cache of finished requests, and reuse it for requests with the same prefix."""
@@ -50,7 +52,7 @@ class CacheConfig:
         if self.num_gpu_blocks_override is not None:
             # Block 0 is the null block; a request needs at least one more.
             check_at_least(self, 2, "num_gpu_blocks_override")
-        if self.kv_cache_space_bytes is not None:
-            check_at_least(self, 1, "kv_cache_space_bytes")
+        if self.kv_cache_memory_bytes is not None:
+            check_at_least(self, 1, "kv_cache_memory_bytes")
         check_one_of(self, "kv_cache_dtype", typing.get_args(CacheDType))
         check_one_of(self, "prefix_caching_hash_algo", ("sha256", "builtin"))

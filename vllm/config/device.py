@@ -15,8 +15,21 @@ class DeviceConfig:
     device: Device = "auto"
     """Device to run on. auto: hpu when a card is there, else cpu."""
 
-    bound_cores: tuple[int, ...] | None = field(default=None, metadata={"cli": False})
-    """Cores to which the threads of the CPU device are bound, one thread each; None: any."""
+    bound_cores: tuple[tuple[int, ...], ...] | None = field(default=None, metadata={"cli": False})
+    """For each worker on the CPU the cores to which its threads are bound, one thread each; None:
+    any."""
+
+    core_share: tuple[int, ...] | None = field(default=None, metadata={"cli": False})
+    """Cores that the threads of this replica may use, any thread on any of them; None: all."""
+
+    memory_share_bytes: int | None = field(default=None, metadata={"cli": False})
+    """Memory of the machine for the weights and the KV cache of this replica; None: what is
+    free."""
+
+    replica_cores: tuple[tuple[tuple[int, ...], ...], ...] = field(
+        default=(), metadata={"cli": False}
+    )
+    """`bound_cores` of each replica; empty: they get equal shares of the cores."""
 
     counts_threads: bool = field(default=True, metadata={"cli": False})
     """The CPU device chooses the number of its threads; False: OpenMP's settings do."""

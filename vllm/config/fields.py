@@ -25,7 +25,7 @@ from vllm.utils.arguments import flag_of
 FieldKind = Literal["bool", "int", "size", "float", "str", "str_or_bool", "strings", "mapping"]
 
 _KINDS: dict[object, FieldKind] = {bool: "bool", int: "int", float: "float", str: "str"}
-_SIZES = frozenset({"max_model_len"})
+_SIZES = frozenset({"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"})
 """Integers that may be written with a unit, such as 8k."""
 
 
@@ -152,12 +152,14 @@ def _to_int(value: object) -> int:
     raise ValueError(f"must be an integer, got {value!r}")
 
 
-_UNITS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def _to_size(value: object) -> int:
-    """An integer; as text also with k (1000), K (1024), m (1000^2) or M (1024^2)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", value.strip()) if type(value) is str else None
+    """An integer; as text also with k (1000), K (1024), m (1000^2), M (1024^2), g or G."""
+    match = (
+        re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG])", value.strip()) if type(value) is str else None
+    )
     if match is None:
         return _to_int(value)
     number = float(match[1]) * _UNITS[match[2]]

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from vllm.config.fields import check_at_least, check_one_of
+from vllm.config.inc import IncConfig
+from vllm.config.layer_kinds import has_no_positions, read_state_layers, read_windows
 from vllm.config.pooler import ModelTask, PoolerConfig
 from vllm.errors import ConfigError
 
@@ -65,6 +67,8 @@ class ModelArch:
     layer_windows: tuple[int | None, ...]
     """Window of each layer: how many of the most recent keys a query sees, itself included; None:
     all."""
+    state_layers: tuple[bool, ...]
+    """Per layer: whether it keeps a state of fixed size in place of keys and values."""
     dtype: str
     """Data type of the checkpoint."""
     hf_config: Mapping[str, Any]
@@ -81,7 +85,7 @@ class ModelArch:
         if not architectures:
             raise ConfigError("config.json has no 'architectures'")
         hidden_size = _number(config, *_HIDDEN_SIZE)
-        num_heads = _number(config, *_NUM_HEADS)
+        num_heads = _read_num_heads(config, hidden_size)
         head_size = config.get("head_dim") or _divide(config, hidden_size, num_heads)
         num_kv_heads = _read_num_kv_heads(config, num_heads)
         if num_heads % num_kv_heads:
@@ -90,7 +94,7 @@ class ModelArch:
                 f"num_key_value_heads ({num_kv_heads})"
             )
         num_layers = _number(config, *_NUM_LAYERS)
-        windows = _read_windows(config, num_layers)
+        windows = read_windows(config, num_layers)
         return cls(
             architecture=architectures[0],
             model_type=config.get("model_type", ""),
@@ -107,6 +111,7 @@ class ModelArch:
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             layer_ropes=_read_ropes(config, head_size, windows),
             layer_windows=windows,
+            state_layers=read_state_layers(config, num_layers),
             dtype=_read_dtype(config),
             hf_config=dict(config),
         )
@@ -120,6 +125,11 @@ class ModelArch:
             if rope is not None and window is None
         ]
         return next(iter(ropes), next((rope for rope in self.layer_ropes if rope), None))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a state of each request."""
+        return any(self.state_layers)
 
     @property
     def embedding_size(self) -> int:
@@ -147,7 +157,7 @@ class ModelArch:
 
 
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
-_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _INTERMEDIATE_SIZE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
@@ -176,6 +186,11 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
     return int(value)
 
 
+def _read_num_heads(config: Mapping[str, Any], hidden_size: int) -> int:
+    # The channels of Mamba are independent of each other, as heads are.
+    return hidden_size if config.get("model_type") == "mamba" else _number(config, *_NUM_HEADS)
+
+
 def _read_num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
     given = _first(config, _NUM_KV_HEADS)
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
@@ -185,13 +200,16 @@ def _read_num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
     return int(given or num_heads)
 
 
-_POSITIONS_OF_ALIBI = 2048
-"""Of a model that has no positions and does not say how long its texts may be; BLOOM's training."""
+_UNSAID_POSITIONS = 2048
+"""Of a model that has no positions and does not say how long its texts may be: what BLOOM and Mamba
+were trained with."""
+_MAY_LEAVE_POSITIONS_OUT = ("bloom", "mamba", "mamba2")
 
 
 def _read_max_positions(config: Mapping[str, Any]) -> int:
-    if config.get("model_type") == "bloom" and _first(config, _MAX_POSITIONS) is None:
-        return _POSITIONS_OF_ALIBI
+    may_be_unsaid = config.get("model_type") in _MAY_LEAVE_POSITIONS_OUT
+    if may_be_unsaid and _first(config, _MAX_POSITIONS) is None:
+        return _UNSAID_POSITIONS
     return _number(config, *_MAX_POSITIONS)
 
 
@@ -216,9 +234,6 @@ def _read_dtype(config: Mapping[str, Any]) -> str:
     return name.removeprefix("torch.")
 
 
-_WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
-"""Model types of which every n-th layer has full attention, the others a window; for configs that
-do not name the kinds of their layers."""
 _NO_ROPE_WITHOUT_WINDOW = frozenset({"cohere2"})
 """Model types whose layers of full attention have no rotations."""
 
@@ -243,6 +258,8 @@ def _read_ropes(
             local = _read_rope(config, head_size, {}, local_theta)
     if config.get("model_type") in _NO_ROPE_WITHOUT_WINDOW:
         full = None
+    if has_no_positions(config):
+        full = local = None
     has_rope = config.get("no_rope_layers") or _layers_with_rope(config, len(windows))
     return tuple(
         (full if window is None else local) if is_rotated else None
@@ -312,32 +329,6 @@ def _read_norm_eps(config: Mapping[str, Any]) -> float:
     return float(next(given, _DEFAULT_NORM_EPS))
 
 
-_NO_WINDOWS = frozenset({"llama", "opt", "bert", "roberta", "xlm-roberta", "camembert"})
-"""Model types whose attention ignores `sliding_window`, though some checkpoints give one."""
-_WINDOWS_IF_SWITCHED_ON = frozenset({"qwen2", "qwen3"})
-"""Model types that use windows only with `use_sliding_window`."""
-
-
-def _read_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    window, model_type = config.get("sliding_window"), config.get("model_type")
-    is_on = config.get("use_sliding_window", model_type not in _WINDOWS_IF_SWITCHED_ON)
-    if window is None or model_type in _NO_WINDOWS or is_on is False:
-        return (None,) * num_layers
-    layer_types = config.get("layer_types")
-    if layer_types:
-        if len(layer_types) < num_layers:
-            raise ConfigError(
-                f"layer_types names {len(layer_types)} layers, num_hidden_layers is {num_layers}"
-            )
-        kinds = layer_types[:num_layers]  # longer if num_hidden_layers was overridden
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    pattern = config.get("sliding_window_pattern") or _WINDOW_PATTERNS.get(str(model_type))
-    if pattern:
-        return tuple(None if (i + 1) % pattern == 0 else window for i in range(num_layers))
-    first = config.get("max_window_layers") if config.get("use_sliding_window") else 0
-    return tuple(None if i < (first or 0) else window for i in range(num_layers))
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The model and its tokenizer as the engine runs them."""
@@ -387,9 +378,13 @@ class ModelConfig:
     """Data type of weights and activations. auto: that of the checkpoint."""
 
     quantization: str | None = field(default=None, metadata={"aliases": ("-q",)})
-    """Quantize the weights of an unquantized checkpoint: int8, int4 (both on the CPU) or fp8. A
-    quantized checkpoint may be named by its own format: fp8, gptq, awq, compressed-tensors. Not
-    set: as in the checkpoint."""
+    """Quantize the weights of an unquantized checkpoint: int8, int4 (both on the CPU), fp8, or inc
+    with the file of `quant_config`. A quantized checkpoint may be named by its own format: fp8,
+    gptq, awq, compressed-tensors. Not set: as in the checkpoint."""
+
+    quant_config: str | None = None
+    """JSON file of Intel Neural Compressor, which `vllm calibrate` writes: what to measure, or the
+    scales of FP8 to use. Means quantization=inc. Not set: that of QUANT_CONFIG."""
 
     seed: int = 0
     """Seed for requests without a seed."""
@@ -438,6 +433,9 @@ class ModelConfig:
 
     path: str | None = field(default=None, metadata={"cli": False})
     """Local folder of the model; set by the time an engine starts."""
+
+    inc: IncConfig | None = field(default=None, metadata={"cli": False})
+    """Content of the file of `quant_config`; set by the time an engine starts."""
 
     pooler: PoolerConfig | None = field(default=None, metadata={"cli": False})
     """Set by the time an engine starts, for a pooling model; None: the model generates."""

@@ -6,9 +6,6 @@ from typing import Literal
 from vllm.config.fields import check_at_least
 from vllm.errors import ConfigError
 
-ONE_REPLICA = "the engine has one replica of the model"
-"""Why data parallelism is refused."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -18,11 +15,27 @@ class ParallelConfig:
     """Devices that share every layer."""
 
     pipeline_parallel_size: int = field(default=1, metadata={"aliases": ("-pp",)})
-    """Groups of devices that run consecutive layers."""
+    """Groups of devices that run consecutive layers: stages, which work on different requests at
+    the same time."""
 
-    distributed_executor_backend: Literal["uni", "mp"] | None = None
+    enable_expert_parallel: bool = False
+    """Divide the experts of a mixture among the devices of tensor_parallel_size. False: split every
+    expert over all of them. No effect on one device, or on a model without experts."""
+
+    data_parallel_size: int = field(default=1, metadata={"aliases": ("-dp",)})
+    """Replicas of the model behind one server, each in a process of its own. Every request goes to
+    the replica with the fewest tokens to compute. CPU cores and memory are divided among them."""
+
+    data_parallel_rank: int = field(default=0, metadata={"cli": False})
+    """Which of the replicas this is, from 0."""
+
+    pipeline_layer_partition: tuple[int, ...] | None = field(default=None, metadata={"cli": False})
+    """Number of layers of each stage (VLLM_PP_LAYER_PARTITION); None: as even as possible."""
+
+    distributed_executor_backend: Literal["uni", "mp", "ray"] | None = None
     """Who runs the workers. uni: the engine's own process, for one device. mp: one process for each
-    device on this machine, the engine's own among them. Not set: uni for one device, else mp."""
+    device on this machine, the engine's own among them. ray: actors of a Ray cluster, on one
+    machine or several; needs the extra vllm[ray]. Not set: uni for one device, else mp."""
 
     distributed_timeout_s: float = 300.0
     """Seconds that one worker waits for the others in an exchange of tensors. Longer means that one
@@ -36,7 +49,9 @@ class ParallelConfig:
     collective_rpc. Not set: none."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size")
+        check_at_least(
+            self, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
+        )
         if not self.distributed_timeout_s > 0:
             raise ConfigError(
                 f"distributed_timeout_s must be more than 0, got {self.distributed_timeout_s}"
@@ -45,15 +60,32 @@ class ParallelConfig:
             raise ConfigError(
                 f"distributed_executor_backend='uni' runs one worker, and "
                 f"tensor_parallel_size * pipeline_parallel_size is {self.world_size}. Leave "
-                f"distributed_executor_backend out, or use 'mp'"
-            )
-        if self.pipeline_parallel_size > 1:
-            raise ConfigError(
-                f"pipeline_parallel_size={self.pipeline_parallel_size}: not available in this "
-                f"version. Leave it out; tensor_parallel_size splits a model over devices"
+                f"distributed_executor_backend out, or use 'mp' or 'ray'"
             )
 
     @property
     def world_size(self) -> int:
-        """Workers in all."""
+        """Workers of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+def even_partition(num_layers: int, num_stages: int) -> list[int]:
+    """Number of layers of each stage. Those that are left over go to the stages in the middle, then
+    to the first one: the last one computes logits and samples besides.
+
+    >>> even_partition(8, 3), even_partition(32, 2), even_partition(3, 2)
+    ([3, 3, 2], [16, 16], [2, 1])
+
+    Raises:
+        ConfigError: there are fewer layers than stages.
+    """
+    if num_layers < num_stages:
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages}: the model has {num_layers} layers, and each "
+            f"stage needs one. Lower pipeline_parallel_size"
+        )
+    size, num_left = divmod(num_layers, num_stages)
+    sizes = [size] * num_stages
+    for index in [*range(1, num_stages - 1), 0][:num_left]:
+        sizes[index] += 1
+    return sizes

@@ -20,7 +20,8 @@ class SchedulerConfig:
     """Maximum number of tokens of a request, prompt and output together (flag: see ModelConfig)."""
 
     max_num_seqs: int = field(metadata={"auto": True})
-    """Maximum number of requests in one step. Not set: 256 on cpu, 128 on hpu."""
+    """Maximum number of requests in one step. Not set: 256 on cpu, 128 on hpu; 32 for a
+    model with states (Mamba layers)."""
 
     max_num_batched_tokens: int = field(metadata={"auto": True})
     """Maximum number of tokens in one step, over all requests. Not set: 2048 on cpu and 8192 on

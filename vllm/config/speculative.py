@@ -5,16 +5,18 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from vllm.config.fields import check_at_least, check_one_of
+from vllm.config.model import ModelConfig
 from vllm.errors import ConfigError
 
-DraftMethod = Literal["ngram", "suffix"]
+DraftMethod = Literal["ngram", "suffix", "draft_model"]
 
-METHODS_WITHOUT_EFFECT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
-"""Methods of other engines that need a model of their own. Outputs are the same without them."""
+METHODS_WITHOUT_EFFECT = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
+"""Methods of other engines that need heads made for one model. Outputs are the same without
+them."""
 
-_KEYS_OF_DRAFT_MODELS = frozenset(
-    {"draft_tensor_parallel_size", "max_model_len", "model", "quantization", "revision"}
-)
+_KEYS_WITHOUT_EFFECT = frozenset({"draft_tensor_parallel_size"})
+_OF_DRAFT_MODELS = ("model", "revision", "quantization", "max_model_len")
+_DEFAULT_DRAFTS = {"ngram": 5, "suffix": 16, "draft_model": 4}
 MAX_DRAFTS = 64
 
 
@@ -24,10 +26,11 @@ class DraftOptions:
 
     method: DraftMethod
     """ngram: drafts follow the latest place of the same text where the last tokens occurred before;
-    suffix: also in the outputs of earlier requests."""
+    suffix: also in the outputs of earlier requests; draft_model: a smaller model makes them."""
 
     num_speculative_tokens: int = 0
-    """Maximum number of drafts of a request in one step. 0: 5 for ngram, 16 for suffix."""
+    """Maximum number of drafts of a request in one step. 0: 5 for ngram, 16 for suffix,
+    4 for draft_model."""
 
     prompt_lookup_min: int = 0
     """Number of last tokens that must have occurred before. 0: the smaller of 2 and
@@ -47,15 +50,28 @@ class DraftOptions:
     """Make fewer drafts, or none, for a request whose drafts are often wrong, and when the step has
     so many tokens that a draft costs more time than it saves."""
 
+    model: str | None = None
+    """Folder or hub name of the draft model; draft_model only, like the keys below."""
+
+    revision: str | None = None
+    """Branch, tag or commit of the draft model on the hub."""
+
+    quantization: str | None = None
+    """Format that the weights of the draft model are rounded to, as in the flag --quantization."""
+
+    max_model_len: int = 0
+    """Requests get no drafts beyond so many tokens. 0: as many as the draft model can process."""
+
     def __post_init__(self) -> None:
-        check_one_of(self, "method", ("ngram", "suffix"))
+        check_one_of(self, "method", ("ngram", "suffix", "draft_model"))
+        self._check_model()
         numbers = [f.name for f in fields(self) if f.type in ("int", int)]
         check_at_least(self, 0, *numbers)
         check_at_least(self, 1, "suffix_cache_tokens")
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"adaptive must be true or false, got {self.adaptive!r}")
         defaults = {
-            "num_speculative_tokens": 5 if self.method == "ngram" else 16,
+            "num_speculative_tokens": _DEFAULT_DRAFTS[self.method],
             "prompt_lookup_min": min(2, self.prompt_lookup_max or 2),
             "prompt_lookup_max": max(8, self.prompt_lookup_min),
         }
@@ -73,16 +89,30 @@ class DraftOptions:
                 f"({self.prompt_lookup_max})"
             )
 
+    def _check_model(self) -> None:
+        for name in _OF_DRAFT_MODELS[:-1]:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"{name} must be a string, got {value!r}")
+        if self.method == "draft_model" and not self.model:
+            raise ConfigError(
+                "the method draft_model needs the key 'model': the folder or the hub name of a "
+                "smaller model with the same tokenizer"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """Speculative decoding."""
 
     speculative_config: Mapping[str, Any] = field(default_factory=dict)
-    """Drafts of next tokens, which a step verifies together (JSON): method (ngram or suffix),
-    num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, suffix_cache_tokens,
-    disable_by_batch_size, adaptive; see docs/speculative_decoding.md. Outputs are the same with and
-    without."""
+    """Drafts of next tokens, which a step verifies together (JSON): method (ngram, suffix or
+    draft_model), num_speculative_tokens, model, revision, quantization, max_model_len,
+    prompt_lookup_min, prompt_lookup_max, suffix_cache_tokens, disable_by_batch_size, adaptive; see
+    docs/speculative_decoding.md. Outputs are the same with and without."""
+
+    draft_model: ModelConfig | None = field(default=None, metadata={"cli": False})
+    """The model that makes drafts, resolved; None: there is none."""
 
     def __post_init__(self) -> None:
         _ = self.drafts  # raises
@@ -98,8 +128,8 @@ class SpeculativeConfig:
             return "ngram" if model in ("ngram", "[ngram]") else "draft_model"
         if method is None:
             raise ConfigError(
-                "speculative_config needs the key 'method': ngram or suffix; for example "
-                '{"method": "ngram", "num_speculative_tokens": 5}'
+                "speculative_config needs the key 'method': ngram, suffix or draft_model; for "
+                'example {"method": "ngram", "num_speculative_tokens": 5}'
             )
         return str(method)
 
@@ -114,7 +144,7 @@ class SpeculativeConfig:
         if method is None:
             return None
         names = [f.name for f in fields(DraftOptions)]
-        if unknown := [name for name in given if name not in {*names, *_KEYS_OF_DRAFT_MODELS}]:
+        if unknown := [name for name in given if name not in {*names, *_KEYS_WITHOUT_EFFECT}]:
             raise ConfigError(
                 f"speculative_config has no key {', '.join(map(repr, unknown))}; accepted: "
                 f"{', '.join(names)}"
@@ -122,6 +152,8 @@ class SpeculativeConfig:
         if method in METHODS_WITHOUT_EFFECT:
             return None
         options = {name: given[name] for name in names if given.get(name) is not None}
+        if method != "draft_model":  # a model such as "[ngram]" names the method
+            options = {n: value for n, value in options.items() if n not in _OF_DRAFT_MODELS}
         try:
             return DraftOptions(**{**options, "method": method})
         except ConfigError as error:

@@ -1,10 +1,11 @@
 """All configs of one engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm.config.cache import CacheConfig
 from vllm.config.device import DeviceConfig
 from vllm.config.hpu import HPUConfig
+from vllm.config.kv_transfer import ConnectorConfig
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig
 from vllm.config.model import ModelConfig
@@ -29,6 +30,7 @@ class VllmConfig:
     structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    connector: ConnectorConfig = field(default_factory=ConnectorConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     @property
@@ -45,3 +47,16 @@ class VllmConfig:
     def max_blocks_per_request(self) -> int:
         """Length of a block table: blocks of a request of `max_model_len` tokens."""
         return -(-self.scheduler.max_model_len // self.cache.block_size)
+
+    @property
+    def of_draft_model(self) -> "VllmConfig | None":
+        """The config of the draft model beside the model; None if there is none."""
+        draft = self.speculative.draft_model
+        if draft is None:
+            return None
+        load = self.load
+        if load.load_format == "sharded_state":
+            load = replace(load, load_format="auto")
+        return replace(
+            self, model=draft, load=load, speculative=SpeculativeConfig(), lora=LoRAConfig()
+        )

@@ -16,6 +16,15 @@ _RECOVERY = 0.004
 """How much of the way it returns in one step."""
 _UNKNOWN_COST = 0.1
 """Cost of a token before steps of different sizes were seen."""
+_LEAST_STEPS = 3
+"""Steps that have to be measured before their time is known."""
+_PLAIN_AT_FIRST, _PLAIN_PERIOD = 4, 64
+"""While drafts pay, one step of so many has none; the first while no time without is known."""
+_FIRST_WAIT, _LONGEST_WAIT = 64, 4096
+"""While drafts do not pay: steps until they are tried again, which doubles each time."""
+_TRIES = 4
+"""Steps with drafts in each try."""
+_SHORT_PAUSE = 2
 _LEAST_COST, _LARGEST_COST = 0.03, 0.95
 """Limits of a measured cost, as measurements are noisy."""
 
@@ -50,13 +59,84 @@ class StepCost:
             return _LEAST_COST
         return min(max(slope * num_tokens / total, _LEAST_COST), _LARGEST_COST)
 
+    def seconds(self, num_tokens: int) -> float | None:
+        """Expected time of a step; None before some were seen."""
+        if self._weight < _LEAST_STEPS:
+            return None
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - mean_x * mean_x
+        if variance < 0.25:
+            return mean_y
+        slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / variance)
+        return max(mean_y + slope * (num_tokens - mean_x), 0.1 * mean_y)
+
+
+class DraftPace:
+    """Compares steps with drafts and steps without, by the tokens that they give in a second.
+
+    A step with drafts may take another path through the kernels, and a draft model runs before it:
+    what that costs shows only where both kinds of steps are measured. So now and then a step is of
+    the kind that seems to be slower; while drafts do not pay, less and less often.
+    """
+
+    def __init__(self) -> None:
+        self._plain, self._drafted = StepCost(), StepCost()
+        self._num_steps = 0
+        self._num_plain_steps = 0
+        """Steps without drafts in a row."""
+        self._wait = _FIRST_WAIT
+        self._tries_left = 0
+        self._paused_rows = 0
+        """Requests that ran when drafts did not pay; 0: they pay."""
+
+    def pauses(self, num_rows: int) -> bool:
+        """Whether no step has drafts for now, so that nobody has to think about them. A pause ends
+        early when far fewer requests run."""
+        return self._num_plain_steps < self._wait and num_rows * 2 > self._paused_rows > 0
+
+    def record(self, num_tokens: int, num_rows: int, seconds: float) -> None:
+        """Add a step of decodes; it has drafts where it has more tokens than rows."""
+        if num_tokens == num_rows:
+            self._plain.record(num_rows, seconds)
+            self._num_plain_steps += 1
+            return
+        # After a pause a draft model first runs what was generated meanwhile.
+        if self._num_plain_steps <= _SHORT_PAUSE:
+            self._drafted.record(num_tokens, seconds)
+        self._num_plain_steps = 0
+
+    def allows(self, num_rows: int, num_drafts: int, gain: float) -> bool:
+        """Whether the next step has drafts.
+
+        Args:
+            num_rows: requests that run.
+            num_drafts: drafts that they would have.
+            gain: expected number of right ones.
+        """
+        self._num_steps += 1
+        plain, drafted = self._plain.seconds(num_rows), self._drafted.seconds(num_rows + num_drafts)
+        if plain is None:
+            return drafted is None or self._num_steps % _PLAIN_AT_FIRST != 0
+        if drafted is None or (num_rows + gain) * plain > num_rows * drafted:
+            self._wait, self._tries_left, self._paused_rows = _FIRST_WAIT, 0, 0
+            return self._num_steps % _PLAIN_PERIOD != 0
+        if self._tries_left:
+            self._tries_left -= 1
+            return True
+        self._paused_rows = num_rows
+        if self._num_plain_steps < self._wait:
+            return False
+        self._wait, self._tries_left = min(2 * self._wait, _LONGEST_WAIT), _TRIES - 1
+        return True
+
 
 class DraftControl:
     """Limits the drafts of each request, and counts what became of them.
 
     The i-th draft of a request gives a token with the probability p ** i, where p is the share of
     its drafts that were right. It is worthwhile while that is more than what a token costs where it
-    is computed without a guess.
+    is computed without a guess. And a step has drafts only where it then gives more tokens in a
+    second than one without.
 
     Args:
         max_drafts: limit per request.
@@ -73,6 +153,7 @@ class DraftControl:
         self._adaptive = adaptive
         self._max_requests = max_requests
         self._cost = StepCost()
+        self._pace = DraftPace()
 
     def limits(self, requests: Sequence[Request], num_running: int) -> list[int]:
         """How many drafts each request may have.
@@ -86,17 +167,23 @@ class DraftControl:
         if not self._adaptive:
             return [self._max_drafts] * len(requests)
         cost = self._cost.share_of_a_token(num_running)
-        limits = []
+        limits, expected = [], 0.0
         for request in requests:
             share = request.draft_accuracy
             share = _INITIAL_ACCURACY if share < 0 else share
             limit, gain = 0, share
             while limit < self._max_drafts and gain > cost:
-                limit, gain = limit + 1, gain * share
+                limit, gain, expected = limit + 1, gain * share, expected + gain
             if not limit:
                 request.draft_accuracy = share + _RECOVERY * (_INITIAL_ACCURACY - share)
             limits.append(limit)
+        if any(limits) and not self._pace.allows(num_running, sum(limits), expected):
+            return [0] * len(requests)
         return limits
+
+    def pauses(self, num_running: int) -> bool:
+        """Whether no request may have drafts in this step; cheaper than `limits`."""
+        return self._adaptive and self._pace.pauses(num_running)
 
     def record(self, requests: Sequence[Request], num_drafts: IntArray, counts: IntArray) -> None:
         """Count the result of a step.
@@ -130,6 +217,13 @@ class DraftControl:
             accepted=tuple(self._accepted),
         )
 
-    def record_time(self, num_tokens: int, seconds: float) -> None:
-        """Count the time of a step of decodes."""
+    def record_time(self, num_tokens: int, num_rows: int, seconds: float) -> None:
+        """Count the time of a step of decodes.
+
+        Args:
+            num_tokens: that it ran, drafts included.
+            num_rows: requests that it ran.
+            seconds: that it took.
+        """
         self._cost.record(num_tokens, seconds)
+        self._pace.record(num_tokens, num_rows, seconds)

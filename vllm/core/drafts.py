@@ -15,7 +15,7 @@ from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.plan import Plan
 from vllm.core.running_batch import RunningBatch
 from vllm.core.step import Step
-from vllm.messages import EngineRequest, IntArray
+from vllm.messages import IntArray
 from vllm.request import Request
 
 
@@ -62,15 +62,9 @@ class DraftPlanner:
         self._cache = cache
         self._clock = time.perf_counter
         self._last_result = 0.0
-        self._started: dict[int, tuple[int, float]] = {}
-        """Steps of decodes in flight: step id -> number of tokens, and when it was started."""
-
-    @staticmethod
-    def can_verify(spec: EngineRequest) -> bool:
-        """Whether a request may have drafts. After a draft, the sampler knows how many tokens were
-        generated but not which ones, so a request whose sampling depends on them runs token by
-        token."""
-        return spec.pooling_params is None and not spec.follows_output
+        self._started: dict[int, tuple[int, int, float]] = {}
+        """Steps of decodes in flight: step id -> numbers of tokens and rows, and when it was
+        started."""
 
     def add(self, plan: Plan, num_reserved: int) -> None:
         """Add drafts to the decodes of a plan, within the budget and the free blocks that are left:
@@ -81,6 +75,8 @@ class DraftPlanner:
             num_reserved: free blocks to leave alone.
         """
         running, rows = self._running, plan.rows
+        if self.control.pauses(len(rows)):
+            return
         num_tokens = running.num_tokens[rows]
         # The last token that a request may have is not run, so it is no draft either.
         room = np.minimum(running.limit[rows] - num_tokens - 1, self._source.max_drafts)
@@ -118,7 +114,7 @@ class DraftPlanner:
         """
         total = int(num_tokens.sum())
         if total == len(num_tokens) + sum(map(len, plan.drafts.values())):
-            self._started[step_id] = total, self._clock()
+            self._started[step_id] = total, len(num_tokens), self._clock()
 
     def record(self, step: Step, counts: IntArray | None) -> None:
         """Count the result of a step.
@@ -128,10 +124,10 @@ class DraftPlanner:
             counts: [n] tokens of each; None: one each, and none had drafts.
         """
         now = self._clock()
-        num_tokens, started = self._started.pop(step.step_id, (0, 0.0))
+        num_tokens, num_rows, started = self._started.pop(step.step_id, (0, 0, 0.0))
         if num_tokens:
             # A step that was started ahead waits for the one before it.
-            self.control.record_time(num_tokens, now - max(started, self._last_result))
+            self.control.record_time(num_tokens, num_rows, now - max(started, self._last_result))
         self._last_result = now
         if counts is not None and step.num_drafts is not None:
             self.control.record(step.requests, step.num_drafts, counts)

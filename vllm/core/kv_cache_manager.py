@@ -1,7 +1,8 @@
 """Block tables of requests, and what they share through the prefix cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from vllm.core.cache_events import CacheEventLog
 from vllm.kv_cache_spec import FULL_GROUP, KVCacheGroup
 from vllm.messages import NULL_BLOCK_ID, IntArray
 from vllm.request import Request
+
+_Block = TypeVar("_Block")
+"""The content of a block, kept elsewhere."""
 
 
 class KVCacheManager:
@@ -29,6 +33,9 @@ class KVCacheManager:
     Attributes:
         num_groups: how many groups there are.
         has_windows: blocks are freed while a request runs.
+        freed: (block, hash) of the findable blocks of requests that have left, for who takes this
+            list and saves them; None: nobody does.
+        forgotten: hashes of blocks that were found to be wrong, where `freed` is kept.
     """
 
     def __init__(
@@ -48,6 +55,8 @@ class KVCacheManager:
         self._windowed = {i: g for i, g in enumerate(groups) if g.window is not None}
         self.has_windows = bool(self._windowed)
         self._being_computed: set[int] = set()
+        self.freed: list[tuple[int, bytes]] | None = None
+        self.forgotten: list[bytes] = []
 
     def begin_step(self) -> None:
         """Begin to schedule a step: everything remembered so far is computed by earlier steps."""
@@ -229,6 +238,10 @@ class KVCacheManager:
         """
         for index in range(self.num_groups):
             self.pool.forget(group_keys(request.block_hashes, index))
+        if self.freed is not None:
+            wrong = set(request.block_hashes)
+            self.freed = [entry for entry in self.freed if entry[1] not in wrong]
+            self.forgotten += request.block_hashes
 
     def are_computed(self, block_ids: Sequence[int]) -> bool:
         """Whether earlier steps compute all of the blocks. False if the step that is being
@@ -237,11 +250,51 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Free all blocks of a request. The end of the sequence is evicted before its beginning."""
+        if self.freed is not None:
+            known = request.num_cached_blocks
+            self.freed += zip(request.block_ids[:known], request.block_hashes, strict=False)
         tables = [request.block_ids, *request.more_block_ids]
         block_ids = self._real(list(chain.from_iterable(zip(*tables, strict=True))))
         self.pool.free(reversed(block_ids))
         request.block_ids, request.more_block_ids = [], []
         request.num_cached_blocks = 0
+
+    def restore(
+        self,
+        hashes: Sequence[bytes],
+        token_ids: Sequence[int],
+        load: Callable[[Sequence[bytes]], list[_Block]],
+        write: Callable[[list[int], list[_Block]], bool],
+    ) -> int:
+        """Fill free blocks with contents that are kept elsewhere; they are findable then.
+
+        Args:
+            hashes: of the beginning of a prompt, of which the cache may have some blocks.
+            token_ids: of these blocks, for events.
+            load: gives the contents of hashes, up to the first that is not there.
+            write: writes contents into blocks; False: it has not.
+
+        Returns:
+            The number of blocks that were filled.
+        """
+        assert self.num_groups == 1 and not self.has_windows
+        pool = self.pool
+        found = pool.find(hashes)
+        pool.share(found)  # so that they are not evicted for the others
+        block_ids: list[int] = []
+        try:
+            contents = load(hashes[len(found) :][: pool.num_free])
+            block_ids = pool.allocate(len(contents))
+            if not contents or not write(block_ids, contents):
+                return 0
+            end = len(found) + len(contents)
+            stored = pool.remember(block_ids, hashes[len(found) : end])
+            if self._events is not None:
+                self._events.stored(hashes, [len(found) + i for i in stored], token_ids)
+            return len(contents)
+        finally:
+            pool.free(reversed(block_ids))
+            pool.free(reversed(found))
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
         """The hashes of the first `count` blocks. Each is computed once and kept."""

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 
 from vllm.config.speculative import DraftOptions
-from vllm.core.draft_control import DraftControl
-from vllm.core.drafts import DraftSource
 from vllm.core.token_index import TokenIndex
 from vllm.request import Request
 
@@ -101,16 +99,3 @@ class SuffixDrafts(NgramDrafts):
 
     def _count(self, length: int) -> int:
         return min(self.max_drafts, _DRAFTS_PER_TOKEN * length)
-
-
-def make_drafts(
-    options: DraftOptions | None,
-) -> tuple[DraftSource, DraftControl] | tuple[None, None]:
-    """The source and the limits that the settings ask for; None if they ask for no drafts."""
-    if options is None:
-        return None, None
-    source = {"ngram": NgramDrafts, "suffix": SuffixDrafts}[options.method](options)
-    control = DraftControl(
-        options.num_speculative_tokens, options.adaptive, options.disable_by_batch_size
-    )
-    return source, control

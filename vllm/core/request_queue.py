@@ -35,6 +35,10 @@ class RequestQueue:
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
+    def first(self, count: int) -> list[Request]:
+        """The next `count` requests to admit, in order; less if there are fewer."""
+        return heapq.nsmallest(count, self, key=lambda request: request.sort_key)
+
     def pop(self) -> Request:
         """Remove and return what `peek` shows."""
         request = self.peek()

@@ -20,7 +20,7 @@ from vllm.config import SchedulerConfig
 from vllm.core.draft_control import DraftControl
 from vllm.core.drafts import DraftPlanner, DraftSource
 from vllm.core.kv_cache_manager import KVCacheManager
-from vllm.core.plan import Plan, share_budget
+from vllm.core.plan import Plan, share_budget, share_of_stage
 from vllm.core.preemption import PreemptionPolicy
 from vllm.core.request_queue import RequestQueue
 from vllm.core.results import apply_tokens
@@ -63,6 +63,8 @@ class Scheduler:
         cache: the KV cache, owned by this scheduler.
         draft_source: guesses next tokens; None: one token per request and step.
         draft_control: limits the drafts of each request; None: only the source does.
+        num_stages: of a pipeline. Each works on another step, so several are in flight, and a
+            request waits for its token: only the last stage knows it before the result.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Scheduler:
         cache: KVCacheManager,
         draft_source: DraftSource | None = None,
         draft_control: DraftControl | None = None,
+        num_stages: int = 1,
     ) -> None:
         self.config = config
         self.cache = cache
@@ -84,6 +87,7 @@ class Scheduler:
             if config.enable_chunked_prefill
             else config.max_num_batched_tokens
         )
+        self._num_stages = num_stages
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._step_ids = itertools.count()
@@ -136,7 +140,7 @@ class Scheduler:
         arrival, by_priority = next(self._arrivals), self._preemption.by_priority
         key = (spec.priority, spec.arrival_time, arrival) if by_priority else (arrival,)
         request = Request(spec, key)
-        request.takes_drafts = self._drafts is not None and self._drafts.can_verify(spec)
+        request.takes_drafts = self._drafts is not None and spec.may_have_drafts
         self._requests[spec.request_id] = request
         self.waiting.push(request)
 
@@ -224,8 +228,8 @@ class Scheduler:
             finished = self._finish_failed(step, output.errors)
             step, kept = step.without(step.removed_rows.union(output.errors))
             token_ids, counts = select_tokens(token_ids, counts, kept)
+        self.running.awaits_result[step.rows] = False
         if self._drafts is not None:
-            self.running.awaits_result[step.rows] = False
             self._drafts.record(step, counts)
         result = apply_tokens(step, token_ids, counts, self.running, self.cache)
         if result.finished:
@@ -272,8 +276,8 @@ class Scheduler:
             if self._in_flight:
                 # A request whose last token is in flight has nothing left to run.
                 want[num_tokens >= running.limit[rows]] = 0
-                if self._drafts is not None:
-                    want[running.awaits_result[rows]] = 0
+                want[running.awaits_result[rows]] = 0
+            want = share_of_stage(want, self._num_stages)
             only_decodes = len(rows) <= budget and int(want.max(initial=0)) <= 1
             num_tokens = want
             if not only_decodes:
@@ -297,7 +301,7 @@ class Scheduler:
             block_rows=block_rows,
             block_ids=block_ids,
             only_decodes=only_decodes,
-            has_idle=bool(self._in_flight) or not only_decodes,
+            has_idle=bool(self._in_flight) or not only_decodes or self._num_stages > 1,
         )
 
     def _remember_prefills(self, plan: Plan) -> None:
@@ -412,8 +416,11 @@ class Scheduler:
                 rows, after = rows[samples], after[samples]
         num_tokens = after + 1  # all known tokens are computed, and one more is sampled
         running.num_tokens[rows] = num_tokens
-        if self._drafts is not None:
+        if self._num_stages > 1:
+            running.awaits_result[rows] = True
+        elif self._drafts is not None:
             running.awaits_result[rows] = running.takes_drafts[rows]
+        if self._drafts is not None:
             self._drafts.begin(step_id, num_scheduled, plan)
         requests, request_ids = running.named(rows)
         self._in_flight.append(

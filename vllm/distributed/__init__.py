@@ -13,12 +13,16 @@ from vllm.distributed.parallel_state import (
     cleanup_dist_env_and_memory,
     destroy_distributed_environment,
 )
+from vllm.distributed.pipeline import GlooLink, Link, Stage
 
 __all__ = [
     "CheckedCollectives",
     "Collectives",
+    "GlooLink",
+    "Link",
     "Meeting",
     "RankLayout",
+    "Stage",
     "TPGroup",
     "TorchCollectives",
     "cleanup_dist_env_and_memory",

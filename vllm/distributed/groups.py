@@ -105,6 +105,8 @@ class TPGroup:
     size: int = 1
     collectives: Collectives | None = None
     """None: the default group of torch.distributed."""
+    has_whole_experts: bool = False
+    """The experts of a mixture are divided among the ranks; False: each expert is split."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks; may be in place when there are several."""

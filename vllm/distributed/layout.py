@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from vllm.config import ParallelConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
@@ -19,6 +21,13 @@ class RankLayout:
     pipeline_size: int = 1
     """Stages, which run consecutive layers."""
 
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> "RankLayout":
+        """The ranks of an engine."""
+        return cls(
+            tensor_size=parallel.tensor_parallel_size, pipeline_size=parallel.pipeline_parallel_size
+        )
+
     @property
     def world_size(self) -> int:
         """All ranks."""
@@ -31,6 +40,16 @@ class RankLayout:
     def pipeline_rank(self, rank: int) -> int:
         """Stage of a rank."""
         return rank // self.tensor_size
+
+    @property
+    def result_rank(self) -> int:
+        """The rank whose results count: the first of the last stage."""
+        return self.world_size - self.tensor_size
+
+    @property
+    def ranks_without_tokens(self) -> range:
+        """The ranks that do not sample, those of all stages but the last."""
+        return range(self.result_rank)
 
     @property
     def tensor_groups(self) -> list[list[int]]:

@@ -1,18 +1,22 @@
 """Where the ranks of one engine meet: from here on they can exchange tensors.
 
-The ranks are processes of one machine. They share two pieces of memory that have no name in any
-folder, so nothing is left of them when the processes have ended, however that happened.
+Ranks that are processes of one machine share two pieces of memory that have no name in any folder,
+so nothing is left of them when the processes have ended, however that happened. Ranks of several
+machines meet at an address.
 """
 
 import mmap
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from vllm.config import ParallelConfig
 from vllm.distributed.layout import RankLayout
+from vllm.distributed.pipeline import GlooLink
 from vllm.errors import ConfigError
 
 ARENA_HEADER_BYTES = 4096
@@ -29,13 +33,16 @@ class Meeting:
     layout: RankLayout
     timeout_s: float
     """Longest wait for another rank in one exchange."""
-    store_fd: int
-    """Memory through which the libraries of collectives exchange addresses."""
-    arena_fd: int
-    """Memory through which ranks on the CPU exchange tensors: a header, and two buffers for each
-    rank."""
+    store_fd: int | None = None
+    """Memory through which the libraries of collectives exchange addresses, on one machine."""
+    address: tuple[str, int] | None = None
+    """Host and port of rank 0, in place of it for ranks of several machines."""
+    arena_fd: int | None = None
+    """Memory through which ranks on the CPU exchange tensors: for each stage a header, and two
+    buffers for each of its ranks. None: they are on several machines."""
     has_joined: bool = False
     """The default process group of torch.distributed is that of `join`."""
+    _link: GlooLink | None = None
 
     @classmethod
     def create(cls, parallel: ParallelConfig) -> "Meeting":
@@ -44,37 +51,88 @@ class Meeting:
         Raises:
             ConfigError: the system has no memory without a name.
         """
-        num_bytes = ARENA_HEADER_BYTES + 2 * parallel.world_size * ARENA_BUFFER_BYTES
-        return cls.of(parallel, 0, _shared_memory("store"), _shared_memory("arena", num_bytes))
+        arena_fd = _shared_memory("arena")
+        meeting = cls.of(parallel, 0, _shared_memory("store"), arena_fd)
+        os.ftruncate(arena_fd, meeting.layout.pipeline_size * meeting.arena_bytes)
+        return meeting
 
     @classmethod
     def of(cls, parallel: ParallelConfig, rank: int, store_fd: int, arena_fd: int) -> "Meeting":
         """The same for a rank that has inherited the memory."""
-        layout = RankLayout(
-            tensor_size=parallel.tensor_parallel_size, pipeline_size=parallel.pipeline_parallel_size
-        )
+        layout = RankLayout.of(parallel)
         timeout_s = parallel.distributed_timeout_s
         return cls(
             rank=rank, layout=layout, timeout_s=timeout_s, store_fd=store_fd, arena_fd=arena_fd
         )
 
+    @classmethod
+    def at(cls, parallel: ParallelConfig, rank: int, address: tuple[str, int]) -> "Meeting":
+        """The same for the ranks of several machines.
+
+        Args:
+            parallel: of the engine.
+            rank: of this process.
+            address: free port of the machine of rank 0.
+        """
+        layout, timeout_s = RankLayout.of(parallel), parallel.distributed_timeout_s
+        return cls(rank=rank, layout=layout, timeout_s=timeout_s, address=address)
+
     @property
     def descriptors(self) -> tuple[int, int]:
-        """What other processes inherit."""
+        """What other processes of this machine inherit."""
+        assert self.store_fd is not None and self.arena_fd is not None
         return self.store_fd, self.arena_fd
+
+    @property
+    def arena_bytes(self) -> int:
+        """Size of the part of the arena that the ranks of one stage share."""
+        return ARENA_HEADER_BYTES + 2 * self.layout.tensor_size * ARENA_BUFFER_BYTES
+
+    @property
+    def arena_offset(self) -> int:
+        """Where the part of the stage of this rank begins."""
+        return self.layout.pipeline_rank(self.rank) * self.arena_bytes
 
     def abort(self) -> None:
         """End the exchanges of all ranks that go through the arena, as one of them has failed."""
-        with mmap.mmap(self.arena_fd, ARENA_HEADER_BYTES) as header:
-            header[0] = 1
+        assert self.arena_fd is not None
+        for stage in range(self.layout.pipeline_size):
+            offset = stage * self.arena_bytes
+            with mmap.mmap(self.arena_fd, ARENA_HEADER_BYTES, offset=offset) as header:
+                header[0] = 1
+
+    @cached_property
+    def store(self) -> "torch.distributed.Store":
+        """Through which the libraries of collectives exchange addresses."""
+        size = self.layout.world_size
+        if self.address is None:
+            return torch.distributed.FileStore(f"/proc/self/fd/{self.store_fd}", size)
+        host, port = self.address
+        return torch.distributed.TCPStore(
+            host,
+            port,
+            size,
+            is_master=self.rank == 0,
+            timeout=timedelta(seconds=self.timeout_s),
+        )
 
     def close(self) -> None:
-        """Leave: close the memory, and the process groups that `join` has opened."""
-        os.close(self.store_fd)
-        os.close(self.arena_fd)
+        """Leave, and close the memory."""
+        self.leave()
+        for descriptor in (self.store_fd, self.arena_fd):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def leave(self) -> None:
+        """Close what `join` and `open_link` have opened. A store opens its file again when it ends,
+        so all that refer to it end before its descriptor can become that of another file."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
         if self.has_joined and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self.has_joined = False
+        self.__dict__.pop("store", None)
 
     def join(self, backend: str) -> None:
         """Open the default process group of torch.distributed over all ranks; returns when all have
@@ -94,15 +152,36 @@ class Meeting:
                 "join its workers. Shut the other engine down, or call "
                 "vllm.distributed.cleanup_dist_env_and_memory(), first"
             )
-        store = distributed.FileStore(f"/proc/self/fd/{self.store_fd}", self.layout.world_size)
         distributed.init_process_group(
             backend,
-            store=store,
+            store=distributed.PrefixStore("world", self.store),
             rank=self.rank,
             world_size=self.layout.world_size,
             timeout=timedelta(seconds=self.timeout_s),
         )
         self.has_joined = True
+
+    def open_link(self) -> GlooLink:
+        """Connect the stages of the pipeline; returns when all ranks have come.
+
+        Raises:
+            RuntimeError: a rank has not come in time.
+        """
+        layout, distributed = self.layout, torch.distributed
+        group: Any = distributed.ProcessGroupGloo(
+            distributed.PrefixStore("stages", self.store),
+            self.rank,
+            layout.world_size,
+            timedelta(seconds=self.timeout_s),
+        )
+        stage = layout.pipeline_rank(self.rank)
+        self._link = GlooLink(
+            group,
+            self.rank,
+            None if stage == 0 else self.rank - layout.tensor_size,
+            None if stage == layout.pipeline_size - 1 else self.rank + layout.tensor_size,
+        )
+        return self._link
 
     def open_groups(self, members: list[list[int]]) -> "torch.distributed.ProcessGroup | None":
         """Open process groups, on every rank in the same order, and return the one of this rank.
@@ -121,20 +200,18 @@ class Meeting:
         return found
 
 
-def _shared_memory(name: str, num_bytes: int = 0) -> int:
-    """A file descriptor of memory that processes can share; zeros.
+def _shared_memory(name: str) -> int:
+    """A file descriptor of memory that processes can share, empty.
 
     Args:
         name: for `/proc`, it is in no folder.
-        num_bytes: its size.
 
     Raises:
         ConfigError: the system has no such memory.
     """
     if not hasattr(os, "memfd_create"):
         raise ConfigError(
-            "tensor_parallel_size above 1 needs Linux (memfd_create). Leave it out here"
+            "tensor_parallel_size and pipeline_parallel_size above 1 need Linux (memfd_create). "
+            "Leave them out here"
         )
-    descriptor = os.memfd_create(name)
-    os.ftruncate(descriptor, num_bytes)
-    return descriptor
+    return os.memfd_create(name)

@@ -41,6 +41,8 @@ _PARTS: dict[str, _Part] = {
     "rope_theta": _Part("hf_overrides", "rope_theta", float),
     "speculative_model": _Part("speculative_config", "model", str),
     "num_speculative_tokens": _Part("speculative_config", "num_speculative_tokens", int),
+    "speculative_model_quantization": _Part("speculative_config", "quantization", str),
+    "speculative_max_model_len": _Part("speculative_config", "max_model_len", int),
     "ngram_prompt_lookup_max": _Part("speculative_config", "prompt_lookup_max", int),
     "ngram_prompt_lookup_min": _Part("speculative_config", "prompt_lookup_min", int),
     "speculative_disable_by_batch_size": _Part("speculative_config", "disable_by_batch_size", int),

@@ -8,11 +8,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
-from vllm.engine.process.core_supervisor import CoreSupervisor
+from vllm.engine.metrics.replica_metrics import sum_stats
+from vllm.engine.process.core_replicas import CoreReplicas, ReplicaState
+from vllm.engine.process.startup_state import StartupState
 from vllm.engine.unavailable import refuse_lora
-from vllm.errors import RequestError, RequestTimeoutError
+from vllm.errors import CapacityError, RequestError, RequestTimeoutError
+from vllm.messages import SchedulerStats
 
 if TYPE_CHECKING:
     from vllm.engine.metrics.stats_log import StatsLog
@@ -21,15 +24,71 @@ if TYPE_CHECKING:
 class AsyncControl:
     """Mixed into `AsyncLLM`, which has the engine core."""
 
-    _core: CoreSupervisor
+    _core: CoreReplicas
     _stats_log: "StatsLog"
 
+    _is_shut_down: bool
+
     if TYPE_CHECKING:
+
+        @property
+        def startup(self) -> StartupState: ...
 
         @property
         def vllm_config(self) -> VllmConfig: ...
 
         async def wait_ready(self) -> None: ...
+
+    # ---- state ----------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The latest statistics of all cores together."""
+        return sum_stats(self._core.stats)
+
+    @property
+    def core_pids(self) -> list[int | None]:
+        """Process ids of the cores, replica by replica."""
+        return self._core.pids
+
+    @property
+    def core_pid(self) -> int | None:
+        """Process id of the first core, or None."""
+        return self._core.pids[0]
+
+    @property
+    def num_restarts_done(self) -> int:
+        """How often cores were restarted."""
+        return self._core.num_restarts_done
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are computed."""
+        return self.startup.is_ready
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was shut down or has failed."""
+        return self._is_shut_down or self.errored
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has failed for good."""
+        return self.startup.error is not None
+
+    @property
+    def dead_error(self) -> BaseException:
+        """The error that stopped the engine."""
+        return self._core.dead_error
+
+    async def check_health(self) -> None:
+        """Raise an error if the engine cannot serve; do nothing if it can or is starting.
+
+        Raises:
+            EngineDeadError, ConfigError: it cannot.
+        """
+        if self.startup.error is not None:
+            raise self.startup.error
 
     # ---- settings -------------------------------------------------------------------------
 
@@ -54,8 +113,10 @@ class AsyncControl:
         """The part of the config about structured output."""
         return (await self.get_vllm_config()).structured_output
 
-    async def get_lora_config(self) -> None:
-        """None: LoRA adapters are not supported."""
+    async def get_lora_config(self) -> LoRAConfig | None:
+        """The config of LoRA; None if it is off."""
+        lora = (await self.get_vllm_config()).lora
+        return lora if lora.enable_lora else None
 
     async def is_tracing_enabled(self) -> bool:
         """False: the server makes the traces of requests."""
@@ -93,7 +154,9 @@ class AsyncControl:
     async def reset_prefix_cache(self, device: Any = None) -> bool:
         """Empty the prefix cache. Returns False and changes nothing while requests run."""
         await self.wait_ready()
-        return bool(await self._core.call("reset_prefix_cache"))
+        is_done = all(await self._core.call("reset_prefix_cache"))
+        self._core.forget_prefixes()
+        return is_done
 
     async def reset_mm_cache(self) -> None:
         """Do nothing: this version reads text only, so there is no such cache."""
@@ -133,13 +196,13 @@ class AsyncControl:
         await self.wait_ready()
         call = self._core.call("collective_rpc", method, None, list(args), dict(kwargs or {}))
         try:
-            results: list[Any] = await asyncio.wait_for(call, timeout)
+            results: list[list[Any]] = await asyncio.wait_for(call, timeout)
         except asyncio.TimeoutError:
             raise RequestTimeoutError(
                 f"collective_rpc {method!r} did not finish within timeout={timeout} s; the "
                 f"workers continue the call"
             ) from None
-        return results
+        return [result for of_replica in results for result in of_replica]
 
     async def sleep(self, level: int = 1) -> None:
         """Release the memory of weights and KV cache until `wake_up`.
@@ -157,7 +220,13 @@ class AsyncControl:
             EngineDeadError: the core has died.
         """
         await self.wait_ready()
-        await self._core.call("sleep", level)
+        try:
+            await self._core.call("sleep", level)
+        except CapacityError:
+            if len(self._core) > 1:
+                await self._core.call("wake_up", None)  # the replicas that had no requests
+            raise
+        self._core.forget_prefixes()
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory again. Requests are accepted when all of it is allocated.
@@ -176,7 +245,47 @@ class AsyncControl:
     async def is_sleeping(self) -> bool:
         """Whether the memory of weights or KV cache is released."""
         await self.wait_ready()
-        return bool(await self._core.call("is_sleeping"))
+        return any(await self._core.call("is_sleeping"))
+
+    # ---- replicas -------------------------------------------------------------------------
+
+    def replica_states(self) -> list[ReplicaState]:
+        """What each replica of the engine does."""
+        return self._core.states()
+
+    async def drain_replica(self, replica: int) -> None:
+        """Send no more requests to a replica, and wait until it has none.
+
+        Raises:
+            RequestError: there is no such replica.
+        """
+        await self.wait_ready()
+        await self._core.drain(replica)
+
+    async def resume_replica(self, replica: int) -> None:
+        """Send requests to a replica again.
+
+        Raises:
+            RequestError: there is no such replica.
+        """
+        await self.wait_ready()
+        self._core.resume(replica)
+
+    async def restart_replica(self, replica: int, timeout: float | None = None) -> None:
+        """Drain a replica and replace its process, while the others serve.
+
+        Args:
+            replica: index of the replica, which may have died.
+            timeout: seconds for its requests to end; those that have not ended then end with an
+                error. None: no limit.
+
+        Raises:
+            RequestError: there is no such replica.
+            CapacityError: it is being started already (status 409).
+            ConfigError, EngineDeadError: it could not be started.
+        """
+        await self.wait_ready()
+        await self._core.restart(replica, timeout)
 
     async def start_profile(self) -> None:
         """Begin a trace of what the workers compute, in the folder VLLM_TORCH_PROFILER_DIR.

@@ -23,14 +23,15 @@ from vllm.engine.fan_out import fan_out
 from vllm.engine.input.input_processor import InputProcessor, TokenizedPrompt
 from vllm.engine.input.preparation import Preparation
 from vllm.engine.metrics.engine_metrics import EngineMetrics
+from vllm.engine.metrics.replica_metrics import ReplicaMetrics
 from vllm.engine.metrics.stats_log import StatsLog
 from vllm.engine.metrics.stats_recorder import StatsRecorder
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.output.request_stream import RequestStream
 from vllm.engine.process.admission import Admission, AdmissionLimits
-from vllm.engine.process.core_supervisor import CoreSupervisor
+from vllm.engine.process.core_replicas import CoreReplicas
 from vllm.engine.process.startup_state import StartupState
-from vllm.engine.process.wire import AbortRequests, AddRequests, CoreOutput, Refused
+from vllm.engine.process.wire import CoreOutput, Refused
 from vllm.engine.unavailable import refuse
 from vllm.errors import (
     CapacityError,
@@ -40,7 +41,7 @@ from vllm.errors import (
 )
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
-from vllm.messages import EngineRequest, SchedulerStats
+from vllm.messages import EngineRequest
 from vllm.outputs import AnyRequestOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -67,13 +68,12 @@ class AsyncLLM(AsyncControl):
     Args:
         engine_args: what to run.
         limits: limits for waiting requests and their time.
-        num_restarts: how often a core that died is restarted.
+        num_restarts: how often a core that died is restarted, for each replica.
         config: complete, in place of `engine_args`.
         began: when the caller began to wait for the engine, in seconds of `time.monotonic()`; for
             the log. None is when it starts.
 
     Attributes:
-        stats: the latest statistics of the core.
         metrics: the metrics; None before the model's config has been read.
         input_processor, output_processor, generation_defaults: available once it has started.
     """
@@ -88,13 +88,13 @@ class AsyncLLM(AsyncControl):
         began: float | None = None,
     ) -> None:
         assert (engine_args is None) != (config is None), "give either engine_args or config"
-        self.stats = SchedulerStats()
-        self.metrics: EngineMetrics | None = None
+        self.metrics: ReplicaMetrics | None = None
         self._engine_args = engine_args
         self._config = config
         self._began = began
         self._limits = limits or AdmissionLimits()
-        self._core = CoreSupervisor(
+        self._core = CoreReplicas(
+            _num_replicas(engine_args, config),
             num_restarts,
             on_output=self._on_output,
             on_refused=self._on_refused,
@@ -161,7 +161,8 @@ class AsyncLLM(AsyncControl):
         self._is_shut_down = True
         error = EngineDeadError("the engine was shut down")
         self._core.stop(error)
-        self._on_lost(error)
+        for request_id in list(self._streams):
+            self._lose(request_id, error)
         if self._stats_task is not None:
             self._stats_task.cancel()
         self._preparation.shutdown()
@@ -212,14 +213,16 @@ class AsyncLLM(AsyncControl):
             logger.info("start: loading the tokenizer took %.1f s", time.monotonic() - began)
         self.generation_defaults = dict(load_generation_defaults(config.model))
         self.input_processor = InputProcessor(config, tokenizer, self.generation_defaults)
-        self.metrics = EngineMetrics(config.model.served_model_name[0], config)
-        self._recorder = StatsRecorder(self.metrics)
+        name = config.model.served_model_name[0]
+        replicas = [EngineMetrics(name, config, replica=n) for n in range(len(self._core))]
+        self.metrics = ReplicaMetrics(replicas)
+        self._recorder = StatsRecorder(*replicas)
         self.output_processor = OutputProcessor(tokenizer, self._recorder)
         if tokenizer is not None and config.model.pooler is None:
             # While the core loads its weights: no request, the first one least of all, waits for
             # the imports of the grammar libraries.
             self.input_processor.grammar_compiler.start()
-        self._admission = Admission(self._limits, config.scheduler.max_num_seqs)
+        self._admission = Admission(self._limits, config.scheduler.max_num_seqs * len(self._core))
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -246,7 +249,7 @@ class AsyncLLM(AsyncControl):
             prompt_adapter_request: only None for now.
             trace_headers: ignored; the server makes the spans.
             priority: a smaller one goes first, where the scheduling policy is "priority".
-            data_parallel_rank: only None or 0 for now.
+            data_parallel_rank: the replica that computes it; None: the one with the least to do.
 
         Yields:
             Outputs as they come; the last one is finished.
@@ -257,10 +260,7 @@ class AsyncLLM(AsyncControl):
             RequestTimeoutError: it took longer than the limits allow.
             EngineDeadError: the core has died.
         """
-        refuse(
-            prompt_adapter_request=prompt_adapter_request,
-            data_parallel_rank=data_parallel_rank or None,
-        )
+        refuse(prompt_adapter_request=prompt_adapter_request)
         arrival_time = time.time()
         await self.wait_ready()
         text, request = await self._preparation.process(
@@ -275,7 +275,7 @@ class AsyncLLM(AsyncControl):
                 lora_request=lora_request,
             ),
         )
-        stream = self._submit(text, await self._with_grammar(request))
+        stream = self._submit(text, await self._with_grammar(request), data_parallel_rank)
         try:
             while True:
                 output = await stream.get()
@@ -348,19 +348,28 @@ class AsyncLLM(AsyncControl):
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._grammar_lane, processor.attach_grammar, request)
 
-    def _submit(self, text: str | None, request: EngineRequest) -> RequestStream[Any]:
-        """Send a request to the core. Returns its stream."""
+    def _submit(
+        self, text: str | None, request: EngineRequest, replica: int | None = None
+    ) -> RequestStream[Any]:
+        """Send a request to a core. Returns its stream."""
         # The user's id may be used again while outputs of its last request are still arriving.
         own = replace(request, request_id=f"{request.request_id}-{next(self._core_ids)}")
         core_requests = fan_out(own)
         num_tokens = len(request.prompt_token_ids)
         self._admission.check(len(core_requests), num_tokens * len(core_requests))
-        self.output_processor.add_request(
-            request.request_id, text, request.sampling_params, core_requests
-        )
+        core_ids = [core_request.request_id for core_request in core_requests]
+        replica = self._core.choose(own, core_ids, replica)
         try:
-            self._core.send(AddRequests(requests=[own]))
+            self.output_processor.add_request(
+                request.request_id, text, request.sampling_params, core_requests, replica
+            )
         except BaseException:
+            self._core.end(core_ids)
+            raise
+        try:
+            self._core.add(replica, own)
+        except BaseException:
+            self._core.end(core_ids)
             self.output_processor.abort([request.request_id])
             raise
         for core_request in core_requests:
@@ -394,19 +403,18 @@ class AsyncLLM(AsyncControl):
 
     def _send_aborts(self, core_ids: list[str]) -> None:
         self._admission.end(core_ids)
-        if core_ids:
-            self._core.send(AbortRequests(request_ids=core_ids))
+        self._core.abort(core_ids)
 
     # ---- messages of the core ---------------------------------------------------------------
 
-    def _on_output(self, message: CoreOutput) -> None:
-        self.stats, output = message.stats, message.output
+    def _on_output(self, replica: int, message: CoreOutput) -> None:
+        output = message.output
         if output.scheduled_times:
             self._admission.begin(output.scheduled_times)
         if output.finished:
             self._admission.end(output.finished)
         outputs, stopped = self.output_processor.process(output)
-        self._recorder.end_message(message.stats)
+        self._recorder.end_message(message.stats, replica)
         if stopped:
             self._send_aborts(stopped)
         for request_output in outputs:
@@ -425,6 +433,7 @@ class AsyncLLM(AsyncControl):
             timer.cancel()
 
     def _on_refused(self, message: Refused) -> None:
+        self._core.end([message.request_id])
         request_id = self.output_processor.request_id_of(message.request_id)
         if request_id is None:
             return  # another sample of it was refused before
@@ -433,17 +442,24 @@ class AsyncLLM(AsyncControl):
             error = CapacityError(message.message, status=message.status)
         self._end_with(request_id, error)
 
-    def _on_lost(self, error: BaseException) -> None:
-        """The core has died: end all requests with its error."""
-        self.stats = SchedulerStats()
-        for request_id, stream in list(self._streams.items()):
+    def _on_lost(
+        self, replica: int, error: BaseException, will_return: bool, core_ids: list[str]
+    ) -> None:
+        """The core of a replica has died: end its requests with its error."""
+        if self.metrics is not None and will_return:
+            self.metrics.replicas[replica].record_restart()
+        for core_id in core_ids:
+            request_id = self.output_processor.request_id_of(core_id)
+            if request_id is not None:
+                self._lose(request_id, error)
+
+    def _lose(self, request_id: str, error: BaseException) -> None:
+        """End a request whose core is gone with an error."""
+        if (stream := self._streams.get(request_id)) is not None:
             stream.fail(error)
-            self._forget(request_id)
-        if self.is_loaded:
-            if self.metrics is not None and self.startup.error is None:
-                self.metrics.record_restart()
-            self._admission.clear()
-            self.output_processor.abort(self.output_processor.unfinished_request_ids)
+        self._forget(request_id)
+        _, core_ids = self.output_processor.abort([request_id])
+        self._admission.end(core_ids)
 
     # ---- the engine itself ----------------------------------------------------------------
 
@@ -480,48 +496,16 @@ class AsyncLLM(AsyncControl):
         return self.tokenizer
 
     @property
-    def core_pid(self) -> int | None:
-        """Process id of the core, or None."""
-        return self._core.pid
-
-    @property
-    def num_restarts_done(self) -> int:
-        """How often the core was restarted."""
-        return self._core.num_restarts_done
-
-    @property
     def num_unfinished_requests(self) -> int:
         """Number of requests whose outputs are not complete."""
         return len(self._streams)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether requests are computed."""
-        return self.startup.is_ready
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it was shut down or has failed."""
-        return self._is_shut_down or self.errored
-
-    @property
-    def errored(self) -> bool:
-        """Whether the engine has failed for good."""
-        return self.startup.error is not None
-
-    @property
-    def dead_error(self) -> BaseException:
-        """The error that stopped the engine."""
-        return self._core.dead_error
-
-    async def check_health(self) -> None:
-        """Raise an error if the engine cannot serve; do nothing if it can or is starting.
-
-        Raises:
-            EngineDeadError, ConfigError: it cannot.
-        """
-        if self.startup.error is not None:
-            raise self.startup.error
+def _num_replicas(engine_args: "EngineArgs | None", config: VllmConfig | None) -> int:
+    """How many cores to start. A wrong number is reported when the config is made."""
+    if config is not None:
+        return config.parallel.data_parallel_size
+    return max(1, engine_args.data_parallel_size) if engine_args is not None else 1
 
 
 AsyncLLMEngine = AsyncLLM

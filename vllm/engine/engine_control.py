@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm.config import ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
 from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.reader import Metric, read_metrics
@@ -82,11 +82,12 @@ class EngineControl:
         """The part of the config about structured output."""
         return self.vllm_config.structured_output
 
-    def get_lora_config(self) -> None:
-        """None: LoRA adapters are not supported."""
+    def get_lora_config(self) -> LoRAConfig | None:
+        """The config of LoRA; None if it is off."""
+        return self.vllm_config.lora if self.vllm_config.lora.enable_lora else None
 
     def get_tokenizer_group(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer. All requests use the same one, because there are no adapters.
+        """The tokenizer, which all requests use, those with adapters too.
 
         Raises:
             RequestError: the engine runs without a tokenizer.

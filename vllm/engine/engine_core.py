@@ -11,17 +11,26 @@ import msgspec
 
 from vllm.config import VllmConfig
 from vllm.core.cache_events import CacheEventLog
+from vllm.core.draft_sources import make_drafts
 from vllm.core.kv_cache_manager import KVCacheManager
-from vllm.core.lookup_drafts import make_drafts
 from vllm.core.scheduler import Scheduler
+from vllm.distributed.kv_transfer.tiers import make_connector
 from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.kv_event_publisher import KVEventPublisher
+from vllm.engine.kv_transfer import KVTransfer
 from vllm.engine.run_ahead import RunAhead
-from vllm.errors import CapacityError, EngineAsleepError, EngineDeadError, RequestError
+from vllm.errors import (
+    CapacityError,
+    ConfigError,
+    EngineAsleepError,
+    EngineDeadError,
+    RequestError,
+)
 from vllm.executor import Executor, StepHandleLike, WorkerMethod, make_executor
 from vllm.kv_cache_spec import KVCacheGroup
 from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerStats
+from vllm.utils.futures import when_both
 from vllm.utils.trace import cache_counters, get_trace, open_trace, set_trace
 
 logger = init_logger(__name__)
@@ -33,7 +42,7 @@ _PREPARE_WAIT_S = 0.02
 _OF_THE_ENGINE = frozenset(
     {
         *("load", "measure", "allocate", "next_warm_up", "warm_up"),
-        *("execute_model", "sleep", "wake_up"),
+        *("execute_model", "sleep", "wake_up", "read_blocks", "write_blocks"),
     }
 )
 """Methods of the workers that only the engine may call, because they change its own state."""
@@ -67,6 +76,10 @@ class EngineCore:
         try:
             self.executor = make_executor(config) if executor is None else executor
             num_blocks = self.executor.start()
+            self._is_measuring = config.model.inc is not None and config.model.inc.mode == "MEASURE"
+            if self._is_measuring:  # launches of the start had no requests
+                self.executor.collective_rpc("reset_measurements")
+            self._has_measured = False
         except BaseException:
             self._close_publisher()
             raise
@@ -77,8 +90,13 @@ class EngineCore:
             self._events,
             [KVCacheGroup(window) for window in self.executor.cache_windows],
         )
-        drafts = config.speculative.drafts if config.scheduler.max_draft_tokens else None
-        self.scheduler = Scheduler(config.scheduler, cache, *make_drafts(drafts))
+        has_drafts = config.scheduler.max_draft_tokens > 0
+        source, control = make_drafts(config.speculative) if has_drafts else (None, None)
+        self._num_stages = config.parallel.pipeline_parallel_size
+        self.scheduler = Scheduler(
+            config.scheduler, cache, source, control, num_stages=self._num_stages
+        )
+        self._transfer = self._make_transfer(cache)
         self._run_ahead = run_ahead or RunAhead(
             config.scheduler.async_scheduling and self.executor.is_asynchronous
         )
@@ -92,6 +110,19 @@ class EngineCore:
         # Not the exception itself: its traceback references the engine, which could then not be
         # collected.
         self._failure: str | None = None
+
+    def _make_transfer(self, cache: KVCacheManager) -> KVTransfer | None:
+        config = self.config.connector.kv_transfer
+        if config is None:
+            return None
+        if self.executor.cache_windows != (None,):
+            self.executor.shutdown()
+            raise ConfigError(
+                "kv_transfer_config: this model has layers with sliding windows, whose blocks are "
+                "not kept outside of the KV cache. Leave it out"
+            )
+        connector = make_connector(config)
+        return KVTransfer(connector, cache, self.executor, self.config.scheduler.max_num_seqs)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -110,6 +141,8 @@ class EngineCore:
             raise RequestError(f"request {request.request_id!r} is already being processed")
         request = self._named_processors.resolve(request)
         future = self.executor.prepare(request)
+        if self._transfer is not None:
+            future = when_both(future, self._transfer.prepare(request))
         if future is not None and not future.done():
             self._preparing[request.request_id] = request, future
         else:
@@ -120,6 +153,8 @@ class EngineCore:
         ids = list(request_ids)
         for request_id in ids:
             self._preparing.pop(request_id, None)
+        if self._transfer is not None:
+            self._transfer.leave(ids)
         self.scheduler.abort_requests(ids)
         self._publish_events()
 
@@ -132,8 +167,8 @@ class EngineCore:
     def step(self) -> EngineOutput:
         """Start a step, wait for the result of the oldest step in flight, and return it.
 
-        When scheduling ahead, the next step is started before the wait. The output is empty when
-        no request waits or runs.
+        When scheduling ahead, the next step is started before the wait; in a pipeline, one for each
+        stage. The output is empty when no request waits or runs.
 
         Raises:
             EngineDeadError: this step or an earlier one failed. The state of the workers is then
@@ -142,16 +177,17 @@ class EngineCore:
         self._check_alive()
         if self._preparing:
             self._queue_prepared()
-        if not self._in_flight:
-            self._start_step()
-        if self._in_flight and self._run_ahead.is_worthwhile:
-            self._start_step()
+        most = self._num_stages if self._num_stages > 1 else 1 + self._run_ahead.is_worthwhile
+        while len(self._in_flight) < most and self._start_step():
+            pass
         if not self._in_flight:
             return _IDLE
         output = self._wait()
         trace = get_trace()
         with trace.span("update"):
             result = self.scheduler.update(output)
+        if self._transfer is not None:
+            self._transfer.save_freed()
         self._publish_events()
         if trace.is_on:
             pool = self.scheduler.cache.pool
@@ -160,28 +196,39 @@ class EngineCore:
         return result
 
     def has_idle_work(self) -> bool:
-        """Whether `idle_step` has something to do: no request is there, and the warm-up has
-        launches left."""
+        """Whether `idle_step` has something to do: no request is there, and measurements are not
+        written yet, or the warm-up has launches left."""
         is_idle = not (self.has_unfinished_requests() or self._sleeping_tags)
-        return is_idle and self._idle_warm_up is not None and self._failure is None
+        has_work = self._idle_warm_up is not None or self._has_measured
+        return is_idle and has_work and self._failure is None
 
     def idle_step(self) -> None:
-        """Run one launch of the warm-up that is left, for which a request that arrives meanwhile
-        waits.
+        """Write measurements, or run one launch of the warm-up that is left; a request that arrives
+        meanwhile waits.
 
         Raises:
             EngineDeadError: it failed.
         """
-        assert self.has_idle_work() and self._idle_warm_up is not None
+        assert self.has_idle_work()
         try:
-            if next(self._idle_warm_up, None) is None:
+            if self._has_measured:
+                self._save_measurements()
+            elif self._idle_warm_up is not None and next(self._idle_warm_up, None) is None:
                 self._idle_warm_up = None
         except BaseException as failure:
-            self._fail("a launch of the idle warm-up", failure)
+            self._fail("work between requests", failure)
+
+    def _save_measurements(self) -> None:
+        self._has_measured = False
+        for path in self.executor.collective_rpc("save_measurements"):
+            logger.info("wrote measurements to %s", path)
 
     def _queue(self, request: EngineRequest) -> None:
+        self._has_measured = self._is_measuring
         if not self.scheduler.num_unfinished_requests:
             self._run_ahead.idle()
+        if self._transfer is not None:
+            self._transfer.enter(request, len(self.scheduler.waiting))
         self.scheduler.add_request(request)
 
     def _queue_prepared(self) -> None:
@@ -195,22 +242,29 @@ class EngineCore:
                 del self._preparing[request_id]
                 self._queue(request)
 
-    def _start_step(self) -> None:
-        """Start the next step, if a request can run."""
+    def _start_step(self) -> bool:
+        """Start the next step, if a request can run. Returns whether one was started."""
         if not self.scheduler.num_unfinished_requests:
-            return
+            return False
         trace = get_trace()
+        transfer = self._transfer
+        if transfer is not None and transfer.has_late:
+            num_free = self.config.scheduler.max_num_seqs - len(self.scheduler.running)
+            transfer.enter_late(request.spec for request in self.scheduler.waiting.first(num_free))
         with trace.span("schedule"):
             step = self.scheduler.schedule()
+        if transfer is not None:
+            transfer.save_freed()  # of requests that this step preempts
         if not len(step.rows):
             assert self._in_flight, "no waiting request can be scheduled"
-            return
+            return False
         try:
             with trace.span("execute", step=step.step_id, rows=len(step.rows)):
                 handle = self.executor.execute_model(step)
         except BaseException as failure:
             self._fail(f"step {step.step_id}", failure)
         self._in_flight.append((step.step_id, handle))
+        return True
 
     def _wait(self) -> ModelRunnerOutput:
         """Wait for the result of the oldest step in flight."""
@@ -257,6 +311,8 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns False and changes nothing while requests run."""
         is_done = self.scheduler.cache.pool.forget_all()
+        if is_done and self._transfer is not None:
+            self._transfer.reset()
         self._publish_events()
         return is_done
 
@@ -345,11 +401,18 @@ class EngineCore:
                 f"sleep and wake_up are methods of the engine as well",
                 param="method",
             )
+        if self._transfer is not None:
+            self._transfer.check_weights()
         return self.executor.collective_rpc(method, timeout, args, kwargs)
 
     def shutdown(self) -> None:
-        """Shut the workers down and close the trace. Calling it again does nothing."""
+        """Write measurements that are not written yet, shut the workers down and close the trace.
+        Calling it again does nothing."""
         self._in_flight.clear()
+        if self._has_measured and self._failure is None:
+            self._save_measurements()
+        if self._transfer is not None:
+            self._transfer.close()
         self.executor.shutdown()
         self._close_publisher()
         get_trace().close()

@@ -19,7 +19,7 @@ from vllm.engine.metrics.stats_log import StatsLog
 from vllm.engine.metrics.stats_recorder import StatsRecorder
 from vllm.engine.output.output_processor import OutputProcessor
 from vllm.engine.unavailable import refuse
-from vllm.errors import EngineDeadError, RequestError
+from vllm.errors import ConfigError, EngineDeadError, RequestError
 from vllm.inputs import PromptType
 from vllm.logger import init_logger
 from vllm.messages import EngineOutput, EngineRequest, SchedulerStats
@@ -121,6 +121,11 @@ class LLMEngine(EngineControl):
         Raises:
             ConfigError: the engine cannot start with them.
         """
+        if engine_args.data_parallel_size != 1:
+            raise ConfigError(
+                f"data_parallel_size={engine_args.data_parallel_size}: LLM computes in one "
+                f"process, with one replica. Leave it out, or run `vllm serve` or `vllm run-batch`"
+            )
         began = time.monotonic()
         engine = cls.from_vllm_config(engine_args.create_engine_config())
         logger.info("ready in %.1f s: %s", time.monotonic() - began, engine.vllm_config.summary)

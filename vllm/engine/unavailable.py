@@ -53,7 +53,4 @@ _REASONS: dict[str, Callable[[Any], str]] = {
     "lora_request": _lora,
     "prompt_adapter_request": lambda _: ": prompt adapters are not supported. Leave it out",
     "mm_processor_kwargs": lambda _: ": this version reads text only. Leave it out",
-    "data_parallel_rank": lambda rank: (
-        f"={rank}: this version runs one engine, which has rank 0. Leave it out"
-    ),
 }

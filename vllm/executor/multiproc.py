@@ -3,27 +3,29 @@
 A step is sent to all ranks in one message. Each of them computes it and samples: the random
 numbers of a request depend on its seed and the position alone, so all get the same tokens, and
 nobody has to send any. The result is that of rank 0.
+
+In a pipeline only the ranks of the last stage sample. The first of them sends the result to the
+engine, which passes the tokens on to the other stages before it starts the next step of their rows.
 """
 
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
-from functools import cache
 from time import monotonic
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed import Meeting
-from vllm.errors import ConfigError, RequestError
+from vllm.distributed import Meeting, RankLayout
+from vllm.errors import CollectiveError, ConfigError, RequestError
 from vllm.executor.rank_group import RankGroup
-from vllm.executor.rank_wire import PrepareRequest, RunStep
+from vllm.executor.rank_wire import PrepareRequest, RecordTokens, RunStep, result_decoder
 from vllm.executor.step_thread import has_core_to_spare
 from vllm.executor.uniproc import UniProcExecutor
-from vllm.executor.worker_call import WorkerMethod
-from vllm.message_codec import decode_value, decoder
-from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput
-from vllm.worker.interface import StepHandleLike, Worker
+from vllm.executor.worker_call import WorkerMethod, name_to_send, refuse_code
+from vllm.message_codec import decode_value
+from vllm.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput, StepTokens
+from vllm.worker.interface import StepHandleLike
 
 
 class MultiprocExecutor(UniProcExecutor):
@@ -76,16 +78,37 @@ class MultiprocExecutor(UniProcExecutor):
         return own + self._results(method, calls)
 
     def _results(self, method: str, calls: "Sequence[Future[bytes]]") -> list[Any]:
-        decode = _result_decoder(method)
+        decode = result_decoder(method)
         return [decode(call.result()) for call in calls]
 
     # ---- steps ----------------------------------------------------------------------------
 
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
         """Start a step on all ranks."""
-        self._running_ranks.broadcast(RunStep(step=step))
+        ranks, result = self._running_ranks, None
+        if self._config.parallel.pipeline_parallel_size > 1:
+            result = ranks.expect_step(step.step_id)
+        ranks.broadcast(RunStep(step=step))
         with self._explained():
-            return _ExplainedStep(super().execute_model(step), self)
+            return _RunningStep(super().execute_model(step), result, self)
+
+    def _finish_step(self, result: "Future[ModelRunnerOutput]") -> ModelRunnerOutput:
+        """Wait for the last stage, and tell the others what it has sampled."""
+        parallel = self._config.parallel
+        layout, limit_s = RankLayout.of(parallel), parallel.distributed_timeout_s
+        try:
+            output = result.result(limit_s)
+        except FutureTimeoutError:
+            raise CollectiveError(
+                "a step of the pipeline",
+                0,
+                f"rank {layout.result_rank} has no result after {limit_s} s",
+            ) from None
+        if len(output.rows):
+            tokens = StepTokens.of(output)
+            self._record_tokens(tokens)
+            self._running_ranks.broadcast(RecordTokens(tokens=tokens), layout.ranks_without_tokens)
+        return output
 
     def prepare(self, request: EngineRequest) -> "Future[None] | None":
         """See `Executor.prepare`.
@@ -93,13 +116,7 @@ class MultiprocExecutor(UniProcExecutor):
         Raises:
             RequestError: the request has code, which only rank 0 could run.
         """
-        if request.sampling_params.logits_processors:
-            raise RequestError(
-                "logits_processors cannot be used with several workers "
-                f"(tensor_parallel_size={self._config.parallel.tensor_parallel_size}): they are "
-                "code, which cannot be sent to the other processes",
-                param="logits_processors",
-            )
+        refuse_code(self._config.parallel, request)
         future = super().prepare(request)
         if future is not None:
             self._running_ranks.broadcast(PrepareRequest(request=request))
@@ -117,14 +134,9 @@ class MultiprocExecutor(UniProcExecutor):
         Raises:
             RequestError: also when `method` is a function, which cannot be sent.
         """
-        if callable(method):
-            raise RequestError(
-                "collective_rpc cannot send a function to the processes of several workers. Give "
-                "the name of a method, and add methods of your own with worker_extension_cls",
-                param="method",
-            )
+        name = name_to_send(method)
         started = monotonic()
-        calls = self._running_ranks.call(method, args, kwargs, is_user=True)
+        calls = self._running_ranks.call(name, args, kwargs, is_user=True)
         own = super().collective_rpc(method, timeout, args, kwargs)
         left_s = None if timeout is None else max(0.0, timeout - (monotonic() - started))
         return own + [decode_value(call.result(left_s)) for call in calls]
@@ -155,21 +167,27 @@ class MultiprocExecutor(UniProcExecutor):
         return self._ranks
 
 
-class _ExplainedStep:
-    """A step in flight on all ranks."""
+class _RunningStep:
+    """A step in flight on all ranks.
 
-    def __init__(self, handle: StepHandleLike, executor: MultiprocExecutor) -> None:
+    Args:
+        handle: of rank 0.
+        result: from the last stage of a pipeline; None: that of rank 0.
+        executor: that has started it.
+    """
+
+    def __init__(
+        self,
+        handle: StepHandleLike,
+        result: "Future[ModelRunnerOutput] | None",
+        executor: MultiprocExecutor,
+    ) -> None:
         self._handle = handle
+        self._result = result
         self._executor = executor
 
     def result(self) -> ModelRunnerOutput:
-        """The result of rank 0."""
+        """The result; waits for it."""
         with self._executor._explained():
-            return self._handle.result()
-
-
-@cache
-def _result_decoder(method: str) -> Any:
-    """What decodes the result of a method of `Worker`, by its declared type."""
-    result: Any = typing.get_type_hints(getattr(Worker, method))["return"]
-    return decoder(result).decode
+            output = self._handle.result()
+            return output if self._result is None else self._executor._finish_step(self._result)

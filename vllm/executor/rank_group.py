@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,12 +29,14 @@ from vllm.executor.rank_wire import (
     RankFailed,
     RankResult,
     StartRank,
+    StepResult,
     ToRank,
     decode_from_rank,
     frame,
 )
 from vllm.logger import current_format, init_logger
 from vllm.message_codec import encode, encode_arguments
+from vllm.messages import ModelRunnerOutput
 from vllm.model_executor.models.registry import ModelRegistry
 
 logger = init_logger(__name__)
@@ -42,6 +44,8 @@ logger = init_logger(__name__)
 _SEND_BUFFER_BYTES = 4 * 2**20
 _END_TIMEOUT_S = 5.0
 """For a process that was told to end, or killed."""
+_NOTICE_TIMEOUT_S = 0.5
+"""From the end of a connection between two ranks to the end of the process that has closed it."""
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -115,6 +119,7 @@ class RankGroup:
         self._on_failure = on_failure
         self._ranks: list[_Rank] = []
         self._futures: dict[tuple[int, int], Future[bytes]] = {}
+        self._steps: dict[int, Future[ModelRunnerOutput]] = {}
         self._call_ids = itertools.count()
         self._lock = threading.Lock()
         self._failure: Exception | None = None
@@ -134,8 +139,12 @@ class RankGroup:
 
     # ---- for the engine -------------------------------------------------------------------
 
-    def broadcast(self, message: ToRank) -> None:
-        """Send a message to all ranks; it is encoded once.
+    def broadcast(self, message: ToRank, ranks: Container[int] | None = None) -> None:
+        """Send a message; it is encoded once.
+
+        Args:
+            message: to send.
+            ranks: that get it; None: all.
 
         Raises:
             RankError: a rank has failed, or does not take messages.
@@ -143,7 +152,16 @@ class RankGroup:
         self.check()
         data = frame(encode(message))
         for each in self._ranks:
-            self._send_bytes(each, data)
+            if ranks is None or each.rank in ranks:
+                self._send_bytes(each, data)
+
+    def expect_step(self, step_id: int) -> "Future[ModelRunnerOutput]":
+        """The result of a step that the last stage of a pipeline will send; called before the step
+        is broadcast."""
+        future: Future[ModelRunnerOutput] = Future()
+        with self._lock:
+            self._steps[step_id] = future
+        return future
 
     def call(
         self, method: str, args: Sequence[Any], kwargs: Any = None, *, is_user: bool = False
@@ -229,6 +247,10 @@ class RankGroup:
             message = decode_from_rank(data)
             if isinstance(message, RankResult):
                 self._finish(each.rank, message)
+            elif isinstance(message, StepResult):
+                with self._lock:
+                    step = self._steps.pop(message.output.step_id)
+                step.set_result(message.output)
             else:
                 each.last_words = message
         if not is_open:
@@ -247,6 +269,7 @@ class RankGroup:
         """A rank has ended: end the others, and everything that waits for one."""
         if self._failure is not None:
             return
+        each = self._first_to_fail(each)
         how, words = each.end(), each.last_words
         if words is None:
             self._failure = RankError(f"{each.name} {how}")
@@ -260,10 +283,23 @@ class RankGroup:
             other.process.kill()
         self._on_failure()
         with self._lock:
-            futures, self._futures = self._futures, {}
-        for future in futures.values():
+            waiting: list[Future[Any]] = [*self._futures.values(), *self._steps.values()]
+            self._futures, self._steps = {}, {}
+        for future in waiting:
             future.set_exception(self._failure)
         os.write(self._failure_end, b"x")
+
+    def _first_to_fail(self, each: _Rank) -> _Rank:
+        """The rank that has ended without a word, if one has and this one only waited for it."""
+        if each.last_words is None or not each.last_words.is_of_another:
+            return each
+        deadline = time.monotonic() + _NOTICE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for other in self._ranks:
+                if other.process.poll() is not None and other.last_words is None:
+                    return other
+            time.sleep(0.01)
+        return each
 
     def _end_processes(self, patience_s: float) -> None:
         """Close the connections, which ends the processes; kill those that do not end in time."""

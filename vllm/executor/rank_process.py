@@ -12,27 +12,22 @@ import socket
 import sys
 import traceback
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-from vllm.errors import ConfigError
 from vllm.executor.rank_wire import (
-    CallRank,
     FrameReader,
     FromRank,
-    PrepareRequest,
     RankFailed,
-    RankResult,
-    RunStep,
     StartRank,
+    ToRank,
     decode_to_rank,
     frame,
 )
-from vllm.executor.worker_call import call_worker, make_worker
 from vllm.logger import init_logger
-from vllm.message_codec import CallError, decode_arguments, encode, encode_value
-from vllm.model_executor.models.registry import ModelRegistry
-from vllm.utils.process_memory import keep_for_good
-from vllm.worker.interface import StepHandleLike, Worker
+from vllm.message_codec import encode
+
+if TYPE_CHECKING:
+    from vllm.executor.rank_server import RankServer
 
 logger = init_logger(__name__)
 
@@ -42,100 +37,61 @@ EXIT_CONFIG_ERROR = 2
 
 
 class RankLoop:
-    """Handles the messages of the engine.
+    """Takes the messages of the engine from a socket.
 
     Args:
         connection: to the engine.
-        store_fd: see `Meeting`.
+        meeting_fds: see `Meeting`.
     """
 
     def __init__(self, connection: socket.socket, meeting_fds: tuple[int, int]) -> None:
         self._connection = connection
         self._reader = FrameReader(connection)
         self._meeting_fds = meeting_fds
-        self._worker: Worker | None = None
-        self._start: StartRank | None = None
-        self._last_step: StepHandleLike | None = None
+        self._server: RankServer | None = None
 
     def run(self) -> None:
         """Handle messages until the engine closes the connection."""
         while True:
             for data in self._reader.messages():
                 self._handle(decode_to_rank(data))
-            if self._last_step is not None and not self._has_message():
-                self._finish_step()
+            server = self._server
+            if server is not None and server.has_step and not self._has_message():
+                server.finish_step()
             if not self._reader.receive():
                 return
 
     def _has_message(self) -> bool:
         return bool(select.select([self._connection], [], [], 0)[0])
 
-    def _finish_step(self) -> None:
-        """Wait for the step in flight and note its tokens. Nobody else asks for its result here."""
-        if self._last_step is not None:
-            self._last_step.result()
-            self._last_step = None
+    def _handle(self, message: ToRank) -> None:
+        if isinstance(message, StartRank):
+            self._server = self._start(message)
+            return
+        assert self._server is not None, "the first message is StartRank"
+        self._server.handle(message)
 
-    def _handle(self, message: Any) -> None:
-        if isinstance(message, RunStep):
-            handle = self._running_worker.execute_model(message.step)
-            self._finish_step()  # at most one other is in flight
-            self._last_step = handle
-        elif isinstance(message, CallRank):
-            self._finish_step()
-            self._send(self._call(message))
-        elif isinstance(message, PrepareRequest):
-            self._running_worker.prepare(message.request)
-        elif isinstance(message, StartRank):
-            for name, place in message.models.items():
-                ModelRegistry.register_model(name, place)
-            self._start = message
-            self._worker = make_worker(message.config, message.rank)
+    def _start(self, start: StartRank) -> "RankServer":
+        # Here, as torch takes seconds to import.
+        from vllm.distributed import Meeting
+        from vllm.executor.rank_server import RankServer, is_result_rank
 
-    def _call(self, message: CallRank) -> RankResult:
-        args, kwargs = decode_arguments(message.arguments)
-        worker, method = self._running_worker, message.method
-        if not message.is_user:
-            # A failure of the start is the end of the rank.
-            return RankResult(call_id=message.call_id, value=encode(self._own(method, args)))
-        try:
-            value = encode_value(
-                f"the result of {method}", call_worker(worker, method, args, kwargs)
-            )
-        except Exception as error:  # reported to the caller; the rank goes on
-            return RankResult(call_id=message.call_id, error=CallError.of(error))
-        return RankResult(call_id=message.call_id, value=value)
+        def meet() -> Meeting:
+            return Meeting.of(start.config.parallel, start.rank, *self._meeting_fds)
 
-    def _own(self, method: str, args: list[Any]) -> Any:
-        """A call of the start sequence."""
-        assert self._start is not None
-        if method == "join":
-            # Here, as torch takes seconds to import.
-            from vllm.distributed import Meeting
-
-            meeting = Meeting.of(self._start.config.parallel, self._start.rank, *self._meeting_fds)
-            return self._running_worker.join(meeting)
-        if method == "load":
-            return self._running_worker.load(self._start.rank)
-        result = getattr(self._running_worker, method)(*args)
-        if method == "allocate":
-            keep_for_good()
-        return result
+        # Without a pipeline the engine has the result of its own rank.
+        sends_results = start.config.parallel.pipeline_parallel_size > 1 and is_result_rank(start)
+        return RankServer(start, self._send, meet, sends_results=sends_results)
 
     def _send(self, message: FromRank) -> None:
         self._connection.sendall(frame(encode(message)))
 
-    def fail(self, message: str, *, is_config_error: bool) -> None:
+    def fail(self, failure: RankFailed) -> None:
         """Tell the engine, if it is still there, why this rank ends."""
         try:
-            self._send(RankFailed(message=message, is_config_error=is_config_error))
+            self._send(failure)
         except OSError:
-            logger.debug("the engine has ended before rank could report: %s", message)
-
-    @property
-    def _running_worker(self) -> Worker:
-        assert self._worker is not None, "the first message is StartRank"
-        return self._worker
+            logger.debug("the engine has ended before rank could report: %s", failure.message)
 
 
 def main(socket_fd: int, store_fd: int, arena_fd: int, parent: int) -> int:
@@ -148,13 +104,14 @@ def main(socket_fd: int, store_fd: int, arena_fd: int, parent: int) -> int:
     import_module("torch")  # while the engine reads its model
     try:
         loop.run()
-    except ConfigError as error:
-        loop.fail(str(error), is_config_error=True)
-        return EXIT_CONFIG_ERROR
     except Exception as error:  # last resort: the engine must be told about any error
-        traceback.print_exc()
-        loop.fail(f"{type(error).__name__}: {error}", is_config_error=False)
-        return 1
+        from vllm.executor.rank_server import failure_of
+
+        failure = failure_of(error)
+        if not failure.is_config_error:
+            traceback.print_exc()
+        loop.fail(failure)
+        return EXIT_CONFIG_ERROR if failure.is_config_error else 1
     return 0
 
 

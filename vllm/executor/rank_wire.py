@@ -1,19 +1,29 @@
 """Messages between the process of the engine and those of its other ranks, as msgpack over a socket
 pair. No pickle, no code.
 
-engine -> rank     StartRank, then RunStep, CallRank, PrepareRequest
-rank -> engine     RankResult for each CallRank, RankFailed at the end
+engine -> rank     StartRank, then RunStep, RecordTokens, CallRank, PrepareRequest
+rank -> engine     RankResult for each CallRank, StepResult from the last stage of a pipeline,
+                   RankFailed at the end
 """
 
 import socket
 import struct
+import typing
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import msgspec
 
 from vllm.config import VllmConfig
-from vllm.message_codec import CallError, decode_array
-from vllm.messages import EngineRequest, SchedulerOutput
+from vllm.message_codec import CallError, decode_array, decoder
+from vllm.messages import (
+    EngineRequest,
+    ModelRunnerOutput,
+    RunnerStats,
+    SchedulerOutput,
+    StepTokens,
+)
 
 _HEADER = struct.Struct("<Q")
 _PART_BYTES = 2**20
@@ -23,6 +33,17 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=T
     """Base class of the messages; the name of the class is the tag."""
 
 
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of a rank on one of several machines."""
+
+    index: int
+    """Among the ranks of the machine."""
+    count: int
+    """Ranks of the machine."""
+    has_own_devices: bool
+    """The rank sees its own devices alone, not those of all ranks of the machine."""
+
+
 class StartRank(_Message, frozen=True, kw_only=True):
     """The first message: make the worker."""
 
@@ -30,12 +51,21 @@ class StartRank(_Message, frozen=True, kw_only=True):
     rank: int
     models: dict[str, str]
     """Architectures that plug-ins have registered: name -> "module:Class"."""
+    place: RankPlace | None = None
+    """On its machine; None: all ranks are on one machine."""
 
 
 class RunStep(_Message, frozen=True, kw_only=True):
-    """Run a step. There is no answer: the result of rank 0 counts."""
+    """Run a step. There is no answer: the result of rank 0 counts, or of the first rank of the last
+    stage, which answers with a StepResult."""
 
     step: SchedulerOutput
+
+
+class RecordTokens(_Message, frozen=True, kw_only=True):
+    """Note what the last stage has sampled; to all other stages, before the rows run again."""
+
+    tokens: StepTokens
 
 
 class CallRank(_Message, frozen=True, kw_only=True):
@@ -65,16 +95,26 @@ class RankResult(_Message, frozen=True, kw_only=True):
     """The call has failed; the rank goes on."""
 
 
+class StepResult(_Message, frozen=True, kw_only=True):
+    """The result of a step."""
+
+    output: ModelRunnerOutput
+    stats: RunnerStats
+    """Of the rank that sends it."""
+
+
 class RankFailed(_Message, frozen=True, kw_only=True):
     """The rank has failed and ends."""
 
     message: str
     is_config_error: bool
     """The settings are wrong, so another start will not help."""
+    is_of_another: bool = False
+    """An exchange with another rank has failed, which may have failed itself."""
 
 
-ToRank = StartRank | RunStep | CallRank | PrepareRequest
-FromRank = RankResult | RankFailed
+ToRank = StartRank | RunStep | RecordTokens | CallRank | PrepareRequest
+FromRank = RankResult | StepResult | RankFailed
 
 decode_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array).decode
 decode_from_rank = msgspec.msgpack.Decoder(FromRank, dec_hook=decode_array).decode
@@ -113,3 +153,12 @@ class FrameReader:
             message = bytes(self._data[_HEADER.size : end])
             del self._data[:end]
             yield message
+
+
+@cache
+def result_decoder(method: str) -> Any:
+    """What decodes the result of a method of `Worker`, by its declared type."""
+    from vllm.worker.interface import Worker  # here, as it loads torch, which takes seconds
+
+    result: Any = typing.get_type_hints(getattr(Worker, method))["return"]
+    return decoder(result).decode

@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm.executor.base import Executor
 from vllm.executor.step_thread import StepThread, has_core_to_spare
 from vllm.executor.worker_call import WorkerMethod, call_worker, make_worker
-from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput
+from vllm.messages import EngineRequest, RunnerStats, SchedulerOutput, StepTokens
 from vllm.platforms import resolve_platform
 from vllm.worker.interface import StepHandleLike, Worker
 
@@ -56,6 +56,14 @@ class UniProcExecutor(Executor):
         """Start a step."""
         worker = self._running_worker
         return (worker if self._thread is None else self._thread).execute_model(step)
+
+    def _record_tokens(self, tokens: StepTokens) -> None:
+        """Note what another rank has sampled, after the steps that have been started."""
+        worker = self._running_worker
+        if self._thread is None:
+            worker.record_tokens(tokens)
+        else:
+            self._thread.call(lambda: worker.record_tokens(tokens))
 
     def prepare(self, request: EngineRequest) -> Future[None] | None:
         """See `Executor.prepare`."""

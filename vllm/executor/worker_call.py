@@ -6,6 +6,8 @@ from typing import Any
 
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.errors import ConfigError, RequestError
+from vllm.executor.rank_wire import RankPlace
+from vllm.messages import EngineRequest
 from vllm.platforms import resolve_platform
 from vllm.utils.imports import load_class, load_user_class
 from vllm.worker.interface import Worker
@@ -14,21 +16,60 @@ WorkerMethod = str | Callable[..., Any]
 """Name of a method of the worker, or a function whose first argument is the worker."""
 
 
-def make_worker(config: VllmConfig, rank: int) -> Worker:
+def make_worker(config: VllmConfig, rank: int, place: RankPlace | None = None) -> Worker:
     """The worker of a rank in this process, not yet loaded.
 
     Args:
         config: of the engine.
         rank: of the worker.
+        place: of the rank on its machine; None: all ranks are on this machine.
 
     Raises:
         ConfigError: a class that `config.parallel` names cannot be used, or there is no device.
     """
     parallel = config.parallel
     platform = resolve_platform(config.device.device)
-    platform.set_rank(rank, parallel.world_size)
+    if place is None:
+        platform.set_rank(rank, parallel.world_size)
+    elif place.has_own_devices:
+        platform.set_rank(rank, parallel.world_size, 0, 1)
+    else:
+        platform.set_rank(rank, parallel.world_size, place.index, place.count)
     worker: Worker = resolve_worker_class(parallel, platform.worker_class)(config)
+    if place is not None:
+        worker.num_local_ranks = place.count
     return worker
+
+
+def refuse_code(parallel: ParallelConfig, request: EngineRequest) -> None:
+    """Refuse a request that cannot be sent to other processes.
+
+    Raises:
+        RequestError: it has logits processors.
+    """
+    if request.sampling_params.logits_processors:
+        raise RequestError(
+            "logits_processors cannot be used with several workers (tensor_parallel_size * "
+            f"pipeline_parallel_size is {parallel.world_size}, distributed_executor_backend is "
+            f"{parallel.distributed_executor_backend or 'mp'!r}): they are code, which cannot be "
+            "sent to the other processes",
+            param="logits_processors",
+        )
+
+
+def name_to_send(method: WorkerMethod) -> str:
+    """The method of a call for workers in other processes.
+
+    Raises:
+        RequestError: it is a function, not the name of a method.
+    """
+    if callable(method):
+        raise RequestError(
+            "collective_rpc cannot send a function to the processes of several workers. Give "
+            "the name of a method, and add methods of your own with worker_extension_cls",
+            param="method",
+        )
+    return method
 
 
 def resolve_worker_class(parallel: ParallelConfig, platform_class: str) -> type:

@@ -121,7 +121,7 @@ class Rig:
             BLOCK_SIZE,
         )
         unused = np.zeros(_PADDED_BATCH, np.int32)
-        given = PrefillInput(token_ids.ravel(), positions.ravel(), unused, metadata, unused)
+        given = PrefillInput(token_ids.ravel(), positions.ravel(), unused, metadata, unused, unused)
         packed = self._to_card(fields_of(shape).pack(given, padded_sizes(shape)))
         with self.operators():
             hidden_states = Execution(self._bridge, self.model).run(packed, shape)[1]
@@ -150,7 +150,7 @@ class Rig:
         token_ids[: len(seq_lens)] = [tokens[-1] for tokens in self._tokens]
         positions[: len(seq_lens)] = seq_lens - 1
         unused = np.zeros(_PADDED_BATCH, np.int32)
-        given = DecodeInput(token_ids, unused, positions, metadata, unused)
+        given = DecodeInput(token_ids, unused, positions, metadata, unused, unused)
         return fields_of(shape).pack(given, padded_sizes(shape)), shape
 
     def _to_card(self, packed: IntArray) -> Tensor:

@@ -41,6 +41,8 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     uses_rslora: bool
+    is_transposed: bool
+    """The weights that it changes are [inputs, outputs] in the checkpoint."""
 
     def scale_of(self, module: str, rank: int) -> float:
         """What B @ A of a module is multiplied by (alpha / rank; alpha / sqrt(rank) with rsLoRA).
@@ -133,6 +135,7 @@ def _read_config(path: Path, given: Any) -> AdapterConfig:
         rank_pattern=patterns[0],
         alpha_pattern=patterns[1],
         uses_rslora=bool(given.get("use_rslora")),
+        is_transposed=bool(given.get("fan_in_fan_out")),
     )
 
 
@@ -191,7 +194,14 @@ def find_adapter(request: LoRARequest, max_rank: int) -> AdapterRef:
     folder = adapter_folder(request)
     key = content_key(folder)
     check_files(folder, max_rank)
-    return AdapterRef(name=request.lora_name, path=str(folder), key=key)
+    return AdapterRef(name=request.lora_name, path=str(folder), key=key, number=request.lora_int_id)
+
+
+def request_of(adapter: AdapterRef | None) -> LoRARequest | None:
+    """What a request named its adapter by; None if it has none."""
+    if adapter is None:
+        return None
+    return LoRARequest(adapter.name, adapter.number, adapter.path)
 
 
 def adapter_keys(adapter: AdapterRef | None) -> tuple[CacheKey, ...]:

@@ -19,7 +19,7 @@ from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.cpu.program import Program
 from vllm.ops.cpu.recorder import Recorder
-from vllm.ops.cpu.symbols import Ids
+from vllm.ops.cpu.symbols import Ids, NotFusibleError
 
 logger = init_logger(__name__)
 
@@ -39,8 +39,10 @@ def fuse(model: CausalLM) -> Program | None:
         dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
         recorder = Recorder(next(dtypes, torch.float32))
         positions: Any = Ids(recorder, is_position=True)
-        replaced: Any = recorder  # whatever a launch replaces
-        context = LaunchContext(attention=recorder, positions=positions, replaced=replaced)
+        launch: Any = recorder  # whatever a launch replaces, and whatever adapters it has
+        context = LaunchContext(
+            attention=recorder, positions=positions, replaced=launch, adapters=launch
+        )
         with _recording(recorder), share_context(model).running(context):
             result: Any = model(Ids(recorder, is_position=False), positions)
         return Program(recorder, result)
@@ -62,7 +64,9 @@ def fuse_head(model: CausalLM, forward: Program) -> Program | None:
 
 
 def _fused(name: str, model: CausalLM, record: Callable[[], Program]) -> Program | None:
-    if type(get_ops()) is not CPUOps or load_cpu_kernels() is None or model.tp.size != 1:
+    if load_cpu_kernels() is None:
+        return None
+    if model.stage.count != 1:
         return None
     try:
         program = record()
@@ -78,6 +82,8 @@ def _recording(recorder: Recorder) -> Iterator[None]:
     """Operators that are given symbols are recorded."""
     with _lock, torch.inference_mode():
         before = get_ops()
+        if type(before) is not CPUOps:
+            raise NotFusibleError(f"the operators are {type(before).__name__}")
         set_ops(recorder)
         try:
             yield

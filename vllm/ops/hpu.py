@@ -39,6 +39,16 @@ class HPUOps(NativeOps):
         self._is_lazy, self._has_moe = bridge.is_lazy, bridge.kernels.has_moe
         self._fp8_max = bridge.fp8_max
 
+    @property
+    def fp8_max(self) -> float:
+        return self._fp8_max
+
+    def to_fp8(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._kernels.cast_to_fp8(x, factor, dtype)
+
+    def from_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._kernels.cast_from_fp8(x, scale, dtype)
+
     def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
         prepared = prepare_on_host(weight, self._kernels, self._fp8_max, dtype)
         return super().prepare_weight(weight, dtype) if prepared is None else prepared
@@ -60,16 +70,20 @@ class HPUOps(NativeOps):
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         options: ExpertOptions = SILU_EXPERTS,
+        first_expert: int | None = None,
     ) -> Tensor:
         # The operator is not for plain eager mode.
         can_run = self._is_lazy or torch.compiler.is_compiling()
         is_plain = options == SILU_EXPERTS and gate_up_bias is None and down_bias is None
         if not (can_run and is_plain and self._has_moe):
             return super().moe(
-                *(x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias), options
+                *(x, topk_ids, topk_weights, gate_up, down, gate_up_bias, down_bias),
+                *(options, first_expert),
             )
         weights = topk_weights.to(x.dtype)
-        return self._kernels.moe(x, topk_ids, weights, gate_up.unbind(0), down.unbind(0))
+        return self._kernels.moe(
+            *(x, topk_ids, weights, gate_up.unbind(0), down.unbind(0)), first_expert or 0
+        )
 
     def rotary_angles(
         self, positions: Tensor, cos_sin_cache: Tensor, dtype: torch.dtype, is_neox: bool

@@ -17,7 +17,6 @@ from vllm.ops.stored_weight import (
 )
 from vllm.platforms.habana.bridge import FusedKernels
 
-_LARGEST_OCP = torch.finfo(torch.float8_e4m3fn).max
 _TINY = 1e-8
 """Added to the largest input of a row, so that a row of zeros has a scale."""
 
@@ -45,7 +44,7 @@ class HPUFp8Weight(nn.Module):
     checkpoint, or with one for each row.
 
     Blocks of scales are converted to one scale per output feature, which rounds once more. Where
-    e4m3 ends at 240 (Gaudi 2), numbers are halved and scales doubled.
+    e4m3 ends at 240 (Gaudi 2), numbers of a wider range are halved and scales doubled.
     """
 
     def __init__(self, weight: Fp8Weight, kernels: FusedKernels, fp8_max: float) -> None:
@@ -58,7 +57,7 @@ class HPUFp8Weight(nn.Module):
         else:
             input_scale = weight.input_scale
         numbers, scales = weight.numbers, weight.scales[:, 0].clone()
-        if fp8_max < _LARGEST_OCP:
+        if fp8_max < weight.largest:
             numbers = (numbers.float() * 0.5).to(torch.float8_e4m3fn)
             scales *= 2
             input_scale = None if input_scale is None else 2 * input_scale
@@ -75,7 +74,7 @@ class HPUFp8Weight(nn.Module):
         scale: Tensor = self.input_scale
         if scale is None:
             scale = (rows.abs().amax(-1, keepdim=True).float() + _TINY) / self.fp8_max
-        numbers = self._kernels.cast_to_fp8(rows, scale.reciprocal())
+        numbers = self._kernels.cast_to_fp8(rows, scale.reciprocal(), torch.float8_e4m3fn)
         out = self._kernels.fp8_gemm(numbers, self.weight, scale, self.weight_scale, x.dtype)
         if bias is not None:
             out = out + bias

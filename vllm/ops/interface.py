@@ -13,7 +13,7 @@ the CPU); on a device its effect is undefined.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
 from vllm.ops.stored_weight import StoredWeight
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -195,6 +196,38 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def scan_tokens(
+        self,
+        states: Tensor,
+        rows: Tensor,
+        is_new: Tensor,
+        x: Tensor,
+        steps: Tensor,
+        decay: Tensor,
+        b: Tensor,
+        c: Tensor,
+    ) -> Tensor:
+        """The scan of Mamba-2 over one token of each of B sequences; see `state_space.scan_heads`.
+
+        All but indices are float32.
+
+        Args:
+            states: [rows, H, P, N]; those of the sequences are replaced.
+            rows: [B] int64, no row twice.
+            is_new: [B] bool, sequences that begin with the state 0, whatever their rows hold.
+            x: [B, H, P].
+            steps: [B, H] time steps.
+            decay: [H] negative.
+            b, c: [B, G, N].
+
+        Returns:
+            [B, H, P]
+
+        Raises:
+            IndexError: a row is out of range.
+        """
+
+    @abstractmethod
     def route(
         self, logits: Tensor, top_k: int, routing: Routing, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
@@ -211,6 +244,31 @@ class Ops(ABC):
 
         Raises:
             ValueError: top_k is out of range.
+        """
+
+    @property
+    def fp8_max(self) -> float:
+        """The largest number of e4m3 on this device."""
+        return torch.finfo(torch.float8_e4m3fn).max
+
+    @abstractmethod
+    def to_fp8(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """x * factor, rounded to nearest and limited to the range of the device; NaN stays NaN.
+
+        Args:
+            x: any shape.
+            factor: [1] float32.
+            dtype: one of FP8_DTYPES.
+        """
+
+    @abstractmethod
+    def from_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """x * scale, of `dtype`.
+
+        Args:
+            x: of one of FP8_DTYPES, any shape.
+            scale: [1] float32.
+            dtype: of the result.
         """
 
     @abstractmethod
@@ -235,6 +293,7 @@ class Ops(ABC):
         up: Sequence[StoredWeight],
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
+        first_expert: int | None = None,
     ) -> PreparedExperts | None:
         """Bring the quantized weights of gated experts into the layout that runs.
 
@@ -242,12 +301,46 @@ class Ops(ABC):
             gate, up: [I, hidden] for each expert, on the host.
             down: [hidden, I] for each expert.
             dtype: of the inputs.
+            first_expert: as in `moe`.
 
         Returns:
             None: the device has no kernel for them; they have to be dequantized.
 
         Raises:
             ValueError: experts are stored in different ways.
+        """
+
+    @abstractmethod
+    def prepare_adapter(
+        self, layers: Sequence[AdaptedLayer], parts: Sequence[LowRank | None], dtype: torch.dtype
+    ) -> PreparedAdapter:
+        """Bring an adapter into the layout that runs.
+
+        Args:
+            layers: of the model.
+            parts: of the adapter by their numbers, on the host; None: not changed.
+            dtype: of the inputs.
+        """
+
+    @abstractmethod
+    def add_low_rank(self, y: Tensor, x: Tensor, layer: AdaptedLayer, rows: AdaptedRows) -> Tensor:
+        """Add `(x @ a.T) @ b.T` of the adapter of each row to y, for all projections of a layer.
+
+        Sums are made in float32, and the result is rounded once more. Rows without an adapter keep
+        their bits.
+
+        Args:
+            y: [T, out_features or more], what the layer computes. Changed in place.
+            x: [T, in_features], its inputs.
+            layer: which one.
+            rows: the adapters of the T rows.
+
+        Returns:
+            y
+
+        Raises:
+            IndexError: a row has an adapter that is not there.
+            ValueError: shapes do not fit.
         """
 
     @abstractmethod
@@ -261,6 +354,7 @@ class Ops(ABC):
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         options: ExpertOptions = SILU_EXPERTS,
+        first_expert: int | None = None,
     ) -> Tensor:
         """The sum over a token's k experts e of `weight * (act(x @ gate_up[e].T) @ down[e].T)`. E
         experts of intermediate size I.
@@ -276,12 +370,30 @@ class Ops(ABC):
             gate_up_bias: [E, 2 * I], added to the first product, or None.
             down_bias: [E, hidden], added to the second one, or None.
             options: act, and what the weights multiply.
+            first_expert: id of the first of these E experts. Other ids are those of experts of
+                other ranks, whose part of the sum is left out. None: there are no others.
 
         Returns:
             [T, hidden], new and dense.
 
         Raises:
             ValueError: the shapes or dtypes do not fit each other.
+        """
+
+    @abstractmethod
+    def rows_of_part(
+        self, embed: Callable[[Tensor], Tensor], ids: Tensor, first_id: int, num_rows: int
+    ) -> Tensor:
+        """Rows of a table of which other ranks have the other parts.
+
+        Args:
+            embed: gives the rows of this part for their indices there, [T] -> [T, W].
+            ids: [T] int64, in the whole table.
+            first_id: of this part.
+            num_rows: of this part.
+
+        Returns:
+            [T, W], zeros for ids of other parts.
         """
 
     @abstractmethod

@@ -4,7 +4,7 @@ Never optimised. Norms and softmax are computed in float32 whatever the dtype of
 device implementation derives from this class and replaces what it does better.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,11 +15,13 @@ from vllm.ops.interface import (
     FP8_DTYPES,
     SILU_EXPERTS,
     ExpertOptions,
-    Ops,
     PreparedExperts,
     PreparedWeight,
     Routing,
 )
+from vllm.ops.native_adapters import NativeAdapters
+from vllm.ops.rounded_inputs import RoundedInputs, is_rounding_inputs
+from vllm.ops.state_space import NativeScans
 from vllm.ops.stored_weight import StoredWeight
 
 
@@ -35,7 +37,7 @@ class DenseWeight(nn.Module):
         return F.linear(x, self.weight, bias)
 
 
-class NativeOps(Ops):
+class NativeOps(NativeAdapters, NativeScans):
     """Every operator in torch. Writes over no argument but the caches."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -105,7 +107,16 @@ class NativeOps(Ops):
                 weights = weights / weights.sum(-1, keepdim=True)
         return ids, weights * scale
 
+    def to_fp8(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        largest = self.fp8_max if dtype == torch.float8_e4m3fn else torch.finfo(dtype).max
+        return (x.float() * factor).clamp(-largest, largest).to(dtype)
+
+    def from_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return (x.float() * scale).to(dtype)
+
     def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
+        if is_rounding_inputs(weight):
+            return RoundedInputs(weight, lambda stored: self.prepare_weight(stored, dtype))
         return DenseWeight(weight.dequantize().to(dtype))
 
     def prepare_experts(
@@ -114,6 +125,7 @@ class NativeOps(Ops):
         up: Sequence[StoredWeight],
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
+        first_expert: int | None = None,
     ) -> PreparedExperts | None:
         return None
 
@@ -127,6 +139,7 @@ class NativeOps(Ops):
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         options: ExpertOptions = SILU_EXPERTS,
+        first_expert: int | None = None,
     ) -> Tensor:
         num_experts, hidden, size = down.shape
         if gate_up.shape != (num_experts, 2 * size, hidden) or x.shape[1:] != (hidden,):
@@ -141,14 +154,15 @@ class NativeOps(Ops):
         # All tokens through all experts: no shape depends on the choices.
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in range(num_experts):
-            weight = topk_weights.masked_fill(topk_ids != expert, 0.0).sum(-1, keepdim=True)
+            is_other = topk_ids != expert + (first_expert or 0)
+            weight = topk_weights.masked_fill(is_other, 0.0).sum(-1, keepdim=True)
             middle_bias = None if gate_up_bias is None else gate_up_bias[expert]
             bias = None if down_bias is None else down_bias[expert]
             given = (x * weight).to(x.dtype) if options.scales_inputs else x
             middle = self._activated(F.linear(given, gate_up[expert], middle_bias), options)
             result = F.linear(middle, down[expert], bias)
             if options.scales_inputs:  # also of experts without a bias, which give zero for zero
-                weight = (topk_ids == expert).any(-1, keepdim=True).float()
+                weight = (~is_other).any(-1, keepdim=True).float()
             out += weight * result
         return out.to(x.dtype)
 
@@ -159,6 +173,14 @@ class NativeOps(Ops):
         gate, up = gate_up.float().chunk(2, dim=-1)
         gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
         return (gate * (options.alpha * gate).sigmoid() * (up + 1)).to(gate_up.dtype)
+
+    def rows_of_part(
+        self, embed: Callable[[Tensor], Tensor], ids: Tensor, first_id: int, num_rows: int
+    ) -> Tensor:
+        local_ids = ids - first_id
+        is_elsewhere = (local_ids < 0) | (local_ids >= num_rows)
+        rows = embed(local_ids.masked_fill(is_elsewhere, 0))
+        return rows.masked_fill(is_elsewhere[:, None], 0.0)
 
     def rotary_embedding(
         self,

@@ -36,6 +36,10 @@ class Fp8Weight(StoredWeight):
     """Inputs that share a scale; the last block may have fewer."""
     input_scale: float | None = None
     """What inputs were divided by when they were rounded to fp8; None: chosen for each row."""
+    largest: float = 448.0
+    """The range of the numbers, and of inputs that are rounded."""
+    rounds_inputs: bool = False
+    """Every device rounds inputs with `input_scale`; else one may keep them as they are."""
 
     @property
     def shape(self) -> torch.Size:

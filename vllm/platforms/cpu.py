@@ -42,7 +42,11 @@ class CPUPlatform(Platform):
     @property
     def quantizations(self) -> tuple[str, ...]:
         """What the compiled kernels can multiply with."""
-        return ("int8", "int4", "fp8") if envs.get().VLLM_CPU_KERNELS else ()
+        return ("int8", "int4", "fp8", "inc") if envs.get().VLLM_CPU_KERNELS else ("inc",)
+
+    @property
+    def can_run_draft_models(self) -> bool:
+        return True
 
     @property
     def can_replace_embeddings(self) -> bool:

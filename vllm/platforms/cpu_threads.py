@@ -4,6 +4,8 @@ Knows the machine and the container; counts and cores only, no torch.
 """
 
 import os
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from vllm.errors import ConfigError
@@ -20,26 +22,37 @@ what that process does between them: on two cores, one thread of the bundled mod
 more tokens/s of 64 streams than two. Larger models are faster with all cores."""
 
 
-def parse_cores(text: str, usable: frozenset[int]) -> tuple[int, ...] | None:
-    """The cores of a value of VLLM_CPU_OMP_THREADS_BIND; None for those of `UNBOUND`.
+def parse_cores(
+    text: str, usable: frozenset[int], num_ranks: int = 1
+) -> tuple[tuple[int, ...], ...] | None:
+    """The cores of each rank in a value of VLLM_CPU_OMP_THREADS_BIND; None for those of `UNBOUND`.
 
     Args:
-        text: such as "0-3" or "0,2,4-7".
+        text: one list for all ranks, such as "0-3" or "0,2,4-7", or a list for each, "0-1|2-3".
         usable: cores that this process may use.
+        num_ranks: workers of the engine.
 
     Raises:
-        ConfigError: it does not parse, or names a core that is not usable.
+        ConfigError: it does not parse, names a core that is not usable, or has another number of
+            lists.
     """
     text = text.strip().lower()
     if text in UNBOUND:
         return None
-    if "|" in text:
+    lists = text.split("|")
+    if len(lists) not in (1, num_ranks):
         raise ConfigError(
-            f"{_VARIABLE}={text!r}: there is one list of cores for each rank of tensor "
-            f"parallelism, and this version has one rank"
+            f"{_VARIABLE}={text!r} has {len(lists)} lists of cores, and the engine has {num_ranks} "
+            f"worker{'s' if num_ranks > 1 else ''}. Give one list for all of them, or one for "
+            f"each worker with | between"
         )
+    cores = tuple(_parse_list(text, each, usable) for each in lists)
+    return cores if len(cores) == num_ranks else cores * num_ranks
+
+
+def _parse_list(text: str, cores_of_rank: str, usable: frozenset[int]) -> tuple[int, ...]:
     cores: set[int] = set()
-    for part in text.split(","):
+    for part in cores_of_rank.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() if dash else True)):
             raise ConfigError(
@@ -57,6 +70,81 @@ def parse_cores(text: str, usable: frozenset[int]) -> tuple[int, ...] | None:
             f"{format_cores(cores - usable)}; usable: {format_cores(usable)}"
         )
     return tuple(sorted(cores))
+
+
+def divide_cores(
+    text: str, usable: frozenset[int], num_replicas: int, num_ranks: int = 1
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The cores of each rank of each replica by VLLM_CPU_OMP_THREADS_BIND; empty for those of
+    `UNBOUND`.
+
+    Args:
+        text: a list for each replica, or for each rank of each replica, separated by `|`; or one
+            list, which is divided equally.
+        usable: cores that this process may use.
+        num_replicas: how many replicas there are.
+        num_ranks: workers of each of them.
+
+    Raises:
+        ConfigError: as `parse_cores`; or it has another number of lists, or too few cores.
+    """
+    lists = text.split("|")
+    if len(lists) == 1:
+        (cores,) = parse_cores(text, usable) or [()]
+        if not cores:
+            return ()
+        if len(cores) < num_replicas:
+            raise ConfigError(
+                f"{_VARIABLE}={text!r} names {len(cores)} cores for --data-parallel-size "
+                f"{num_replicas}. Name at least one core for each replica"
+            )
+        return tuple((share,) * num_ranks for share in equal_shares(cores, num_replicas))
+    if len(lists) not in (num_replicas, num_replicas * num_ranks):
+        raise ConfigError(
+            f"{_VARIABLE}={text!r} has {len(lists)} lists of cores, and --data-parallel-size "
+            f"is {num_replicas}. Give one list for each replica, or for each of its workers, or a "
+            f"single one, which is divided"
+        )
+    size = len(lists) // num_replicas
+    parts = ("|".join(lists[start : start + size]) for start in range(0, len(lists), size))
+    found = [parse_cores(part, usable, num_ranks) for part in parts]
+    if any(cores is None for cores in found):
+        raise ConfigError(
+            f"{_VARIABLE}={text!r}: {', '.join(UNBOUND)} cannot be one list of several"
+        )
+    return tuple(cores for cores in found if cores is not None)
+
+
+def equal_shares(cores: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+    """Divide cores among replicas, neighbours together. With fewer cores than replicas, several
+    replicas share a core.
+
+    >>> equal_shares([0, 1, 2, 3, 4], 2)
+    ((0, 1, 2), (3, 4))
+    """
+    if len(cores) < count:
+        return tuple((cores[index % len(cores)],) for index in range(count))
+    size, rest = divmod(len(cores), count)
+    ends = [size * index + min(index, rest) for index in range(count + 1)]
+    return tuple(tuple(cores[a:b]) for a, b in pairwise(ends))
+
+
+def by_place(cores: Iterable[int], folder: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """Cores in the order of sockets and of physical cores, so that neighbours share caches.
+
+    Args:
+        cores: to sort.
+        folder: where the system describes them; cores that it does not describe stay in order.
+    """
+
+    def number(core: int, name: str) -> int:
+        file = folder / f"cpu{core}" / "topology" / name
+        text = file.read_text().strip() if file.is_file() else ""
+        return int(text) if text.isdecimal() else 0
+
+    return sorted(
+        cores, key=lambda core: (number(core, "physical_package_id"), number(core, "core_id"), core)
+    )
 
 
 def format_cores(cores: "frozenset[int] | set[int] | tuple[int, ...]") -> str:
@@ -91,11 +179,15 @@ def quota_cores() -> int | None:
     return max(1, -(-int(quota) // int(period)))
 
 
-def count_cores() -> int:
-    """Cores' worth of time that this process can use."""
+def count_cores(num_replicas: int = 1) -> int:
+    """Cores' worth of time that this process can use.
+
+    Args:
+        num_replicas: processes that share the time of the container, each with cores of its own.
+    """
     num_usable = len(usable_cores())
     quota = quota_cores()
-    return num_usable if quota is None else min(num_usable, quota)
+    return num_usable if quota is None else min(num_usable, max(1, quota // num_replicas))
 
 
 def count_threads(

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from vllm import envs
+from vllm.config.cache import CacheDType
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform
@@ -32,7 +33,7 @@ class HPUPlatform(Platform):
     worker_class = "vllm.worker.hpu.worker:HPUWorker"
     is_asynchronous = True
     needs_static_shapes = True
-    kv_cache_dtypes = ("auto",)
+    kv_cache_dtypes = get_args(CacheDType)
     has_own_memory = True
     # A compiler for cards writes into a graph's input in place, but copies one that is written
     # through a view.
@@ -55,7 +56,27 @@ class HPUPlatform(Platform):
         """hccl; gloo between simulated cards."""
         return self.bridge.collectives_backend
 
-    def set_rank(self, rank: int, world_size: int) -> None:
+    def set_replica(self, index: int, count: int, world_size: int) -> None:
+        """Take `world_size` cards of the machine; those of other replicas become invisible.
+
+        Raises:
+            ConfigError: there are fewer cards.
+        """
+        needed = count * world_size
+        if simulated_card() is None and num_cards() < needed:
+            raise ConfigError(
+                f"data_parallel_size={count} with {world_size} cards each needs {needed} cards, "
+                f"and this machine has {num_cards()}. Lower it"
+            )
+        envs.export_replica(index, count, world_size)
+
+    def set_rank(
+        self,
+        rank: int,
+        world_size: int,
+        local_rank: int | None = None,
+        num_local_ranks: int | None = None,
+    ) -> None:
         """Take the card of this rank.
 
         Raises:
@@ -64,7 +85,8 @@ class HPUPlatform(Platform):
         """
         if world_size == 1:
             return
-        if simulated_card() is None and num_cards() < world_size:
+        num_local = world_size if num_local_ranks is None else num_local_ranks
+        if simulated_card() is None and num_cards() < num_local:
             raise ConfigError(
                 f"tensor_parallel_size={world_size}: this machine has {num_cards()} cards. Lower it"
             )
@@ -74,7 +96,7 @@ class HPUPlatform(Platform):
                 f"engine of one card already. Start this engine in a process of its own, or set "
                 f"PT_HPU_ENABLE_LAZY_COLLECTIVES=true before the first one"
             )
-        envs.export_rank(rank, world_size)
+        envs.export_rank(rank, world_size, local_rank, num_local)
 
     @property
     def ops_class(self) -> str:
@@ -84,7 +106,7 @@ class HPUPlatform(Platform):
     @property
     def quantizations(self) -> tuple[str, ...]:
         """What the card multiplies with."""
-        return ("fp8",)
+        return ("fp8", "inc")
 
     def free_memory_bytes(self) -> int:
         """What is left of the pool of this process."""

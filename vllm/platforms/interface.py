@@ -41,8 +41,24 @@ class Platform(ABC):
         """Of torch.distributed, for tensors on this device."""
         return "gloo"
 
-    def set_rank(self, rank: int, world_size: int) -> None:
-        """Choose the device of this process among those of several. Before it is used."""
+    def set_replica(self, index: int, count: int, world_size: int) -> None:
+        """Choose the devices of this replica among those of the machine. Before they are used."""
+        return None
+
+    def set_rank(
+        self,
+        rank: int,
+        world_size: int,
+        local_rank: int | None = None,
+        num_local_ranks: int | None = None,
+    ) -> None:
+        """Choose the device of this process among those of several. Before it is used.
+
+        Args:
+            rank, world_size: of this process, and processes in all.
+            local_rank, num_local_ranks: the same among those that see the devices of this process;
+                None: all are on this machine.
+        """
         return None
 
     @property
@@ -58,6 +74,11 @@ class Platform(ABC):
     @property
     def can_replace_embeddings(self) -> bool:
         """Its runner can replace the embeddings of tokens by embeddings of requests."""
+        return False
+
+    @property
+    def can_run_draft_models(self) -> bool:
+        """Its worker can run a second model, which makes drafts."""
         return False
 
     @abstractmethod

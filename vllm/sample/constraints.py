@@ -124,11 +124,19 @@ class RowConstraints:
         self._tail.append(token_id)
         del self._tail[: -self._table.max_prefix]
 
-    def pairs(self, num_output_tokens: int) -> tuple[IntArray, FloatArray]:
-        """Distinct token ids [m], and the values to add to their logits [m]."""
+    def pairs(
+        self, num_output_tokens: int, ahead: Sequence[int] = ()
+    ) -> tuple[IntArray, FloatArray]:
+        """Distinct token ids [m], and the values to add to their logits [m].
+
+        Args:
+            num_output_tokens: generated so far.
+            ahead: the last of them, if they are not recorded yet.
+        """
         table = self._table
         pairs = table.early if num_output_tokens < table.min_tokens else table.always
-        banned = table.banned_after(self._tail) if self._tail else None
+        tail = [*self._tail, *ahead] if ahead and table.max_prefix else self._tail
+        banned = table.banned_after(tail[-table.max_prefix :]) if tail else None
         if not banned:
             return pairs
         more = _pairs({}, banned)

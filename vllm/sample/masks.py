@@ -4,7 +4,7 @@ A mask over a vocabulary of V tokens is W words of 32 bits, token t in bit t % 3
 A launch copies the words of its rows to the device and makes bools of them there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +19,9 @@ from vllm.messages import IntArray
 
 WORD_BITS = 32
 _ROWS_PER_JOB = 8
+
+RowDrafts = Mapping[int, Sequence[int]]
+"""row -> guesses of its next tokens."""
 
 
 def num_words(vocab_size: int) -> int:
@@ -102,6 +105,11 @@ class TokenMatcher(Protocol):
         """Write the mask [W] of the next token. Never raises: a failure sets `error`."""
         ...
 
+    def fill_along(self, masks: IntArray, drafts: Sequence[int]) -> None:
+        """Write the masks [1 + d, W] of the next token, and of the tokens behind each of d drafts,
+        which may allow no token where a draft cannot be right. Never raises, as `fill`."""
+        ...
+
     def accept(self, token_id: int) -> None:
         """Add a generated token. Returns at once; `fill` processes it."""
         ...
@@ -123,6 +131,8 @@ class MaskFiller:
         self._pending: dict[int, Future[None]] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._masks: IntArray = np.empty((0, self._shape[1]), np.int32)
+        self._behind: dict[int, IntArray] = {}
+        """[1 + d, W] masks of rows with d drafts, of the newest launch of each."""
 
     def __contains__(self, row: int) -> bool:
         return row in self._matchers
@@ -138,34 +148,43 @@ class MaskFiller:
         """Remove the matcher of a row, if it has one."""
         self._wait(row)
         self._matchers.pop(row, None)
+        self._behind.pop(row, None)
 
     def accept(self, row: int, token_id: int) -> None:
         """Add a token that a row with a matcher has generated."""
         self._matchers[row].accept(token_id)
 
-    def start(self, rows: IntArray) -> None:
-        """Start to fill the masks of those of these rows that have a matcher, in threads."""
+    def start(self, rows: IntArray, drafts: RowDrafts | None = None) -> None:
+        """Start to fill the masks of those of these rows that have a matcher, in threads.
+
+        Args:
+            rows: no row twice.
+            drafts: of rows that have any.
+        """
         if not self._matchers:
             return
         assert self._threads is not None
         wanted = [row for row in rows.tolist() if row in self._matchers]
+        drafts = drafts or {}
         size = max(_ROWS_PER_JOB, -(-len(wanted) // self._num_threads))
         for start in range(0, len(wanted), size):
             part = wanted[start : start + size]
             try:
-                future = self._threads.submit(self._fill, part)
+                future = self._threads.submit(self._fill, part, drafts)
             except RuntimeError:  # the main thread has ended: `mask` fills them
                 return
             self._pending.update(dict.fromkeys(part, future))
 
-    def mask(self, row: int) -> IntArray:
-        """[W] the mask of the row's next token. Waits for it if it was started, else fills it."""
+    def masks(self, row: int, drafts: RowDrafts) -> IntArray:
+        """[1 + d, W] the masks of the row's next token, and behind each of its d drafts. Waits for
+        them if they were started, else fills them."""
         if row in self._pending:
             self._wait(row)
         else:
-            self._fill([row])
-        mask: IntArray = self._masks[row]
-        return mask
+            self._fill([row], drafts)
+        if row in drafts:
+            return self._behind[row]
+        return self._masks[row : row + 1]
 
     def errors(self, rows: IntArray) -> dict[int, str]:
         """row -> error, for those of these rows whose output cannot continue."""
@@ -174,9 +193,14 @@ class MaskFiller:
         found = {row: self._matchers[row].error for row in rows.tolist() if row in self._matchers}
         return {row: error for row, error in found.items() if error is not None}
 
-    def _fill(self, rows: list[int]) -> None:
+    def _fill(self, rows: list[int], drafts: RowDrafts) -> None:
         for row in rows:
-            self._matchers[row].fill(self._masks[row])
+            own = drafts.get(row)
+            if own is None:
+                self._matchers[row].fill(self._masks[row])
+                continue
+            masks = self._behind[row] = np.empty((1 + len(own), self._shape[1]), np.int32)
+            self._matchers[row].fill_along(masks, own)
 
     def _wait(self, row: int) -> None:
         future = self._pending.pop(row, None)

@@ -119,6 +119,29 @@ class TokenCounts:
         self._reserve(width)
         return self._token_ids[rows, :width], self._counts[rows, :width]
 
+    def gather_behind(
+        self, rows: IntArray, ahead: Sequence[Sequence[int]], width: int
+    ) -> tuple[IntArray, FloatArray]:
+        """As `gather`, with tokens of each entry that are counted as if they were generated.
+
+        Args:
+            rows: [n] rows may repeat.
+            ahead: n lists.
+            width: at least `max_distinct` and the longest list together.
+        """
+        token_ids, counts = self.gather(rows, width)
+        for index, (row, more) in enumerate(zip(rows.tolist(), ahead, strict=True)):
+            if not more or row not in self._columns:
+                continue
+            columns, new = self._columns[row], dict[int, int]()
+            for token_id in more:
+                column = columns.get(token_id)
+                if column is None:
+                    column = new.setdefault(token_id, len(columns) + len(new))
+                    token_ids[index, column] = token_id
+                counts[index, column] += 1
+        return token_ids, counts
+
     def _reserve(self, width: int) -> None:
         """Enlarge the arrays to this many distinct tokens."""
         num_rows, have = self._token_ids.shape

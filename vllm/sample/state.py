@@ -4,6 +4,9 @@ Lives on the host. A structure of arrays over rows, so that a launch is a few nu
 copy to the device; rarely used parameters are in dictionaries by row, and cost nothing if unused.
 """
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,14 @@ from vllm.sample.buffers import ToDevice
 from vllm.sample.constraints import BiasTables, LogitEdits, RowConstraints
 from vllm.sample.features import NEUTRAL, SMALL_TOP_K, Feature, Param
 from vllm.sample.logprobs import split_rows
-from vllm.sample.masks import MaskFiller, TokenMasks, TokenMatcher, bit_values, pack_allowed
+from vllm.sample.masks import (
+    MaskFiller,
+    RowDrafts,
+    TokenMasks,
+    TokenMatcher,
+    bit_values,
+    pack_allowed,
+)
 from vllm.sample.metadata import (
     ALL_GREEDY,
     DrawKeys,
@@ -235,18 +245,23 @@ class SamplingState:
         """Whether the next token of any of these rows depends on the recorded tokens."""
         return bool(self._recorded) and not self._recorded.isdisjoint(rows.tolist())
 
-    def start_masks(self, rows: IntArray) -> None:
+    def start_masks(self, rows: IntArray, drafts: RowDrafts | None = None) -> None:
         """Start to fill the masks of structured outputs, in other threads.
 
         To be called before the forward pass; `metadata` waits for them.
 
         Args:
             rows: [n] that will sample.
+            drafts: of rows that have any; `metadata` is given the same.
         """
-        self._filler.start(rows)
+        self._filler.start(rows, drafts)
 
     def metadata(
-        self, rows: IntArray, num_output_tokens: IntArray, padded_size: int | None = None
+        self,
+        rows: IntArray,
+        num_output_tokens: IntArray,
+        padded_size: int | None = None,
+        drafts: RowDrafts | None = None,
     ) -> SamplingMetadata:
         """Make the metadata of a launch for the rows that sample.
 
@@ -254,6 +269,9 @@ class SamplingState:
             rows: [n] in the order of the logits; `padding_row` may be among them, and repeatedly.
             num_output_tokens: [n] how many tokens each has generated; any number for padding.
             padded_size: logits have this many rows; those from n on are padding and greedy.
+            drafts: of rows whose sampling depends on which tokens were generated: the first time
+                that such a row is in `rows` it samples its next token, then what follows its first
+                draft, and so on.
         """
         if padded_size is not None and padded_size > len(rows):
             padding = padded_size - len(rows)
@@ -263,11 +281,27 @@ class SamplingState:
         active = int(np.bitwise_or.reduce(features))
         if not active:
             return ALL_GREEDY
-        return self._metadata(rows, num_output_tokens, features, active)
+        return self._metadata(rows, num_output_tokens, features, active, drafts or {})
+
+    def distribution(
+        self, rows: IntArray, num_output_tokens: IntArray, features: int
+    ) -> SamplingMetadata:
+        """As `metadata`, with no more than these bits of `Feature` of each row."""
+        own = self._features[rows] & features
+        active = int(np.bitwise_or.reduce(own))
+        if not active:
+            return ALL_GREEDY
+        return self._metadata(rows, num_output_tokens, own, active, {})
 
     def _metadata(
-        self, rows: IntArray, num_output_tokens: IntArray, features: FeatureArray, active: int
+        self,
+        rows: IntArray,
+        num_output_tokens: IntArray,
+        features: FeatureArray,
+        active: int,
+        drafts: RowDrafts,
     ) -> SamplingMetadata:
+        ahead = _tokens_ahead(rows, drafts) if drafts else None
         choice = OperatorChoice()
         if self.shapes is not None:
             active = canonical(active)
@@ -282,7 +316,9 @@ class SamplingState:
             draw_keys = DrawKeys(self._keys[rows], num_output_tokens.astype(np.int64))
             if not self._has_draw_keys:
                 exponentials, draw_keys = self._exponentials(draw_keys), None
-        edits = self._edits(rows, num_output_tokens, features) if active & Feature.EDITS else None
+        edits = None
+        if active & Feature.EDITS:
+            edits = self._edits(rows, num_output_tokens, features, ahead)
         return SamplingMetadata(
             features=features,
             active=active,
@@ -292,8 +328,8 @@ class SamplingState:
             draw_keys=draw_keys,
             processors=self._row_processors(rows, features) if active & Feature.PROCESSORS else (),
             edits=edits,
-            masks=self._token_masks(rows, features) if active & Feature.MASK else None,
-            penalties=self._penalties(rows) if active & Feature.PENALTIES else None,
+            masks=self._token_masks(rows, features, drafts) if active & Feature.MASK else None,
+            penalties=self._penalties(rows, ahead) if active & Feature.PENALTIES else None,
             logprobs=self._logprob_plan(rows, features) if active & Feature.LOGPROBS else None,
         )
 
@@ -346,11 +382,16 @@ class SamplingState:
         return tuple((i, self._processors[int(rows[i])]) for i in found)
 
     def _edits(
-        self, rows: IntArray, num_output_tokens: IntArray, features: FeatureArray
+        self,
+        rows: IntArray,
+        num_output_tokens: IntArray,
+        features: FeatureArray,
+        ahead: list[Sequence[int]] | None,
     ) -> LogitEdits | None:
         pairs = {}
         for i in np.flatnonzero(features & Feature.EDITS).tolist():
-            found = self._constraints[int(rows[i])].pairs(int(num_output_tokens[i]))
+            constraints, before = self._constraints[int(rows[i])], ahead[i] if ahead else ()
+            found = constraints.pairs(int(num_output_tokens[i]), before)
             if len(found[0]):
                 pairs[i] = found
         if not pairs:
@@ -360,24 +401,33 @@ class SamplingState:
             width = class_of(width, self.shapes.max_edits)
         return LogitEdits.build(len(rows), pairs, width, self.to_device)
 
-    def _token_masks(self, rows: IntArray, features: FeatureArray) -> TokenMasks:
+    def _token_masks(self, rows: IntArray, features: FeatureArray, drafts: RowDrafts) -> TokenMasks:
         found = np.flatnonzero(features & Feature.MASK)
+        own = {row: iter(self._row_masks(row, drafts)) for row in set(rows[found].tolist())}
+        masks = [next(own[row]) for row in rows[found].tolist()]
         if self.shapes is not None:
             padding = class_of(len(found), len(rows)) - len(found)
             found = np.concatenate([found, np.repeat(found[-1:], padding)])
-        own = {row: self._mask(row) for row in rows[found].tolist()}
-        words = self.to_device(np.stack([own[row] for row in rows[found].tolist()]))
+            masks += masks[-1:] * padding
+        words = self.to_device(np.stack(masks))
         device_rows = None if self.shapes is None else self.to_device(found)
         return TokenMasks(found, words, self._bit_values, device_rows)
 
-    def _mask(self, row: int) -> IntArray:
-        """[W] on the host."""
-        return self._filler.mask(row) if row in self._filler else self._masks[row]
+    def _row_masks(self, row: int, drafts: RowDrafts) -> Iterable[IntArray]:
+        """[W] on the host: the mask of each token of the launch in turn."""
+        if row not in self._filler:
+            return repeat(self._masks[row])
+        return self._filler.masks(row, drafts)
 
-    def _penalties(self, rows: IntArray) -> Penalties:
+    def _penalties(self, rows: IntArray, ahead: list[Sequence[int]] | None) -> Penalties:
         width = self._counts.max_distinct(rows.tolist())
+        if ahead is not None:
+            pairs = zip(rows.tolist(), ahead, strict=True)
+            width = max(self._counts.max_distinct([row]) + len(more) for row, more in pairs)
         if self.shapes is not None:
             width = class_of(width, self.shapes.max_penalties)
+        if ahead is not None:
+            return Penalties.build(*self._counts.gather_behind(rows, ahead, width), self.to_device)
         return Penalties.build(*self._counts.gather(rows, width), self.to_device)
 
     def _logprob_plan(self, rows: IntArray, features: FeatureArray) -> LogprobPlan:
@@ -390,6 +440,16 @@ class SamplingState:
         some = len(indices) < len(rows)
         device_rows = self.to_device(indices) if some else None
         return LogprobPlan(indices, num_logprobs, width, device_rows)
+
+
+def _tokens_ahead(rows: IntArray, drafts: RowDrafts) -> list[Sequence[int]]:
+    """The drafts that each entry of a launch follows."""
+    num_seen: Counter[int] = Counter()
+    ahead: list[Sequence[int]] = []
+    for row in rows.tolist():
+        ahead.append(drafts[row][: num_seen[row]] if row in drafts else ())
+        num_seen[row] += 1
+    return ahead
 
 
 def invalid_rows(rows: IntArray, host_ids: IntArray) -> dict[int, str]:

@@ -10,9 +10,9 @@ import msgspec
 
 from vllm.config import StructuredOutputConfig
 from vllm.errors import CapacityError, RequestError
+from vllm.guided_decoding_params import GuidedDecodingParams
 from vllm.logger import init_logger
 from vllm.messages import Grammar
-from vllm.sampling_params import GuidedDecodingParams
 from vllm.structured_output.spec import GrammarSpec, field_of, make_spec
 from vllm.structured_output.vocabulary import Vocabulary
 from vllm.utils.deadline_worker import (

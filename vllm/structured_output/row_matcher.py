@@ -65,11 +65,22 @@ class RowMatcher:
 
     def fill(self, mask: IntArray) -> None:
         """Write the mask [W] of the next token. Failures are stored in `error`."""
+        self.fill_along(mask[None], ())
+
+    def fill_along(self, masks: IntArray, drafts: Sequence[int]) -> None:
+        """Write the masks [1 + d, W] of the next token, and of the tokens behind each of d drafts.
+
+        No token is allowed behind a draft that is an end token or is not allowed, and where the
+        matcher fails behind one. Failures at the next token are stored in `error`.
+        """
+        mask = masks[0]
         try:
             if self._error is None:
                 self._open()
                 started = time.thread_time()
-                self._fill(mask)
+                self._read()
+                self._fill(mask, self._num_tokens)
+                self._fill_behind(masks, drafts)
                 self._spend(time.thread_time() - started)
                 return
         except ValueError as error:
@@ -93,14 +104,34 @@ class RowMatcher:
                 f"it is too ambiguous"
             )
 
-    def _fill(self, mask: IntArray) -> None:
+    def _read(self) -> None:
         unread, self._unread = self._unread, []
         for token_id in unread:
             if token_id not in self._end_ids:
                 self._matcher.accept(token_id)
+
+    def _fill_behind(self, masks: IntArray, drafts: Sequence[int]) -> None:
+        masks[1:] = 0
+        num_accepted = 0
+        for place, draft in enumerate(drafts):
+            word, bit = divmod(draft, 32)
+            if draft in self._end_ids or not masks[place, word] >> bit & 1:
+                break
+            try:
+                self._matcher.accept(draft)
+                num_accepted += 1
+                self._fill(masks[place + 1], self._num_tokens + num_accepted)
+            except BackendError:
+                # Where all drafts up to here are right, it fails once more as the next token.
+                masks[place + 1] = 0
+                break
+        if num_accepted:
+            self._matcher.rollback(num_accepted)
+
+    def _fill(self, mask: IntArray, num_tokens: int) -> None:
         self._matcher.fill(mask)
         mask &= self._text
-        is_early = self._num_tokens < self._min_tokens
+        is_early = num_tokens < self._min_tokens
         if is_early and (rest := mask & ~self._stops).any():
             mask[:] = rest
         has_text = bool(mask.any())

@@ -9,7 +9,7 @@ import msgspec
 
 from vllm.config import StructuredOutputConfig
 from vllm.errors import RequestError
-from vllm.sampling_params import GuidedDecodingParams
+from vllm.guided_decoding_params import KINDS, GuidedDecodingParams
 
 MAX_TEXT_BYTES = 256 * 2**10
 """Maximum size of a schema, grammar, tag or list of choices, as JSON or text."""
@@ -32,10 +32,9 @@ _OPTIONS = {
 }
 """An older way to set fields: "xgrammar:no-fallback,disable-any-whitespace"."""
 _WHITESPACE_ONLY = re.compile(r"(?:\\[nrts ]|[ \n\r\t\[\](){}*+?|,]|(?<=[{,\d])\d)*")
+_GROUPS = ("guided_decoding", "structured_outputs")
+"""Objects with all that a constraint has; of other requests each part is a field of its own."""
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-
-_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-"""Fields of `GuidedDecodingParams`; exactly one is set."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,18 +67,20 @@ def field_of(params: GuidedDecodingParams) -> str:
 
 
 def _kind_of(params: GuidedDecodingParams) -> str:
-    for name in _KINDS:
+    for name in KINDS:
         if getattr(params, name) not in (None, False):
             return name
     raise RequestError(
-        f"guided_decoding is empty: set one of {', '.join(_KINDS)}",
+        f"guided_decoding is empty: set one of {', '.join(KINDS)}",
         param="guided_decoding",
     )
 
 
 def _option_of(params: GuidedDecodingParams, name: str, request_name: str) -> str:
     """The name of an option for errors, as in a request or in Python."""
-    return f"guided_decoding.{name}" if params.field is None else request_name
+    group = "guided_decoding.x" if params.field is None else params.field
+    group, is_member, _ = group.partition(".")
+    return f"{group}.{name}" if group in _GROUPS and is_member else request_name
 
 
 def make_spec(params: GuidedDecodingParams, config: StructuredOutputConfig) -> GrammarSpec:

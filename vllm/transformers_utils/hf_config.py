@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.errors import ConfigError
+from vllm.transformers_utils.chatglm_config import complete_chatglm_config
 from vllm.transformers_utils.json_file import read_json_object
 from vllm.transformers_utils.plain_config import complete_plain_config
 
@@ -24,7 +25,10 @@ def read_hf_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"model folder '{folder}' has no config.json")
-    return _with_overrides(read_json_object(path), overrides)
+    raw = _with_floats(read_json_object(path))
+    if "quantization_config" not in raw:
+        raw |= _old_quantization(folder)
+    return _with_overrides(raw, overrides)
 
 
 def complete_hf_config(
@@ -49,6 +53,8 @@ def complete_hf_config(
     Raises:
         ConfigError: an unknown model type, or values that transformers refuses.
     """
+    if raw.get("model_type") == "chatglm":
+        return complete_chatglm_config(raw)
     plain = complete_plain_config(raw)
     if plain is not None:
         return plain
@@ -89,6 +95,39 @@ def is_known_to_transformers(architecture: str) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _old_quantization(folder: Path) -> dict[str, Any]:
+    """The quantization of a checkpoint that has it in a file of its own, as AutoGPTQ and AutoAWQ
+    wrote before transformers had a place for it."""
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        path = folder / name
+        if path.is_file():
+            settings = read_json_object(path)
+            if "quant_method" not in settings:
+                settings["quant_method"] = method
+            return {"quantization_config": settings}
+    return {}
+
+
+def _with_floats(raw: dict[str, Any]) -> dict[str, Any]:
+    """Replace {"__float__": "Infinity"}, which transformers writes as JSON has no such number.
+
+    >>> _with_floats({"time_step_limit": [0.0, {"__float__": "Infinity"}]})
+    {'time_step_limit': [0.0, inf]}
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        text = value.get("__float__")
+        if len(value) == 1 and text in ("Infinity", "-Infinity", "NaN"):
+            return float(text)
+        return {name: plain(each) for name, each in value.items()}
+
+    return {name: plain(value) for name, value in raw.items()}
 
 
 def _with_overrides(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,14 @@
 """Finds the local folder of a model; downloads it if the name is one on the hub."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from vllm.config.load import LoadFormat
 from vllm.errors import ConfigError
+from vllm.transformers_utils.gguf.folder import unpack
+from vllm.transformers_utils.gguf.header import SUFFIX
+from vllm.transformers_utils.gguf.model import find_model
 from vllm.utils import startup_progress
 
 _METADATA = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
@@ -22,6 +26,9 @@ def resolve_model_folder(
 ) -> Path:
     """The folder of a model: `name` itself if it is a folder, else a download from the hub.
 
+    A GGUF file, local or as organisation/repository/file.gguf on the hub, becomes a folder
+    (`gguf.folder`).
+
     Weights are downloaded in one format only, safetensors before pickles; none for "dummy".
     `HF_HUB_OFFLINE`, `HF_TOKEN` and the other variables of huggingface_hub apply; `token` has
     priority over `HF_TOKEN`, and True is the token of `hf auth login`.
@@ -34,8 +41,19 @@ def resolve_model_folder(
         return path
 
     def download(*patterns: str) -> Path:
-        return _download(name, revision, download_dir, patterns, ignore_patterns, token)
+        return _download(repository, revision, download_dir, patterns, ignore_patterns, token)
 
+    repository, file = _split_file(name)
+    if file is not None:
+        found = download(_parts_pattern(file)) / file
+        if not found.is_file():
+            raise ConfigError(f"the repository {repository!r} has no file {file!r}")
+        return unpack(found)
+    if load_format == "gguf":
+        raise ConfigError(
+            f"model {name!r} with --load-format gguf: name one file of the repository, such as "
+            f"{name}/model-Q8_0{SUFFIX}"
+        )
     if load_format == "dummy":
         return download(*_METADATA)
     if load_format == "pt":
@@ -50,14 +68,20 @@ def find_folder(name: str) -> Path | None:
     """The local folder of this name; None for a name on the hub. Does not contact the hub.
 
     Raises:
-        ConfigError: the name is a path, and there is no such folder.
+        ConfigError: the name is a path, and there is no such folder, or no GGUF file.
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        return path
+        gguf = None if (path / "config.json").is_file() else find_model(path)
+        return path if gguf is None else unpack(gguf)
+    if path.is_file() and path.suffix == SUFFIX:
+        return unpack(path)
     if path.exists():
-        raise ConfigError(f"model {name!r} is a file; name the folder that holds its config.json")
-    if _looks_like_path(name):
+        raise ConfigError(
+            f"model {name!r} is a file; name the folder that holds its config.json, or a "
+            f"{SUFFIX} file"
+        )
+    if _split_file(name)[1] is None and _looks_like_path(name):
         raise ConfigError(f"model folder {name!r} does not exist")
     return None
 
@@ -67,6 +91,20 @@ def is_offline() -> bool:
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
+
+
+def _split_file(name: str) -> tuple[str, str | None]:
+    """The repository and the GGUF file of organisation/repository/file.gguf; other names have no
+    file."""
+    parts = name.split("/", 2)
+    if len(parts) < 3 or not name.endswith(SUFFIX) or parts[0] in ("", ".", "..", "~"):
+        return name, None
+    return "/".join(parts[:2]), parts[2]
+
+
+def _parts_pattern(file: str) -> str:
+    """A pattern for all files of a split model; the file itself where it is not split."""
+    return re.sub(r"-\d{5}-of-(\d{5}\.gguf)$", r"-*-of-\1", file)
 
 
 def _looks_like_path(name: str) -> bool:

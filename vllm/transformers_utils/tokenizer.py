@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.config import ModelConfig
 from vllm.errors import ConfigError
+from vllm.transformers_utils.gguf.folder import WITHOUT_TOKENIZER
 from vllm.transformers_utils.tokenizer_class import tokenizer_class
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ def _what_lacks(folder: Path) -> str | None:
     """Why a folder cannot have a tokenizer; None if it may have one, or is not a folder."""
     if not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in _FILES):
         return None
+    if (folder / WITHOUT_TOKENIZER).is_file():
+        return (folder / WITHOUT_TOKENIZER).read_text(encoding="utf-8")
     return f"the folder has none of {', '.join(_FILES)}"
 
 

@@ -12,6 +12,7 @@ _INDEX_NAMES = {
 """Format -> single file, index of a sharded checkpoint, shards without an index."""
 
 
+_GGUF = "*.gguf"
 _SHARDS = "model-rank-*-part-0.safetensors"
 
 
@@ -25,7 +26,7 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
 
     Args:
         folder: the model's folder.
-        load_format: "safetensors", "pt", "auto" for the first of the two that is there, or
+        load_format: "safetensors", "pt", "gguf", "auto" for the first of them that is there, or
             "sharded_state" for the files of all ranks.
 
     Raises:
@@ -40,15 +41,24 @@ def find_files(folder: Path, load_format: str) -> list[Path]:
             )
         return shards_of_ranks
     formats = ("safetensors", "pt") if load_format == "auto" else (load_format,)
-    for load_format in formats:
-        single, index, pattern = _INDEX_NAMES[load_format]
+    ggufs = sorted(folder.glob(_GGUF))
+    if load_format == "gguf":
+        if not ggufs:
+            raise WeightLoadError(f"no weights in {folder}: --load-format gguf expects {_GGUF}")
+        return ggufs
+    for name in formats:
+        single, index, pattern = _INDEX_NAMES[name]
         if (folder / single).is_file():
             return [folder / single]
         if (folder / index).is_file():
             return _read_index(folder / index)
         if shards := sorted({*folder.glob(pattern)} - {*shards_of_ranks}):
             return shards
+    if ggufs and load_format == "auto":
+        return ggufs
     wanted = " or ".join(name for each in formats for name in _INDEX_NAMES[each][:2])
+    if ggufs:
+        wanted += f". It has {ggufs[0].name}: use --load-format gguf"
     if shards_of_ranks:
         wanted += f". It has {shards_of_ranks[0].name}: use --load-format sharded_state"
     raise WeightLoadError(f"no weights in {folder}: expected {wanted}")

@@ -1,7 +1,7 @@
 """The LoRA adapters of the requests in the batch."""
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -9,20 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.errors import RequestError
 from vllm.logger import init_logger
-from vllm.lora.layers import AdapterLayers, LoadedAdapter
+from vllm.lora.launches import AdapterStore, HostSlots, RaggedAdapters
+from vllm.lora.layers import AdapterLayers
+from vllm.lora.slots import AdapterSlots
 from vllm.messages import AdapterRef, EngineRequest, IntArray
 from vllm.model_executor.models.interface import CausalLM
-from vllm.worker.launch import Launch
+from vllm.ops.low_rank import AdaptedRows
 
 logger = init_logger(__name__)
-
-AdapterTokens = tuple[tuple[LoadedAdapter, Tensor], ...]
-"""Adapters of a launch, each with the indices [n] int64 of its tokens."""
 
 
 class Adapters:
@@ -33,21 +31,25 @@ class Adapters:
 
     Args:
         config: of the engine.
-        model: loaded.
-        device: of the model.
+        layers: of its model.
+        store: has the adapters in use.
+
+    Attributes:
+        slot_of_row: [rows + 1] int32: slot of the adapter of each row; -1: it has none. The last
+            row is padding.
     """
 
-    def __init__(self, config: VllmConfig, model: CausalLM, device: torch.device) -> None:
-        dtype = config.lora.lora_dtype
-        name = config.model.dtype_name if dtype == "auto" else dtype
-        self._layers = AdapterLayers(model, config.lora.max_lora_rank, getattr(torch, name))
+    def __init__(self, config: VllmConfig, layers: AdapterLayers, store: AdapterStore) -> None:
+        self._layers = layers
+        self._store = store
+        self._slots = AdapterSlots(config.lora.max_loras)
         self._most = config.lora.num_in_host_memory
-        self._device = device
+        self.slot_of_row: IntArray = np.full(config.scheduler.max_num_seqs + 1, -1, np.int32)
         self._lock = threading.Lock()
-        self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
+        self._loaded: OrderedDict[str, Any] = OrderedDict()
+        """By key: as the store has prepared them."""
         self._loading: dict[str, Future[None]] = {}
         self._rows: dict[int, AdapterRef] = {}
-        self._in_use: Counter[str] = Counter()
         self._errors: dict[int, str] = {}
 
     def prepare(self, request: EngineRequest) -> Future[None] | None:
@@ -77,56 +79,30 @@ class Adapters:
         adapter = request.adapter
         if adapter is None:
             return
-        self._rows[row] = adapter
-        self._in_use[adapter.key] += 1
         try:
-            self._find(adapter)
+            loaded = self._find(adapter)
         except RequestError as error:
             self._errors[row] = str(error)
+            return
+        slot, is_new = self._slots.take(adapter.key)
+        self._rows[row] = adapter
+        self.slot_of_row[row] = slot
+        if is_new:
+            self._store.put(slot, loaded)
 
     def remove(self, row: int) -> None:
         """Clear the row."""
         self._errors.pop(row, None)
         adapter = self._rows.pop(row, None)
         if adapter is not None:
-            self._in_use[adapter.key] -= 1
-            if not self._in_use[adapter.key]:
-                del self._in_use[adapter.key]
-
-    def has_any(self, rows: IntArray) -> bool:
-        """Whether a request in one of the rows has an adapter."""
-        return bool(self._rows) and not self._rows.keys().isdisjoint(rows.tolist())
+            self._slots.release(adapter.key)
+            self.slot_of_row[row] = -1
 
     def errors_of(self, rows: Iterable[int]) -> dict[int, str]:
         """row -> why its adapter could not be loaded."""
         return {row: self._errors[row] for row in rows if row in self._errors}
 
-    def select(self, launch: Launch, starts: IntArray) -> AdapterTokens | None:
-        """The adapters of a launch; None if no token has one.
-
-        Args:
-            launch: n rows.
-            starts: [n or more] where the tokens of each row begin among those of the launch.
-        """
-        if not self.has_any(launch.rows):
-            return None
-        tokens: dict[str, list[Any]] = {}
-        adapters: dict[str, AdapterRef] = {}
-        for index, row in enumerate(launch.rows.tolist()):
-            adapter = self._rows.get(row)
-            if adapter is None or row in self._errors:
-                continue
-            first = int(starts[index])
-            end = first + int(launch.num_scheduled_tokens[index])
-            tokens.setdefault(adapter.key, []).append(np.arange(first, end))
-            adapters[adapter.key] = adapter
-        found = [
-            (self._find(adapters[key]), torch.from_numpy(np.concatenate(parts)).to(self._device))
-            for key, parts in tokens.items()
-        ]
-        return tuple(found) or None
-
-    def _find(self, adapter: AdapterRef) -> LoadedAdapter:
+    def _find(self, adapter: AdapterRef) -> Any:
         """The adapter, read now if it was dropped since `prepare`.
 
         Raises:
@@ -147,9 +123,9 @@ class Adapters:
                 del self._loading[adapter.key]
             future.set_result(None)
 
-    def _load(self, adapter: AdapterRef) -> LoadedAdapter:
+    def _load(self, adapter: AdapterRef) -> Any:
         try:
-            loaded = self._layers.load(Path(adapter.path))
+            loaded = self._store.prepare(self._layers.load(Path(adapter.path)))
         except RequestError:
             raise
         except Exception as error:
@@ -158,7 +134,54 @@ class Adapters:
             ) from error
         with self._lock:
             self._loaded[adapter.key] = loaded
-            unused = [key for key in self._loaded if not self._in_use[key] and key != adapter.key]
+            others = [key for key in self._loaded if key != adapter.key]
+            unused = [key for key in others if not self._slots.has(key)]
             for key in unused[: max(0, len(self._loaded) - self._most)]:
                 del self._loaded[key]
         return loaded
+
+
+class RaggedRows(Adapters):
+    """Adapters on a device that accepts any shape.
+
+    Args:
+        config: of the engine.
+        layers: of its model.
+    """
+
+    def __init__(self, config: VllmConfig, layers: AdapterLayers) -> None:
+        dtype: torch.dtype = getattr(torch, config.model.dtype_name)
+        self._host = HostSlots(layers.places, config.lora.max_loras, dtype)
+        super().__init__(config, layers, self._host)
+
+    def of_rows(self, rows: IntArray, counts: IntArray | None = None) -> AdaptedRows | None:
+        """The adapters of the tokens of a launch; None if no token has one.
+
+        Args:
+            rows: of the launch.
+            counts: tokens of each; None: one.
+        """
+        slots = self.slot_of_row[rows]
+        if slots.max(initial=-1) < 0:
+            return None
+        if counts is not None:
+            slots = np.repeat(slots, counts)
+        return AdaptedRows(tuple(self._host.adapters), torch.from_numpy(slots))
+
+    def select(self, rows: IntArray, counts: IntArray) -> RaggedAdapters | None:
+        """The same for the layers of a model."""
+        found = self.of_rows(rows, counts)
+        return None if found is None else RaggedAdapters(found)
+
+
+def adapter_layers(config: VllmConfig, model: CausalLM) -> AdapterLayers:
+    """The layers of a loaded model that adapters can change; they accept adapters from here on."""
+    return AdapterLayers(model, config.lora.max_lora_rank, adapter_dtype(config))
+
+
+def adapter_dtype(config: VllmConfig) -> torch.dtype:
+    """Of the weights of adapters."""
+    dtype = config.lora.lora_dtype
+    name = config.model.dtype_name if dtype == "auto" else dtype
+    found: torch.dtype = getattr(torch, name)
+    return found

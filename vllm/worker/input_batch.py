@@ -75,6 +75,14 @@ class InputBatch:
             positions = self.num_tokens[rows] + positions_within(counts)
             self.token_ids[rows, positions] = step.draft_token_ids
 
+    def drafts(self, rows: IntArray, num_drafts: IntArray) -> dict[int, list[int]]:
+        """The drafts behind the known tokens of some rows, before `expect`."""
+        starts = self.num_tokens[rows].tolist()
+        return {
+            row: self.token_ids[row, start : start + count].tolist()
+            for row, start, count in zip(rows.tolist(), starts, num_drafts.tolist(), strict=True)
+        }
+
     def expect(self, rows: IntArray, num_drafts: IntArray | None = None) -> ExpectedTokens:
         """Append one token to each row, and one for each draft, whose values `record` will tell.
 

@@ -17,7 +17,13 @@ import msgspec
 
 from vllm.config import VllmConfig
 from vllm.distributed import Meeting
-from vllm.messages import EngineRequest, ModelRunnerOutput, RunnerStats, SchedulerOutput
+from vllm.messages import (
+    EngineRequest,
+    ModelRunnerOutput,
+    RunnerStats,
+    SchedulerOutput,
+    StepTokens,
+)
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +69,9 @@ class StepHandleLike(Protocol):
 
 class Worker(Protocol):
     """One device, its part of the model, and its KV cache."""
+
+    num_local_ranks: int
+    """Workers on this machine, which share its cores and memory."""
 
     def __init__(self, config: VllmConfig) -> None: ...
 
@@ -121,7 +130,13 @@ class Worker(Protocol):
         ...
 
     def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
-        """Start a step; at most one other is in flight."""
+        """Start a step; at most one other is in flight. In a pipeline, only the result of the last
+        stage has tokens."""
+        ...
+
+    def record_tokens(self, tokens: StepTokens) -> None:
+        """Note the tokens of a step, which the last stage of a pipeline has sampled; not called on
+        the last stage itself. A row runs again only after this."""
         ...
 
     def prepare(self, request: EngineRequest) -> Future[None] | None:

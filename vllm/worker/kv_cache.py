@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from vllm.attention import CachedLayer
+from vllm.bucketing import format_bytes
 from vllm.config import VllmConfig
 from vllm.errors import ConfigError
 from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheLayout, plan_layout
@@ -20,6 +21,7 @@ _CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
+    "fp8_inc": torch.float8_e4m3fn,
 }
 
 
@@ -56,7 +58,18 @@ def cache_layout(
     )
 
 
-def count_blocks(config: VllmConfig, block_bytes: int, free_bytes: int, num_groups: int = 1) -> int:
+def states_bytes(config: VllmConfig, layout: KVCacheLayout) -> int:
+    """Bytes of the states of all rows of the batch; 0 for a model without states."""
+    return layout.state_bytes * config.scheduler.max_num_seqs
+
+
+def count_blocks(
+    config: VllmConfig,
+    block_bytes: int,
+    free_bytes: int,
+    num_groups: int = 1,
+    state_bytes: int = 0,
+) -> int:
     """KV blocks, the null block included.
 
     Args:
@@ -64,31 +77,68 @@ def count_blocks(config: VllmConfig, block_bytes: int, free_bytes: int, num_grou
         block_bytes: of one block; 0 for a model without a KV cache.
         free_bytes: device memory that is free now that the model is loaded.
         num_groups: of layers with block tables of their own.
+        state_bytes: of the states of all rows, which the memory of the cache has to hold besides.
 
     Raises:
-        ConfigError: the cache would not hold one request of max_model_len tokens.
+        ConfigError: the cache would not hold one request of max_model_len tokens, or the states.
     """
     cache, scheduler = config.cache, config.scheduler
+    budget, source = int(free_bytes * cache.gpu_memory_utilization), "--gpu-memory-utilization"
+    if cache.kv_cache_memory_bytes is not None:
+        budget, source = cache.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
+    check_states(config, state_bytes, budget, source)
+    budget -= state_bytes
     if not block_bytes:
         # Nothing is cached: blocks only count the tokens of a full batch of the longest requests.
         return scheduler.max_num_seqs * (config.max_blocks_per_request + 1) + 1
     if cache.num_gpu_blocks_override is not None:
         num_blocks, source = cache.num_gpu_blocks_override, "--num-gpu-blocks-override"
-    elif cache.kv_cache_space_bytes is not None:
-        num_blocks, source = cache.kv_cache_space_bytes // block_bytes, "VLLM_CPU_KVCACHE_SPACE"
+    elif cache.kv_cache_memory_bytes is not None:
+        num_blocks = budget // block_bytes
     else:
-        budget = int(free_bytes * cache.gpu_memory_utilization)
         # Twice what a full batch of the longest requests can hold leaves room for prefixes of
         # finished requests; more would only cost memory.
         useful = scheduler.max_num_seqs * config.max_blocks_per_request * num_groups
         useful = useful * (2 if cache.enable_prefix_caching else 1) + 1
-        num_blocks, source = min(budget // block_bytes, useful), "--gpu-memory-utilization"
+        num_blocks = min(budget // block_bytes, useful)
     check_capacity(config, num_blocks, block_bytes, free_bytes, source, num_groups)
     return num_blocks
 
 
+def check_states(config: VllmConfig, state_bytes: int, budget: int, source: str) -> None:
+    """Refuse states that the memory of the cache does not hold.
+
+    Args:
+        config: limits.
+        state_bytes: of the states of all rows.
+        budget: bytes that there are for them.
+        source: what has decided them.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    if state_bytes <= max(0, budget):
+        return
+    num_rows = config.scheduler.max_num_seqs
+    each = state_bytes // num_rows
+    most = max(0, budget) // each
+    fix = f"Lower --max-num-seqs to {most}" if most else "Use a smaller model"
+    raise ConfigError(
+        f"the states of {num_rows} requests (--max-num-seqs) take {format_bytes(state_bytes)}, "
+        f"{format_bytes(each)} each, and the cache has {format_bytes(budget)} ({source}). "
+        f"{fix}, or give the cache more memory"
+    )
+
+
 def log_cache(config: VllmConfig, num_blocks: int, layout: KVCacheLayout) -> None:
-    """Log the size of a KV cache; nothing for a model without one."""
+    """Log the size of a KV cache and of states; nothing for a model without them."""
+    if layout.state_bytes:
+        logger.info(
+            "States: %d requests of %.2f MiB (%.2f GiB)",
+            config.scheduler.max_num_seqs,
+            layout.state_bytes / 2**20,
+            states_bytes(config, layout) / _GIB,
+        )
     if not layout.block_bytes:
         return
     num_tokens = _num_tokens(num_blocks, layout.block_size, len(layout.groups))
@@ -149,6 +199,7 @@ def bind_kv_caches(
     num_blocks: int,
     layout: KVCacheLayout,
     dtype: torch.dtype,
+    num_rows: int = 0,
 ) -> None:
     """Allocate the caches of all layers, zeroed.
 
@@ -161,7 +212,16 @@ def bind_kv_caches(
         num_blocks: the null block included.
         layout: of the layers.
         dtype: that the layout was planned for.
+        num_rows: of the batch; the layers with states have one of each.
     """
+    for layer_index in layout.state_layers:
+        tensors = layers[layer_index].cache_spec(dtype).tensors
+        layers[layer_index].bind_kv_cache(
+            *(
+                platform.allocate_cache((num_rows, *tensor.shape), getattr(torch, tensor.dtype))
+                for tensor in tensors
+            )
+        )
     pool: list[list[torch.Tensor]] = []
     for index, group in enumerate(layout.groups):
         for place, layer_index in enumerate(group.layers):

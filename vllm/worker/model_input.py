@@ -6,10 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.attention import LaunchContext, RaggedMetadata
+from vllm.attention import LaunchAdapters, LaunchContext, RaggedMetadata, RaggedStates
 from vllm.messages import IntArray
 from vllm.utils.ragged import positions_within
-from vllm.worker.adapters import Adapters
 from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import InputBatch
 from vllm.worker.launch import Launch
@@ -38,7 +37,9 @@ def build_ragged_input(
     block_size: int,
     device: torch.device,
     embeddings: EmbeddingRows | None = None,
-    adapters: Adapters | None = None,
+    adapters: LaunchAdapters | None = None,
+    *,
+    has_states: bool = False,
 ) -> ModelInput:
     """Flatten the scheduled tokens of the rows, in order of the rows.
 
@@ -48,7 +49,8 @@ def build_ragged_input(
         block_size: tokens of a block.
         device: for the tensors.
         embeddings: of the rows; None if no row has any.
-        adapters: of the rows; None if no row has any.
+        adapters: of the tokens; None if no token has one.
+        has_states: layers of the model keep states of the rows.
     """
     rows, start, count = launch.rows, launch.num_computed_tokens, launch.num_scheduled_tokens
     seq_lens = start + count
@@ -78,6 +80,9 @@ def build_ragged_input(
         host_seq_lens=seq_lens,
         more_groups=tuple(groups[1:]),
     )
+    states = None
+    if has_states:
+        states = RaggedStates.build(rows, start, query_start_loc, num_decodes, device)
     sampled = np.flatnonzero(seq_lens >= batch.num_tokens[rows]).astype(np.int32)
     all_tokens = only_decodes and len(sampled) == len(rows)
     logits_indices = query_start_loc[1:][sampled].astype(np.int64) - 1
@@ -93,7 +98,8 @@ def build_ragged_input(
             attention=metadata,
             positions=torch.from_numpy(positions.astype(np.int64)).to(device),
             replaced=None if embeddings is None else embeddings.select(launch, query_start_loc),
-            adapters=None if adapters is None else adapters.select(launch, query_start_loc),
+            adapters=adapters,
+            states=states,
         ),
         sampled=sampled,
         num_drafts=num_drafts,

@@ -5,6 +5,7 @@ has its own class; this module calls them in order.
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,13 +14,22 @@ from torch import Tensor
 from vllm.attention import CachedLayer, share_context
 from vllm.config import VllmConfig
 from vllm.kv_cache_spec import KVCacheLayout
-from vllm.messages import IntArray, LogprobRows, ModelRunnerOutput, RunnerStats, SchedulerOutput
+from vllm.lora.layers import AdapterLayers
+from vllm.messages import (
+    IntArray,
+    LogprobRows,
+    ModelRunnerOutput,
+    RunnerStats,
+    SchedulerOutput,
+    StepTokens,
+)
 from vllm.model_executor.models.interface import CausalLM
+from vllm.sample.masks import RowDrafts
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
-from vllm.worker.adapters import Adapters
+from vllm.worker.adapters import Adapters, RaggedRows, adapter_layers
 from vllm.worker.embedding_rows import EmbeddingRows
 from vllm.worker.input_batch import ExpectedTokens, InputBatch
 from vllm.worker.kv_cache import cache_dtype, cache_layout, layers_with_cache
@@ -84,6 +94,14 @@ PendingLaunch = tuple[LaunchResult, ExpectedTokens]
 """A launch, and the expected tokens of its `indices` in the batch."""
 
 
+class Drafter(Protocol):
+    """Guesses next tokens with a model of its own."""
+
+    def propose(self, step: SchedulerOutput) -> None:
+        """Write the drafts of a step into the batch, behind the known tokens of their rows."""
+        ...
+
+
 class ModelRunner:
     """One model on one device.
 
@@ -102,6 +120,8 @@ class ModelRunner:
         grammars: GrammarMatchers | None = None,
     ) -> None:
         self.model = model
+        self.stage = model.stage
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype_name)
         self._launch_holder = share_context(model)
         self.device = device
         self.block_size = config.cache.block_size
@@ -118,13 +138,18 @@ class ModelRunner:
         self.planner: LaunchPlanner = RaggedPlanner()
         self.embeddings: EmbeddingRows | None = None
         """Embeddings of requests; None: the engine accepts no embeddings."""
-        if config.model.enable_prompt_embeds:
+        if config.model.enable_prompt_embeds and self.stage.is_first:
             self.embeddings = EmbeddingRows(model, device)
         self.adapters: Adapters | None = None
         """LoRA adapters of requests; None: the engine accepts none."""
         if config.lora.enable_lora:
-            self.adapters = Adapters(config, model, device)
+            self.adapters = self._make_adapters(config, adapter_layers(config, model))
+        self.vocab_size = config.model.resolved_arch.vocab_size
+        self.drafter: Drafter | None = None
+        """Makes the drafts of steps; None: steps bring them."""
         self._in_flight: StepHandle | None = None
+        self._awaited: dict[int, list[ExpectedTokens]] = {}
+        """Tokens that the last stage samples, by the id of their step."""
         self._num_steps = 0
         self._num_useful_tokens = 0
 
@@ -132,9 +157,16 @@ class ModelRunner:
         vocab_size = config.model.resolved_arch.vocab_size
         return SamplingState(config.scheduler.max_num_seqs, vocab_size, self.device), Sampler()
 
+    def _make_adapters(self, config: VllmConfig, layers: AdapterLayers) -> Adapters:
+        return RaggedRows(config, layers)
+
     def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
-        """How the blocks of the KV cache are shared out."""
-        return cache_layout(config, self.attention_layers, cache_dtype(config))
+        """How the blocks of the KV cache are shared out. The stages of a pipeline, and a draft
+        model beside its target, have one set of block tables and need not have the same windows,
+        so they keep all tokens."""
+        has_drafter = config.speculative.draft_model is not None
+        keeps_all = has_drafter or self.stage.count > 1
+        return cache_layout(config, self.attention_layers, cache_dtype(config), keeps_all=keeps_all)
 
     @property
     def attention_layers(self) -> list[CachedLayer]:
@@ -147,6 +179,8 @@ class ModelRunner:
         if self._in_flight is not None and self._needs_tokens(step):
             self._in_flight.result()
         self._update_state(step)
+        if self.drafter is not None:
+            self.drafter.propose(step)
         self._num_steps += 1
         self._num_useful_tokens += step.num_tokens
         self._in_flight = StepHandle(self._start(step), before=self._in_flight)
@@ -155,7 +189,24 @@ class ModelRunner:
     def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Launch a step. Calling the result waits for its tokens."""
         launches = [self._launch(launch) for launch in self.planner.plan(step)]
+        if not self.stage.is_last:
+            expected = [each for _, each in launches]
+            if any(len(each.rows) for each in expected):
+                self._awaited[step.step_id] = expected
+            launches = []
         return lambda: self._collect(step.step_id, launches)
+
+    def record_tokens(self, tokens: StepTokens) -> None:
+        """See `Worker.record_tokens`."""
+        start = first = 0
+        for expected in self._awaited.pop(tokens.step_id):
+            end = start + len(expected.rows)
+            counts = None if tokens.num_tokens is None else tokens.num_tokens[start:end]
+            stop = first + (end - start if counts is None else int(counts.sum()))
+            if expected.num_drafts is None:
+                counts = None
+            self.batch.record(expected, tokens.token_ids[first:stop], counts)
+            start, first = end, stop
 
     def _needs_tokens(self, step: SchedulerOutput) -> bool:
         """Whether the host must know the tokens of the step in flight before this one starts:
@@ -172,20 +223,23 @@ class ModelRunner:
         return result, self.batch.expect(result.sampled_rows, result.num_drafts)
 
     def _update_state(self, step: SchedulerOutput) -> None:
+        samples = self.stage.is_last
         for row in step.freed_rows:
-            self.sampling.remove(row)
-            self.prompt_logprobs.remove(row)
+            if samples:
+                self.sampling.remove(row)
+                self.prompt_logprobs.remove(row)
             if self.embeddings is not None:
                 self.embeddings.remove(row)
             if self.adapters is not None:
                 self.adapters.remove(row)
         self.batch.update(step)
         for new in step.new_requests:
-            matcher = None
-            if new.request.sampling_params.guided_decoding is not None:
-                matcher = self.grammars.matcher(new.request, new.output_token_ids)
-            self.sampling.add(new.row, new.request, new.output_token_ids, matcher)
-            self.prompt_logprobs.add(new.row, new.request)
+            if samples:
+                matcher = None
+                if new.request.sampling_params.guided_decoding is not None:
+                    matcher = self.grammars.matcher(new.request, new.output_token_ids)
+                self.sampling.add(new.row, new.request, new.output_token_ids, matcher)
+                self.prompt_logprobs.add(new.row, new.request)
             if self.embeddings is not None:
                 self.embeddings.add(new.row, new.request)
             if self.adapters is not None:
@@ -193,17 +247,34 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(self, launch: Launch) -> LaunchResult:
+        adapters = None
+        if isinstance(self.adapters, RaggedRows):
+            adapters = self.adapters.select(launch.rows, launch.num_scheduled_tokens)
         model_input = build_ragged_input(
-            self.batch, launch, self.block_size, self.device, self.embeddings, self.adapters
+            self.batch,
+            launch,
+            self.block_size,
+            self.device,
+            self.embeddings,
+            adapters,
+            has_states=bool(self.cache_layout.state_layers),
         )
-        self.sampling.start_masks(launch.rows[model_input.sampled])
+        num_drafts = model_input.num_drafts
+        if not self.stage.is_last:
+            self.stage.connected.send(self._forward(model_input))
+            rows = launch.rows[model_input.sampled]
+            if num_drafts is not None:
+                rows = np.repeat(rows, num_drafts + 1)
+            indices = np.arange(len(rows), dtype=np.int32)
+            return LaunchResult(rows, indices, None, [], num_drafts=num_drafts)
+        drafts = self._followed_drafts(launch.rows[model_input.sampled], num_drafts)
+        self.sampling.start_masks(launch.rows[model_input.sampled], drafts)
         hidden_states = self._forward(model_input)
         starts = np.cumsum(launch.num_scheduled_tokens) - launch.num_scheduled_tokens
         prompt_logprobs = self.prompt_logprobs.compute(self.batch, launch, hidden_states, starts)
-        rows, num_drafts = launch.rows[model_input.sampled], model_input.num_drafts
+        rows = launch.rows[model_input.sampled]
         num_output = self.batch.num_tokens[rows] - self.batch.num_prompt_tokens[rows]
         if num_drafts is not None:
-            assert not self.sampling.follows_output(rows[num_drafts > 0]), "it takes no drafts"
             rows = np.repeat(rows, num_drafts + 1)
             num_output = np.repeat(num_output, num_drafts + 1) + positions_within(num_drafts + 1)
         sampled = None
@@ -211,14 +282,35 @@ class ModelRunner:
             if model_input.logits_indices is not None:
                 hidden_states = hidden_states[model_input.logits_indices]
             logits = self.model.compute_logits(hidden_states)
-            sampled = self.sampler(logits, self.sampling.metadata(rows, num_output))
+            sampled = self.sampler(logits, self.sampling.metadata(rows, num_output, drafts=drafts))
         indices = np.arange(len(rows), dtype=np.int32)
         return LaunchResult(rows, indices, sampled, prompt_logprobs, num_drafts=num_drafts)
+
+    def _followed_drafts(self, rows: IntArray, num_drafts: IntArray | None) -> RowDrafts | None:
+        """The drafts of a launch, where the sampling of a row depends on them.
+
+        Args:
+            rows: [m] that sample.
+            num_drafts: [m] of each; None: no row has drafts.
+        """
+        if num_drafts is None or not self.sampling.follows_output(rows[num_drafts > 0]):
+            return None
+        return self.batch.drafts(rows[num_drafts > 0], num_drafts[num_drafts > 0])
 
     def _forward(self, model_input: ModelInput) -> Tensor:
         context = model_input.context
         with self._launch_holder.running(context):
-            return self.model(model_input.input_ids, context.positions)
+            return self.model(self._inputs(model_input.input_ids), context.positions)
+
+    def _inputs(self, input_ids: Tensor) -> Tensor:
+        """What the stage of this rank takes: token ids [T], or the hidden states [T, hidden] of the
+        stage before."""
+        if self.stage.is_first:
+            return input_ids
+        size = self.model.arch.hidden_size
+        hidden_states = torch.empty(len(input_ids), size, dtype=self._dtype, device=self.device)
+        self.stage.connected.receive(hidden_states)
+        return hidden_states
 
     def _collect(self, step_id: int, launches: list[PendingLaunch]) -> ModelRunnerOutput:
         """Copy the tokens to the host and note them in their rows."""

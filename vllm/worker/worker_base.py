@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from vllm.config import VllmConfig
-from vllm.distributed import Collectives, Meeting, TPGroup
-from vllm.messages import EngineRequest, RunnerStats
+from vllm.distributed import Collectives, Link, Meeting, RankLayout, Stage, TPGroup
+from vllm.errors import RequestError
+from vllm.messages import EngineRequest, RunnerStats, StepTokens
+from vllm.model_executor.quantization import inc_measure
 from vllm.structured_output.matchers import GrammarMatchers
+from vllm.utils.futures import when_both
 from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.pooling.runner import PoolingRunner
@@ -33,12 +36,15 @@ class WorkerBase(ABC):
             profile makes traces of them.
         grammars: of requests with structured output; they begin to load before the model.
         rank, local_rank: of this worker among those that share the model, and on this machine.
+        num_local_ranks: workers on this machine.
         tp: the ranks that share each layer.
+        stage: the layers of this rank.
     """
 
     model: nn.Module
     runner: ModelRunner | PoolingRunner
     profile: TorchProfile
+    stage: Stage
     rank = 0
     local_rank = 0
 
@@ -47,7 +53,9 @@ class WorkerBase(ABC):
         self.device = device
         self.grammars = GrammarMatchers(config)
         self.tp = TPGroup()
+        self.num_local_ranks = config.parallel.world_size
         self._sleep: Sleep | None = None
+        self._adds_measurements = False
 
     # ---- the start, see `vllm.worker.interface.Worker` --------------------------------------
 
@@ -62,9 +70,21 @@ class WorkerBase(ABC):
         """
         self.rank = self.local_rank = rank
         parallel = self.config.parallel
+        num_layers = self.config.model.resolved_arch.num_layers
+        self.stage = Stage(0, num_layers)
         if parallel.world_size > 1:
-            size = parallel.tensor_parallel_size
-            self.tp = TPGroup(rank % size, size)
+            layout = RankLayout.of(parallel)
+            self.tp = TPGroup(
+                layout.tensor_rank(rank),
+                layout.tensor_size,
+                has_whole_experts=parallel.enable_expert_parallel,
+            )
+            self.stage = Stage.of(
+                layout.pipeline_rank(rank),
+                layout.pipeline_size,
+                num_layers,
+                parallel.pipeline_layer_partition,
+            )
         observed = self.config.observability
         self.profile = TorchProfile(
             observed.torch_profiler_dir, f"rank{rank}", observed.profiled_steps
@@ -78,11 +98,18 @@ class WorkerBase(ABC):
 
     def join(self, meeting: Meeting) -> None:
         """Meet the other ranks; layers exchange tensors from here on. See `Meeting.join`."""
-        self.tp.collectives = self._make_collectives(meeting)
+        if self.tp.size > 1:
+            self.tp.collectives = self._make_collectives(meeting)
+        if self.stage.count > 1:
+            self.stage.link = self._make_link(meeting)
 
     @abstractmethod
     def _make_collectives(self, meeting: Meeting) -> Collectives:
         """Between the ranks that share layers."""
+
+    def _make_link(self, meeting: Meeting) -> Link:
+        """Between the stages."""
+        return meeting.open_link()
 
     @abstractmethod
     def measure(self) -> MemoryReport:
@@ -104,6 +131,11 @@ class WorkerBase(ABC):
         """Run the step that `next_warm_up` has named. Returns why this rank cannot run it, or
         None."""
         raise RuntimeError("no step of a warm-up has been named")
+
+    def record_tokens(self, tokens: StepTokens) -> None:
+        """See `Worker.record_tokens`."""
+        assert isinstance(self.runner, ModelRunner), "a pooling model has one stage"
+        self.runner.record_tokens(tokens)
 
     # ---- the model ------------------------------------------------------------------------
 
@@ -137,6 +169,27 @@ class WorkerBase(ABC):
     @abstractmethod
     def _read_model(self, config: VllmConfig) -> nn.Module:
         """A new model of this config in host memory, with its weights as they run."""
+
+    def reset_measurements(self) -> None:
+        """Forget what was measured so far (`QUANT_CONFIG`, MEASURE)."""
+        inc_measure.reset(self.model)
+
+    def save_measurements(self, adds: bool | None = None) -> str:
+        """Write what was measured (`QUANT_CONFIG`, MEASURE). Returns the path of the file.
+
+        Args:
+            adds: to the file that is there, which is of an earlier run with the same model. None:
+                as in the last call.
+
+        Raises:
+            RequestError: the engine does not measure.
+            ConfigError: the file cannot be written.
+        """
+        inc = self.config.model.inc
+        if inc is None or inc.mode != "MEASURE":
+            raise RequestError("this engine does not measure: set QUANT_CONFIG with mode MEASURE")
+        self._adds_measurements = self._adds_measurements if adds is None else adds
+        return inc_measure.save(self.model, inc, self.tp, self._adds_measurements)
 
     # ---- sleep mode -----------------------------------------------------------------------
 
@@ -177,17 +230,8 @@ class WorkerBase(ABC):
         grammar = self.grammars.prepare(request)
         adapters = getattr(self.runner, "adapters", None)
         adapter = None if adapters is None else adapters.prepare(request)
-        if grammar is None or adapter is None:
-            return grammar or adapter
-        return _when_both(grammar, adapter)
+        return when_both(grammar, adapter)
 
     def stats(self) -> RunnerStats:
         """Counters of the runner."""
         return self.runner.stats()
-
-
-def _when_both(first: Future[None], second: Future[None]) -> Future[None]:
-    """Done when both are; neither of them fails."""
-    both: Future[None] = Future()
-    first.add_done_callback(lambda _: second.add_done_callback(lambda _: both.set_result(None)))
-    return both

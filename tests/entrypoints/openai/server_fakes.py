@@ -7,6 +7,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
+from vllm.engine.process.core_replicas import ReplicaState
 from vllm.engine.process.startup_state import StartupState
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.server.context import ServerContext
@@ -56,6 +57,18 @@ class FakeEngine:
 
     async def stop_profile(self) -> None:
         await self._control("stop_profile")
+
+    def replica_states(self) -> list[ReplicaState]:
+        return [ReplicaState(0, "ready", 7, 1, 20, 0), ReplicaState(1, "failed", None, 0, 0, 2)]
+
+    async def drain_replica(self, replica: int) -> None:
+        await self._control("drain", replica)
+
+    async def resume_replica(self, replica: int) -> None:
+        await self._control("resume", replica)
+
+    async def restart_replica(self, replica: int, timeout: float | None) -> None:
+        await self._control("restart", replica, timeout)
 
     async def _control(self, name: str, *args: Any) -> Any:
         self.controls.append((name, *args))

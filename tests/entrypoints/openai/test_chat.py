@@ -189,6 +189,19 @@ def test_the_template_of_the_server_is_used(tmp_path):
         assert TOKENIZER.decode(engine.seen[0][0]["prompt_token_ids"]) == "hi?"
 
 
+def test_arguments_of_the_template_have_defaults_of_the_server():
+    engine = engine_that_says("x")
+    defaults = {"greeting": "good", "time": "day"}
+    template = "{{ greeting }} {{ time }}"
+    with client_of(
+        engine, router, chat_template=template, default_chat_template_kwargs=defaults
+    ) as client:
+        chat(client)
+        chat(client, chat_template_kwargs={"time": "night"})
+    prompts = [TOKENIZER.decode(prompt["prompt_token_ids"]) for prompt, *_ in engine.seen]
+    assert prompts == ["good day", "good night"]
+
+
 def test_a_named_tool_gets_the_whole_output_as_arguments():
     engine = engine_that_says('{"at": "é"}')
     with client_of(engine, router) as client:
@@ -264,6 +277,20 @@ def test_reasoning_comes_in_a_field_of_its_own():
     assert (whole["reasoning_content"], whole["content"]) == ("hm", "yes")
     assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
     assert usage["content"] == "<think>hm</think>yes"  # a constrained output has no reasoning
+
+
+def test_the_server_may_switch_thinking_off():
+    engine = engine_that_says("<think>yes</think>no")
+    with client_of(
+        engine,
+        router,
+        reasoning_parser="qwen3",
+        default_chat_template_kwargs={"enable_thinking": False},
+    ) as client:
+        plain = chat(client)["choices"][0]["message"]
+        thinking = chat(client, chat_template_kwargs={"enable_thinking": True})
+    assert plain["content"] == "<think>yes</think>no"
+    assert thinking["choices"][0]["message"]["content"] == "no"
 
 
 def test_the_best_of_several_are_returned_and_beams_searched():

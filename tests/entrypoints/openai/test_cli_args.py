@@ -52,6 +52,7 @@ def test_two_models_are_one_too_many():
         (["--disable-web-ui"], "disable_web_ui", True),
         (["--reasoning-parser", "qwen3"], "reasoning_parser", "qwen3"),
         (["--otlp-traces-endpoint", "http://t"], "otlp_traces_endpoint", "http://t"),
+        (["--enable-log-requests"], "log_requests", True),
         (["--max_queued_requests", "3"], "max_queued_requests", 3),
     ],
 )

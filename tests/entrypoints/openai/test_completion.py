@@ -200,6 +200,42 @@ def test_constraints_reach_the_engine(client, engine, field, value):
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {"json": {"type": "object"}, "whitespace_pattern": " ?"},
+        {"regex": "a+", "disable_fallback": True},
+        {"choice": ["a", "b"]},
+        {"grammar": "root ::= 'a'"},
+        {"json_object": True, "disable_any_whitespace": True},
+        {"structural_tag": "{}"},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_structured_outputs_reach_the_engine(client, engine, given):
+    complete(client, structured_outputs=given)
+    guided = engine.seen[-1][1].guided_decoding
+    assert {name: getattr(guided, name) for name in given} == given
+    assert guided.field == f"structured_outputs.{next(iter(given))}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
+        ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
+    ],
+)
+def test_structured_outputs_are_checked(client, fields, param):
+    response = client.post(PATH, json={"prompt": "a", **fields})
+    assert response.status_code == 400, response.text
+    assert param in response.json()["message"]
+
+
+@pytest.mark.parametrize(
     ("wanted", "kind", "value"),
     [
         ({"type": "json_object"}, "json_object", True),

@@ -95,3 +95,35 @@ def test_profiles_are_begun_and_ended_where_there_is_a_folder_for_them(name):
 def test_only_development_mode_has_routes_that_control_the_engine(path):
     response, controls = send(path, settings=PROFILE)
     assert response.status_code == 404 and not controls
+
+
+@pytest.mark.parametrize(
+    ("path", "control"),
+    [
+        ("/replicas/1/drain", ("drain", 1)),
+        ("/replicas/0/resume", ("resume", 0)),
+        ("/replicas/1/restart", ("restart", 1, None)),
+        ("/replicas/1/restart?timeout=2.5", ("restart", 1, 2.5)),
+    ],
+)
+def test_replicas_are_drained_and_restarted_one_by_one(path, control):
+    response, controls = send(path)
+    assert (response.status_code, controls) == (200, [control])
+    response, _ = send(path, answer=RequestError("no such replica", param="replica"))
+    assert response.status_code == 400
+    assert send(path, settings=PROFILE)[0].status_code == 404
+
+
+def test_the_state_of_each_replica_can_be_asked():
+    response, _ = send("/replicas", method="GET")
+    first, second = response.json()["replicas"]
+    assert first == {
+        "replica": 0, "state": "ready", "pid": 7, "num_requests": 1, "num_tokens": 20, "restarts": 0
+    }  # fmt: skip
+    assert (second["state"], second["pid"]) == ("failed", None)
+
+
+@pytest.mark.parametrize("path", ["/replicas/x/drain", "/replicas/0/restart?timeout=0"])
+def test_a_wrong_replica_or_time_is_refused(path):
+    response, controls = send(path)
+    assert response.status_code == 400 and not controls

@@ -64,3 +64,31 @@ def test_adapters_come_and_go_as_models(folder):
     assert post("unload", lora_name="one") == 200
     assert post("unload", lora_name="one") == 404
     assert names() == [("base", None), ("two", "base")]
+
+
+def test_a_folder_of_adapters_is_offered_when_one_is_named(folder, tmp_path):
+    root = tmp_path / "adapters"
+    for name, rank in (("sql", 8), ("large", 64), ("base", 8)):
+        (root / name).mkdir(parents=True)
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16}
+        (root / name / "adapter_config.json").write_text(json.dumps(config))
+    (root / "empty").mkdir()
+    adapters = ServedAdapters([], ["base"], 16, str(root))
+    assert adapters.all == []
+    for name in (
+        "",
+        ".",
+        "..",
+        "../adapters/sql",
+        f"{root}/sql",
+        "empty",
+        "base",
+        "x\0",
+        "x" * 999,
+    ):
+        assert adapters.find(name) is None
+    found = adapters.find("sql")
+    assert found is not None and found.path == str(root / "sql")
+    assert adapters.find("sql") is found and adapters.all == [found]
+    with pytest.raises(RequestError, match="the rank r is 64, and max_lora_rank is 16"):
+        adapters.find("large")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from vllm.attention.backends.hpu_metadata import HPUDecodeMetadata
+from vllm.attention.cache_scales import CacheScales
 
 HIDDEN = torch.finfo(torch.float32).min
 """Score of a hidden key. Finite: in a block with nothing to see, maximum and exponential stay
@@ -149,6 +150,7 @@ def flat_paged_attention(
     sinks: Tensor | None = None,
     is_pipelined: bool = True,
     normaliser: Normaliser | float | None = None,
+    scales: CacheScales | None = None,
 ) -> Tensor:
     """Attention of the new tokens of each row over its blocks.
 
@@ -174,6 +176,7 @@ def flat_paged_attention(
             afterwards; a float saves looking for a maximum at all. Right as long as the highest
             scores of a row are within about 80 of it: far above it weights overflow, and a row
             far below it becomes zero.
+        scales: of an fp8 cache; None for one of the dtype of the query.
 
     Returns:
         [B * Q, H, D], or [B * Q, H, V]. Padded rows are zero. What hidden slots hold (of the keys
@@ -193,7 +196,7 @@ def flat_paged_attention(
             sinks = _numbers_of_heads(sinks, num_kv_heads, blocks.query_len)
     queries = blocks.mapping @ query.flatten(1)  # [N, B] @ [B, H * D]
     queries = queries.view(-1, num_kv_heads, query.shape[1] // num_kv_heads, head_size)
-    parts = _fetch(key_cache, value_cache, blocks)
+    parts = _fetch(key_cache, value_cache, blocks, scales, query.dtype)
     scores = [_scores(part, queries, blocks, scale, alibi_slopes, soft_cap) for part in parts]
     if isinstance(normaliser, (float, int)):  # a union breaks the graph before torch 2.10
         out, total = _attend(parts, scores, normaliser, blocks, query.dtype)
@@ -275,7 +278,13 @@ class _Part:
         return x if self.span is None else x[self.span]
 
 
-def _fetch(key_cache: Tensor, value_cache: Tensor | int, blocks: DecodeBlocks) -> list[_Part]:
+def _fetch(
+    key_cache: Tensor,
+    value_cache: Tensor | int,
+    blocks: DecodeBlocks,
+    scales: CacheScales | None,
+    dtype: torch.dtype,
+) -> list[_Part]:
     """The part that is a slice of the cache, and the gathered one.
 
     They are kept apart to the end of the maths within a block: joining them would copy the slice.
@@ -290,9 +299,14 @@ def _fetch(key_cache: Tensor, value_cache: Tensor | int, blocks: DecodeBlocks) -
 
     def part(span: slice | None, read: Callable[[Tensor], Tensor]) -> _Part:
         part_keys = read(keys)
+        if scales is not None:
+            part_keys = scales.key.read(part_keys, dtype)
         if isinstance(value_cache, int):
             return _Part(span, part_keys, part_keys[..., :value_cache])
-        return _Part(span, part_keys, read(by_block(value_cache, blocks.block_size)))
+        values = read(by_block(value_cache, blocks.block_size))
+        if scales is not None:
+            values = scales.value.read(values, dtype)
+        return _Part(span, part_keys, values)
 
     parts = []
     if num_sliced:

@@ -25,6 +25,7 @@ from vllm.attention.backends.merged_prefill import (
     is_context_hidden,
 )
 from vllm.attention.backends.sdpa import SDPAKernel, naive_sdpa, torch_sdpa
+from vllm.attention.cache_scales import CacheScale, CacheScales
 
 __all__ = [
     "SDPAKernel",
@@ -47,6 +48,7 @@ def write_kv_cache(
     key_cache: Tensor,
     value_cache: Tensor | int,
     slots: Tensor,
+    scales: CacheScales | None = None,
 ) -> None:
     """Store the keys and values of a padded launch, in place.
 
@@ -64,6 +66,7 @@ def write_kv_cache(
         key_cache: [num_blocks * S, G, D].
         value_cache: [num_blocks * S, G, D]; a number V: the first V numbers of a key are its value.
         slots: [...] int64, block id * S + offset.
+        scales: of an fp8 cache; None for one of the dtype of the keys.
     """
     slots = slots.flatten()
     if isinstance(value_cache, int):
@@ -72,6 +75,9 @@ def write_kv_cache(
     else:
         assert value is not None
         new_rows = [(key, key_cache), (_finite(value), value_cache)]
+    if scales is not None:
+        pairs = zip(new_rows, (scales.key, scales.value), strict=False)
+        new_rows = [(scale.store(new, cache.dtype), cache) for (new, cache), scale in pairs]
     for new, cache in new_rows:
         cache.index_copy_(0, slots, new if new.dim() == 3 else new.flatten(0, -3))
 
@@ -95,6 +101,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     is_pipelined: bool = True,
     normaliser: Normaliser | float | None = None,
+    scales: CacheScales | None = None,
 ) -> Tensor:
     """Store one new token per row, and attend over all its row has in the cache.
 
@@ -111,11 +118,12 @@ def decode_attention(
         sinks: see there.
         is_pipelined: see `flat_paged_attention`.
         normaliser: see there.
+        scales: as for `write_kv_cache`.
 
     Returns:
         [B, H, D], or [B, H, V]. Padded rows are zero.
     """
-    write_kv_cache(key, value, key_cache, value_cache, blocks.slots)
+    write_kv_cache(key, value, key_cache, value_cache, blocks.slots, scales)
     return flat_paged_attention(
         query,
         key_cache,
@@ -127,6 +135,7 @@ def decode_attention(
         sinks=sinks,
         is_pipelined=is_pipelined,
         normaliser=normaliser,
+        scales=scales,
     )
 
 
@@ -178,6 +187,7 @@ def prefill_attention(
     mask: Tensor | None,
     scale: float,
     kernel: SDPAKernel = torch_sdpa,
+    scales: CacheScales | None = None,
 ) -> Tensor:
     """Store the new tokens, and attend over the context of each row and over them.
 
@@ -193,18 +203,22 @@ def prefill_attention(
         mask: `prefill_mask` or `derive_merged_mask` of it, with the window of this layer.
         scale: multiplies query @ key.
         kernel: what computes it.
+        scales: as for `write_kv_cache`. New keys and values are attended to as they are.
 
     Returns:
         [B, Q, H, D], or [B, Q, H, V]. Padding is finite. What slots after the context hold has no
         effect.
     """
-    write_kv_cache(key, value, key_cache, value_cache, blocks.slots)
+    write_kv_cache(key, value, key_cache, value_cache, blocks.slots, scales)
     if blocks.context_blocks is not None and blocks.is_hidden is not None:
         # A score of NaN would stay NaN under a mask, and values are finite.
-        context_keys = _context(key_cache, blocks).masked_fill(blocks.is_hidden, 0.0)
+        key_scale, value_scale = (None, None) if scales is None else (scales.key, scales.value)
+        context_keys = _context(key_cache, blocks, key_scale, key.dtype)
+        context_keys = context_keys.masked_fill(blocks.is_hidden, 0.0)
         key = torch.cat((context_keys, key), dim=1)
         if value is not None and not isinstance(value_cache, int):
-            value = torch.cat((_context(value_cache, blocks), value), dim=1)
+            context_values = _context(value_cache, blocks, value_scale, value.dtype)
+            value = torch.cat((context_values, value), dim=1)
     if isinstance(value_cache, int):
         value = key[..., :value_cache]
     assert value is not None
@@ -281,8 +295,12 @@ def prefill_mask(
     return bias.masked_fill(~mask, float("-inf")).to(dtype)
 
 
-def _context(cache: Tensor, blocks: PrefillBlocks) -> Tensor:
+def _context(
+    cache: Tensor, blocks: PrefillBlocks, scale: CacheScale | None, dtype: torch.dtype
+) -> Tensor:
     """[B, C * S, G, D] of the cache."""
     assert blocks.context_blocks is not None
     context = by_block(cache, blocks.block_size).index_select(0, blocks.context_blocks)
+    if scale is not None:
+        context = scale.read(context, dtype)
     return context.view(len(blocks.slots), -1, *cache.shape[1:])

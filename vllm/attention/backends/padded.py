@@ -116,6 +116,7 @@ class PaddedDecode:
             soft_cap=layer.logits_soft_cap,
             sinks=layer.sinks,
             normaliser=self.normaliser,
+            scales=layer.cache_scales,
         )
 
 
@@ -181,5 +182,6 @@ class PaddedPrefill:
             self.masks[kind],
             layer.scale,
             _kernel_for(layer, self.kernel),
+            layer.cache_scales,
         )
         return attended.flatten(0, 1)

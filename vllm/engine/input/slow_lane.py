@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from vllm.engine.input.input_processor import LONG_TEXT_CHARS, InputProcessor
+from vllm.guided_decoding_params import GuidedDecodingParams
 from vllm.inputs import PromptType
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import GuidedDecodingParams, SamplingParams
+from vllm.sampling_params import SamplingParams
 
 _Result = TypeVar("_Result")
 

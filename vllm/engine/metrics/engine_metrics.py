@@ -12,7 +12,7 @@ from operator import add, lt
 import msgspec
 
 from vllm.config import VllmConfig
-from vllm.engine.metrics.history import RateHistory
+from vllm.engine.metrics.history import RateHistory, Rates
 from vllm.engine.metrics.registry import Histogram, MetricSet
 from vllm.messages import DraftStats, FinishReason, RunnerStats, SchedulerStats
 
@@ -94,6 +94,7 @@ class EngineMetrics:
         model_name: label of every sample.
         config: of the engine.
         history: of tokens per second; None makes one.
+        replica: of the engine, whose metrics these are.
 
     Attributes:
         model_name, config: as given.
@@ -103,14 +104,18 @@ class EngineMetrics:
     """
 
     def __init__(
-        self, model_name: str, config: VllmConfig, history: RateHistory | None = None
+        self,
+        model_name: str,
+        config: VllmConfig,
+        history: RateHistory | None = None,
+        replica: int = 0,
     ) -> None:
         self.stats = SchedulerStats()
         self.recent: deque[FinishedRequestStats] = deque(maxlen=NUM_RECENT)
         self.history = history or RateHistory()
         self.model_name = model_name
         self.config = config
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = {"model_name": model_name, "engine": str(replica)}
         self._counters = _CoreCounters(config.scheduler.max_draft_tokens)
         metrics = self._metrics = MetricSet(self._labels)
         self._prompt_tokens = metrics.counter("vllm:prompt_tokens", "Prompt tokens computed.")
@@ -187,6 +192,10 @@ class EngineMetrics:
     def totals(self) -> SchedulerStats:
         """`stats`, with counters over all restarts of the core."""
         return self._counters.totals(self.stats)
+
+    def rates(self) -> Rates:
+        """Tokens of each second."""
+        return self.history.rates()
 
     def metric_sets(self) -> list[MetricSet]:
         """All metrics, for exposition."""

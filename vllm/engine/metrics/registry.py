@@ -196,6 +196,29 @@ class MetricSet(Collector):
         return family
 
 
+class MergedMetrics(Collector):
+    """Sets of the same metrics with different labels, exposed as one family for each metric.
+
+    Args:
+        sets: at least one.
+    """
+
+    def __init__(self, sets: Iterable[Collector]) -> None:
+        self._sets = list(sets)
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by Prometheus' registry."""
+        families: dict[str, Metric] = {}
+        for each in self._sets:
+            for metric in each.collect():
+                if (first := families.setdefault(metric.name, metric)) is not metric:
+                    first.samples += metric.samples
+        return families.values()
+
+
+AnyMetrics = MetricSet | MergedMetrics
+
+
 def process_collectors() -> list[Collector]:
     """`process_*` and `python_*` of this process."""
     registry = CollectorRegistry()

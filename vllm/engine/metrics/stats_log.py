@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from vllm.engine.metrics.engine_metrics import EngineMetrics
+from vllm.engine.metrics.replica_metrics import ReadableMetrics
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -20,7 +20,9 @@ class StatsLog:
         clock: seconds that only grow.
     """
 
-    def __init__(self, metrics: EngineMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, metrics: ReadableMetrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._metrics = metrics
         self._clock = clock
         self._remember()

@@ -9,11 +9,11 @@ class StatsRecorder:
     """Collects the events of one message of the core, and records them at its end.
 
     Args:
-        metrics: where they are recorded.
+        metrics: where they are recorded, one for each replica of the engine.
     """
 
-    def __init__(self, metrics: EngineMetrics) -> None:
-        self.metrics = metrics
+    def __init__(self, *metrics: EngineMetrics) -> None:
+        self._metrics = metrics
         self._begin()
 
     def tokens(self, sample: SampleState, count: int, now: float) -> None:
@@ -36,7 +36,7 @@ class StatsRecorder:
         if times.first_token_time is None and times.first_scheduled_time is not None:
             # a pooling request has no first token
             self._num_prompt_tokens += request.num_prompt_tokens
-        self.metrics.record_finished(
+        self._metrics[request.replica].record_finished(
             FinishedRequestStats(
                 finish_reason=samples[0].finish_reason or "abort",
                 num_prompt_tokens=request.num_prompt_tokens,
@@ -54,9 +54,9 @@ class StatsRecorder:
             )
         )
 
-    def end_message(self, stats: SchedulerStats) -> None:
-        """Record what was collected."""
-        self.metrics.record_output(
+    def end_message(self, stats: SchedulerStats, replica: int = 0) -> None:
+        """Record what was collected, from a message of this replica."""
+        self._metrics[replica].record_output(
             stats,
             IterationStats(
                 num_prompt_tokens=self._num_prompt_tokens,

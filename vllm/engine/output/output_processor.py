@@ -13,6 +13,7 @@ from vllm.engine.output.pooling_state import PoolingState
 from vllm.engine.output.stop_strings import StopStrings
 from vllm.errors import RequestError
 from vllm.logger import init_logger
+from vllm.lora.files import request_of
 from vllm.messages import EngineOutput, EngineRequest, Finished, FinishReason
 from vllm.outputs import AnyRequestOutput
 from vllm.sampling_params import SamplingParams
@@ -75,6 +76,7 @@ class OutputProcessor:
         prompt: str | None,
         params: SamplingParams,
         core_requests: Sequence[EngineRequest],
+        replica: int = 0,
     ) -> None:
         """Expect output for a request.
 
@@ -83,6 +85,7 @@ class OutputProcessor:
             prompt: text of the prompt, or None.
             params: as the user gave them.
             core_requests: one per sample, in the order of their index.
+            replica: that computes them.
 
         Raises:
             RequestError: one of the ids is in use; nothing is changed.
@@ -96,7 +99,9 @@ class OutputProcessor:
         first = core_requests[0]
         kind = RequestState if first.pooling_params is None else PoolingState
         request = kind(request_id, prompt, first.prompt_token_ids, params, first.arrival_time)
+        request.replica = replica
         request.has_known_prompt = first.known_prompt_token_ids is not None
+        request.lora_request = request_of(first.adapter)
         text_of = self._text_of(params)
         for index, core_request in enumerate(core_requests):
             text = self._make_text(params, first.known_prompt_token_ids)

@@ -6,6 +6,7 @@ is made once, at the end.
 
 from vllm.engine.output.logprobs import TextOf, to_dicts
 from vllm.engine.output.output_text import OutputText
+from vllm.lora.request import LoRARequest
 from vllm.messages import Finished, FinishReason, LogprobRows
 from vllm.outputs import (
     AnyRequestOutput,
@@ -203,7 +204,9 @@ class RequestState:
         samples: ordered by index.
         num_running: samples that have not ended.
         num_cached_tokens: None until it is known.
+        replica: of the engine, that computes it.
         has_known_prompt: False when the tokens of the prompt stand for embeddings.
+        lora_request: its adapter, if any.
     """
 
     def __init__(
@@ -222,7 +225,9 @@ class RequestState:
         self.num_running = 0
         self.metrics = RequestMetrics(arrival_time)
         self.num_cached_tokens: int | None = None
+        self.replica = 0
         self.has_known_prompt = True
+        self.lora_request: LoRARequest | None = None
         self._is_delta = params.output_kind is RequestOutputKind.DELTA
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
@@ -263,6 +268,7 @@ class RequestState:
             [sample.output(is_delta) for sample in samples],
             is_finished,
             self.metrics,
+            self.lora_request,
         )
         output.num_cached_tokens = self.num_cached_tokens
         if self.is_ranked:

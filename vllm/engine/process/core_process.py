@@ -44,6 +44,7 @@ from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestErro
 from vllm.logger import init_logger
 from vllm.message_codec import CallError, decode_arguments, encode_value
 from vllm.messages import EngineOutput, EngineRequest
+from vllm.platforms import resolve_platform
 from vllm.utils import startup_progress
 from vllm.utils.process_memory import keep_for_good
 
@@ -265,6 +266,11 @@ def _start_core(start: StartCore) -> EngineCore:
         config.load, use_tqdm_on_load=config.load.use_tqdm_on_load and sys.stderr.isatty()
     )
     device = replace(config.device, is_beside_server=True)
+    parallel = config.parallel
+    if parallel.data_parallel_size > 1:
+        resolve_platform(config.device.device).set_replica(
+            parallel.data_parallel_rank, parallel.data_parallel_size, parallel.world_size
+        )
     return EngineCore(replace(config, load=load, device=device))
 
 

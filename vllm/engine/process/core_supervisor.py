@@ -26,7 +26,6 @@ from vllm.errors import ConfigError, EngineDeadError
 from vllm.logger import init_logger
 from vllm.message_codec import decode_value, encode_arguments
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.utils import startup_progress
 
 logger = init_logger(__name__)
 
@@ -38,6 +37,7 @@ class CoreSupervisor:
 
     Args:
         num_restarts: how often a core that died is restarted.
+        suffix: names the core in messages, such as " of replica 1".
         on_output: called with the output of each step.
         on_refused: called with each request that the core refuses.
         on_lost: called with the error of a core that has died: all of its requests are lost.
@@ -51,12 +51,14 @@ class CoreSupervisor:
     def __init__(
         self,
         num_restarts: int,
+        suffix: str = "",
         *,
         on_output: Callable[[CoreOutput], None],
         on_refused: Callable[[Refused], None],
         on_lost: Callable[[BaseException], None],
     ) -> None:
         self.startup = StartupState()
+        self._suffix = suffix
         self.num_restarts_done = 0
         self.death_callbacks: list[Callable[[BaseException], None]] = []
         self._restarts_left = num_restarts
@@ -84,14 +86,12 @@ class CoreSupervisor:
             # `start` raises it.
             self._spawning.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    async def start(
-        self, resolve: Callable[[], VllmConfig], meanwhile: Callable[[VllmConfig], None]
-    ) -> None:
+    async def start(self, config: VllmConfig, loaded: "asyncio.Future[None]") -> None:
         """Start a core; returns when it computes requests.
 
         Args:
-            resolve: makes the config of the engine, in a thread, while the process starts.
-            meanwhile: runs in a thread while the core loads.
+            config: of the core.
+            loaded: done when the rest of the engine is loaded, without which it is not ready.
 
         Raises:
             ConfigError: it cannot start with this config.
@@ -101,9 +101,9 @@ class CoreSupervisor:
             self.prepare()
             assert self._spawning is not None
             ready = await self._spawning
-            self._config = await asyncio.to_thread(self._resolve, resolve)
+            self._config = config
             await self._configure()
-            await asyncio.to_thread(meanwhile, self._config)
+            await asyncio.shield(loaded)
             await ready
         except BaseException as error:
             self.startup.set_failed(error)
@@ -111,13 +111,25 @@ class CoreSupervisor:
             raise
         self.startup.set_ready()
 
-    def _resolve(self, resolve: Callable[[], VllmConfig]) -> VllmConfig:
-        """Run `resolve` in a thread, and report its progress."""
-        startup_progress.listen(self.startup.report)
-        try:
-            return resolve()
-        finally:
-            startup_progress.listen(None)
+    def give_up(self, error: BaseException) -> None:
+        """End the process of a start that has failed, here or elsewhere."""
+        if self._spawning is not None:
+            self._spawning.cancel()
+        self.startup.set_failed(error)
+        self._release()
+
+    async def restart(self) -> None:
+        """End the core and start another one, also when it has died for good. Its requests end with
+        an error. Returns when the other one computes requests.
+
+        Raises:
+            ConfigError, EngineDeadError: it could not be started.
+        """
+        assert not self._is_stopped
+        error = EngineDeadError("the engine process is being restarted")
+        self._release()
+        self._begin_restart(error)
+        await self.startup.wait()
 
     def send(self, message: ToCore) -> None:
         """Send a message to the running core.
@@ -133,7 +145,7 @@ class CoreSupervisor:
     def dead_error(self) -> BaseException:
         """The reason why nothing can be computed now."""
         return self.startup.error or EngineDeadError(
-            f"the engine is not ready: {self.startup.phase}"
+            f"the engine{self._suffix} is not ready: {self.startup.phase}"
         )
 
     async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -227,25 +239,30 @@ class CoreSupervisor:
 
     def _error_of(self, cause: str) -> ConfigError | EngineDeadError:
         if self._failure is None:
-            return EngineDeadError(f"the engine process has ended ({cause})")
+            return EngineDeadError(f"the engine process{self._suffix} has ended ({cause})")
         if self._failure.is_config_error:
             return ConfigError(self._failure.message)
-        return EngineDeadError(f"the engine process has failed: {self._failure.message}")
+        message = self._failure.message
+        return EngineDeadError(f"the engine process{self._suffix} has failed: {message}")
 
     def _lose(self, error: BaseException) -> None:
         """Fail all requests of the core; start another core, or give up."""
         self._fail_calls(error)
         if self._restarts_left > 0:
             self._restarts_left -= 1
-            self.num_restarts_done += 1
-            self.startup.set_unready("restarting the engine")
-            self._on_lost(error)
-            self._restart_task = asyncio.get_running_loop().create_task(self._restart())
+            self._begin_restart(error)
             return
         self.startup.set_failed(error)
         self._on_lost(error)
         for callback in self.death_callbacks:
             callback(error)
+
+    def _begin_restart(self, error: BaseException) -> None:
+        self._fail_calls(error)
+        self.num_restarts_done += 1
+        self.startup.set_unready("restarting the engine")
+        self._on_lost(error)
+        self._restart_task = asyncio.get_running_loop().create_task(self._restart())
 
     async def _restart(self) -> None:
         try:
@@ -255,12 +272,12 @@ class CoreSupervisor:
         except Exception as error:  # also errors of the system: no memory, no process, no disk
             self._release()
             if not self._is_stopped:
-                logger.error("the engine could not be started again: %s", error)
+                logger.error("the engine%s could not be started again: %s", self._suffix, error)
                 is_told = isinstance(error, (ConfigError, EngineDeadError))
                 self._lose(error if is_told else EngineDeadError(repr(error)))
             return
         self.startup.set_ready()
-        logger.info("the engine runs again")
+        logger.info("the engine%s runs again", self._suffix)
 
     def _fail_calls(self, error: BaseException) -> None:
         for future in self._calls.values():

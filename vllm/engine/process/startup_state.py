@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from vllm.logger import init_logger
 
@@ -20,6 +21,10 @@ _ENDS = ("ready", "failed")
 class StartupState:
     """Phase, progress and readiness of one engine.
 
+    Args:
+        on_change: called after each change; None: nobody is told.
+        is_logged: whether phases are logged.
+
     Attributes:
         phase: what it is doing now, in words; "ready" or "failed" at the end.
         done: units of work of this phase that have been done.
@@ -28,7 +33,11 @@ class StartupState:
         finished_phases: name and seconds of each phase of the latest start that has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, on_change: Callable[[], None] | None = None, *, is_logged: bool = True
+    ) -> None:
+        self._on_change = on_change or (lambda: None)
+        self._is_logged = is_logged
         self.phase = _NOT_STARTED
         self.done = 0
         self.total = 0
@@ -52,11 +61,13 @@ class StartupState:
     def report(self, phase: str, done: int = 0, total: int = 0) -> None:
         """Note the progress of a phase; a new phase ends the one before."""
         if phase != self.phase:
-            self._log_change(phase)
+            if self._is_logged:
+                self._log_change(phase)
             self._note_end()
             self._phase_began = self._logged = time.monotonic()
         self.phase, self.done, self.total = phase, done, total
-        if total and time.monotonic() - self._logged >= _LOG_INTERVAL_S:
+        self._on_change()
+        if self._is_logged and total and time.monotonic() - self._logged >= _LOG_INTERVAL_S:
             self._logged = time.monotonic()
             eta_s = self.eta_seconds
             left = "" if eta_s is None else f", about {eta_s:.0f} s left"
@@ -84,20 +95,21 @@ class StartupState:
 
     def set_ready(self) -> None:
         """The engine is ready: wake up everyone who waits."""
-        self.report("ready")
         self.error = None
         self._changed.set()
+        self.report("ready")
 
     def set_unready(self, phase: str) -> None:
         """The engine is not ready (any more): requests have to wait."""
-        self.report(phase)
+        self.error = None
         self._changed.clear()
+        self.report(phase)
 
     def set_failed(self, error: BaseException) -> None:
         """The engine will never be ready: raise the error for everyone who waits."""
-        self.report("failed")
         self.error = error
         self._changed.set()
+        self.report("failed")
 
     async def wait(self) -> None:
         """Wait until the engine is ready.

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.config.parallel import ONE_REPLICA
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.utils.arguments import flag_of
@@ -69,13 +68,17 @@ def _read_limits(given: Any) -> dict[str, Any]:
 
 _V0_ONLY = "it belongs to the V0 scheduler, which does not exist here"
 _ONE_STEP = "every step is scheduled; --async-scheduling hides the time of it, outputs are the same"
-_NO_DRAFTS = "drafts come from text that is known already (speculative_config), not from a model"
+_NO_DRAFTS = "speculative_config has the settings of a draft model, which is divided as the model"
 _NO_CUDA_GRAPHS = "there are no CUDA graphs here"
 _TOKENIZER_POOL = "tokenisation runs in the frontend, without a pool"
 _TEXT_ALONE = "this version reads text only"
-_LORA_OFF = "adapters are read as peft writes them, whole on each device"
+_LORA_OFF = "adapters are read as peft writes them"
+_LORA_SHARDS = (
+    "the matrix of an adapter that a layer splits over ranks is split with it, and the other one "
+    "is whole on each rank; outputs are the same"
+)
 _PROMPT_ADAPTERS_OFF = "it only matters with prompt adapters, which are not supported"
-_DP_OFF = f"it only matters with data parallelism, and {ONE_REPLICA}"
+_DP_LOCAL = "the replicas of data_parallel_size are processes of this machine"
 _MERGE = (
     "LoRA adapters are not supported; merge the adapter into the weights of its model "
     "(merge_and_unload of peft) and load the merged model"
@@ -133,13 +136,8 @@ _ARGUMENTS = (
     ),
     _ignored("additional_config", {}, "no platform reads it"),
     _ignored("override_neuron_config", {}, "there is no Neuron platform here"),
-    _ignored("worker_use_ray", False, "workers are processes of this machine, without Ray"),
-    _ignored("ray_workers_use_nsight", False, "there are no Ray workers"),
-    _ignored(
-        "enable_expert_parallel",
-        False,
-        "every expert is split over the devices of tensor_parallel_size, which compute all of them",
-    ),
+    _ignored("worker_use_ray", False, "--distributed-executor-backend ray chooses Ray"),
+    _ignored("ray_workers_use_nsight", False, "workers are not started by a profiler"),
     _ignored("tokenizer_pool_size", 0, _TOKENIZER_POOL),
     _ignored("tokenizer_pool_type", "ray", _TOKENIZER_POOL),
     _ignored("tokenizer_pool_extra_config", {}, _TOKENIZER_POOL),
@@ -164,23 +162,21 @@ _ARGUMENTS = (
     ),
     _ignored("weights_padding", False, "weights are laid out as the kernels of the device need"),
     _ignored("enable_lora_bias", False, _LORA_OFF),
-    _ignored("speculative_model_quantization", None, _NO_DRAFTS),
     _ignored("speculative_draft_tensor_parallel_size", 1, _NO_DRAFTS, aliases=("-spec-draft-tp",)),
-    _ignored("speculative_max_model_len", 0, _NO_DRAFTS),
     _ignored("speculative_disable_mqa_scorer", False, _NO_DRAFTS),
     _ignored("spec_decoding_acceptance_method", "rejection_sampler", _NO_DRAFTS),
     _ignored("typical_acceptance_sampler_posterior_threshold", 0.09, _NO_DRAFTS),
     _ignored("typical_acceptance_sampler_posterior_alpha", 0.3, _NO_DRAFTS),
     _ignored("disable_logprobs_during_spec_decoding", True, _NO_DRAFTS),
-    _ignored("fully_sharded_loras", False, _LORA_OFF),
+    _ignored("fully_sharded_loras", False, _LORA_SHARDS),
     _ignored("lora_extra_vocab_size", 256, _LORA_OFF),
     _ignored("long_lora_scaling_factors", (), _LORA_OFF),
     _ignored("max_prompt_adapters", 1, _PROMPT_ADAPTERS_OFF),
     _ignored("max_prompt_adapter_token", 0, _PROMPT_ADAPTERS_OFF),
-    _ignored("data_parallel_size_local", None, _DP_OFF),
-    _ignored("data_parallel_address", None, _DP_OFF),
-    _ignored("data_parallel_rpc_port", None, _DP_OFF),
-    _ignored("data_parallel_backend", "mp", _DP_OFF),
+    _ignored("data_parallel_size_local", None, _DP_LOCAL),
+    _ignored("data_parallel_address", None, _DP_LOCAL),
+    _ignored("data_parallel_rpc_port", None, _DP_LOCAL),
+    _missing("data_parallel_backend", "mp", _DP_LOCAL),
     _missing(
         "config_format",
         "auto",
@@ -198,13 +194,6 @@ _ARGUMENTS = (
         "enable_prompt_adapter",
         False,
         "prompt adapters are not supported; put instructions into a system prompt",
-    ),
-    _missing("data_parallel_size", 1, ONE_REPLICA, aliases=("-dp",)),
-    _missing(
-        "kv_transfer_config",
-        None,
-        "an engine computes prompts and outputs of its requests itself and exchanges no KV cache; "
-        "put several servers behind a load balancer to share the load",
     ),
     _missing(
         "otlp_traces_endpoint",

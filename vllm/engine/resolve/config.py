@@ -13,7 +13,7 @@ from vllm import envs
 from vllm.assets import BUNDLED_MODEL
 from vllm.config import (
     CacheConfig,
-    DeviceConfig,
+    ConnectorConfig,
     HPUConfig,
     LoadConfig,
     LoRAConfig,
@@ -21,7 +21,6 @@ from vllm.config import (
     ModelConfig,
     ObservabilityConfig,
     ParallelConfig,
-    PoolerConfig,
     SchedulerConfig,
     SpeculativeConfig,
     StructuredOutputConfig,
@@ -30,20 +29,24 @@ from vllm.config import (
 from vllm.config.fields import config_fields
 from vllm.config.load import LoadFormat
 from vllm.config.model import ModelDType, ModelImpl
-from vllm.config.speculative import METHODS_WITHOUT_EFFECT
 from vllm.engine.resolve.hpu import fit_token_budget, refuse_variables, resolve_hpu_config
 from vllm.engine.resolve.model_options import (
-    check_quantization,
+    check_connector,
+    for_states,
     quant_method,
     resolve_offload,
+    resolve_quantization,
     resolve_windows,
+    without_gguf,
 )
-from vllm.engine.resolve.pooling import resolve_pooler
+from vllm.engine.resolve.parallel import resolve_parallel
+from vllm.engine.resolve.pooling import for_pooling, resolve_pooler
+from vllm.engine.resolve.replicas import resolve_device
+from vllm.engine.resolve.speculative import asked_draft_model, check_draft_model, max_draft_tokens
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import BY_TRANSFORMERS, ModelRegistry
 from vllm.platforms import Platform, resolve_platform
-from vllm.platforms.cpu_threads import parse_cores, usable_cores
 from vllm.transformers_utils.hf_config import (
     complete_hf_config,
     is_known_to_transformers,
@@ -72,17 +75,27 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     platform = resolve_platform(settings["device"])
     load = _section(LoadConfig, settings)
     model = _resolve_model(_section(ModelConfig, settings), load)
-    check_quantization(model, platform)
+    model = resolve_quantization(model, platform)
     _check_prompt_embeds(model, platform)
     load = resolve_offload(load, model, platform)
     if model.pooler is not None:
-        settings = _for_pooling(settings, model.pooler)
+        settings = for_pooling(settings, model.pooler)
+    if model.resolved_arch.has_states:
+        settings = for_states(settings, platform)
     assert model.max_model_len is not None
     speculative = _section(SpeculativeConfig, settings)
-    lora = _resolve_lora(settings, platform, model)
+    parallel = _section(ParallelConfig, settings)
+    num_stages = parallel.pipeline_parallel_size
+    asked_draft = asked_draft_model(speculative, model, platform, num_stages)
+    if asked_draft is not None:
+        draft = check_draft_model(_resolve_model(asked_draft, load), model, platform)
+        speculative = replace(speculative, draft_model=draft)
+    lora = _resolve_lora(settings, model)
     scheduler = _resolve_scheduler(settings, platform, model.max_model_len)
     scheduler = replace(
-        scheduler, max_draft_tokens=_max_draft_tokens(speculative, model), max_loras=lora.max_loras
+        scheduler,
+        max_draft_tokens=max_draft_tokens(speculative, model, platform),
+        max_loras=lora.max_loras,
     )
     cache = _resolve_cache(settings, platform)
     observability = _section(
@@ -95,30 +108,35 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     if observability.kv_events.enable_kv_cache_events and not cache.enable_prefix_caching:
         raise ConfigError(
             "kv_events_config: enable_kv_cache_events needs the prefix cache, which is off "
-            "(enable_prefix_caching=False, or a pooling model). Leave kv_events_config out, or "
-            "turn the prefix cache on"
+            "(enable_prefix_caching=False, a pooling model, or a model with states). Leave "
+            "kv_events_config out, or turn the prefix cache on"
         )
     hpu = resolve_hpu_config(
         _section(HPUConfig, settings), enable_prefix_caching=cache.enable_prefix_caching
     )
+    parallel = resolve_parallel(parallel, model, load, lora, platform)
     config = VllmConfig(
         model=model,
         cache=cache,
         scheduler=scheduler,
-        parallel=_section(ParallelConfig, settings),
-        device=_resolve_device(platform),
+        parallel=parallel,
+        device=resolve_device(platform, parallel),
         load=replace(load, hf_token=None),  # everything is downloaded: no process needs the secret
         hpu=hpu,
         structured_output=_section(StructuredOutputConfig, settings),
         speculative=speculative,
         lora=lora,
+        connector=check_connector(_section(ConnectorConfig, settings), platform, cache),
         observability=observability,
     )
     if platform.name == "hpu":
         config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
     # Last, so that no weights are downloaded for settings that are wrong.
+    if (draft_model := speculative.draft_model) is not None:
+        path = str(_model_folder(draft_model, load, load.load_format))
+        speculative = replace(speculative, draft_model=replace(draft_model, path=path))
     path = str(_model_folder(model, load, load.load_format))
-    return replace(config, model=replace(model, path=path))
+    return replace(config, model=replace(model, path=path), speculative=speculative)
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -136,6 +154,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         StructuredOutputConfig,
         SpeculativeConfig,
         LoRAConfig,
+        ConnectorConfig,
         ObservabilityConfig,
     )
     for section in of_no_model:
@@ -175,8 +194,9 @@ def _resolve_cache(settings: Mapping[str, Any], platform: Platform) -> CacheConf
         CacheConfig,
         settings,
         block_size=_given(settings["block_size"], platform.default_block_size),
-        kv_cache_space_bytes=_kv_cache_space_bytes(),
     )
+    if cache.kv_cache_memory_bytes is None and not platform.has_own_memory:
+        cache = replace(cache, kv_cache_memory_bytes=_kv_cache_space_bytes())
     if cache.kv_cache_dtype not in platform.kv_cache_dtypes:
         raise ConfigError(
             f"kv_cache_dtype={cache.kv_cache_dtype!r} is not available on the device "
@@ -213,24 +233,11 @@ def _profiled_steps() -> tuple[int, int] | None:
     )
 
 
-def _resolve_device(platform: Platform) -> DeviceConfig:
-    settings = envs.get()
-    cores = None
-    if platform.name == "cpu":
-        cores = parse_cores(settings.VLLM_CPU_OMP_THREADS_BIND, usable_cores())
-    return DeviceConfig(
-        device=cast(Any, platform.name),
-        bound_cores=cores,
-        counts_threads=settings.OMP_NUM_THREADS is None
-        and settings.VLLM_CPU_OMP_THREADS_BIND.strip().lower() not in ("all", "nobind"),
-    )
-
-
 def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
     folder = _model_folder(asked, load, "dummy")  # without weights: they may take an hour
-    config_folder = folder
-    if asked.hf_config_path is not None:
-        config_folder = _metadata_folder(asked.hf_config_path, asked.revision, load)
+    asked = without_gguf(asked, folder)
+    other = asked.hf_config_path
+    config_folder = folder if other is None else _metadata_folder(other, asked.revision, load)
     raw = read_hf_config(config_folder, asked.hf_overrides)
     check_architecture(raw, config_folder, asked.model_impl)
     arch = _read_arch(asked, load, raw, config_folder)
@@ -239,8 +246,7 @@ def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
     pooler, recommended_len = resolve_pooler(asked, arch, folder)
     max_model_len = resolve_max_model_len(asked, arch)
     if asked.max_model_len is None:
-        limits = (max_model_len, window, recommended_len)
-        max_model_len = min(limit for limit in limits if limit is not None)
+        max_model_len = min(n for n in (max_model_len, window, recommended_len) if n is not None)
     return replace(
         asked,
         model=model_name(asked),
@@ -250,7 +256,7 @@ def _resolve_model(asked: ModelConfig, load: LoadConfig) -> ModelConfig:
         max_model_len=max_model_len,
         arch=arch.for_length(max_model_len),
         pooler=pooler,
-        hf_config_path=None if asked.hf_config_path is None else str(config_folder),
+        hf_config_path=None if other is None else str(config_folder),
     )
 
 
@@ -425,57 +431,16 @@ def _describe_excess(max_model_len: int, arch: ModelArch) -> str:
     )
 
 
-def _for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[str, Any]:
-    """The settings for pooling: if all tokens of a prompt are pooled, it has to run in one step."""
-    if not pooler.needs_whole_prompts:
-        return settings
-    logger.info(
-        "chunked prefill and prefix caching are off: this model pools all tokens of a prompt, so "
-        "they have to be computed in one step"
-    )
-    return {**settings, "enable_chunked_prefill": False, "enable_prefix_caching": False}
-
-
-def _resolve_lora(
-    settings: Mapping[str, Any], platform: Platform, model: ModelConfig
-) -> LoRAConfig:
+def _resolve_lora(settings: Mapping[str, Any], model: ModelConfig) -> LoRAConfig:
     lora = _section(LoRAConfig, settings)
     if not lora.enable_lora:
         return lora
-    if platform.needs_static_shapes:
-        raise ConfigError(
-            f"enable_lora=True is not available on the device {platform.name!r} in this version. "
-            f"Merge the adapter into the weights of its model (merge_and_unload of peft), or use "
-            f"device='cpu'"
-        )
-    sizes = settings["tensor_parallel_size"], settings["pipeline_parallel_size"]
-    if sizes != (1, 1):
-        raise ConfigError(
-            "enable_lora=True needs tensor_parallel_size=1 and pipeline_parallel_size=1 in this "
-            f"version, got {sizes[0]} and {sizes[1]}"
-        )
     if model.pooler is not None:
         raise ConfigError(
             f"enable_lora=True needs a model that generates; '{model.model}' runs with pooling. "
             "Leave it out"
         )
     return lora
-
-
-def _max_draft_tokens(speculative: SpeculativeConfig, model: ModelConfig) -> int:
-    """Drafts that a step verifies for one request; 0: there are none."""
-    drafts = speculative.drafts
-    if speculative.method in METHODS_WITHOUT_EFFECT:
-        logger.warning(
-            "speculative_config=%s has no effect: drafts of a model (method %s) are not built in "
-            "this version. Outputs are the same without drafts. Methods that have an effect: ngram "
-            "and suffix",
-            dict(speculative.speculative_config),
-            speculative.method,
-        )
-    if drafts is None or model.pooler is not None:
-        return 0
-    return drafts.num_speculative_tokens
 
 
 def _resolve_scheduler(

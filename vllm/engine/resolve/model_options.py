@@ -1,9 +1,14 @@
 """Options of the model that depend on its checkpoint and the device: `--quantization`,
-`--cpu-offload-gb` and `--disable-sliding-window`."""
+`--cpu-offload-gb`, `--disable-sliding-window`, and what states of requests do not allow."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from vllm.config import LoadConfig, ModelArch, ModelConfig
+from vllm import envs
+from vllm.config import CacheConfig, ConnectorConfig, LoadConfig, ModelArch, ModelConfig
+from vllm.config.inc import read_inc_config
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.platforms import Platform
@@ -20,7 +25,31 @@ _OTHER_NAMES = {
 """Values of `--quantization` that name a format together with kernels for it."""
 
 
-def check_quantization(model: ModelConfig, platform: Platform) -> None:
+def resolve_quantization(model: ModelConfig, platform: Platform) -> ModelConfig:
+    """The model with the content of its file of Intel Neural Compressor, if there is one.
+
+    Raises:
+        ConfigError: the file cannot be used, or the quantization is not known here, or does not go
+            with the checkpoint.
+    """
+    path = model.quant_config or envs.get().QUANT_CONFIG or None
+    if model.quantization == "inc" and path is None:
+        raise ConfigError(
+            "quantization='inc' needs the file of its scales: set QUANT_CONFIG, or quant_config, "
+            "to the JSON file that `vllm calibrate` writes"
+        )
+    if path is not None:
+        if model.quantization not in (None, "inc"):
+            raise ConfigError(
+                f"QUANT_CONFIG={path} is for quantization='inc', not {model.quantization!r}. Leave "
+                f"one of them out"
+            )
+        model = replace(model, quantization="inc", quant_config=path, inc=read_inc_config(path))
+    _check_quantization(model, platform)
+    return model
+
+
+def _check_quantization(model: ModelConfig, platform: Platform) -> None:
     """Refuse a quantization that the model or the platform does not support.
 
     A checkpoint that is quantized says so itself; naming that format again has no effect.
@@ -53,6 +82,18 @@ def check_quantization(model: ModelConfig, platform: Platform) -> None:
         raise ConfigError(
             f"quantization={asked!r} needs dtype {' or '.join(_DTYPES)}, got {model.dtype_name}"
         )
+
+
+def without_gguf(asked: ModelConfig, folder: Path) -> ModelConfig:
+    """Without `--quantization gguf`, which says only what the file says itself.
+
+    Args:
+        asked: as the user set it.
+        folder: of the model.
+    """
+    if asked.quantization == "gguf" and any(folder.glob("*.gguf")):
+        return replace(asked, quantization=None)
+    return asked
 
 
 def quant_method(arch: ModelArch) -> str | None:
@@ -134,3 +175,60 @@ def resolve_windows(asked: ModelConfig, arch: ModelArch) -> tuple[ModelArch, int
             arch.derived_max_model_len,
         )
     return replace(arch, layer_windows=(None,) * arch.num_layers), limit
+
+
+def check_connector(
+    connector: ConnectorConfig, platform: Platform, cache: CacheConfig
+) -> ConnectorConfig:
+    """`connector`, if the engine can use it.
+
+    Raises:
+        ConfigError: blocks cannot be kept outside of this KV cache.
+    """
+    if connector.kv_transfer is None:
+        return connector
+    if platform.has_own_memory:
+        raise ConfigError(
+            f"kv_transfer_config is not available on the device {platform.name!r}: blocks are "
+            f"copied on cpu only. Leave it out"
+        )
+    if not cache.enable_prefix_caching:
+        raise ConfigError(
+            "kv_transfer_config needs the prefix cache, which is off "
+            "(enable_prefix_caching=False, or a pooling model). Leave one of them out"
+        )
+    return connector
+
+
+_ROWS_WITH_STATES = 32
+"""Default of `max_num_seqs` for a model with states: one of Granite 4 H-Tiny takes 57 MiB."""
+
+
+def for_states(settings: Mapping[str, Any], platform: Platform) -> Mapping[str, Any]:
+    """The settings of a model whose layers keep a state of each request.
+
+    A state is a summary of all tokens so far. It cannot go back to an earlier token, so there is
+    nothing that another request could share, and no draft can be taken back.
+
+    Raises:
+        ConfigError: the device cannot run it.
+    """
+    if platform.needs_static_shapes:
+        raise ConfigError(
+            f"the model has state-space layers (Mamba), which do not run on the device "
+            f"{platform.name!r} in this version. Use device='cpu'"
+        )
+    changed: dict[str, Any] = {}
+    if settings["enable_prefix_caching"]:
+        logger.info("prefix caching is off: the model keeps states, which requests cannot share")
+        changed["enable_prefix_caching"] = False
+    if settings["speculative_config"]:
+        logger.warning(
+            "speculative_config has no effect: the model keeps states, which cannot go back to "
+            "where a draft was wrong. Outputs are the same without drafts"
+        )
+        changed["speculative_config"] = {}
+    if settings["max_num_seqs"] is None:
+        most = settings["max_num_batched_tokens"] or _ROWS_WITH_STATES
+        changed["max_num_seqs"] = min(_ROWS_WITH_STATES, most)
+    return {**settings, **changed}

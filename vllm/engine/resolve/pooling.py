@@ -7,14 +7,19 @@ from typing import Any, cast
 from vllm.config import ModelArch, ModelConfig, PoolerConfig
 from vllm.config.pooler import Activation, ModelTask, PoolingTask, PoolingType
 from vllm.errors import ConfigError
+from vllm.logger import init_logger
 from vllm.model_executor.models.registry import is_encoder
 from vllm.transformers_utils.sentence_transformers_config import (
     SentenceTransformersConfig,
     read_sentence_transformers_config,
 )
 
+logger = init_logger(__name__)
+
 _OVERRIDES = ("pooling_type", "normalize", "softmax", "step_tag_id", "returned_token_ids")
 _CLASSIFIER = "ForSequenceClassification"
+_GENERATORS = ("LMHeadModel", "ChatGLMModel")
+"""Names of models that generate, among those that end in Model."""
 _QWEN_PRM = "Qwen2ForProcessRewardModel"
 _QWEN_PRM_STEP = 151651
 """<extra_0>, which ends a step of Qwen2.5-Math-PRM."""
@@ -63,7 +68,7 @@ def _tasks_of(arch: ModelArch, *, has_modules: bool) -> tuple[ModelTask, ...]:
         return ("score", "classify") if is_encoder(name) else ("classify", "score")
     if name.endswith("RewardModel"):
         return ("reward",)
-    if name.endswith("Model") and not name.endswith("LMHeadModel"):
+    if name.endswith("Model") and not name.endswith(_GENERATORS):
         return ("embed",)
     return ("embed", "generate") if has_modules else ("generate", "embed")
 
@@ -168,3 +173,14 @@ def _overrides(given: Mapping[str, Any]) -> dict[str, Any]:
     if "returned_token_ids" in values:
         values["returned_token_ids"] = tuple(ids)
     return values
+
+
+def for_pooling(settings: Mapping[str, Any], pooler: PoolerConfig) -> Mapping[str, Any]:
+    """The settings for pooling: if all tokens of a prompt are pooled, it has to run in one step."""
+    if not pooler.needs_whole_prompts:
+        return settings
+    logger.info(
+        "chunked prefill and prefix caching are off: this model pools all tokens of a prompt, so "
+        "they have to be computed in one step"
+    )
+    return {**settings, "enable_chunked_prefill": False, "enable_prefix_caching": False}

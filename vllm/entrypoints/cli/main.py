@@ -29,6 +29,8 @@ _COMMANDS = {
     "bench": "measure throughput and latency",
     "run-batch": "run the requests of a batch file, without a server",
     "generate": "complete prompts, without a server",
+    "quantize": "write a quantized checkpoint of a model",
+    "calibrate": "measure the FP8 scales of a model",
     "collect-env": "show versions, hardware and settings for a bug report",
     "hpu-check": "self-test of a Gaudi card",
 }

@@ -7,8 +7,9 @@ from typing import Any, cast
 
 from vllm.entrypoints.offline.offline_run import Prompts, as_list
 from vllm.errors import RequestError
+from vllm.guided_decoding_params import GuidedDecodingParams
 from vllm.inputs import PromptType
-from vllm.sampling_params import GuidedDecodingParams, SamplingParams
+from vllm.sampling_params import SamplingParams
 
 _STACK_LEVEL = 4
 """Stack levels from the warning to the caller of `LLM.generate`."""

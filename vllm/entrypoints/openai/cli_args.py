@@ -115,6 +115,7 @@ def _read_server(given: dict[str, Any]) -> ServerArgs:
         from_settings(given),
         dev_mode=settings.VLLM_SERVER_DEV_MODE,
         can_update_adapters=settings.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
+        adapters_folder=settings.VLLM_LORA_RESOLVER_CACHE_DIR,
         can_profile=bool(settings.VLLM_TORCH_PROFILER_DIR),
         keep_alive_s=settings.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
     )

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route, compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.registry import MetricSet, expose, process_collectors
+from vllm.engine.metrics.replica_metrics import ReadableMetrics
 from vllm.entrypoints.middleware.asgi import route_path
 from vllm.entrypoints.server.context import ServerContext, get_context
 
@@ -123,7 +123,7 @@ class CountHttp:
             self._metrics.end(route_path(scope), scope["method"], status, seconds)
 
 
-def engine_metrics(context: ServerContext) -> EngineMetrics | None:
+def engine_metrics(context: ServerContext) -> ReadableMetrics | None:
     """The metrics of the engine; None before it is ready for the first time."""
     is_there = context.has_been_ready or context.engine.startup.is_ready
     return context.engine.metrics if is_there else None
@@ -148,7 +148,7 @@ async def metrics(request: Request) -> Response:
     """All metrics, in the format that the scraper accepts."""
     engine = engine_metrics(get_context(request))
     http: HttpMetrics | None = request.scope.get(_SCOPE_KEY)
-    sets = [] if engine is None else engine.metric_sets()
+    sets = [] if engine is None else [*engine.metric_sets()]
     sets += [] if http is None else [http.metrics]
     accept = request.headers.get("accept", "")
     body, content_type = expose([*sets, *process_collectors()], accept)

@@ -6,7 +6,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from vllm.engine.metrics.engine_metrics import EngineMetrics, FinishedRequestStats
+from vllm.engine.metrics.engine_metrics import FinishedRequestStats
+from vllm.engine.metrics.replica_metrics import ReadableMetrics
 from vllm.entrypoints.operations.metrics_route import engine_metrics
 from vllm.entrypoints.pages.server_state import describe_server, fresh_json
 from vllm.entrypoints.server.context import ServerContext, get_context
@@ -34,8 +35,8 @@ def describe(context: ServerContext) -> dict[str, Any]:
     return server if metrics is None else server | _describe_engine(metrics)
 
 
-def _describe_engine(metrics: EngineMetrics) -> dict[str, Any]:
-    totals, rates, config = metrics.totals, metrics.history.rates(), metrics.config
+def _describe_engine(metrics: ReadableMetrics) -> dict[str, Any]:
+    totals, rates, config = metrics.totals, metrics.rates(), metrics.config
     runner = totals.runner
     return {
         "model": metrics.model_name,

@@ -30,7 +30,13 @@ from vllm.entrypoints.openai.pooling import classify as serving_classify
 from vllm.entrypoints.openai.pooling import embedding as serving_embedding
 from vllm.entrypoints.openai.pooling import score as serving_score
 from vllm.entrypoints.openai.responses import serving as serving_responses
-from vllm.entrypoints.operations import dev_routes, health, metrics_route, profile_routes
+from vllm.entrypoints.operations import (
+    dev_routes,
+    health,
+    metrics_route,
+    profile_routes,
+    replica_routes,
+)
 from vllm.entrypoints.pages.routes import page_routers
 from vllm.entrypoints.server.context import ServerContext
 from vllm.entrypoints.server.server_args import ServerArgs
@@ -84,7 +90,7 @@ def _routers(args: ServerArgs) -> list[APIRouter]:
     if args.can_update_adapters:
         modules.append(serving_lora)
     if args.dev_mode:
-        modules.append(dev_routes)
+        modules += [dev_routes, replica_routes]
     if args.can_profile:
         modules.append(profile_routes)
     return [*(module.router for module in modules), *page_routers(args)]

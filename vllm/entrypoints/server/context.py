@@ -56,7 +56,10 @@ class ServerContext:
             from vllm.entrypoints.server.served_adapters import ServedAdapters
 
             self._adapters = ServedAdapters(
-                self.args.lora_modules, self.model_names, self.config.lora.max_lora_rank
+                self.args.lora_modules,
+                self.model_names,
+                self.config.lora.max_lora_rank,
+                self.args.adapters_folder,
             )
         return self._adapters
 

@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from vllm.errors import NotFoundError, RequestError
-from vllm.lora.files import adapter_folder, check_files
+from vllm.lora.files import CONFIG_FILE, adapter_folder, check_files
 from vllm.lora.request import LoRARequest
 
 
@@ -15,12 +16,21 @@ class ServedAdapters:
         modules: name=path, or JSON with name, path and base_model_name.
         names: of the base model; no adapter may have one of them.
         max_rank: of an adapter.
+        folder: whose folders are adapters that are offered when a request first names them; None:
+            there is none.
 
     Raises:
         RequestError: a module is written wrongly, or its files cannot be used.
     """
 
-    def __init__(self, modules: Sequence[str], names: Sequence[str], max_rank: int) -> None:
+    def __init__(
+        self,
+        modules: Sequence[str],
+        names: Sequence[str],
+        max_rank: int,
+        folder: str | None = None,
+    ) -> None:
+        self._folder = None if folder is None else Path(folder).expanduser()
         self._names = names
         self._max_rank = max_rank
         self._by_name: dict[str, LoRARequest] = {}
@@ -34,8 +44,22 @@ class ServedAdapters:
         return list(self._by_name.values())
 
     def find(self, name: str | None) -> LoRARequest | None:
-        """The adapter with this name; None if there is none."""
-        return self._by_name.get(name or "")
+        """The adapter with this name, which may be a folder that was not used yet; None if there
+        is none.
+
+        Raises:
+            RequestError: the files in its folder cannot be used.
+        """
+        name = name or ""
+        if name not in self._by_name and self._has_folder(name):
+            self.add(name, str(self._folder / name))  # type: ignore[operator]
+        return self._by_name.get(name)
+
+    def _has_folder(self, name: str) -> bool:
+        is_plain = name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+        if self._folder is None or not is_plain or name in self._names or len(name) > 255:
+            return False
+        return (self._folder / name / CONFIG_FILE).is_file()
 
     def add(self, name: str, path: str, base: str | None = None) -> None:
         """Offer an adapter.

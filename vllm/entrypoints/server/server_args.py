@@ -152,6 +152,10 @@ class ServerArgs:
     """How the template expects the content of messages: as a string, or as a list of parts
     (openai)."""
 
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for requests that do not set them, such as
+    `{"enable_thinking": false}`."""
+
     response_role: str = "assistant"
     """Role of the answers to chat requests."""
 
@@ -203,7 +207,7 @@ class ServerArgs:
     status_page: bool = True
     """Show a status page at /status."""
 
-    log_requests: bool = False
+    log_requests: bool = field(default=False, metadata={"aliases": ("--enable-log-requests",)})
     """Log the body of each request, prompts included."""
 
     max_log_len: int | None = None
@@ -231,6 +235,9 @@ class ServerArgs:
 
     can_update_adapters: bool = field(default=False, metadata={"cli": False})
     """Serve the routes that add and remove LoRA adapters (VLLM_ALLOW_RUNTIME_LORA_UPDATING)."""
+
+    adapters_folder: str | None = field(default=None, metadata={"cli": False})
+    """Folder of LoRA adapters that requests may name (VLLM_LORA_RESOLVER_CACHE_DIR)."""
 
     can_profile: bool = field(default=False, metadata={"cli": False})
     """Serve the routes that begin and end a trace (VLLM_TORCH_PROFILER_DIR is set)."""

@@ -68,7 +68,7 @@ class CPUExperts(DenseExperts):
             if can_pack(half, weight_format) and can_pack(down[0], weight_format):
                 biases = layer.gate_up_bias, layer.bias_of_sum()
                 self.packed = PackedExperts.pack(
-                    gate_up, down, weight_format, *biases, layer.options
+                    gate_up, down, weight_format, *biases, layer.options, layer.first_expert
                 )
                 del layer.gate_up, layer.down
                 for name in ("gate_up", "down"):

@@ -11,6 +11,7 @@ from vllm.attention.context import ContextHolder, ReadsContext, text_positions
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.slice import Slice
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
+from vllm.ops import get_ops
 
 
 class EmbeddingMethod(WeightMethod["VocabParallelEmbedding"]):
@@ -34,7 +35,7 @@ class DenseTable(EmbeddingMethod):
     def create_weights(self, layer: "VocabParallelEmbedding") -> None:
         weight = torch.empty(layer.local_size, layer.embedding_dim)
         layer.weight = nn.Parameter(weight, requires_grad=False)
-        layer.slices["weight"] = {"": Slice(0, 0, layer.local_size, layer.num_embeddings)}
+        layer.slices["weight"] = dict(layer.feature_slices)
 
     def embed(self, layer: "VocabParallelEmbedding", ids: Tensor) -> Tensor:
         return F.embedding(ids, layer.weight)
@@ -67,6 +68,9 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
         self.tp = tp
         self.local_size = -(-num_embeddings // tp.size)
         self.first_id = tp.rank * self.local_size
+        # As the linear layer that a product with the table is.
+        self.input_size, self.output_size = embedding_dim, self.local_size
+        self.feature_slices = {"": Slice(0, 0, self.local_size, num_embeddings)}
         self.use_method(DenseTable())
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -79,10 +83,10 @@ class VocabParallelEmbedding(MethodLayer, ReadsContext):
     def _look_up(self, input_ids: Tensor) -> Tensor:
         if self.tp.size == 1:
             return self.method.embed(self, input_ids)
-        local_ids = input_ids - self.first_id
-        is_elsewhere = (local_ids < 0) | (local_ids >= self.local_size)
-        rows = self.method.embed(self, local_ids.masked_fill(is_elsewhere, 0))
-        return self.tp.all_reduce(rows.masked_fill(is_elsewhere[:, None], 0.0))
+        rows = get_ops().rows_of_part(
+            lambda ids: self.method.embed(self, ids), input_ids, self.first_id, self.local_size
+        )
+        return self.tp.all_reduce(rows)
 
 
 class ParallelLMHead(VocabParallelEmbedding):
@@ -108,6 +112,11 @@ class ParallelLMHead(VocabParallelEmbedding):
         if has_bias:
             self.bias = nn.Parameter(torch.empty(self.local_size), requires_grad=False)
             self.slices["bias"] = {"": Slice(0, 0, self.local_size, num_embeddings)}
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the input embedding has the same parameters."""
+        return bool(self._tied)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the very parameters of the input embedding, and its method."""

@@ -9,7 +9,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from vllm.distributed import TPGroup, divide
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.slice import ExpertSlice
 from vllm.model_executor.layers.weight_method import MethodLayer, WeightMethod
@@ -29,31 +30,33 @@ class DenseExperts(ExpertsMethod):
     """Two dense parameters of the model's dtype, [E, 2 * I, hidden] and [E, hidden, I]."""
 
     def create_weights(self, layer: "Experts") -> None:
-        experts, size, hidden = layer.num_experts, layer.intermediate_size, layer.hidden_size
-        gate_up = torch.empty(experts, 2 * size, hidden)
+        ids, size, hidden = layer.expert_ids, layer.intermediate_size, layer.hidden_size
+        gate_up = torch.empty(len(ids), 2 * size, hidden)
         layer.gate_up = nn.Parameter(gate_up, requires_grad=False)
-        layer.down = nn.Parameter(torch.empty(experts, hidden, size), requires_grad=False)
+        layer.down = nn.Parameter(torch.empty(len(ids), hidden, size), requires_grad=False)
         layer.slices["gate_up"], layer.slices["down"] = {}, {}
         total = size * layer.tp.size
-        for expert in range(experts):
+        for place_of_expert, expert in enumerate(ids):
             for name, place, dim, offset in (
                 ("gate_proj", "gate_up", 0, 0),
                 ("up_proj", "gate_up", 0, size),
                 ("down_proj", "down", 1, 0),
             ):
                 layer.slices[place][f"experts.{expert}.{name}"] = ExpertSlice(
-                    dim, offset, size, total, tensor="weight", expert=expert
+                    dim, offset, size, total, tensor="weight", expert=place_of_expert
                 )
 
     def apply(self, layer: "Experts", x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return get_ops().moe(
             *(x, ids, weights, layer.gate_up, layer.down, layer.gate_up_bias, layer.bias_of_sum()),
-            layer.options,
+            *(layer.options, layer.first_expert),
         )
 
 
 class Experts(MethodLayer):
-    """E gated MLPs, each split over ranks; a module of this name, `experts`, is in the checkpoint.
+    """E gated MLPs; a module of this name, `experts`, is in the checkpoint.
+
+    Each is split over the ranks, or every rank has some of them (`TPGroup.has_whole_experts`).
 
     Args:
         num_experts: E.
@@ -66,7 +69,8 @@ class Experts(MethodLayer):
     Shape: x [T, hidden], ids [T, k] int64, weights [T, k] float32 -> [T, hidden]
 
     Raises:
-        ValueError: intermediate_size cannot be split evenly.
+        ConfigError: intermediate_size cannot be split evenly, or there are fewer experts than ranks
+            that are to have whole ones.
     """
 
     own_parameters = ("gate_up_bias", "down_bias")
@@ -89,11 +93,23 @@ class Experts(MethodLayer):
         has_bias: bool = False,
     ) -> None:
         super().__init__()
-        self.num_experts = num_experts
         self.hidden_size = hidden_size
-        self.intermediate_size = divide(intermediate_size, tp.size)
+        self.group = tp
+        """The ranks over which results are added up."""
+        self.tp = TPGroup() if tp.has_whole_experts else tp
+        """The ranks that share an expert."""
+        self.expert_ids = _ids_of_rank(num_experts, tp)
+        """Of the experts of this rank."""
+        names = (str(expert) for expert in range(num_experts) if expert not in self.expert_ids)
+        self.elsewhere = frozenset(names)
+        if intermediate_size % self.tp.size:
+            raise ConfigError(
+                f"tensor_parallel_size ({tp.size}) must divide the {intermediate_size} "
+                f"intermediate features of an expert. Choose another size, or set "
+                f"enable_expert_parallel, which does not split experts"
+            )
+        self.intermediate_size = intermediate_size // self.tp.size
         """Of this rank."""
-        self.tp = tp
         self.options = options
         self.register_parameter("gate_up_bias", None)
         self.register_parameter("down_bias", None)
@@ -101,20 +117,25 @@ class Experts(MethodLayer):
             self._create_biases(intermediate_size)
         self.use_method(DenseExperts())
 
+    @property
+    def first_expert(self) -> int | None:
+        """See `Ops.moe`."""
+        return self.expert_ids.start if self.elsewhere else None
+
     def _create_biases(self, total_size: int) -> None:
-        experts, size, hidden = self.num_experts, self.intermediate_size, self.hidden_size
-        self.gate_up_bias = nn.Parameter(torch.empty(experts, 2 * size), requires_grad=False)
-        self.down_bias = nn.Parameter(torch.empty(experts, hidden), requires_grad=False)
+        ids, size, hidden = self.expert_ids, self.intermediate_size, self.hidden_size
+        self.gate_up_bias = nn.Parameter(torch.empty(len(ids), 2 * size), requires_grad=False)
+        self.down_bias = nn.Parameter(torch.empty(len(ids), hidden), requires_grad=False)
         self.slices["gate_up_bias"], self.slices["down_bias"] = {}, {}
         parts = {
             "gate_proj": ("gate_up_bias", 0, size, total_size, 1),
             "up_proj": ("gate_up_bias", size, size, total_size, 1),
             "down_proj": ("down_bias", 0, hidden, hidden, self.tp.size),  # whole on every rank
         }
-        for expert in range(experts):
+        for place_of_expert, expert in enumerate(ids):
             for name, (place, offset, part_size, total, replicas) in parts.items():
                 self.slices[place][f"experts.{expert}.{name}"] = ExpertSlice(
-                    0, offset, part_size, total, replicas, "bias", expert=expert
+                    0, offset, part_size, total, replicas, "bias", expert=place_of_expert
                 )
 
     def bias_of_sum(self) -> Tensor | None:
@@ -122,7 +143,20 @@ class Experts(MethodLayer):
         return self.down_bias if self.tp.rank == 0 else None
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return self.tp.all_reduce(self.method.apply(self, x, ids, weights))
+        return self.group.all_reduce(self.method.apply(self, x, ids, weights))
+
+
+def _ids_of_rank(num_experts: int, tp: TPGroup) -> range:
+    """The experts of a rank: all, or as many as others have, or one more."""
+    if not tp.has_whole_experts:
+        return range(num_experts)
+    if num_experts < tp.size:
+        raise ConfigError(
+            f"enable_expert_parallel: the model has {num_experts} experts per layer for "
+            f"{tp.size} ranks, and each rank needs one. Lower tensor_parallel_size, or leave "
+            f"enable_expert_parallel out"
+        )
+    return range(num_experts * tp.rank // tp.size, num_experts * (tp.rank + 1) // tp.size)
 
 
 class Router(ColumnParallelLinear):

@@ -30,6 +30,8 @@ class LatentUpProjection(ColumnParallelLinear):
         tp: the ranks that share the heads.
     """
 
+    is_absorbed = True
+
     key_up: nn.Parameter
     """[H, N, V], once the layer is finished."""
     value_up: nn.Parameter

@@ -50,8 +50,8 @@ class ParallelLinear(MethodLayer):
     keeps_precision: bool = False
     """The weight stays in the model's dtype where others are stored in fewer bits."""
 
-    is_held: bool = False
-    """The layer only loads: another one takes its parameters over."""
+    is_absorbed: bool = False
+    """Launches multiply with what is made of the weight, and do not apply the layer."""
 
     def __init__(
         self,

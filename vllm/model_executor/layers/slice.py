@@ -113,6 +113,9 @@ class SlicedModule(torch.nn.Module):
 
     slices: WeightSlices
 
+    elsewhere: frozenset[str] = frozenset()
+    """Names of parts of the module that only other ranks have."""
+
     def __init__(self) -> None:
         super().__init__()
         self.slices = {}

@@ -38,7 +38,7 @@ class StoredExperts(DenseExperts):
     def create_weights(self, layer: Experts) -> None:
         self.dtype = torch.get_default_dtype()
         total, hidden, tp = layer.intermediate_size * layer.tp.size, layer.hidden_size, layer.tp
-        for number in range(layer.num_experts):
+        for number in layer.expert_ids:
             expert = nn.Module()
             for part in _PARTS[:2]:
                 expert.add_module(part, ColumnParallelLinear(hidden, {"": total}, tp))
@@ -52,13 +52,15 @@ class StoredExperts(DenseExperts):
     def finish(self, layer: Experts) -> None:
         device = next(layer.parameters()).device
         gate, up, down = (list(self._weights(layer, part)) for part in _PARTS)
-        for number in range(layer.num_experts):
+        for number in layer.expert_ids:
             delattr(layer, str(number))
         # Others, such as those with biases, have no kernel for stored weights.
         is_plain = layer.options == SILU_EXPERTS and layer.gate_up_bias is None
         try:
             if is_plain:
-                self.packed = get_ops().prepare_experts(gate, up, down, self.dtype)
+                self.packed = get_ops().prepare_experts(
+                    gate, up, down, self.dtype, layer.first_expert
+                )
         except ValueError as error:
             raise WeightLoadError(f"the weights of {self.name} cannot be used: {error}") from error
         if self.packed is not None:
@@ -76,7 +78,7 @@ class StoredExperts(DenseExperts):
         layer.down = nn.Parameter(downs, requires_grad=False)
 
     def _weights(self, layer: Experts, part: str) -> Iterator[StoredWeight]:
-        for number in range(layer.num_experts):
+        for number in layer.expert_ids:
             linear = layer.get_submodule(f"{number}.{part}")
             assert isinstance(linear, ParallelLinear)
             if not isinstance(linear.method, StoredLinear):

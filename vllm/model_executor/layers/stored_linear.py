@@ -6,12 +6,16 @@ says how it multiplies (`Ops.prepare_weight`). Independent of files, formats and
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vllm.distributed import TPGroup
 from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear, UnquantizedLinear
+from vllm.model_executor.layers.slice import Place, Source
 from vllm.ops import get_ops
 from vllm.ops.interface import PreparedWeight
 from vllm.ops.stored_weight import StoredWeight
@@ -53,6 +57,40 @@ class StoredLinear(LinearMethod):
     def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self.packed is not None, "the weights are not loaded"
         return apply_prepared(self.packed, x, bias)
+
+
+class StoredHead(EmbeddingMethod):
+    """An output head in the layout of a checkpoint: its table is the weight of a linear layer.
+
+    Args:
+        linear: the method of that layer.
+    """
+
+    def __init__(self, linear: StoredLinear) -> None:
+        self.linear: Any = linear  # a head has what the method reads of a layer
+        self.optional_parameters = linear.optional_parameters
+
+    def create_weights(self, layer: VocabParallelEmbedding) -> None:
+        self.linear.create_weights(layer)
+
+    def load(self, place: Place, name: str, source: Source, tp: TPGroup) -> None:
+        self.linear.load(place, name, source, tp)
+
+    def fill_missing(self, place: Place) -> None:
+        self.linear.fill_missing(place)
+
+    def fill_indices(self, layer: VocabParallelEmbedding) -> None:
+        self.linear.fill_indices(layer)
+
+    def finish(self, layer: VocabParallelEmbedding) -> None:
+        self.linear.finish(layer)
+
+    def embed(self, layer: VocabParallelEmbedding, ids: Tensor) -> Tensor:
+        raise AssertionError("no rows of an output head are looked up: it is not tied")
+
+    def multiply(self, layer: VocabParallelEmbedding, hidden_states: Tensor) -> Tensor:
+        logits: Tensor = self.linear.apply(layer, hidden_states, None)
+        return logits
 
 
 class RoundedLinear(UnquantizedLinear):

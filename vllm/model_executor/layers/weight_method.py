@@ -42,6 +42,13 @@ class WeightMethod(ABC, Generic[Layer]):
         """
         place.fill(name, source, tp)
 
+    optional_parameters: tuple[str, ...] = ()
+    """Parameters that a checkpoint may lack; see `fill_missing`."""
+
+    def fill_missing(self, place: Place) -> None:
+        """Fill a part of an optional parameter for which the checkpoint has no tensor."""
+        raise AssertionError(f"{place.param_name} is not optional")
+
     def fill_indices(self, layer: Layer) -> None:
         """Give the parameters that are indices or shapes values that fit the layer.
 
@@ -61,6 +68,9 @@ class MethodLayer(SlicedModule):
 
     own_parameters: ClassVar[tuple[str, ...]] = ("bias",)
     """Names of parameters that are not the method's."""
+
+    is_held: bool = False
+    """The layer only loads: another one takes its parameters over."""
 
     method: WeightMethod[Any]
     tp: TPGroup

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint folder, one at a time, read from disk only as far as needed.
 
-Reads safetensors and PyTorch `.bin` files. Independent of models. Nothing here can run code from a
-checkpoint: `.bin` files are unpickled with `weights_only=True`.
+Reads safetensors, GGUF and PyTorch `.bin` files. Independent of models. Nothing here can run code
+from a checkpoint: `.bin` files are unpickled with `weights_only=True`.
 """
 
 import pickle
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.loader.gguf_file import read_gguf
 from vllm.model_executor.loader.safetensors_file import read_safetensors
 
 
@@ -32,11 +33,23 @@ def iterate_tensors(
     Raises:
         WeightLoadError: a file is damaged or is not what its name says.
     """
+    if files and files[0].suffix == ".gguf":
+        yield from _read_gguf(files, show_progress)
+        return
     bar = tqdm(files, desc="Loading checkpoint files", disable=not show_progress)
     for num_done, path in enumerate(bar):
         if on_file is not None:
             on_file(num_done)
         yield from read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
+
+
+def _read_gguf(files: list[Path], show_progress: bool) -> Iterator[tuple[str, Source]]:
+    """All files of a model are one, as the metadata is in the first."""
+    bar = tqdm(desc="Loading tensors of the GGUF file", disable=not show_progress)
+    with bar:
+        for entry in read_gguf(files):
+            yield entry
+            bar.update()
 
 
 def _read_bin(path: Path) -> Iterator[tuple[str, Source]]:

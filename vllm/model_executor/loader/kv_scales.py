@@ -7,11 +7,15 @@ A checkpoint may say `layers.0.self_attn.k_scale`, `...self_attn.k_proj.k_scale`
 import math
 import re
 
+import torch
 from torch import nn
 
 from vllm.attention import Attention
 from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Source
+from vllm.ops import get_ops
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 _NAME = re.compile(
     r"(?P<block>.+?)(\.attn|\.k_proj(?=\.k_)|\.v_proj(?=\.v_))?\.(?P<of>kv|k|v)_scale"
@@ -41,8 +45,10 @@ def load_kv_scale(model: nn.Module, name: str, source: Source) -> bool:
     numbers = source.read(()).flatten().tolist()
     if len(numbers) != 1 or not (math.isfinite(numbers[0]) and numbers[0] > 0):
         raise WeightLoadError(f"tensor {name} must be one positive number, got {numbers}")
+    # Scales of checkpoints are for numbers up to 448. Where fp8 ends at 240, all are halved.
+    scale = numbers[0] * (2 if get_ops().fp8_max < _LARGEST else 1)
     if "k" in match["of"]:
-        layer.key_scale = numbers[0]
+        layer.key_scale = scale
     if "v" in match["of"]:
-        layer.value_scale = numbers[0]
+        layer.value_scale = scale
     return True

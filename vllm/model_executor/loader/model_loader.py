@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from vllm.config import ModelArch, VllmConfig
-from vllm.distributed import TPGroup
+from vllm.distributed import Stage, TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.checkpoint import iterate_tensors
 from vllm.model_executor.loader.dummy import fill_with_dummy_weights
+from vllm.model_executor.loader.gguf_file import stored_format
 from vllm.model_executor.loader.sharded_state import shard_of
+from vllm.model_executor.loader.stage import keep_stage
 from vllm.model_executor.loader.weights import load_parameters, load_weights
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
@@ -38,6 +40,7 @@ def load_model(
     device: torch.device,
     dense_format: Quantization | None = None,
     choose_host_layers: Callable[[LoadableModel], Iterable[nn.Module]] | None = None,
+    stage: Stage | None = None,
 ) -> CausalLM | PoolingModel:
     """The model of `config` with its weights on `device`, ready to run.
 
@@ -52,6 +55,7 @@ def load_model(
             for, leaves dense; None: as torch takes them.
         choose_host_layers: called with the model, still without memory; gives the modules whose
             parameters go to the memory of the host.
+        stage: of the pipeline; only its layers are read. None: all layers.
 
     Raises:
         ConfigError: the architecture or format is not supported, or cannot be split over tp.
@@ -60,9 +64,18 @@ def load_model(
     started = time.perf_counter()
     arch = config.model.resolved_arch
     is_pooling = config.model.pooler is not None
-    formats = [f for f in (quantization_of(config.model), dense_format) if f is not None]
+    files: list[Path] = []
+    if config.load.load_format != "dummy":
+        files = find_files(Path(config.model.resolved_path), config.load.load_format)
+    asked = (quantization_of(config.model), stored_format(files), dense_format)
+    formats = [f for f in asked if f is not None]
+    for quantization in formats:
+        quantization.start(tp)
     dtype = getattr(torch, config.model.dtype_name)
     model = build_model(arch, tp, dtype, is_pooling=is_pooling, formats=formats)
+    if stage is not None and stage.count > 1:
+        assert isinstance(model, CausalLM), "a pooling model has one stage"
+        keep_stage(model, stage)
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     phase = f"loading {num_bytes / 2**30:.2f} GiB of weights"
     startup_progress.report(phase)
@@ -74,7 +87,6 @@ def load_model(
         fill_with_dummy_weights(model, config.model.seed)
     else:
         memory = ParameterMemory(model, device, on_host)
-        files = find_files(Path(config.model.resolved_path), config.load.load_format)
         is_split = config.load.load_format == "sharded_state"
         if is_split:
             files = [shard_of(files, tp)]

@@ -16,6 +16,7 @@ from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.slice import Place, SlicedModule, Source
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.kv_scales import load_kv_scale
+from vllm.model_executor.loader.stage import absent_prefixes
 from vllm.model_executor.models.interface import LoadableModel
 from vllm.transformers_utils.weight_files import name_some
 
@@ -27,6 +28,13 @@ class _Targets:
     by_name: dict[str, Place] = field(default_factory=dict)
     aliases: set[str] = field(default_factory=set)
     """Other names of tied parameters: a checkpoint may hold them, and they are not read."""
+    elsewhere: set[str] = field(default_factory=set)
+    """Beginnings of the names of tensors that only other ranks have, up to a dot."""
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether only other ranks have the tensor."""
+        parts = name.split(".") if self.elsewhere else []
+        return any(".".join(parts[:end]) in self.elsewhere for end in range(len(parts)))
 
 
 ModuleHook = Callable[[nn.Module], None]
@@ -96,17 +104,18 @@ def _fill(
     finish: ModuleHook,
 ) -> None:
     """Fill the targets from (name in the checkpoint, name in the model, tensor)."""
-    todo = dict(targets.by_name)
+    todo, absent = dict(targets.by_name), absent_prefixes(model)
     unexpected = []
     num_empty = Counter(target.module for target in todo.values())
     for checkpoint_name, name, source in entries:
-        if name in targets.aliases:
+        if name in targets.aliases or name.startswith(absent):
             continue
         if load_kv_scale(model, name, source):
             continue
         target = todo.pop(name, None)
         if target is None:
-            unexpected.append(checkpoint_name)
+            if not (_is_zero_bias(name, targets, source) or targets.is_elsewhere(name)):
+                unexpected.append(checkpoint_name)
             continue
         prepare(target.module)
         if isinstance(target.module, MethodLayer):
@@ -116,6 +125,14 @@ def _fill(
         num_empty[target.module] -= 1
         if not num_empty[target.module]:
             finish(target.module)
+    for name, target in list(todo.items()):
+        layer = target.module
+        if not isinstance(layer, MethodLayer):
+            continue
+        if target.param_name in layer.method.optional_parameters:
+            prepare(layer)
+            layer.method.fill_missing(target)
+            del todo[name]
     problems = [
         f"{len(names)} {what}: {name_some(sorted(names))}"
         for names, what in (
@@ -128,6 +145,15 @@ def _fill(
         raise WeightLoadError(
             f"checkpoint and {type(model).__name__} do not match: {'; '.join(problems)}"
         )
+
+
+def _is_zero_bias(name: str, targets: _Targets, source: Source) -> bool:
+    """Whether it is a bias that is not one: AutoGPTQ gave all quantized layers a bias, of zeros
+    where the model has none."""
+    stem, _, kind = name.rpartition(".")
+    if kind != "bias" or f"{stem}.qweight" not in targets.by_name or len(source.shape) != 1:
+        return False
+    return not bool(source.read(()).any())
 
 
 def _converted(
@@ -156,6 +182,8 @@ def _find_targets(model: LoadableModel) -> _Targets:
     seen: set[int] = set()
     for path, module in model.named_modules():
         slices = module.slices if isinstance(module, SlicedModule) else {}
+        if isinstance(module, SlicedModule):
+            targets.elsewhere.update(f"{path}.{part}" for part in module.elsewhere)
         for param_name, param in module.named_parameters(recurse=False):
             is_alias = id(param) in seen
             seen.add(id(param))

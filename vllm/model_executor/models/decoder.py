@@ -81,6 +81,8 @@ class DecoderOptions:
     """Rotations pair the halves of a head; False: neighbouring elements (GPT-J)."""
     num_learned_positions: int = 0
     """Rows of a table of positions that is added to the embeddings."""
+    needs_positions: bool = True
+    """False: states tell the order of tokens, so that attention, if any, may have no positions."""
     has_embedding_norm: bool = False
     embedding_scale: float = 1.0
     head_bias: bool = False
@@ -351,7 +353,8 @@ class Decoder(nn.Module):
             else None
         )
         self.embed_norm = options.norm(arch, size) if options.has_embedding_norm else None
-        if arch.rope is None and self.embed_positions is None and not options.alibi_scale:
+        has_positions = arch.rope or self.embed_positions or options.alibi_scale
+        if options.needs_positions and not has_positions:
             raise ConfigError(f"{arch.architecture} needs rope_theta in config.json")
         rotations: list[tuple[RopeConfig | None, RotaryEmbedding | None]] = [(None, None)]
         self.layers = nn.ModuleList()
@@ -408,6 +411,11 @@ class DecoderForCausalLM(CausalLM):
     @property
     def layers(self) -> Sequence[nn.Module]:
         return list(self.model.layers)
+
+    def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        model = self.model
+        first = [model.embed_tokens, model.embed_positions, model.embed_norm]
+        return [module for module in first if module is not None], [model.norm, self.lm_head]
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_tokens(input_ids)

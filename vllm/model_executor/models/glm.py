@@ -1,6 +1,6 @@
-"""GLM 4."""
+"""GLM 4, and ChatGLM 2 and 3, which is the same with other names."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from vllm.config import ModelArch
@@ -13,7 +13,7 @@ from vllm.model_executor.models.decoder import (
     Layer,
     SandwichLayer,
 )
-from vllm.model_executor.models.fused_weights import split_rows
+from vllm.model_executor.models.fused_weights import qkv_sizes, split_rows
 
 
 class GlmForCausalLM(DecoderForCausalLM):
@@ -44,3 +44,32 @@ class Glm4ForCausalLM(GlmForCausalLM):
         ".post_self_attn_layernorm.": ".post_attention_layernorm.",
         ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
     }
+
+
+class ChatGLMModel(GlmForCausalLM):
+    """ChatGLM 2 and 3, CodeGeeX 2, and GLM-4-9B as it was first published (Team GLM 2024, arXiv
+    2406.12793)."""
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
+        "transformer.embedding.word_embeddings.": "model.embed_tokens.",
+        "transformer.output_layer.": "lm_head.",
+        "transformer.encoder.final_layernorm.": "model.norm.",
+        "transformer.encoder.": "model.",
+    }
+    checkpoint_names: ClassVar[dict[str, str]] = {
+        ".self_attention.dense.": ".self_attn.o_proj.",
+        ".self_attention.": ".self_attn.",
+        ".dense_h_to_4h.": ".gate_up_proj.",
+        ".dense_4h_to_h.": ".down_proj.",
+    }
+    ignored_tensors = ("rotary_pos_emb.inv_freq",)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Split the fused projections."""
+        if ".query_key_value." in name:
+            return split_rows(name, source, "query_key_value", qkv_sizes(self.arch))
+        return super().convert(name, source)
+
+
+class ChatGLMForConditionalGeneration(ChatGLMModel):
+    """ChatGLM, by the name that fine-tuned checkpoints give it."""

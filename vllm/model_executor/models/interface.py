@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
+from vllm.distributed import Stage, TPGroup
 from vllm.model_executor.layers.slice import Source
 
 
@@ -76,7 +76,20 @@ class LayeredModel(LoadableModel, ABC):
 
 
 class CausalLM(LayeredModel):
-    """A decoder: embeddings, layers and output head."""
+    """A decoder: embeddings, layers and output head.
+
+    Attributes:
+        stage: the layers that `forward` runs; all of them unless the loader says otherwise.
+    """
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp)
+        self.stage = Stage(0, arch.num_layers)
+
+    def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """What only the first stage of a pipeline runs besides its layers, and what only the last
+        one does. Modules that are in neither list are on every stage."""
+        return [], []
 
     @abstractmethod
     def run_layers(self, hidden_states: Tensor, positions: Tensor, first: int, end: int) -> Tensor:
@@ -98,9 +111,15 @@ class CausalLM(LayeredModel):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Rows of the result of `forward`, [N, hidden] -> [N, vocab_size] on every rank."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Token ids and positions, both [T] int64 -> hidden states [T, hidden] after the norm."""
-        return self.run_layers(self.embed(input_ids), positions, 0, self.num_layers)
+    def forward(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """Token ids and positions, both [T] int64 -> hidden states [T, hidden] after the norm.
+
+        A stage of a pipeline takes what the stage before has returned in place of token ids, and
+        returns the input of the next stage; the last one returns hidden states after the norm.
+        """
+        stage = self.stage
+        hidden_states = self.embed(inputs) if stage.is_first else inputs
+        return self.run_layers(hidden_states, positions, stage.first_layer, stage.end_layer)
 
 
 class PoolingModel(LayeredModel):

@@ -154,14 +154,20 @@ class GraniteMoeForCausalLM(DecoderForCausalLM):
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """The weights of all experts are stored as one."""
-        if name.endswith(".input_linear.weight"):
-            size = self.arch.intermediate_size
-            parts = {"gate_proj": (0, size), "up_proj": (size, size)}
-            return _by_expert(name.removesuffix("input_linear.weight"), source, parts)
-        if name.endswith(".output_linear.weight"):
-            parts = {"down_proj": (0, self.arch.hidden_size)}
-            return _by_expert(name.removesuffix("output_linear.weight"), source, parts)
-        return ((name, source),)
+        return split_experts(self.arch, name, source)
+
+
+def split_experts(arch: ModelArch, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+    """The parts of a tensor of Granite that has a matrix of every expert; other tensors as they
+    are."""
+    if name.endswith(".input_linear.weight"):
+        size = arch.intermediate_size
+        parts = {"gate_proj": (0, size), "up_proj": (size, size)}
+        return _by_expert(name.removesuffix("input_linear.weight"), source, parts)
+    if name.endswith(".output_linear.weight"):
+        parts = {"down_proj": (0, arch.hidden_size)}
+        return _by_expert(name.removesuffix("output_linear.weight"), source, parts)
+    return ((name, source),)
 
 
 def _by_expert(

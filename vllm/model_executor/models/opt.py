@@ -135,6 +135,15 @@ class OPTForCausalLM(CausalLM):
     def layers(self) -> Sequence[nn.Module]:
         return list(self.model.decoder.layers)
 
+    def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        decoder = self.model.decoder
+        first = [decoder.embed_tokens, decoder.embed_positions, decoder.project_in]
+        last = [decoder.final_layer_norm, decoder.project_out, self.lm_head]
+        return (
+            [module for module in first if module is not None],
+            [module for module in last if module is not None],
+        )
+
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.decoder.embed_tokens(input_ids)
 

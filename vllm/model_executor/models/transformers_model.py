@@ -62,6 +62,9 @@ class TransformersForCausalLM(CausalLM):
         lists = (module for module in self.decoder.modules() if isinstance(module, nn.ModuleList))
         return next((list(found) for found in lists if len(found) == self.arch.num_layers), [])
 
+    def modules_beside_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        raise self._refusal("it runs all layers or none: set pipeline_parallel_size=1")
+
     def embed(self, input_ids: Tensor) -> Tensor:
         rows = self.inner.get_input_embeddings()(input_ids)
         return rows if self.embedding_scale == 1.0 else rows * self.embedding_scale

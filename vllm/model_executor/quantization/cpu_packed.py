@@ -45,8 +45,7 @@ class CPUPacked(Quantization):
         return CPUExperts(self.stored_as)
 
     def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
-        is_packed = isinstance(layer, ParallelLMHead) and layer.tp.size == 1
-        return PackedTable(self.head_stored_as) if is_packed else None
+        return PackedTable(self.head_stored_as) if isinstance(layer, ParallelLMHead) else None
 
 
 class CPUInt8(CPUPacked):

@@ -8,9 +8,15 @@ Numbers of 2, 3, 4 or 8 bits; symmetric ones have zero points too, all the same.
 import re
 from typing import Any
 
+from vllm.model_executor.layers.embedding import (
+    EmbeddingMethod,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.stored_experts import StoredExperts
+from vllm.model_executor.layers.stored_linear import StoredHead
 from vllm.model_executor.quantization.grouped import GroupedLinear, GroupLayout
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.model_executor.quantization.settings import (
@@ -38,8 +44,7 @@ class GPTQ(Quantization):
             ConfigError: a setting is not supported.
         """
         self.layout = _layout_of(settings)
-        if choice(settings, "lm_head", (False, True), False):
-            raise wrong("lm_head", True, "false: an output head that is not quantized")
+        self.has_head = choice(settings, "lm_head", (False, True), False)
         self.ignored = names(settings, "modules_to_not_convert")
         self.dynamic = _dynamic_of(settings)
 
@@ -48,6 +53,13 @@ class GPTQ(Quantization):
             return None
         layout = self._layout_of(part_names(name, layer)[0])
         return None if layout is None else GroupedLinear(name, layout)
+
+    def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
+        is_head = isinstance(layer, ParallelLMHead) and not layer.is_tied
+        if not self.has_head or not is_head or is_below(name, self.ignored):
+            return None
+        layout = self._layout_of(name)
+        return None if layout is None else StoredHead(GroupedLinear(name, layout))
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
         first = first_expert(name)

@@ -38,6 +38,9 @@ class GroupedLinear(StoredLinear):
         layout: of its tensors.
     """
 
+    optional_parameters = ("g_idx",)
+    """Old checkpoints without act-order do not have it."""
+
     def __init__(self, name: str, layout: GroupLayout) -> None:
         super().__init__(name)
         self.layout = layout
@@ -90,6 +93,11 @@ class GroupedLinear(StoredLinear):
         super().load(place, name, source, tp)
         if place.param_name == "scales":
             check_scales(place, name)
+
+    def fill_missing(self, place: Place) -> None:
+        assert place.slice is not None
+        row = place.slice.offset if place.slice.dim == 0 else 0
+        fill_groups(place.param[row][None], self.layout.group_size)
 
     def fill_indices(self, layer: ParallelLinear) -> None:
         if self.layout.has_groups:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from vllm.distributed import TPGroup
 from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
@@ -15,6 +16,9 @@ class Quantization:
 
     By default it leaves every layer to the next format, and in the end to dense weights.
     """
+
+    def start(self, tp: TPGroup) -> None:
+        """Called once, before any layer is asked for, with the ranks that share the model."""
 
     def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
         """A method of its own for the linear layer of this module name; None: not in this format.

@@ -1,6 +1,6 @@
 """Quantization formats by their names, in `--quantization` and in checkpoints (`quant_method`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,9 @@ from vllm.errors import ConfigError
 from vllm.model_executor.quantization.interface import Quantization
 from vllm.utils.imports import load_class
 
-CreateQuantization = Callable[[Mapping[str, Any] | None], Quantization]
+CreateQuantization = Callable[[Any], Quantization]
 """Settings -> the format. They are the `quantization_config` of a checkpoint; None: the checkpoint
-is not quantized, and the format was asked for with `--quantization`."""
+is not quantized, and the format was asked for with `--quantization`. Of inc: an `IncConfig`."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ _PACKAGE = "vllm.model_executor.quantization"
 _formats: dict[str, Format] = {
     "int8": Format(f"{_PACKAGE}.cpu_packed:CPUInt8", is_stored=False),
     "int4": Format(f"{_PACKAGE}.cpu_packed:CPUInt4", is_stored=False),
+    "inc": Format(f"{_PACKAGE}.inc:create_inc", is_stored=False),
     "mxfp4": Format(f"{_PACKAGE}.mxfp4:MXFP4"),
     "fp8": Format(f"{_PACKAGE}.fp8:Fp8"),
     "fbgemm_fp8": Format(f"{_PACKAGE}.fp8:Fp8"),
@@ -73,5 +74,5 @@ def quantization_of(model: ModelConfig) -> Quantization | None:
             f"{_INSTEAD.get(name, supported)}"
         )
     create = load_class(found.create) if isinstance(found.create, str) else found.create
-    quantization: Quantization = create(settings)
+    quantization: Quantization = create(settings or model.inc)
     return quantization

@@ -2,20 +2,26 @@
 
 import ctypes
 import mmap
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from vllm.errors import CollectiveError
 from vllm.ops.cpu.library import CPUKernels
+from vllm.ops.cpu.symbols import Rows
 
 
 class SharedMemoryCollectives:
     """Exchanges tensors through the arena of a group; see csrc/cpu/collectives.h.
 
+    While a model is recorded, an exchange becomes an operation of its program.
+
     Args:
         kernels: of the CPU.
-        arena_fd: memory of header_bytes + 2 * size * buffer_bytes, zeros at first.
+        arena_fd: memory, zeros at first.
+        arena_offset: where header_bytes + 2 * size * buffer_bytes of it are those of the group; a
+            multiple of the size of a page.
         rank, size: of this process in the group.
         header_bytes, buffer_bytes: of the arena.
         timeout_s: longest wait for another rank.
@@ -31,12 +37,15 @@ class SharedMemoryCollectives:
         header_bytes: int,
         buffer_bytes: int,
         timeout_s: float,
+        arena_offset: int = 0,
     ) -> None:
         plain = kernels.plain
         if size > plain.kMaxRanks:
             raise ValueError(f"{size} ranks; shared memory has room for {plain.kMaxRanks}")
-        self._rank, self._size, self._timeout_s = rank, size, timeout_s
-        self._memory = mmap.mmap(arena_fd, header_bytes + 2 * size * buffer_bytes)
+        self.size = size
+        self._rank, self._timeout_s = rank, timeout_s
+        num_bytes = header_bytes + 2 * size * buffer_bytes
+        self._memory = mmap.mmap(arena_fd, num_bytes, offset=arena_offset)
         self._arena = plain.Arena(
             memory=ctypes.addressof(ctypes.c_char.from_buffer(self._memory)),
             rank=rank,
@@ -45,35 +54,41 @@ class SharedMemoryCollectives:
             buffer_bytes=buffer_bytes,
             timeout_us=int(timeout_s * 1e6),
         )
-        self._address = ctypes.byref(self._arena)
+        self.address = ctypes.addressof(self._arena)
+        """Of the Arena that kernels take, valid as long as this object lives."""
         self._sums = {dtype: of.all_reduce for dtype, of in kernels.of.items()}
         self._all_gather = plain.all_gather
         self._exchanged, self._aborted = plain.kExchanged, plain.kAborted
         self._missing = plain.kMissing
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Any) -> Tensor:
         """The sum over the ranks, added in float; in place where the kernels have the dtype."""
+        if isinstance(x, Rows):
+            return cast(Tensor, x.recorder.all_reduce(x, self))
         run = self._sums.get(x.dtype)
         if run is None or not x.is_contiguous():
             dtype = x.dtype if run is not None else torch.float32
             return self.all_reduce(x.to(dtype).contiguous()).to(x.dtype)
-        status = run(self._address, x.data_ptr(), x.numel(), torch.get_num_threads())
+        status = run(self.address, x.data_ptr(), x.numel(), torch.get_num_threads())
         if status != self._exchanged:
-            raise self._failure("all_reduce", status)
-        return x
+            raise self.failure("all_reduce", status)
+        return cast(Tensor, x)
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Any) -> Tensor:
         """[..., n] of each rank -> [..., n * size], in rank order."""
+        if isinstance(x, Rows):
+            return cast(Tensor, x.recorder.all_gather(x, self))
         x = x.contiguous()
         row_bytes = x.shape[-1] * x.element_size()
-        out = x.new_empty((*x.shape[:-1], x.shape[-1] * self._size))
+        out = x.new_empty((*x.shape[:-1], x.shape[-1] * self.size))
         rows = x.numel() // max(1, x.shape[-1])
-        status = self._all_gather(self._address, x.data_ptr(), out.data_ptr(), rows, row_bytes)
+        status = self._all_gather(self.address, x.data_ptr(), out.data_ptr(), rows, row_bytes)
         if status != self._exchanged:
-            raise self._failure("all_gather", status)
-        return out
+            raise self.failure("all_gather", status)
+        return cast(Tensor, out)
 
-    def _failure(self, operation: str, status: int) -> CollectiveError:
+    def failure(self, operation: str, status: int) -> CollectiveError:
+        """What a status of csrc/cpu/collectives.h means that an operation has returned."""
         if status == self._aborted:
             return CollectiveError(operation, self._rank, "another rank has failed")
         return CollectiveError(

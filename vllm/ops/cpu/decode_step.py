@@ -15,6 +15,7 @@ import torch
 
 from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.program import Program
+from vllm.ops.low_rank import AdaptedRows
 
 IntArray = npt.NDArray[np.int32]
 
@@ -103,7 +104,11 @@ class FusedDecodeStep:
         self._scratch_for = (0, 0)  # rows, threads
 
     def run(
-        self, rows: IntArray, num_computed: IntArray, num_scheduled: IntArray
+        self,
+        rows: IntArray,
+        num_computed: IntArray,
+        num_scheduled: IntArray,
+        adapted: AdaptedRows | None = None,
     ) -> IntArray | None:
         """One step, if every row of it is a plain decode: runs the newest token, which is one of
         the output, samples, and wants nothing of the sampler but the known features.
@@ -112,6 +117,7 @@ class FusedDecodeStep:
             rows: [n] no row twice.
             num_computed: [n] tokens of each whose keys and values are in the cache.
             num_scheduled: [n] tokens to run.
+            adapted: the adapters of the n rows; None: no row has one.
 
         Returns:
             [n] int32, the next token of each row, -1 where its logits hold NaN or +inf. They are
@@ -122,6 +128,7 @@ class FusedDecodeStep:
             ValueError: the arguments are not of one length.
             IndexError: a token or a block is out of range.
             MemoryError: there is no scratch memory.
+            CollectiveError: another rank has failed, or has not come in time.
         """
         n, num_threads = len(rows), _num_threads()
         if not n == len(num_computed) == len(num_scheduled):
@@ -133,11 +140,13 @@ class FusedDecodeStep:
         vectors[1, :n] = num_computed
         vectors[2, :n] = num_scheduled
         self._launch.n = n
+        packed = self._decoder.pack_rows(adapted, n)
+        self._launch.adapted = None if packed is None else packed.address
         status = self._step(*self._addresses, num_threads)
         if status == 0:
             return vectors[3, :n].copy()
         if status != self._not_plain:
-            self._refuse(self._status(status), int(rows[self._launch.bad_index]))
+            self._refuse(self._status(status), rows)
         return None
 
     @property
@@ -146,9 +155,12 @@ class FusedDecodeStep:
         num_invalid: int = self._launch.num_invalid
         return num_invalid
 
-    def _refuse(self, status: Any, row: int) -> NoReturn:
+    def _refuse(self, status: Any, rows: IntArray) -> NoReturn:
         if status is self._status.kNoMemory:
             raise MemoryError("not enough memory for a step of decodes")
+        for program in (self._decoder, self._head):
+            program.check_exchange(status, self._launch.bad_index)
+        row = int(rows[self._launch.bad_index])
         arrays = self._arrays
         position = arrays.num_tokens[row] - 1
         tables = ", ".join(str(table) for table in arrays.block_tables[:, row].tolist())

@@ -36,6 +36,7 @@ class PackedExperts:
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         options: ExpertOptions = SILU_EXPERTS,
+        first_expert: int | None = None,
     ) -> None:
         """Take over E packed weights each.
 
@@ -46,6 +47,7 @@ class PackedExperts:
             gate_up_bias: [E, 2 * I] of the dtype of activations, gate then up; None: no bias.
             down_bias: [E, H] of the same; None: no bias.
             options: see `Ops.moe`.
+            first_expert: the same.
 
         Raises:
             ValueError: numbers, shapes or formats do not fit, or a gate and its up have different
@@ -85,6 +87,8 @@ class PackedExperts:
             gate_up_bias=None if gate_up_bias is None else gate_up_bias.data_ptr(),
             down_bias=None if down_bias is None else down_bias.data_ptr(),
             num_experts=self.num_experts,
+            first_id=first_expert or 0,
+            has_others=first_expert is not None,
             has_orders=any(weight.order is not None for weight in gate),
             scales_inputs=options.scales_inputs,
             activation=activations.kClampedSwiglu if is_clamped else activations.kSilu,
@@ -117,6 +121,7 @@ class PackedExperts:
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         options: ExpertOptions = SILU_EXPERTS,
+        first_expert: int | None = None,
     ) -> "PackedExperts":
         """Pack or quantize dense experts.
 
@@ -128,6 +133,7 @@ class PackedExperts:
             gate_up_bias: see the class.
             down_bias: the same.
             options: the same.
+            first_expert: the same.
 
         Raises:
             ValueError: dtypes, shapes or strides do not allow it.
@@ -141,7 +147,7 @@ class PackedExperts:
         gate, up = gate_up.chunk(2, dim=1)
         packed = [[_pack(matrix, weight_format) for matrix in part] for part in (gate, up, down)]
         gates, ups, downs = packed
-        return cls(gates, ups, downs, gate_up_bias, down_bias, options)
+        return cls(gates, ups, downs, gate_up_bias, down_bias, options, first_expert)
 
     @property
     def num_bytes(self) -> int:

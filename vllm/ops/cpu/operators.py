@@ -21,6 +21,7 @@ from vllm.ops.cpu.attention import (
     paged_attention_prefill,
 )
 from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.ops.cpu.low_rank import PackedAdapter, PackedRows, add_low_rank
 from vllm.ops.cpu.row_operations import (
     ROUTINGS,
     RowOperations,
@@ -29,9 +30,12 @@ from vllm.ops.cpu.row_operations import (
     refuse_pair,
     refuse_strides,
 )
+from vllm.ops.cpu.state_space import scan_tokens
 from vllm.ops.cpu.stored import pack_stored, pack_stored_experts
 from vllm.ops.interface import FP8_DTYPES, PreparedExperts, PreparedWeight, Routing
+from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PlainAdapter, PreparedAdapter
 from vllm.ops.native import NativeOps, check_top_k
+from vllm.ops.rounded_inputs import is_rounding_inputs
 from vllm.ops.stored_weight import StoredWeight
 
 __all__ = ["CPUOps", "load_cpu_kernels"]
@@ -49,6 +53,7 @@ class CPUOps(NativeOps):
     def __init__(self) -> None:
         library = load_cpu_kernels()
         self._kernels: dict[torch.dtype, Any] = {} if library is None else library.of
+        self._plain = None if library is None else library.plain
         self._max_top_k = 0 if library is None else int(library.plain.kMaxTopK)
         self._row_operations = {d: RowOperations(kernels) for d, kernels in self._kernels.items()}
 
@@ -57,7 +62,8 @@ class CPUOps(NativeOps):
         return self._row_operations.get(x.dtype) if x.is_cpu else None
 
     def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
-        packed = pack_stored(weight) if dtype in self._kernels else None
+        is_packed = dtype in self._kernels and not is_rounding_inputs(weight)
+        packed = pack_stored(weight) if is_packed else None
         return super().prepare_weight(weight, dtype) if packed is None else packed
 
     def prepare_experts(
@@ -66,8 +72,26 @@ class CPUOps(NativeOps):
         up: Sequence[StoredWeight],
         down: Sequence[StoredWeight],
         dtype: torch.dtype,
+        first_expert: int | None = None,
     ) -> PreparedExperts | None:
-        return pack_stored_experts(gate, up, down) if dtype in self._kernels else None
+        if dtype not in self._kernels:
+            return None
+        return pack_stored_experts(gate, up, down, first_expert)
+
+    def prepare_adapter(
+        self, layers: Sequence[AdaptedLayer], parts: Sequence[LowRank | None], dtype: torch.dtype
+    ) -> PreparedAdapter:
+        kernels = self._kernels.get(dtype)
+        if kernels is None:
+            return super().prepare_adapter(layers, parts, dtype)
+        return PackedAdapter(kernels, layers, parts)
+
+    def add_low_rank(self, y: Tensor, x: Tensor, layer: AdaptedLayer, rows: AdaptedRows) -> Tensor:
+        if any(isinstance(adapter, PlainAdapter) for adapter in rows.adapters):
+            return super().add_low_rank(y, x, layer, rows)
+        kernels = self._kernels[x.dtype]
+        add_low_rank(kernels, y, x, layer, PackedRows(kernels, rows, len(x)))
+        return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         run = self._rows_of(x)
@@ -124,6 +148,21 @@ class CPUOps(NativeOps):
         check_top_k(top_k, logits)
         option = ROUTINGS[routing]
         return choices_in(run("route", logits, top_k=top_k, option=option, scalar=scale), top_k)
+
+    def scan_tokens(
+        self,
+        states: Tensor,
+        rows: Tensor,
+        is_new: Tensor,
+        x: Tensor,
+        steps: Tensor,
+        decay: Tensor,
+        b: Tensor,
+        c: Tensor,
+    ) -> Tensor:
+        if self._plain is None or not states.is_cpu:
+            return super().scan_tokens(states, rows, is_new, x, steps, decay, b, c)
+        return scan_tokens(self._plain, states, rows, is_new, x, steps, decay, b, c)
 
     def rotary_embedding(
         self,

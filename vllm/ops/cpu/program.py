@@ -14,9 +14,11 @@ from torch import Tensor
 
 from vllm.ops.cpu.library import require_cpu_kernels
 from vllm.ops.cpu.linear import PackedWeight
+from vllm.ops.cpu.low_rank import PackedRows
 from vllm.ops.cpu.moe import PackedExperts
-from vllm.ops.cpu.recorder import Operation, Recorder
+from vllm.ops.cpu.recorder import Operand, Operation, Recorder
 from vllm.ops.cpu.symbols import Buffer, NotFusibleError, Rows
+from vllm.ops.low_rank import AdaptedRows
 
 _num_threads = torch.get_num_threads
 
@@ -46,10 +48,10 @@ class Program:
         library = require_cpu_kernels("a program needs")
         self.dtype, self.width = recorder.dtype, result.width
         self.given_width = given.width if given is not None else 0
-        if not recorder.operations or not result.is_whole:
-            raise NotFusibleError("the result is part of a buffer, or there are no operations")
+        if not recorder.operations or result.offset:
+            raise NotFusibleError("the result begins inside a buffer, or there are no operations")
         kernels = library.of[self.dtype]
-        self._status = kernels.ProgramStatus
+        self._kernels, self._status = kernels, kernels.ProgramStatus
         self._forward, self._scratch_bytes = kernels.program_forward, kernels.program_scratch_bytes
         self._recorder = recorder
         operations = recorder.operations
@@ -71,6 +73,7 @@ class Program:
             num_buffers=len(buffers.shapes),
             given=-1 if given is None else buffers.index[given.buffer],
             out=buffers.index[result.buffer],
+            out_width=result.width,
             vocab_size=recorder.vocab_size,
             max_positions=recorder.max_positions,
             num_blocks=num_blocks,
@@ -80,6 +83,7 @@ class Program:
             weight_bytes=sum(runs),
             attended_elements=sum(o.out.width for o in operations if o.kind == "attend"),
         )
+        self._out_width = result.buffer.width
         self._launch = kernels.ProgramLaunch()
         self._addresses = ctypes.addressof(self._struct), ctypes.addressof(self._launch)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -105,6 +109,7 @@ class Program:
         query_start_loc: Tensor,
         num_decodes: int,
         replaced: tuple[Tensor, Tensor] | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> Tensor:
         """One ragged launch of T tokens of B requests, decodes of one token first.
 
@@ -119,6 +124,7 @@ class Program:
             query_start_loc: [B + 1] int32: where the tokens of each request begin.
             num_decodes: requests that are decodes; their tokens are the first.
             replaced: tokens [m] int64, and the embeddings [m, W] that take the place of theirs.
+            adapted: the adapters of the T tokens; None: no token has one.
 
         Returns:
             [T, width]
@@ -127,6 +133,7 @@ class Program:
             ValueError: dtypes, shapes, strides or devices do not fit, or the number of decodes.
             IndexError: a token, position, slot, length or block is out of range.
             MemoryError: there is no scratch memory.
+            CollectiveError: another rank has failed, or has not come in time.
         """
         num_tokens, num_requests = len(input_ids), len(seq_lens)
         _check_vector("input_ids", input_ids, torch.int64, num_tokens)
@@ -145,7 +152,7 @@ class Program:
                 f"{num_decodes} of {num_requests} requests are decodes, with {num_tokens} tokens"
             )
         num_threads = _num_threads()
-        out = torch.empty(num_tokens, self.width, dtype=self.dtype)
+        out = torch.empty(num_tokens, self._out_width, dtype=self.dtype)
         launch = self._launch
         launch.input_ids = input_ids.data_ptr()
         launch.positions = positions.data_ptr()
@@ -164,10 +171,34 @@ class Program:
         if replaced is not None:
             sources, embeddings = self._sources(num_tokens, *replaced)
             launch.replaced, launch.embeddings = sources.data_ptr(), embeddings.data_ptr()
+        packed = self.pack_rows(adapted, num_tokens)
+        launch.adapted = None if packed is None else packed.address
         status = self._forward(*self._addresses, num_threads)
         if status != self._status.kDone:
             self._refuse(status, input_ids, positions, slot_mapping, block_tables, seq_lens)
-        return out
+        return out if self.width == self._out_width else out[:, : self.width]
+
+    def check_exchange(self, status: int, reason: int) -> None:
+        """Raise if a launch has failed in an exchange between the ranks.
+
+        Args:
+            status: of the launch, a `ProgramStatus`.
+            reason: what the exchange has returned.
+
+        Raises:
+            CollectiveError: names the operation and the rank.
+        """
+        exchanges = {
+            self._status.kNotReduced: "all_reduce",
+            self._status.kNotGathered: "all_gather",
+        }
+        collectives, operation = self._recorder.collectives, exchanges.get(status)
+        if collectives is not None and operation is not None:
+            raise collectives.failure(operation, reason)
+
+    def pack_rows(self, rows: AdaptedRows | None, num_rows: int) -> PackedRows | None:
+        """The adapters of a launch as kernels take them; None: no row has one."""
+        return None if rows is None else PackedRows(self._kernels, rows, num_rows)
 
     def _sources(
         self, num_tokens: int, indices: Tensor, embeddings: Tensor
@@ -201,6 +232,7 @@ class Program:
     ) -> NoReturn:
         """Say why a launch was not computed."""
         bad, program, known = self._launch.bad_index, self._struct, self._status
+        self.check_exchange(status, bad)
         if status == known.kNoMemory:
             raise MemoryError("not enough memory for a forward pass")
         if status == known.kBadStart:
@@ -219,6 +251,8 @@ class Program:
             num_slots = program.num_blocks * program.block_size
             slots = ", ".join(str(slot) for slot in slot_mapping[:, bad].tolist())
             raise IndexError(f"slot_mapping[{bad}] is {slots} of {num_slots} slots")
+        if status == known.kBadAdapter:
+            raise IndexError(f"token {bad} has an adapter that is not there")
         tables = ", ".join(str(table) for table in block_tables[:, bad].tolist())
         raise IndexError(
             f"request {bad} has {seq_lens[bad]} tokens and the blocks "
@@ -227,11 +261,15 @@ class Program:
         )
 
 
+_ALL_ROWS = ("attend", "all_reduce", "all_gather")
+"""Operations that take the rows of all tokens at once: a run of others ends there."""
+
+
 class _Buffers:
     """Which buffers of a program have the rows of which operations.
 
     Rows that are no longer read give their buffer to others of the same width. Rows that are used
-    only between two attentions are local: not all of them are kept at once.
+    in one run only are local: not all of them are kept at once.
     """
 
     def __init__(self, operations: list[Operation], out: Buffer, given: Buffer | None) -> None:
@@ -283,7 +321,7 @@ class _Buffers:
 
 def _is_row_operation(operation: Operation) -> bool:
     """Whether the result may take the place of an operand that is as wide."""
-    return operation.kind not in ("linear", "attend", "experts")
+    return operation.kind not in ("linear", "low_rank", "experts", *_ALL_ROWS)
 
 
 def _used(operation: Operation) -> list[Buffer]:
@@ -292,10 +330,10 @@ def _used(operation: Operation) -> list[Buffer]:
 
 
 def _runs(operations: list[Operation]) -> Iterator[list[Operation]]:
-    """The operations between two attentions, and each attention alone."""
+    """The operations of each run, and those between two runs alone."""
     run: list[Operation] = []
     for operation in operations:
-        if operation.kind == "attend":
+        if operation.kind in _ALL_ROWS:
             yield run
             yield [operation]
             run = []
@@ -326,7 +364,7 @@ def _fields(kernels: Any, operation: Operation, buffers: _Buffers) -> dict[str, 
     return fields | {name: _pointer(x) for name, x in operation.operands.items()}
 
 
-def _pointer(x: Tensor | PackedWeight | PackedExperts | None) -> int | None:
+def _pointer(x: Operand | None) -> int | None:
     if x is None:
         return None
     return x.data_ptr() if isinstance(x, Tensor) else x.address

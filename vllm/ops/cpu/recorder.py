@@ -12,14 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm.ops.cpu.collectives import SharedMemoryCollectives
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.cpu.row_operations import ROUTINGS, choice_width, gated_size
 from vllm.ops.cpu.symbols import Buffer, Ids, NotFusibleError, Rows, Symbol
 from vllm.ops.interface import Routing
+from vllm.ops.low_rank import AdaptedLayer
 
 _MAX_WINDOW = 2**31 - 1
+
+Operand = Tensor | PackedWeight | PackedExperts | SharedMemoryCollectives
+"""What an operation reads besides rows."""
 
 DTYPES = (torch.bfloat16, torch.float32)
 """Of activations."""
@@ -33,8 +38,8 @@ class Operation:
     x: Rows | None
     y: Rows | None
     out: Buffer
-    operands: dict[str, Tensor | PackedWeight | PackedExperts | None]
-    """What it reads besides rows, by the names of the fields of its struct."""
+    operands: dict[str, Operand | None]
+    """By the names of the fields of its struct."""
     numbers: dict[str, float]
     """The same of numbers."""
 
@@ -63,6 +68,8 @@ class Recorder(CPUOps):
         """(blocks, tokens of a block)"""
         self.num_groups = 0
         """Groups of layers with block tables of their own."""
+        self.collectives: SharedMemoryCollectives | None = None
+        """Between the ranks that share the model; None: nothing is exchanged."""
 
     @property
     def torch_functions(self) -> dict[Any, Callable[..., Any]]:
@@ -85,7 +92,7 @@ class Recorder(CPUOps):
         """Rows [T, W] of a table [N, W]; dtype: None or that of the rows."""
         if dtype not in (None, self.dtype):
             raise NotFusibleError(f"embeddings of {dtype} in a model of {self.dtype}")
-        operands: dict[str, Tensor | PackedWeight | None]
+        operands: dict[str, Operand | None]
         if isinstance(table, PackedWeight):
             num_rows, width = table.out_features, table.in_features
             operands = {"packed": self._packed(table)}
@@ -94,12 +101,41 @@ class Recorder(CPUOps):
             operands = {"weight": self._dense(table, num_rows, width)}
         if ids.is_position:
             self.max_positions = min(self.max_positions or num_rows, num_rows - ids.offset)
+        elif ids.num_rows:
+            if ids.num_rows != num_rows:
+                raise NotFusibleError(f"a table of {num_rows} rows, not {ids.num_rows}")
         elif ids.offset:
             raise NotFusibleError("numbers are added to token ids")
         else:
             self.vocab_size = min(self.vocab_size or num_rows, num_rows)
         kind = "lookup_position" if ids.is_position else "lookup"
-        return self._rows(kind, (width,), operands=operands, option=ids.offset)
+        return self._rows(
+            kind, (width,), operands=operands, option=ids.offset, num_rows=ids.num_rows
+        )
+
+    def rows_of_part(
+        self, embed: Callable[[Any], Any], ids: Any, first_id: int, num_rows: int
+    ) -> Any:
+        if not isinstance(ids, Ids):
+            return super().rows_of_part(embed, ids, first_id, num_rows)
+        return embed(Ids(self, ids.is_position, ids.offset - first_id, num_rows))
+
+    def all_reduce(self, x: Rows, collectives: SharedMemoryCollectives) -> Rows:
+        """The sum of rows over the ranks, in place."""
+        self._meet(x, collectives)
+        self._in_place("all_reduce", x, operands={"arena": collectives})
+        return x
+
+    def all_gather(self, x: Rows, collectives: SharedMemoryCollectives) -> Rows:
+        """Rows [T, n] of each rank as [T, n * ranks]."""
+        self._meet(x, collectives)
+        sizes = (x.width * collectives.size,)
+        return self._rows("all_gather", sizes, x, operands={"arena": collectives})
+
+    def _meet(self, x: Rows, collectives: SharedMemoryCollectives) -> None:
+        if not x.is_whole or len(x.sizes) != 1:
+            raise NotFusibleError(f"rows of {x.sizes} that are exchanged are not dense")
+        self.collectives = collectives
 
     def put_into(self, rows: Any) -> Any:
         """Put the embeddings that a launch brings in the places of those that were looked up."""
@@ -113,6 +149,13 @@ class Recorder(CPUOps):
             raise NotFusibleError(f"rows of {x.sizes} for {weight.in_features} input features")
         operands = {"packed": self._packed(weight), "bias": self._vector(bias, weight.out_features)}
         return self._rows("linear", (weight.out_features,), x, operands=operands)
+
+    def adapt(self, layer: AdaptedLayer, x: Any, y: Any) -> Any:
+        """Add to y what the adapters of a launch make of x."""
+        if x.sizes != (layer.in_features,) or y.width < layer.out_features:
+            raise NotFusibleError(f"rows of {x.sizes} and {y.sizes} for {layer}")
+        self._in_place("low_rank", y, x, first_part=layer.first_part, num_parts=len(layer.parts))
+        return y
 
     def clip(self, x: Rows, limit: float) -> Rows:
         """Elements up to a limit and down to its negative."""

@@ -41,9 +41,14 @@ def pack_stored(weight: StoredWeight) -> PackedWeight | None:
 
 
 def pack_stored_experts(
-    gate: Sequence[StoredWeight], up: Sequence[StoredWeight], down: Sequence[StoredWeight]
+    gate: Sequence[StoredWeight],
+    up: Sequence[StoredWeight],
+    down: Sequence[StoredWeight],
+    first_expert: int | None = None,
 ) -> PackedExperts | None:
     """Gated experts as the kernels read them; None: no kernel multiplies with them.
+
+    Args: see `Ops.prepare_experts`.
 
     Raises:
         ValueError: experts are stored in different ways, or their groups are wrong.
@@ -58,7 +63,7 @@ def pack_stored_experts(
                 return None
             packed[-1].append(one)
     gates, ups, downs = packed
-    return PackedExperts(gates, ups, downs)
+    return PackedExperts(gates, ups, downs, first_expert=first_expert)
 
 
 def _has_blocks(block_inputs: int, num_in: int) -> bool:

@@ -60,19 +60,24 @@ class Ids(Symbol):
         recorder: of the operations that use them.
         is_position: False for token ids.
         offset: what is added to every one.
+        num_rows: of this rank's part of a table, where other ids than those below are looked up by
+            other ranks; 0: tables are whole.
     """
 
     dtype = torch.int64
 
-    def __init__(self, recorder: "Recorder", is_position: bool, offset: int = 0) -> None:
+    def __init__(
+        self, recorder: "Recorder", is_position: bool, offset: int = 0, num_rows: int = 0
+    ) -> None:
         super().__init__(recorder)
         self.is_position = is_position
         self.offset = offset
+        self.num_rows = num_rows
 
     def __add__(self, other: Any) -> "Ids":
         if not isinstance(other, int):
             raise NotFusibleError("ids and positions can only be added to numbers")
-        return Ids(self.recorder, self.is_position, self.offset + other)
+        return Ids(self.recorder, self.is_position, self.offset + other, self.num_rows)
 
     def dim(self) -> int:
         return 1
@@ -161,9 +166,15 @@ class Rows(Symbol):
         return self.recorder.clip(self, largest)
 
     def __getitem__(self, index: Any) -> "Rows":
-        if index != (..., slice(None, self.sizes[-1])):
+        if index == (..., slice(None, self.sizes[-1])):
+            return self  # nothing is cut off
+        end: Any = None
+        if isinstance(index, tuple) and isinstance(index[-1], slice):
+            end = index[-1].stop
+        is_first_part = isinstance(end, int) and end > 0 and index == (..., slice(None, end))
+        if not is_first_part or len(self.sizes) != 1:
             raise NotFusibleError(f"the part {index} of rows of {self.sizes} cannot be recorded")
-        return self  # nothing is cut off
+        return Rows(self.recorder, self.buffer, (min(end, self.width),), self.offset)
 
     def __add__(self, other: Any) -> "Rows":
         return self.recorder.add(self, other)

@@ -85,12 +85,22 @@ class FusedKernels(Protocol):
     def rms_norm(self, x: "Tensor", weight: "Tensor", eps: float) -> "Tensor":
         """x * rsqrt(mean(x^2) + eps) * weight over the last dimension, reduced in fp32."""
 
-    def cast_to_fp8(self, x: "Tensor", scale: "Tensor") -> "Tensor":
-        """x * scale, rounded to float8_e4m3fn and limited to the numbers of the card.
+    def cast_to_fp8(self, x: "Tensor", scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        """x * scale, rounded to `dtype` and limited to the numbers of the card.
 
         Args:
-            x: [T, K] float32 or bfloat16.
-            scale: [T, 1] or [1] float32.
+            x: float32 or bfloat16.
+            scale: [1] float32, or for x of two dimensions [T, 1].
+            dtype: float8_e4m3fn or float8_e5m2.
+        """
+
+    def cast_from_fp8(self, x: "Tensor", scale: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        """x * scale, of `dtype`.
+
+        Args:
+            x: float8_e4m3fn or float8_e5m2.
+            scale: [1] float32.
+            dtype: float32 or bfloat16.
         """
 
     def fp8_gemm(
@@ -141,6 +151,7 @@ class FusedKernels(Protocol):
         weights: "Tensor",
         gate_up: "Sequence[Tensor]",
         down: "Sequence[Tensor]",
+        first_expert: int = 0,
     ) -> "Tensor":
         """Sum of weight * (silu(gate x) * up x) down over the experts of each token; in lazy mode
         and in compiled code only.
@@ -151,6 +162,7 @@ class FusedKernels(Protocol):
             weights: [tokens, k] of the type of x.
             gate_up: of each expert [2 * I, hidden], gate then up.
             down: of each expert [hidden, I].
+            first_expert: id of the first of these experts; others are left out.
         """
 
 

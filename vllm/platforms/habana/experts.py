@@ -26,6 +26,7 @@ class FusedExperts:
         weights: Tensor,
         gate_up: Sequence[Tensor],
         down: Sequence[Tensor],
+        first_expert: int = 0,
     ) -> Tensor:
         """See `FusedKernels.moe`."""
         operator: Any = getattr(torch.ops.hpu, _NAME)
@@ -37,7 +38,7 @@ class FusedExperts:
             w3=list(down),
             permuted_weights=True,
             activation="silu",
-            experts_min=0,
-            experts_max=len(down) - 1,
+            experts_min=first_expert,
+            experts_max=first_expert + len(down) - 1,
         )
         return out

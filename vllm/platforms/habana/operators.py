@@ -1,7 +1,7 @@
 """Operators of `torch.ops.hpu` for quantized weights, the same for a card and the simulated one.
 
-Signatures are those of the bridge's documentation (`cast_to_fp8_v2`, `fp8_gemm_v2`,
-`convert_from_uint4`).
+Signatures are those of the bridge's documentation (`cast_to_fp8_v2`, `cast_from_fp8`,
+`fp8_gemm_v2`, `convert_from_uint4`).
 """
 
 from typing import Any
@@ -13,9 +13,14 @@ from torch import Tensor
 class QuantizedKernels:
     """The part of `FusedKernels` that multiplies with quantized weights."""
 
-    def cast_to_fp8(self, x: Tensor, scale: Tensor) -> Tensor:
+    def cast_to_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         hpu: Any = torch.ops.hpu
-        out: Tensor = hpu.cast_to_fp8_v2(x, scale, False, False, torch.float8_e4m3fn)[0]
+        out: Tensor = hpu.cast_to_fp8_v2(x, scale, False, False, dtype)[0]
+        return out
+
+    def cast_from_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        hpu: Any = torch.ops.hpu
+        out: Tensor = hpu.cast_from_fp8(x, scale, dtype)
         return out
 
     def fp8_gemm(

@@ -38,6 +38,10 @@ class BackendMatcher(Protocol):
         """Add a generated text token; raises BackendError if the grammar does not allow it here."""
         ...
 
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last accepted tokens."""
+        ...
+
 
 class LoadedGrammar(Protocol):
     """A compiled grammar in memory."""

@@ -127,6 +127,11 @@ class LLGuidanceMatcher:
             self._check()
             raise BackendError(f"token {token_id} is not allowed by the grammar")
 
+    def rollback(self, num_tokens: int) -> None:
+        """See `BackendMatcher`."""
+        self._matcher.rollback(num_tokens)
+        self._check()
+
     def _check(self) -> None:
         if self._matcher.is_error():
             raise BackendError(_first_lines(self._matcher.get_error()))

@@ -110,6 +110,10 @@ class XGrammarMatcher:
         if not self._matcher.accept_token(token_id):
             raise BackendError(f"token {token_id} is not allowed by the grammar")
 
+    def rollback(self, num_tokens: int) -> None:
+        """See `BackendMatcher`."""
+        self._matcher.rollback(num_tokens)
+
 
 def _escaped(text: str) -> str:
     return "".join(

@@ -11,22 +11,25 @@ from torch import Tensor
 from vllm.attention import RaggedMetadata
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.messages import IntArray, ModelRunnerOutput, SchedulerOutput
+from vllm.lora.launches import RaggedAdapters
+from vllm.messages import ModelRunnerOutput, SchedulerOutput
 from vllm.model_executor.fusion import fuse, fuse_head
 from vllm.model_executor.models.interface import CausalLM
 from vllm.ops.cpu.decode_step import FusedDecodeStep, RowArrays
 from vllm.ops.cpu.program import Program
 from vllm.sample.cpu_sampler import make_sampler
 from vllm.sample.features import Feature
+from vllm.sample.metadata import FeatureArray
 from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState, invalid_rows
 from vllm.structured_output.matchers import GrammarMatchers
+from vllm.worker.adapters import RaggedRows
 from vllm.worker.model_input import ModelInput
 from vllm.worker.model_runner import ModelRunner
 
 logger = init_logger(__name__)
 
-_DISTRIBUTION = (
+DISTRIBUTION = (
     Feature.RANDOM
     | Feature.TEMPERATURE
     | Feature.MIN_P
@@ -61,10 +64,14 @@ class CPUModelRunner(ModelRunner):
 
     def _start(self, step: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         self._fuse()
-        if self._decode_step is None or step.new_requests or self._has_adapters(step.rows):
+        if self._decode_step is None or step.new_requests:
             return super()._start(step)
-        rows = step.rows
-        host_ids = self._decode_step.run(rows, step.num_computed_tokens, step.num_scheduled_tokens)
+        rows, adapted = step.rows, None
+        if isinstance(self.adapters, RaggedRows):
+            adapted = self.adapters.of_rows(rows)
+        host_ids = self._decode_step.run(
+            rows, step.num_computed_tokens, step.num_scheduled_tokens, adapted
+        )
         if host_ids is None:
             return super()._start(step)
         errors = {}
@@ -75,17 +82,13 @@ class CPUModelRunner(ModelRunner):
         )
         return lambda: output
 
-    def _has_adapters(self, rows: IntArray) -> bool:
-        return self.adapters is not None and self.adapters.has_any(rows)
-
     def _forward(self, model_input: ModelInput) -> Tensor:
         self._fuse()
         context = model_input.context
         metadata = context.attention
         if self._fused is None or type(metadata) is not RaggedMetadata:
             return super()._forward(model_input)
-        if context.adapters is not None:
-            return super()._forward(model_input)  # a recorded program does not support adapters
+        adapted = context.adapters.rows if isinstance(context.adapters, RaggedAdapters) else None
         replaced = context.replaced
         embeddings = None if replaced is None else (replaced.indices, replaced.embeddings)
         slot_mapping, block_tables = metadata.slot_mapping, metadata.block_tables
@@ -102,7 +105,13 @@ class CPUModelRunner(ModelRunner):
             torch.from_numpy(metadata.query_start_loc),
             metadata.num_decodes,
             embeddings,
+            adapted,
         )
+
+    def _row_features(self) -> FeatureArray:
+        """What a step of decodes in one call knows of each row."""
+        features, _, _ = self.sampling.row_arrays
+        return features
 
     def _fuse(self) -> None:
         """Find out which parts of the model can run in one call. Called once."""
@@ -116,7 +125,7 @@ class CPUModelRunner(ModelRunner):
         if head is None:
             return
         batch = self.batch
-        features, params, keys = self.sampling.row_arrays
+        _, params, keys = self.sampling.row_arrays
         self._decode_step = FusedDecodeStep(
             self._fused,
             head,
@@ -125,10 +134,10 @@ class CPUModelRunner(ModelRunner):
                 num_tokens=batch.num_tokens,
                 num_prompt_tokens=batch.num_prompt_tokens,
                 block_tables=batch.block_tables,
-                features=features,
+                features=self._row_features(),
                 params=params,
                 keys=keys,
             ),
-            known_features=_DISTRIBUTION,
+            known_features=DISTRIBUTION,
             random_feature=Feature.RANDOM,
         )

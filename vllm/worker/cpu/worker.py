@@ -1,16 +1,19 @@
 """The worker of the CPU."""
 
 import os
+from dataclasses import replace
+from hashlib import sha256
 
 import torch
 
 from vllm.config import VllmConfig
 from vllm.distributed import CheckedCollectives, Collectives, Meeting
 from vllm.distributed.meeting import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
+from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
 from vllm.model_executor.loader import load_model
-from vllm.model_executor.model_memory import model_storages
+from vllm.model_executor.model_memory import fingerprint, model_storages
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.quantization import Quantization
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
@@ -21,6 +24,9 @@ from vllm.ops.cpu.operators import CPUOps
 from vllm.platforms import resolve_platform
 from vllm.platforms.cpu_threads import count_cores, count_threads, format_cores, usable_cores
 from vllm.utils.imports import load_class
+from vllm.version import __version__
+from vllm.worker.cpu.block_copies import BlockCopies
+from vllm.worker.cpu.draft_runner import DraftRunner
 from vllm.worker.cpu.model_runner import CPUModelRunner
 from vllm.worker.cpu.sleep import HostCache, HostWeights, check_can_sleep
 from vllm.worker.interface import MemoryReport
@@ -29,6 +35,7 @@ from vllm.worker.kv_cache import (
     cache_dtype,
     count_blocks,
     log_cache,
+    states_bytes,
 )
 from vllm.worker.model_runner import ModelRunner, StepHandle
 from vllm.worker.pooling.runner import PoolingRunner
@@ -47,14 +54,9 @@ class CPUWorker(WorkerBase):
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config, torch.device("cpu"))
         self.platform = resolve_platform("cpu")
+        self._drafter: DraftRunner | None = None
         self._ops = load_class(self.platform.ops_class)()
         set_ops(self._ops)
-        cores = config.device.bound_cores
-        if cores is not None:
-            # Threads that this one starts from now on, those of OpenMP among them, inherit it.
-            os.sched_setaffinity(0, cores)
-            if config.device.counts_threads:
-                torch.set_num_threads(len(cores))
 
     def load(self, rank: int) -> None:
         """Build the model, read its weights and pack them for the kernels.
@@ -64,23 +66,47 @@ class CPUWorker(WorkerBase):
         """
         if self.config.model.enable_sleep_mode:
             check_can_sleep()
+        self._bind(rank)
         super().load(rank)
+
+    def _bind(self, rank: int) -> None:
+        """Bind this thread, and those that it starts from now on, to the cores of the rank."""
+        device = self.config.device
+        if device.bound_cores is not None:
+            cores = device.bound_cores[rank]
+            os.sched_setaffinity(0, cores)
+            if device.counts_threads:
+                torch.set_num_threads(len(cores))
+        elif device.core_share is not None:
+            os.sched_setaffinity(0, device.core_share)
 
     def _load_model(self) -> None:
         self.model = self._read_model(self.config)
-        self._count_threads(sum(len(storage) for storage in model_storages(self.model)))
+        models = [self.model]
+        if (draft_config := self.config.of_draft_model) is not None:
+            models.append(self._read_model(draft_config))
+        self._weight_bytes = sum(len(part) for model in models for part in model_storages(model))
+        self._count_threads(self._weight_bytes)
         self.runner = self._make_runner(self.model)
+        if draft_config is not None:
+            self._add_drafter(draft_config, models[1])
+
+    def _add_drafter(self, config: VllmConfig, model: CausalLM | PoolingModel) -> None:
+        runner = self.runner
+        assert isinstance(runner, CPUModelRunner) and not isinstance(model, PoolingModel)
+        self._drafter = runner.drafter = DraftRunner(config, model, runner)
 
     def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
-        return load_model(config, self.tp, self.device, self._dense_format())
+        return load_model(config, self.tp, self.device, self._dense_format(), stage=self.stage)
 
     def _count_threads(self, weight_bytes: int) -> None:
         device = self.config.device
         if device.counts_threads and device.bound_cores is None:
             found = torch.get_num_threads()
-            num_cores = max(1, count_cores() // self.config.parallel.world_size)
+            num_replicas = self.config.parallel.data_parallel_size
+            num_cores = max(1, count_cores(num_replicas) // self.num_local_ranks)
             wanted = count_threads(
-                found, num_cores, weight_bytes, is_beside_server=device.is_beside_server
+                found, max(1, num_cores), weight_bytes, is_beside_server=device.is_beside_server
             )
             if wanted != found:
                 torch.set_num_threads(wanted)
@@ -105,7 +131,7 @@ class CPUWorker(WorkerBase):
 
     def _make_collectives(self, meeting: Meeting) -> Collectives:
         kernels = load_cpu_kernels()
-        if kernels is not None and meeting.layout.pipeline_size == 1:
+        if kernels is not None and meeting.arena_fd is not None:
             return SharedMemoryCollectives(
                 kernels,
                 meeting.arena_fd,
@@ -114,6 +140,7 @@ class CPUWorker(WorkerBase):
                 header_bytes=ARENA_HEADER_BYTES,
                 buffer_bytes=ARENA_BUFFER_BYTES,
                 timeout_s=meeting.timeout_s,
+                arena_offset=meeting.arena_offset,
             )
         meeting.join(self.platform.collectives_backend)
         group = meeting.open_groups(meeting.layout.tensor_groups)
@@ -121,29 +148,90 @@ class CPUWorker(WorkerBase):
 
     def measure(self) -> MemoryReport:
         """Count the KV blocks for which there is memory; launches are not measured."""
-        layout = self.runner.cache_layout
+        layout = self._layout
+        free_bytes = self.platform.free_memory_bytes()
+        if (transfer := self.config.connector.kv_transfer) is not None:
+            free_bytes = max(0, free_bytes - int(transfer.kv_buffer_size))
+        num_ranks, share = self.num_local_ranks, self.config.device.memory_share_bytes
+        if share is not None:
+            # Other replicas may not have loaded their weights yet.
+            free_bytes = max(0, min(free_bytes, share - self._weight_bytes * num_ranks))
         # All ranks take from the same memory, and measure it before any of them does.
-        free_bytes = self.platform.free_memory_bytes() // self.config.parallel.world_size
+        free_bytes //= num_ranks
         return MemoryReport(
             free_bytes=free_bytes,
             block_bytes=layout.block_bytes,
             windows=tuple(group.window for group in layout.groups),
             num_blocks=count_blocks(
-                self.config, layout.block_bytes, free_bytes, len(layout.groups)
+                self.config,
+                layout.block_bytes,
+                free_bytes,
+                len(layout.groups),
+                states_bytes(self.config, layout),
             ),
         )
+
+    @property
+    def _layout(self) -> KVCacheLayout:
+        """Of the model, with the bytes of the draft model's keys and values."""
+        layout = self.runner.cache_layout
+        if self._drafter is None:
+            return layout
+        more_bytes = self._drafter.cache_layout.block_bytes
+        return replace(layout, block_bytes=layout.block_bytes + more_bytes)
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate a KV cache of so many blocks, the null block included."""
         layers, layout = self.runner.attention_layers, self.runner.cache_layout
-        log_cache(self.config, num_blocks, layout)
-        bind_kv_caches(layers, self.platform, num_blocks, layout, cache_dtype(self.config))
+        log_cache(self.config, num_blocks, self._layout)
+        dtype, num_rows = cache_dtype(self.config), self.config.scheduler.max_num_seqs
+        bind_kv_caches(layers, self.platform, num_blocks, layout, dtype, num_rows)
+        if (drafter := self._drafter) is not None:
+            own, dtype = drafter.cache_layout, cache_dtype(drafter.config)
+            bind_kv_caches(drafter.attention_layers, self.platform, num_blocks, own, dtype)
+            drafter.start(num_blocks)
+        if self.config.connector.kv_transfer is not None:
+            self._blocks = BlockCopies(layers, num_blocks)
         can_sleep = self.config.model.enable_sleep_mode
         folder = self.config.model.path or ""
         self._set_memory(
             HostWeights(self.model, folder, self._build_model, can_sleep=can_sleep),
             HostCache(layers),
         )
+
+    def cache_fingerprint(self) -> bytes:
+        """What decides the content of KV blocks besides tokens: the weights, the layout of the
+        blocks, and the kernels."""
+        config, kernels = self.config, load_cpu_kernels()
+        digest = sha256()
+        for storage in model_storages(self.model):
+            digest.update(fingerprint(storage))
+        isa = kernels.isa if kernels is not None and isinstance(self._ops, CPUOps) else "torch"
+        layout = (
+            *(__version__, isa, config.model.dtype_name, config.cache.kv_cache_dtype),
+            *(config.cache.block_size, self.tp.rank, self.tp.size, self._blocks.layout),
+            config.model.resolved_arch,
+        )
+        digest.update(repr(layout).encode())
+        return digest.digest()
+
+    def read_blocks(self, block_ids: list[int]) -> list[bytes]:
+        """The bytes of KV blocks, in all layers of this rank."""
+        return self._blocks.read(block_ids)
+
+    def write_blocks(self, block_ids: list[int], blocks: list[list[bytes]]) -> bool:
+        """Write KV blocks that `read_blocks` has returned.
+
+        Args:
+            block_ids: of the blocks.
+            blocks: the bytes of each block, rank by rank.
+
+        Returns:
+            False if one of them does not fit: nothing was written.
+        """
+        if any(len(block) != self.tp.size for block in blocks):
+            return False
+        return self._blocks.write(block_ids, [block[self.tp.rank] for block in blocks])
 
     def execute_model(self, step: SchedulerOutput) -> StepHandle:
         """Start a step; at most one other is in flight."""

@@ -46,6 +46,8 @@ class DecodeInput(Generic[Array]):
     positions: Array = packed("T")
     """[T]; behind the tokens of a row, that of its last one."""
     metadata: HPUDecodeMetadata[Array] = packed_fields_of(HPUDecodeMetadata)
+    adapter_slots: Array = packed("B")
+    """[B] slot of the LoRA adapter of each; -1: none."""
     sample_rows: Array = packed("L")
     """[L] row of each of the logits; the padding row where none is sampled, or where it takes the
     host to know which of several samples is the row's newest token."""
@@ -62,6 +64,8 @@ class PrefillInput(Generic[Array]):
     last_tokens: Array = packed("B")
     """[B] index of the last token of each row among all T."""
     metadata: HPUPrefillMetadata[Array] = packed_fields_of(HPUPrefillMetadata)
+    adapter_slots: Array = packed("B")
+    """[B] as in a decode."""
     sample_rows: Array = packed("L")
     """[L] as in a decode."""
 
@@ -73,6 +77,8 @@ class MergedInput(Generic[Array]):
     token_ids: Array = packed("Q")
     """[Q]"""
     metadata: MergedPrefillMetadata[Array] = packed_fields_of(MergedPrefillMetadata)
+    adapter_slots: Array = packed("Q")
+    """[Q] of each token."""
     sample_rows: Array = packed("L")
     """[L] as in a decode."""
 
@@ -125,13 +131,20 @@ class HPUInputBuilder:
     Args:
         batch: tokens and block tables of the rows.
         block_size: tokens per block.
+        slot_of_row: [rows] int32: slot of the LoRA adapter of each row, or -1; None: there are no
+            adapters.
     """
 
-    def __init__(self, batch: InputBatch, block_size: int) -> None:
+    def __init__(
+        self, batch: InputBatch, block_size: int, slot_of_row: IntArray | None = None
+    ) -> None:
         self._batch = batch
         self._block_size = block_size
         self._num_rows = len(batch.num_tokens)
         self._is_resident = np.zeros(self._num_rows, bool)
+        if slot_of_row is None:
+            slot_of_row = np.full(self._num_rows, -1, np.int32)
+        self._slot_of_row = slot_of_row
 
     @property
     def padding_row(self) -> int:
@@ -203,6 +216,7 @@ class HPUInputBuilder:
             rows=self._padded(bucket.batch, self.padding_row, rows),
             positions=self._padded(bucket.num_tokens, 0, positions.ravel()),
             metadata=metadata,
+            adapter_slots=self._padded(bucket.batch, -1, self._slot_of_row[rows]),
             sample_rows=sample_rows,
         )
 
@@ -229,6 +243,7 @@ class HPUInputBuilder:
             positions=positions.ravel(),
             last_tokens=self._padded(bucket.batch, 0, first + count - 1),
             metadata=metadata,
+            adapter_slots=self._padded(bucket.batch, -1, self._slot_of_row[rows]),
             sample_rows=sample_rows,
         )
 
@@ -246,7 +261,8 @@ class HPUInputBuilder:
         num_tokens = int(launch.num_scheduled_tokens.sum())
         index, position = metadata.sequence_ids[:num_tokens], metadata.positions[:num_tokens]
         token_ids = self._padded(bucket.query_len, 0, batch.token_ids[rows[index], position])
-        return MergedInput(token_ids, metadata, sample_rows)
+        slots = self._padded(bucket.query_len, -1, self._slot_of_row[rows[index]])
+        return MergedInput(token_ids, metadata, slots, sample_rows)
 
     @staticmethod
     def _padded(size: int, fill: int, values: IntArray | None = None) -> IntArray:

@@ -3,6 +3,8 @@
 Arithmetic over what was measured; asks no card.
 """
 
+from dataclasses import replace
+
 from vllm.bucketing import MemoryLedger, format_bytes
 from vllm.bucketing.ledger import MemoryClass, MemorySplit, open_ledger, split_memory
 from vllm.bucketing.log_lines import memory_split_line
@@ -18,6 +20,9 @@ logger = init_logger(__name__)
 def most_launch_bytes(config: VllmConfig, free_bytes: int, block_bytes: int) -> int:
     """What launches may need so that the cache still holds the longest request."""
     cache = config.cache
+    if cache.kv_cache_memory_bytes is not None and cache.num_gpu_blocks_override is None:
+        graph_bytes = free_bytes * cache.gpu_memory_utilization * _graph_share(config)
+        return int(free_bytes - graph_bytes - cache.kv_cache_memory_bytes)
     num_blocks = cache.num_gpu_blocks_override or config.max_blocks_per_request + 1
     share = cache.gpu_memory_utilization * (1 - _graph_share(config))
     cache_bytes = num_blocks * block_bytes / share if share else 0
@@ -36,19 +41,24 @@ def divide_memory(
         block_bytes: of one KV block in all layers.
 
     Raises:
-        ConfigError: the cache would not hold one request of max_model_len tokens.
+        ConfigError: the cache would not hold one request of max_model_len tokens, or is larger than
+            the memory.
     """
     launch_bytes = min(launch_bytes, free_bytes)
     split = _split(config, free_bytes - launch_bytes)
+    has_bytes = config.cache.kv_cache_memory_bytes is not None
+    if has_bytes:
+        logger.info("kv_cache_memory_bytes decides about the KV cache, not the share")
     utilization, reserved = config.cache.gpu_memory_utilization, _graph_share(config)
     logger.info(memory_split_line(split, utilization, reserved))
     num_blocks = _count_blocks(config, split, block_bytes)
+    source = "--kv-cache-memory-bytes" if has_bytes else "--gpu-memory-utilization"
     check_capacity(
         config,
         num_blocks,
         block_bytes,
         split.free_bytes,
-        f"--gpu-memory-utilization; {format_bytes(launch_bytes)} are kept for launches, less with "
+        f"{source}; {format_bytes(launch_bytes)} are kept for launches, less with "
         f"a lower --max-num-batched-tokens",
     )
     return MemoryReport(
@@ -84,7 +94,20 @@ def make_ledger(
 
 
 def _split(config: VllmConfig, free_bytes: int) -> MemorySplit:
-    return split_memory(free_bytes, config.cache.gpu_memory_utilization, _graph_share(config))
+    split = split_memory(free_bytes, config.cache.gpu_memory_utilization, _graph_share(config))
+    asked = config.cache.kv_cache_memory_bytes
+    if asked is None or config.cache.num_gpu_blocks_override is not None:
+        return split
+    usable_bytes = asked + split.graph_bytes
+    if usable_bytes > free_bytes:
+        raise ConfigError(
+            f"kv_cache_memory_bytes={asked} ({format_bytes(asked)}): the card has "
+            f"{format_bytes(free_bytes)} beside weights and launches, of which "
+            f"{format_bytes(split.graph_bytes)} are for graphs (VLLM_GRAPH_RESERVED_MEM). Lower it "
+            f"to {max(0, free_bytes - split.graph_bytes)} at most"
+        )
+    margin_bytes = free_bytes - usable_bytes
+    return replace(split, usable_bytes=usable_bytes, margin_bytes=margin_bytes, kv_bytes=asked)
 
 
 def _graph_share(config: VllmConfig) -> float:
@@ -106,6 +129,8 @@ def _count_blocks(config: VllmConfig, split: MemorySplit, block_bytes: int) -> i
             )
         return override
     num_blocks = split.num_blocks(block_bytes)
+    if cache.kv_cache_memory_bytes is not None:
+        return num_blocks
     # More than all requests together can hold serves only the prefixes of finished ones.
     most = config.scheduler.max_num_seqs * config.max_blocks_per_request
     if not cache.enable_prefix_caching:

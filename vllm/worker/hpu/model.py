@@ -9,13 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm.attention import Attention, AttentionMetadata, LaunchContext, share_context
+from vllm.attention import (
+    Attention,
+    AttentionMetadata,
+    LaunchAdapters,
+    LaunchContext,
+    share_context,
+)
 from vllm.attention.backends.flat_pa import Normaliser
 from vllm.attention.backends.normalisers import parse_normaliser
 from vllm.attention.backends.padded import PaddedDecode, PaddedPrefill, layer_kinds
 from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
 from vllm.config import HPUConfig
+from vllm.lora.launches import DeviceSlots, SlottedAdapters
 from vllm.model_executor.layers.rotary import number_rotary_tables
 from vllm.model_executor.models.interface import CausalLM, LayeredModel, PoolingModel
 from vllm.worker.hpu.input import unpack_decode, unpack_merged, unpack_prefill
@@ -36,6 +43,7 @@ class LaunchModel(nn.Module):
         model: on the device; its attention layers have their caches when a launch runs.
         block_size: tokens per KV block.
         kernel: attention of prompts.
+        adapters: LoRA adapters on the device; None: there are none.
 
     Raises:
         ConfigError: a layer asks for what no launch has.
@@ -43,12 +51,19 @@ class LaunchModel(nn.Module):
     Shape: packed input of a launch -> (result, hidden states [B * Q, hidden])
     """
 
-    def __init__(self, model: LayeredModel, block_size: int, kernel: SDPAKernel) -> None:
+    def __init__(
+        self,
+        model: LayeredModel,
+        block_size: int,
+        kernel: SDPAKernel,
+        adapters: DeviceSlots | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.launch_holder = share_context(model)
         self._block_size = block_size
         self._kernel = kernel
+        self._adapters = adapters
         self._rotary_tables = number_rotary_tables(model)
         self._dtype = next(model.parameters()).dtype
         self._kinds = layer_kinds(m for m in model.modules() if isinstance(m, Attention))
@@ -60,11 +75,18 @@ class LaunchModel(nn.Module):
             module.compile(**options)
 
     def _run(
-        self, attention: AttentionMetadata, token_ids: Tensor, positions: Tensor, *more: Tensor
+        self,
+        attention: AttentionMetadata,
+        token_ids: Tensor,
+        positions: Tensor,
+        *more: Tensor,
+        adapters: LaunchAdapters | None = None,
     ) -> Tensor:
         # No `with`: not every compiler traces one. Should this raise, `Execution.run` clears it.
         angles = [table.angles(positions, self._dtype) for table in self._rotary_tables]
-        self.launch_holder.context = LaunchContext(attention, positions, rotary_angles=angles)
+        self.launch_holder.context = LaunchContext(
+            attention, positions, rotary_angles=angles, adapters=adapters
+        )
         hidden_states: Tensor = self.model(token_ids, positions, *more)
         self.launch_holder.context = None
         return hidden_states
@@ -87,16 +109,16 @@ def regions_of(model: LayeredModel) -> list[nn.Module]:
     return layers + beside(model)
 
 
-_Prepared = tuple[AttentionMetadata, Tensor, Tensor, Tensor | None]
-"""How a launch attends, its token ids [T] and positions [T], and the rows of its hidden states that
-the head gets; None: all."""
+_Prepared = tuple[AttentionMetadata, Tensor, Tensor, Tensor | None, SlottedAdapters | None]
+"""How a launch attends, its token ids [T] and positions [T], the rows of its hidden states that the
+head gets (None: all), and the adapters of its tokens."""
 
 
 class HPUModel(LaunchModel):
     """A decoder over prefills and decodes, of which last tokens count.
 
     Args:
-        model, block_size, kernel: see `LaunchModel`.
+        model, block_size, kernel, adapters: see `LaunchModel`.
         normaliser: of the softmax of decodes, see `flat_paged_attention`.
         last_token_ids: [rows + 1] int32 on the device: the newest token of each row, if it was
             sampled there. The last entry is for padding. None: nothing is sampled.
@@ -112,14 +134,15 @@ class HPUModel(LaunchModel):
         kernel: SDPAKernel,
         normaliser: Normaliser | float | None = None,
         last_token_ids: Tensor | None = None,
+        adapters: DeviceSlots | None = None,
     ) -> None:
-        super().__init__(model, block_size, kernel)
+        super().__init__(model, block_size, kernel, adapters)
         self.last_token_ids = last_token_ids
         self._normaliser = normaliser
 
     def forward(self, packed: Tensor, shape: PaddedShape) -> tuple[Tensor, Tensor]:
-        attention, token_ids, positions, last = self.prepare(packed, shape)
-        hidden_states = self._run(attention, token_ids, positions)
+        attention, token_ids, positions, last, adapters = self.prepare(packed, shape)
+        hidden_states = self._run(attention, token_ids, positions, adapters=adapters)
         rows = hidden_states if last is None else hidden_states.index_select(0, last)
         return self._head(rows), hidden_states
 
@@ -160,14 +183,16 @@ class HPUModel(LaunchModel):
             self._normaliser,
             positions,
         )
-        return attention, token_ids, given.positions, None
+        adapters = self._adapters_of(given.adapter_slots, query_len)
+        return attention, token_ids, given.positions, None, adapters
 
     def _prepare_prefill(self, packed: Tensor, shape: PaddedShape) -> _Prepared:
         given = unpack_prefill(packed, shape)
         attention = PaddedPrefill.derive(
             given.metadata, self._kinds, self._block_size, self._kernel
         )
-        return attention, given.token_ids, given.positions, given.last_tokens
+        adapters = self._adapters_of(given.adapter_slots, shape.bucket.query_len)
+        return attention, given.token_ids, given.positions, given.last_tokens, adapters
 
     def _prepare_merged(self, packed: Tensor, shape: PaddedShape) -> _Prepared:
         given = unpack_merged(packed, shape)
@@ -175,4 +200,14 @@ class HPUModel(LaunchModel):
         attention = PaddedPrefill.derive_merged(
             metadata, self._kinds, self._block_size, self._kernel
         )
-        return attention, given.token_ids, metadata.positions, metadata.last_token_indices
+        adapters = self._adapters_of(given.adapter_slots)
+        last = metadata.last_token_indices
+        return attention, given.token_ids, metadata.positions, last, adapters
+
+    def _adapters_of(self, slots: Tensor, query_len: int = 1) -> SlottedAdapters | None:
+        """Of the tokens of rows with these slots."""
+        if self._adapters is None:
+            return None
+        if query_len > 1:
+            slots = slots[:, None].expand(-1, query_len).flatten()
+        return self._adapters.of_tokens(slots)

@@ -11,9 +11,11 @@ from vllm.attention.backends.sdpa import SDPAKernel
 from vllm.bucketing import Phase
 from vllm.config import VllmConfig
 from vllm.kv_cache_spec import KVCacheLayout
+from vllm.lora.layers import AdapterLayers
 from vllm.messages import IntArray, RunnerStats, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.sample.masks import RowDrafts
 from vllm.sample.metadata import ALL_GREEDY, SamplingMetadata
 from vllm.sample.sampler import Sampler, SamplerOutput
 from vllm.sample.state import SamplingState
@@ -27,6 +29,8 @@ from vllm.sample.warmup import (
 )
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.ragged import positions_within
+from vllm.worker.adapters import Adapters
+from vllm.worker.hpu.adapters import DeviceRows
 from vllm.worker.hpu.host_buffers import HostBuffers
 from vllm.worker.hpu.input import HPUInputBuilder
 from vllm.worker.hpu.launches import PaddedLaunches, Sampling
@@ -76,8 +80,12 @@ class HPUModelRunner(ModelRunner):
             config.scheduler.max_num_seqs + 1, dtype=torch.int32, device=self.device
         )
         size, normaliser = self.block_size, softmax_normaliser(config.hpu)
-        hpu_model = HPUModel(model, size, kernel, normaliser, self._last_token_ids)
-        inputs, logprob_rows = HPUInputBuilder(self.batch, size), self.prompt_logprobs.rows
+        adapters, slot_of_row = None, None
+        if isinstance(self.adapters, DeviceRows):
+            adapters, slot_of_row = self.adapters.slots, self.adapters.slot_of_row
+        hpu_model = HPUModel(model, size, kernel, normaliser, self._last_token_ids, adapters)
+        inputs = HPUInputBuilder(self.batch, size, slot_of_row)
+        logprob_rows = self.prompt_logprobs.rows
         self.planner = self.launches = PaddedLaunches(
             config, bridge, hpu_model, inputs, self.batch, logprob_rows=logprob_rows
         )
@@ -86,6 +94,9 @@ class HPUModelRunner(ModelRunner):
         """One block table for all layers, and no null blocks in it: the block lists of a launch
         serve all layers, and a contiguous launch has each block once."""
         return cache_layout(config, self.attention_layers, cache_dtype(config), keeps_all=True)
+
+    def _make_adapters(self, config: VllmConfig, layers: AdapterLayers) -> Adapters:
+        return DeviceRows(config, layers, self._bridge)
 
     def _make_sampler(self, config: VllmConfig) -> tuple[SamplingState, Sampler]:
         state = SamplingState(
@@ -128,7 +139,9 @@ class HPUModelRunner(ModelRunner):
 
     def _run_launch(self, launch: PaddedLaunch) -> LaunchResult:
         packed, indices = self.launches.inputs.pack(launch)
-        self.sampling.start_masks(launch.rows[indices])
+        num_drafts = None if launch.num_drafts is None else launch.num_drafts[indices]
+        drafts = self._followed_drafts(launch.rows[indices], num_drafts)
+        self.sampling.start_masks(launch.rows[indices], drafts)
         device_input = self.launches.to_device(packed)
         logits, hidden_states = self.launches.execution.run(device_input, launch.shape)
         prompt_logprobs: list[tuple[int, PendingLogprobs]] = []
@@ -139,14 +152,13 @@ class HPUModelRunner(ModelRunner):
             prompt_logprobs = self.prompt_logprobs.compute(
                 self.batch, launch, hidden_states, starts
             )
-        num_drafts = None if launch.num_drafts is None else launch.num_drafts[indices]
         places, within = self._sampled_places(launch, indices, num_drafts)
         num_logits = len(launch.rows) * launch.tokens_with_logits
         rows = np.full(num_logits, self.sampling.padding_row, np.int32)
         rows[places] = launch.rows[places // launch.tokens_with_logits]
         sampled = None
         if len(indices):
-            sampled = self._sample(logits, rows, places, within)
+            sampled = self._sample(logits, rows, places, within, drafts)
             self._keep_tokens(device_input, sampled)
             self.launches.inputs.mark_sampled(launch.rows[indices])
             if num_drafts is not None:
@@ -167,13 +179,16 @@ class HPUModelRunner(ModelRunner):
         places = indices * np.int32(launch.tokens_with_logits)
         if num_drafts is None:
             return places, np.zeros_like(places)
-        rows = launch.rows[indices]
-        assert not self.sampling.follows_output(rows[num_drafts > 0]), "it takes no drafts"
         within = positions_within(num_drafts + 1).astype(np.int32)
         return np.repeat(places, num_drafts + 1) + within, within
 
     def _sample(
-        self, logits: Tensor, rows: IntArray, places: IntArray, within: IntArray
+        self,
+        logits: Tensor,
+        rows: IntArray,
+        places: IntArray,
+        within: IntArray,
+        drafts: RowDrafts | None,
     ) -> SamplerOutput:
         """Sample for each row of the logits; padding is greedy.
 
@@ -182,12 +197,13 @@ class HPUModelRunner(ModelRunner):
             rows: [n] row of each of the logits.
             places: of those that are no padding.
             within: how many drafts each of these follows.
+            drafts: of rows whose sampling depends on them.
         """
         num_output = np.zeros_like(rows)
         real = rows[places]
         num_output[places] = self.batch.num_tokens[real] - self.batch.num_prompt_tokens[real]
         num_output[places] += within
-        metadata = self.sampling.metadata(rows, num_output, len(logits))
+        metadata = self.sampling.metadata(rows, num_output, len(logits), drafts)
         self._check_stages(len(logits), metadata)
         return self.sampler(logits, metadata)
 

@@ -41,7 +41,7 @@ from vllm.worker.hpu.sleep import CardCache, CardWeights, SleepingGraphs
 from vllm.worker.hpu.step_report import StepShape
 from vllm.worker.hpu.warmup import WarmUp
 from vllm.worker.interface import MemoryReport, WarmUpStep
-from vllm.worker.kv_cache import bind_kv_caches
+from vllm.worker.kv_cache import bind_kv_caches, cache_dtype
 from vllm.worker.model_runner import StepHandle
 from vllm.worker.pooling.hpu_runner import HPUPoolingRunner
 from vllm.worker.sleep import KV_CACHE, TAGS, WEIGHTS
@@ -259,7 +259,8 @@ class HPUWorker(WorkerBase):
 
     def _bind_caches(self, num_blocks: int) -> None:
         layers, layout = self.runner.attention_layers, self.runner.cache_layout
-        bind_kv_caches(layers, self.platform, num_blocks, layout, self._dtype)
+        dtype = cache_dtype(self.config)
+        bind_kv_caches(layers, self.platform, num_blocks, layout, dtype)
 
     def _release_caches(self) -> None:
         for layer in self.runner.attention_layers:
@@ -285,11 +286,6 @@ class HPUWorker(WorkerBase):
             f"--max-num-batched-tokens ({scheduler.max_num_batched_tokens}), --max-num-seqs "
             f"({scheduler.max_num_seqs}) or --max-model-len ({scheduler.max_model_len})"
         )
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.config.model.dtype_name)
-        return dtype
 
     # ---- launches -------------------------------------------------------------------------
 

@@ -191,7 +191,13 @@ class PoolingRunner:
 
     def _build(self, launch: Launch) -> PoolingInput:
         if self.requests.pooler.is_causal:
-            given = build_ragged_input(self.batch, launch, self.block_size, self.device)
+            given = build_ragged_input(
+                self.batch,
+                launch,
+                self.block_size,
+                self.device,
+                has_states=bool(self.cache_layout.state_layers),
+            )
             return PoolingInput(given.input_ids, given.context, None)
         counts = launch.num_scheduled_tokens
         ends = np.cumsum(counts)

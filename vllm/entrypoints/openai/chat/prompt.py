@@ -31,6 +31,8 @@ from vllm.utils.deadline_worker import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from vllm.entrypoints.server.server_args import ServerArgs
+
 TEMPLATE_DEADLINE_S = 2.0
 _TEMPLATE_MEMORY_BYTES = 512 * 2**20
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -94,7 +96,7 @@ def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) 
         RequestError: the options contradict each other.
     """
     tools = [tool.model_dump(exclude_none=True) for tool in body.functions] if with_tools else []
-    kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    kwargs = template_kwargs(context.args, body)
     if body.documents is not None:
         kwargs["documents"] = body.documents
     template = body.chat_template
@@ -108,6 +110,11 @@ def chat_options(context: ServerContext, body: ChatFields, *, with_tools: bool) 
         tools=tools or None,
         template_kwargs=kwargs,
     )
+
+
+def template_kwargs(args: "ServerArgs", body: ChatFields) -> dict[str, Any]:
+    """The arguments of the template: those of the request, and the server's for the others."""
+    return {**args.default_chat_template_kwargs, **(body.chat_template_kwargs or {})}
 
 
 def _is_name(tokenizer: "PreTrainedTokenizerBase", template: str) -> bool:

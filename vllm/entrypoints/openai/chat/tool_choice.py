@@ -11,7 +11,7 @@ from typing import Any
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest, random_tool_call_id
 from vllm.entrypoints.openai.protocol.tools import FunctionDefinition
 from vllm.errors import RequestError
-from vllm.sampling_params import GuidedDecodingParams
+from vllm.guided_decoding_params import GuidedDecodingParams
 
 _MAX_SCHEMA_DEPTH = 100
 _ANY_OBJECT = {"type": "object"}

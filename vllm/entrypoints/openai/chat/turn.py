@@ -22,7 +22,7 @@ from vllm.engine.input.pooling_input import refuse_generation
 from vllm.entrypoints.http import off_loop
 from vllm.entrypoints.openai.chat.custom_calls import CustomCalls
 from vllm.entrypoints.openai.chat.output_reader import OutputReader, parser_failures
-from vllm.entrypoints.openai.chat.prompt import chat_prompt
+from vllm.entrypoints.openai.chat.prompt import chat_prompt, template_kwargs
 from vllm.entrypoints.openai.chat.tool_choice import (
     NamedToolReader,
     RequiredToolReader,
@@ -42,13 +42,15 @@ from vllm.entrypoints.openai.protocol.sampling import (
 from vllm.entrypoints.openai.serving_models import check_model
 from vllm.entrypoints.server.context import ServerContext
 from vllm.errors import RequestError
+from vllm.guided_decoding_params import GuidedDecodingParams
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
-from vllm.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.tool_parsers.base import ToolParser
     from vllm.entrypoints.openai.tool_parsers.plugin import ForeignToolParser
+    from vllm.entrypoints.server.server_args import ServerArgs
     from vllm.reasoning import ReasoningParser
     from vllm.reasoning.plugin import ForeignReasoningParser
 
@@ -332,7 +334,7 @@ def make_reader(
     reasoning = tools = None
     if args.reasoning_parser is not None and not is_constrained:
         with parser_failures("reasoning", args.reasoning_parser):
-            reasoning = _make_reasoning_parser(args.reasoning_parser, tokenizer, body)
+            reasoning = _make_reasoning_parser(args, tokenizer, body)
     if body.tool_choice == "auto" and args.tool_call_parser is not None:
         with parser_failures("tool", args.tool_call_parser):
             tools = _make_tool_parser(args.tool_call_parser, tokenizer)
@@ -342,14 +344,15 @@ def make_reader(
 
 
 def _make_reasoning_parser(
-    name: str, tokenizer: Any, body: ChatCompletionRequest
+    args: "ServerArgs", tokenizer: Any, body: ChatCompletionRequest
 ) -> "ReasoningParser | ForeignReasoningParser | None":
     """A parser for one output; None if it has no reasoning."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.reasoning.plugin import ForeignReasoningParser, is_foreign
 
-    kind = ReasoningParserManager.get(name)
-    is_thinking = bool((body.chat_template_kwargs or {}).get("enable_thinking", True))
+    assert args.reasoning_parser is not None
+    kind = ReasoningParserManager.get(args.reasoning_parser)
+    is_thinking = bool(template_kwargs(args, body).get("enable_thinking", True))
     if not is_foreign(kind):
         return kind(tokenizer, is_thinking=is_thinking)
     return ForeignReasoningParser(kind(tokenizer), body) if is_thinking else None

@@ -23,9 +23,9 @@ from vllm.entrypoints.openai.protocol.base import (
     tag_by_type,
 )
 from vllm.errors import RequestError
+from vllm.guided_decoding_params import KINDS, GuidedDecodingParams
 from vllm.sampling_params import (
     BeamSearchParams,
-    GuidedDecodingParams,
     RequestOutputKind,
     SamplingParams,
 )
@@ -43,6 +43,29 @@ _PARAMS = (
 _GUIDED_FIELDS = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
 )
+
+
+class StructuredOutputs(RequestModel):
+    """The constraint of the output and its options, in one object."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    json_schema: Json | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: ListOf[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    disable_fallback: bool = False
+
+    def given(self) -> dict[str, Any]:
+        """Fields of `GuidedDecodingParams` that are set."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        values["json"] = values.pop("json_schema")
+        return {name: value for name, value in values.items() if value not in (None, False)}
 
 
 class JsonSchemaResponseFormat(RequestModel):
@@ -140,6 +163,7 @@ class SamplingFields(RequestBody):
     request_id: RequestId = Field(default_factory=random_id)
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     response_format: AnyResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: Json | None = None
     guided_regex: str | None = None
     guided_choice: ListOf[str] | None = None
@@ -160,8 +184,15 @@ class SamplingFields(RequestBody):
             raise field_error("prompt_logprobs", "not available with stream=true")
         if self.stream and self.best_of not in (None, self.num_samples):
             raise field_error("best_of", "must be equal to n with stream=true")
-        if self.guided_json is not None and not isinstance(self.guided_json, (str, dict)):
-            raise field_error("guided_json", "must be a JSON schema, as an object or as text")
+        group = self.structured_outputs
+        for name, schema in (
+            ("guided_json", self.guided_json),
+            ("structured_outputs.json", group and group.json_schema),
+        ):
+            if schema is not None and not isinstance(schema, (str, dict)):
+                raise field_error(name, "must be a JSON schema, as an object or as text")
+        if group is not None and not any(kind in KINDS for kind in group.given()):
+            raise field_error("structured_outputs", f"must have one of {', '.join(KINDS)}")
         if len(given := self.constraints()) > 1:
             raise field_error(", ".join(given), "only one of these fields may be set")
         return self
@@ -176,6 +207,9 @@ class SamplingFields(RequestBody):
     def constraints(self) -> list[str]:
         """Names of the fields that ask for structured output."""
         given = [name for name in _GUIDED_FIELDS if getattr(self, name) is not None]
+        if self.structured_outputs is not None:
+            options = self.structured_outputs.given()
+            given += [f"structured_outputs.{kind}" for kind in KINDS if kind in options]
         if self.response_format is not None and self.response_format.type != "text":
             given.append(self._format_field)
         return given
@@ -230,15 +264,14 @@ def guided_decoding(body: SamplingFields) -> GuidedDecodingParams | None:
         "structural_tag": body.structural_tag,
         **_of_response_format(body.response_format),
     }
-    kinds = {kind: value for kind, value in kinds.items() if value is not None}
-    if not kinds:
+    given = {kind: value for kind, value in kinds.items() if value is not None}
+    given["whitespace_pattern"] = body.guided_whitespace_pattern
+    if body.structured_outputs is not None:
+        given |= body.structured_outputs.given()
+    fields = body.constraints()
+    if not fields:
         return None
-    return GuidedDecodingParams(
-        **kinds,
-        field=body.constraints()[0],
-        backend=body.guided_decoding_backend,
-        whitespace_pattern=body.guided_whitespace_pattern,
-    )
+    return GuidedDecodingParams(**given, field=fields[0], backend=body.guided_decoding_backend)
 
 
 def _of_response_format(

@@ -1,0 +1,124 @@
+"""Time of decodes and of prompts with LoRA adapters, relative to the same engine without any.
+
+Adapters of random weights change all linear layers of a Llama-shaped model. The cases run in turn,
+in several rounds: no adapter, one adapter on all rows, and a different one on each row. One JSON
+object on stdout: medians in milliseconds, and what each case costs over no adapter, as the median
+of the ratios within a round.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.common import fixed_length, random_prompts
+from vllm import LLM
+from vllm.lora.request import LoRARequest
+
+
+def write_adapter(folder: Path, config: dict, rank: int, seed: int) -> None:
+    """An adapter for every linear layer, as peft writes it."""
+    hidden, middle = config["hidden_size"], config["intermediate_size"]
+    size = config.get("head_dim") or hidden // config["num_attention_heads"]
+    query, key = (config[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
+    shapes = {
+        "self_attn.q_proj": (hidden, query),
+        "self_attn.k_proj": (hidden, key),
+        "self_attn.v_proj": (hidden, key),
+        "self_attn.o_proj": (query, hidden),
+        "mlp.gate_proj": (hidden, middle),
+        "mlp.up_proj": (hidden, middle),
+        "mlp.down_proj": (middle, hidden),
+    }
+    rng, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (inputs, outputs) in shapes.items():
+            path = f"base_model.model.model.layers.{layer}.{name}"
+            for part, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
+                values = torch.randn(shape, generator=rng) * 0.02
+                tensors[f"{path}.{part}.weight"] = values.bfloat16()
+    folder.mkdir()
+    given = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(given))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="folder of a Llama-shaped model")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--quantization", default=None)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--input-len", type=int, default=32)
+    parser.add_argument("--output-len", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count the time of the processor, not of the clock: where other programs run. Needs "
+        "OMP_NUM_THREADS=1, as threads that wait count too",
+    )
+    args = parser.parse_args()
+    config = json.loads((Path(args.model) / "config.json").read_text())
+    llm = LLM(
+        args.model,
+        load_format=args.load_format,
+        quantization=args.quantization,
+        skip_tokenizer_init=True,
+        max_model_len=args.input_len + args.output_len,
+        max_num_seqs=args.batch,
+        max_num_batched_tokens=args.batch * args.input_len,
+        enable_prefix_caching=False,
+        enable_lora=True,
+        max_loras=args.batch,
+        max_lora_rank=args.rank,
+        max_cpu_loras=2 * args.batch,
+    )
+    prompts = random_prompts(args.batch, args.input_len, config["vocab_size"])
+    with tempfile.TemporaryDirectory() as root:
+        adapters = []
+        for number in range(args.batch):
+            folder = Path(root) / str(number)
+            write_adapter(folder, config, args.rank, number)
+            adapters.append(LoRARequest(folder.name, number + 1, str(folder)))
+        cases = {"none": [None] * args.batch, "one": adapters[:1] * args.batch, "all": adapters}
+
+        now = time.process_time if args.cpu_time else time.perf_counter
+
+        def seconds(name: str, num_tokens: int) -> float:
+            start = now()
+            llm.generate(
+                prompts, fixed_length(num_tokens), use_tqdm=False, lora_request=cases[name]
+            )
+            return now() - start
+
+        prompt_s: dict[str, list[float]] = {name: [] for name in cases}
+        decode_s: dict[str, list[float]] = {name: [] for name in cases}
+        for number in range(args.rounds + 1):  # the first one loads and warms up
+            for name in cases:
+                prompt = seconds(name, 1)
+                decode = (seconds(name, args.output_len) - prompt) / (args.output_len - 1)
+                if number:
+                    prompt_s[name].append(prompt)
+                    decode_s[name].append(decode)
+    report = {"batch": args.batch, "rank": args.rank, "threads": torch.get_num_threads()}
+    for what, found in (("prompts", prompt_s), ("decode_step", decode_s)):
+        report[f"{what}_ms"] = {n: round(statistics.median(v) * 1e3, 2) for n, v in found.items()}
+        ratios = {
+            name: [t / base - 1 for t, base in zip(times, found["none"], strict=True)]
+            for name, times in found.items()
+        }
+        report[f"{what}_cost_percent"] = {
+            name: round(100 * statistics.median(ratios[name]), 1) for name in ("one", "all")
+        }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+// Low-rank products of adapters, gathered: each row has an adapter of its own, or none.
+//
+//   y[row, part] += (x[row] @ a.T) @ b      with a and b of the adapter of the row
+//
+// Rows are grouped by their adapter, so that its weights are read once for all of them. A row
+// without an adapter is not touched. Sums are made in one order whatever the groups and threads, in
+// float, so a row's result does not depend on what it is batched with.
+#pragma once
+
+#include "linear.h"
+#include "low_rank_args.h"
+
+namespace VLLM_ISA {
+
+using vllm_cpu::AdaptedRows;
+using vllm_cpu::LowRank;
+using vllm_cpu::LowRankArgs;
+
+using vllm_cpu::kRankBlock;
+
+constexpr int64_t kPieceRows = 32;
+
+// h[r][0 .. kRankBlock) = x[r] @ a.T for as many rows of a.
+template <int kRows, typename T, typename W>
+VLLM_INLINE void project_down(const T* const* x, const W* a, int64_t in_features, float* const* h) {
+  Vec sums[kRows][kRankBlock] = {};
+  for_each_vector(in_features, [&](int64_t i, int64_t count) {
+    Vec inputs[kRows];
+    for (int r = 0; r < kRows; ++r) inputs[r] = load(x[r] + i, count);
+#pragma GCC unroll 8
+    for (int64_t k = 0; k < kRankBlock; ++k) {
+      const Vec w = load(a + k * in_features + i, count);
+#pragma GCC unroll 2
+      for (int r = 0; r < kRows; ++r) sums[r][k] = fma(inputs[r], w, sums[r][k]);
+    }
+  });
+  for (int r = 0; r < kRows; ++r) {
+    for (int64_t k = 0; k < kRankBlock; ++k) h[r][k] = sum_lanes(sums[r][k]);
+  }
+}
+
+// y[r][0 .. width) += h[r] @ b for one panel of b.
+template <int kRows, typename T, typename W>
+VLLM_INLINE void project_up(const float* const* h, int64_t rank, const W* b, int64_t width,
+                            T* const* y) {
+  constexpr int64_t kVectors = kPanel / kLanes;
+  Vec sums[kRows][kVectors] = {};
+  for (int64_t k = 0; k < rank; ++k) {
+    Vec inputs[kRows];
+    for (int r = 0; r < kRows; ++r) inputs[r] = splat(h[r][k]);
+#pragma GCC unroll 16
+    for (int64_t v = 0; v < kVectors; ++v) {
+      const Vec w = load(b + k * kPanel + v * kLanes);
+      for (int r = 0; r < kRows; ++r) sums[r][v] = fma(inputs[r], w, sums[r][v]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for_each_vector(width, [&](int64_t i, int64_t count) {
+      store(y[r] + i, load(y[r] + i, count) + sums[r][i / kLanes], count);
+    });
+  }
+}
+
+// At most kPieceRows rows of one adapter, for one projection.
+struct LowRankPiece {
+  const LowRank* part;
+  const int32_t* rows;
+  int64_t num_rows;
+  float* h;  // [num_rows, rank]
+  int64_t first_block, first_panel;  // units of the pieces before it
+};
+
+template <typename T, typename W>
+class LowRankCall {
+ public:
+  LowRankCall(const LowRankArgs& args, int num_threads) : args_(args), num_threads_(num_threads) {}
+
+  // -1; or a row whose adapter is out of range; or kNoMemory.
+  int64_t run() {
+    int64_t h_size = 0, work = 0, num_adapted = 0;
+    for (int64_t i = 0; i < args_.num_rows; ++i) {
+      const int64_t adapter = adapter_of(i);
+      if (adapter < 0) continue;
+      const bool is_known = adapter < args_.adapted->num_adapters;
+      if (!is_known || args_.adapted->adapters[adapter] == nullptr) return args_.first_row + i;
+      ++num_adapted;
+      for (int64_t p = 0; p < args_.num_parts; ++p) {
+        const LowRank& part = part_of(adapter, p);
+        h_size += part.rank;
+        work += part.rank * (part.in_features + part.size);
+      }
+    }
+    if (h_size == 0) return -1;
+    if (work < 80000 * int64_t{num_threads_ - 1}) num_threads_ = 1;  // as in share_out
+    const int64_t num_adapters = args_.adapted->num_adapters;
+    const int64_t most = (num_adapted / kPieceRows + num_adapters) * args_.num_parts;
+    const int64_t start_bytes = aligned((num_adapters + 1) * 4), row_bytes = aligned(num_adapted * 4);
+    const int64_t piece_bytes = aligned(most * int64_t{sizeof(LowRankPiece)});
+    char* const scratch = vllm_cpu::workspace(start_bytes + row_bytes + piece_bytes + h_size * 4);
+    if (scratch == nullptr) return kNoMemory;
+    int32_t* const starts = reinterpret_cast<int32_t*>(scratch);
+    int32_t* const rows = reinterpret_cast<int32_t*>(scratch + start_bytes);
+    pieces_ = reinterpret_cast<LowRankPiece*>(scratch + start_bytes + row_bytes);
+    group_rows(starts, rows);
+    cut(starts, rows, reinterpret_cast<float*>(scratch + start_bytes + row_bytes + piece_bytes));
+    share(num_blocks_, [&](const LowRankPiece& piece, int64_t unit) {
+      down(piece, unit - piece.first_block);
+    }, [](const LowRankPiece& piece) { return piece.first_block; });
+    share(num_panels_, [&](const LowRankPiece& piece, int64_t unit) {
+      up(piece, unit - piece.first_panel);
+    }, [](const LowRankPiece& piece) { return piece.first_panel; });
+    return -1;
+  }
+
+ private:
+  int64_t adapter_of(int64_t row) const { return args_.adapted->of_rows[args_.first_row + row]; }
+
+  const LowRank& part_of(int64_t adapter, int64_t part) const {
+    return args_.adapted->adapters[adapter][args_.first_part + part];
+  }
+
+  // rows: those of each adapter, in their order, from starts[adapter] on.
+  void group_rows(int32_t* starts, int32_t* rows) const {
+    const int64_t num_adapters = args_.adapted->num_adapters;
+    for (int64_t a = 0; a <= num_adapters; ++a) starts[a] = 0;
+    for (int64_t i = 0; i < args_.num_rows; ++i) {
+      if (adapter_of(i) >= 0) ++starts[adapter_of(i) + 1];
+    }
+    for (int64_t a = 0; a < num_adapters; ++a) starts[a + 1] += starts[a];
+    for (int64_t i = 0; i < args_.num_rows; ++i) {
+      if (adapter_of(i) >= 0) rows[starts[adapter_of(i)]++] = static_cast<int32_t>(i);
+    }
+    for (int64_t a = num_adapters; a > 0; --a) starts[a] = starts[a - 1];
+    starts[0] = 0;
+  }
+
+  void cut(const int32_t* starts, const int32_t* rows, float* h) {
+    for (int64_t a = 0; a < args_.adapted->num_adapters; ++a) {
+      for (int64_t first = starts[a]; first < starts[a + 1]; first += kPieceRows) {
+        const int64_t left = starts[a + 1] - first, count = left < kPieceRows ? left : kPieceRows;
+        for (int64_t p = 0; p < args_.num_parts; ++p) {
+          const LowRank& part = part_of(a, p);
+          if (part.rank == 0) continue;
+          pieces_[num_pieces_++] = {&part, rows + first, count, h, num_blocks_, num_panels_};
+          h += count * part.rank;
+          num_blocks_ += part.rank / kRankBlock;
+          num_panels_ += ceil_div(part.size, int64_t{kPanel});
+        }
+      }
+    }
+  }
+
+  // Calls body(piece, unit) for all units; first_of(piece) is the first one of a piece.
+  template <class Body, class First>
+  void share(int64_t num_units, Body body, First first_of) const {
+    const int64_t chunk = ceil_div(num_units, 8 * int64_t{num_threads_});
+    parallel_for(num_units, chunk, num_threads_, [&](int64_t begin, int64_t end, int) {
+      int64_t p = 0;
+      for (int64_t above = num_pieces_; above - p > 1;) {
+        const int64_t middle = (p + above) / 2;
+        (first_of(pieces_[middle]) <= begin ? p : above) = middle;
+      }
+      for (int64_t unit = begin; unit < end; ++unit) {
+        while (p + 1 < num_pieces_ && first_of(pieces_[p + 1]) <= unit) ++p;
+        body(pieces_[p], unit);
+      }
+    });
+  }
+
+  void down(const LowRankPiece& piece, int64_t block) const {
+    const LowRank& part = *piece.part;
+    const W* const a = static_cast<const W*>(part.a) + block * kRankBlock * part.in_features;
+    float* const h = piece.h + block * kRankBlock;
+    int64_t i = 0;
+    for (; i + 2 <= piece.num_rows; i += 2) {
+      const T* const x[] = {x_at(piece.rows[i]), x_at(piece.rows[i + 1])};
+      float* const to[] = {h + i * part.rank, h + (i + 1) * part.rank};
+      project_down<2>(x, a, part.in_features, to);
+    }
+    if (i == piece.num_rows) return;
+    const T* const x = x_at(piece.rows[i]);
+    float* const to = h + i * part.rank;
+    project_down<1>(&x, a, part.in_features, &to);
+  }
+
+  void up(const LowRankPiece& piece, int64_t panel) const {
+    const LowRank& part = *piece.part;
+    const W* const b = static_cast<const W*>(part.b) + panel * part.rank * kPanel;
+    const int64_t begin = panel * kPanel, left = part.size - begin;
+    const int64_t width = left < kPanel ? left : int64_t{kPanel};
+    const int64_t at = part.offset + begin;
+    int64_t i = 0;
+    for (; i + 2 <= piece.num_rows; i += 2) {
+      const float* const h[] = {piece.h + i * part.rank, piece.h + (i + 1) * part.rank};
+      T* const y[] = {y_at(piece.rows[i]) + at, y_at(piece.rows[i + 1]) + at};
+      project_up<2>(h, part.rank, b, width, y);
+    }
+    if (i == piece.num_rows) return;
+    const float* const h = piece.h + i * part.rank;
+    T* const y = y_at(piece.rows[i]) + at;
+    project_up<1>(&h, part.rank, b, width, &y);
+  }
+
+  const T* x_at(int64_t row) const { return static_cast<const T*>(args_.x) + row * args_.x_stride; }
+  T* y_at(int64_t row) const { return static_cast<T*>(args_.y) + row * args_.y_stride; }
+
+  const LowRankArgs& args_;
+  int num_threads_;
+  LowRankPiece* pieces_ = nullptr;
+  int64_t num_pieces_ = 0, num_blocks_ = 0, num_panels_ = 0;
+};
+
+// -1; or a row whose adapter is out of range, nothing is computed then; or kNoMemory.
+template <typename T>
+int64_t add_low_rank(const LowRankArgs& args, int num_threads) {
+  if (args.adapted->is_float != 0) return LowRankCall<T, float>(args, num_threads).run();
+  return LowRankCall<T, bf16>(args, num_threads).run();
+}
+
+}  // namespace VLLM_ISA

@@ -1,0 +1,38 @@
+// Low-rank products of adapters (LoRA): what they are told; what they compute is said in low_rank.h.
+#pragma once
+
+#include <cstdint>
+
+#include "abi.h"
+
+namespace vllm_cpu {
+
+// Of one adapter for one projection: y[offset : offset + size] += (x @ a.T) @ b. W is float or bf16.
+VLLM_STRUCT(LowRank,
+  const void* a;  // W [rank, in_features], dense
+  const void* b;  // W [panels of kPanel outputs, rank, kPanel]; the last panel ends with zeros
+  int64_t rank;   // a multiple of kRankBlock; 0: the adapter leaves this projection as it is
+  int64_t in_features, offset, size;
+);
+
+constexpr int64_t kRankBlock = 8;
+
+// The adapters of a launch of T tokens.
+VLLM_STRUCT(AdaptedRows,
+  const LowRank* const* adapters;  // [num_adapters] each with all adapted projections of the model,
+                                   // in one order; null: no row has it
+  const int32_t* of_rows;          // [T] the adapter of each token; -1: none
+  int64_t num_adapters;
+  int64_t is_float;  // 1: W is float
+);
+
+// A call for one layer: some of the tokens, and the projections that the layer packs.
+VLLM_STRUCT(LowRankArgs,
+  const AdaptedRows* adapted;
+  const void* x;  // [num_rows, in_features], rows x_stride elements apart
+  void* y;        // [num_rows, out_features], rows y_stride elements apart
+  int64_t first_row, num_rows, x_stride, y_stride;
+  int64_t first_part, num_parts;  // of the projections of an adapter
+);
+
+}  // namespace vllm_cpu

@@ -1,0 +1,94 @@
+"""`vllm serve --data-parallel-size 2`, through OpenAI's client: the same tokens as one replica,
+also after one of the two was killed or restarted."""
+
+import asyncio
+import json
+import time
+
+import openai
+import psutil
+import pytest
+
+from tests.e2e.server import start_server
+
+pytestmark = pytest.mark.e2e
+
+KEY = "secret"
+HEADER = {"Authorization": f"Bearer {KEY}"}
+PREFIX = "import os\nimport sys\n\n" * 20
+PROMPTS = [f"import os{n}\ndef f" for n in range(12)] + [f"{PREFIX}def g{n}" for n in range(4)]
+
+
+def cores(server) -> list[psutil.Process]:
+    return [p for p in server.children() if "vllm.engine.process.core_process" in p.cmdline()]
+
+
+def replicas(server, name: str) -> list:
+    """This value of each replica."""
+    status, _, body = server.request("GET", "/replicas", **HEADER)
+    assert status == 200
+    return [each[name] for each in json.loads(body)["replicas"]]
+
+
+async def complete(server, max_tokens=24) -> list[str]:
+    """The text of each prompt, or the message of the error that it got."""
+    url = f"{server.url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=300) as client:
+
+        async def one(prompt: str) -> str:
+            try:
+                answer = await client.completions.create(
+                    model="m",
+                    prompt=prompt,
+                    max_tokens=max_tokens,
+                    temperature=0,
+                    extra_body={"ignore_eos": True},
+                )
+            except openai.InternalServerError as error:
+                return f"failed: {error}"
+            return answer.choices[0].text
+
+        return await asyncio.gather(*map(one, PROMPTS))
+
+
+async def kill_during_load(server, core: psutil.Process) -> list[str]:
+    load = asyncio.create_task(complete(server, max_tokens=800))
+    while sum(replicas(server, "num_requests")) < len(PROMPTS):
+        await asyncio.sleep(0.01)
+    core.kill()
+    return await load
+
+
+def test_two_replicas_answer_as_one_and_survive_the_death_of_either():
+    flags = ("--served-model-name", "m", "--api-key", KEY)
+    with start_server(*flags) as server:
+        expected = asyncio.run(complete(server))
+    dev = {"VLLM_SERVER_DEV_MODE": "1"}
+    with start_server(*flags, "-dp", "2", "--restart-engine", "1", variables=dev) as server:
+        assert server.request("GET", "/replicas")[0] == 401
+        assert asyncio.run(complete(server)) == expected
+        page = server.request("GET", "/metrics", **HEADER)[2].decode()
+        for index in range(2):
+            (line,) = [
+                line
+                for line in page.splitlines()
+                if line.startswith(f'vllm:request_success_total{{engine="{index}"')
+                and 'finished_reason="length"' in line
+            ]
+            assert float(line.split()[-1]) >= 4
+
+        first, second = cores(server)
+        found = asyncio.run(kill_during_load(server, first))
+        lost = [text for text in found if text.startswith("failed: ")]
+        assert lost and all("signal 9" in text for text in lost)
+        assert len(lost) < len(PROMPTS)
+        assert server.request("GET", "/health", **HEADER)[0] == 200
+        assert asyncio.run(complete(server)) == expected  # by the other one, until it is back
+        end = time.monotonic() + 120
+        while replicas(server, "state") != ["ready", "ready"]:
+            assert time.monotonic() < end, server.log_text()
+            time.sleep(0.05)
+
+        assert server.request("POST", "/replicas/1/restart", **HEADER)[0] == 200
+        assert not second.is_running()
+        assert asyncio.run(complete(server)) == expected

@@ -1,0 +1,140 @@
+"""Calibration of the bundled model, and serving it in FP8, on the CPU and on simulated cards."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.hpu import FEW_BUCKETS, simulated_hpu
+from vllm import LLM
+from vllm.entrypoints.calibration import run as calibration_run
+from vllm.entrypoints.calibration.perplexity import perplexity
+from vllm.entrypoints.cli.main import main
+from vllm.ops.cpu.library import load_cpu_kernels
+
+pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+
+SMALL = ["--num-samples", "4", "--sample-tokens", "96", "--output-tokens", "2", "--batch-size", "2"]
+ENGINE = ["--max-num-seqs", "4", "--num-gpu-blocks-override", "80", "--block-size", "16"]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    source = Path(random.__file__).read_text()
+    pieces = [source[start : start + 300] for start in range(2000, 5600, 300)]
+    path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+    return path
+
+
+def calibrate(texts, out, *flags) -> int:
+    return main(["calibrate", "--dataset", str(texts), "--out", str(out), *SMALL, *ENGINE, *flags])
+
+
+@pytest.fixture(scope="module")
+def calibrated(texts, tmp_path_factory) -> Path:
+    """The folder of the bundled model, calibrated for Gaudi 2."""
+    out = tmp_path_factory.mktemp("calibrated")
+    assert calibrate(texts, out, "--device-for-scales", "g2") == 0
+    return out / "stdlib-llama-5m"
+
+
+def test_a_calibration_writes_what_serving_needs_and_says_what_it_costs(calibrated, capsys):
+    files = {path.name for path in (calibrated / "g2").iterdir()}
+    assert files >= {
+        "inc_output_hooks_maxabs_0_1.json",
+        "inc_output_hooks_maxabs_0_1.npz",
+        "inc_output_hooks_maxabs_0_1_mod_list.json",
+        "inc_output_hooks_maxabs_MAXABS_HW_0_1.json",
+    }
+    state = json.loads((calibrated / "calibration_g2.json").read_text())
+    found = state["perplexity"]
+    assert found["before"] != found["after"]
+    assert found["after"] == pytest.approx(found["before"], rel=0.03)
+    quant = json.loads((calibrated / "maxabs_quant_g2.json").read_text())
+    assert quant["mode"] == "QUANTIZE"
+    assert quant["device_for_scales"] == "GAUDI2"
+
+
+def test_what_is_done_is_not_done_again(calibrated, texts, capsys):
+    before = (calibrated / "calibration_g2.json").read_text()
+    assert calibrate(texts, calibrated.parent, "--device-for-scales", "g2") == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("done before") == 5
+    assert f"QUANT_CONFIG={calibrated}/maxabs_quant_g2.json vllm serve" in captured.out
+    assert (calibrated / "calibration_g2.json").read_text() == before
+
+
+def test_a_calibration_that_was_stopped_goes_on_after_its_last_batch(
+    calibrated, texts, tmp_path, monkeypatch
+):
+    """And finds the same numbers."""
+    num_calls, real = 0, LLM.generate
+
+    def stop_at_the_second(self, *args, **kwargs):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise KeyboardInterrupt
+        return real(self, *args, **kwargs)
+
+    flags = ("--device-for-scales", "g2")
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "generate", stop_at_the_second)
+        assert calibrate(texts, tmp_path, *flags) == 130
+    folder = tmp_path / "stdlib-llama-5m"
+    state = json.loads((folder / "calibration_g2.json").read_text())
+    assert (state["done"], state["num_measured"]) == (["prepare"], 2)
+    monkeypatch.setattr(calibration_run.Calibration, "_evaluate", lambda self, state: None)
+    monkeypatch.setattr(calibration_run.Calibration, "_quantize", lambda self, state: None)
+    assert calibrate(texts, tmp_path, *flags, "--step", "measure") == 0
+    name = "g2/inc_output_hooks_maxabs_0_1.json"
+    assert json.loads((folder / name).read_text()) == json.loads((calibrated / name).read_text())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--quantization", "fp8"], "--quantization and --quant-config: leave them out"),
+        (["--num-samples", "0"], "--num-samples must be at least 1, got 0"),
+        (["--step", "unify"], "--step unify needs --unify-ranks"),
+        (["--step", "postprocess"], "0_1.json is not there. Measure the model"),
+    ],
+)
+def test_a_wrong_call_is_one_line(texts, tmp_path, capsys, flags, message):
+    assert calibrate(texts, tmp_path, *flags) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("card", ["gaudi2", pytest.param("gaudi3", marks=pytest.mark.exhaustive)])
+def test_a_simulated_card_serves_the_calibrated_model(calibrated, card, tmp_path):
+    """With FP8 weights and cache; strict, so a compilation in a warmed step fails."""
+    config = json.loads((calibrated / "maxabs_quant_g2.json").read_text())
+    config["device_for_scales"] = card.upper()
+    config["recalc_scales"] = True
+    path = tmp_path / "quant.json"
+    path.write_text(json.dumps(config))
+    lines = (calibrated / "evaluation_samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line)["prompt_token_ids"][:30] for line in lines]
+    settings = {
+        "dtype": "bfloat16",
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "num_gpu_blocks_override": 33,
+        "block_size": 16,
+        "use_tqdm_on_load": False,
+    }
+    variables = {"PT_HPU_LAZY_MODE": 1, **FEW_BUCKETS}
+    found = []
+    for changes in ({}, {"quant_config": str(path), "kv_cache_dtype": "fp8_inc"}):
+        with simulated_hpu(card=card, has_profiling_run=False, **variables) as bridge:
+            llm = LLM(**settings, **changes)
+            num_compilations = bridge.counters().compilations
+            llm.generate("import os", use_tqdm=False)
+            assert bridge.counters().compilations == num_compilations
+            found.append(perplexity(llm, samples))
+            llm.llm_engine.shutdown()
+    assert found[0] != found[1]
+    assert found[1] == pytest.approx(found[0], rel=0.05)

@@ -1,0 +1,240 @@
+"""Prefixes that were evicted come back from host memory and files, with the same tokens; damaged
+files are computed again."""
+
+import json
+import random
+import runpy
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from tests.e2e.server import ROOT
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.llm_engine import LLMEngine
+from vllm.model_executor.model_memory import model_storages
+
+pytestmark = pytest.mark.e2e
+
+PREFIX = "import os\nimport sys\ndef foo(a, b):\n    return a + b\n" * 12
+PROMPTS = [f"# file {number}\n{PREFIX}" for number in range(6)]
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SMALL = {"max_model_len": 512, "num_gpu_blocks_override": 70, "max_num_seqs": 2}
+"""A cache that holds the blocks of three of the prompts."""
+
+
+def generate(llm) -> tuple[list[list[int]], list[int]]:
+    """Tokens, and how many tokens of each prompt were cached."""
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [o.outputs[0].token_ids for o in outputs], [o.num_cached_tokens for o in outputs]
+
+
+def transfer(connector, folder=None, **fields):
+    name = "shared_storage_path" if connector == "SharedStorageConnector" else "folder"
+    extra = {} if folder is None else {name: str(folder)}
+    return {"kv_connector": connector, "kv_connector_extra_config": extra, **fields}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    llm = LLM(**SMALL)
+    tokens, _ = generate(llm)
+    again, cached = generate(llm)
+    assert again == tokens and not any(cached)  # everything was evicted
+    return tokens
+
+
+def test_an_evicted_prefix_comes_back_from_host_memory(expected):
+    llm = LLM(**SMALL, kv_transfer_config=transfer("OffloadingConnector"))
+    assert generate(llm) == (expected, [0] * len(PROMPTS))
+    tokens, cached = generate(llm)
+    assert tokens == expected and all(cached)
+    assert llm.reset_prefix_cache()
+    tokens, cached = generate(llm)
+    assert tokens == expected and all(cached)  # of the same weights still
+
+
+def test_files_outlive_the_engine_and_damaged_ones_are_computed_again(expected, tmp_path):
+    config = transfer("OffloadingConnector", tmp_path)
+    llm = LLM(**SMALL, kv_transfer_config=config)
+    assert generate(llm)[0] == expected
+    llm.llm_engine.shutdown()
+    llm = LLM(**SMALL, kv_transfer_config=config)
+    tokens, cached = generate(llm)
+    assert tokens == expected and all(cached)
+    llm.llm_engine.shutdown()
+
+    rng, files = random.Random(1), sorted(tmp_path.rglob("*.kv"))
+    assert len(files) > 60
+    for path in files:
+        data = bytearray(path.read_bytes())
+        if rng.random() < 0.5:
+            data[rng.randrange(len(data))] ^= 255
+        if rng.random() < 0.2:
+            del data[len(data) // 2 :]
+        path.write_bytes(data)
+    llm = LLM(**SMALL, kv_transfer_config=config)
+    assert generate(llm)[0] == expected
+    assert generate(llm)[0] == expected
+    # Other weights: what is in the files does not belong to them.
+    llm.llm_engine.shutdown()
+    llm = LLM(**SMALL, kv_transfer_config=config, dtype="float32")
+    assert not any(generate(llm)[1])
+
+
+def test_new_weights_have_blocks_of_their_own(tmp_path, capsys):
+    config = transfer("OffloadingConnector", tmp_path)
+    llm = LLM(**SMALL, kv_transfer_config=config)
+    generate(llm)
+    written = llm.llm_engine.engine_core._transfer._connector._thread.submit
+    written(lambda: None).result()
+    files = set(tmp_path.rglob("*.kv"))
+
+    def change(worker):
+        with torch.no_grad():
+            for storage in model_storages(worker.model)[:1]:
+                storage.view(torch.uint8)[:64] ^= 1
+
+    llm.collective_rpc(change)
+    generate(llm)
+    assert set(tmp_path.rglob("*.kv")) == files  # they may be of both
+    assert "no KV blocks are saved until reset_prefix_cache" in capsys.readouterr().err
+    assert llm.reset_prefix_cache()
+    _, cached = generate(llm)
+    assert not any(cached)
+    llm.llm_engine.shutdown()
+    new = set(tmp_path.rglob("*.kv")) - files
+    assert new and {path.parents[1] for path in new}.isdisjoint(p.parents[1] for p in files)
+
+
+def test_one_engine_computes_prompts_for_another(expected, tmp_path):
+    producer = transfer("SharedStorageConnector", tmp_path, kv_role="kv_producer")
+    consumer = transfer("SharedStorageConnector", tmp_path, kv_role="kv_consumer")
+    one, other = (LLM(**SMALL, kv_transfer_config=config) for config in (producer, consumer))
+    one.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    files = set(tmp_path.rglob("*.kv"))
+    tokens, cached = generate(other)
+    assert tokens == expected and all(cached)
+    assert set(tmp_path.rglob("*.kv")) == files  # it saves nothing
+    for path in files:
+        path.unlink()  # the producer is lost
+    assert generate(other)[0] == expected
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_tokens_are_the_same_under_random_load(tmp_path, seed):
+    """With preemption, aborts, shared prefixes and little memory."""
+    config = {"max_model_len": 256, "num_gpu_blocks_override": 40, "max_num_seqs": 4}
+    plain = LLMEngine.from_engine_args(EngineArgs(**config))
+    kept = LLMEngine.from_engine_args(
+        EngineArgs(
+            **config,
+            kv_transfer_config=transfer("OffloadingConnector", tmp_path, kv_buffer_size=300_000),
+        )
+    )
+    rng = random.Random(seed)
+    starts = [[rng.randrange(5, 500) for _ in range(rng.randrange(20, 120))] for _ in range(4)]
+    todo = [
+        (
+            f"r{number}",
+            [*rng.choice(starts), *(rng.randrange(5, 500) for _ in range(rng.randrange(1, 30)))],
+            SamplingParams(
+                temperature=rng.choice((0, 1.0)),
+                seed=number,
+                max_tokens=rng.randrange(1, 60),
+                ignore_eos=True,
+            ),
+        )
+        for number in range(60)
+    ]
+    expected = run(plain, todo, random.Random(0))
+    found = run(kept, todo, random.Random(0))
+    both = expected.keys() & found.keys()
+    assert len(both) > 30
+    assert {name: found[name] for name in both} == {name: expected[name] for name in both}
+    pool = kept.engine_core.scheduler.cache.pool
+    assert pool.num_free == pool.num_usable_blocks
+    assert kept.engine_core.stats().num_prefix_hits > plain.engine_core.stats().num_prefix_hits
+    plain.shutdown()
+    kept.shutdown()
+
+
+def run(engine, todo, rng) -> dict[str, list[int]]:
+    """The tokens of the requests that were not aborted."""
+    left, done = list(reversed(todo)), {}
+    while left or engine.has_unfinished_requests():
+        for _ in range(rng.randrange(4)):
+            if left:
+                name, prompt, params = left.pop()
+                engine.add_request(name, {"prompt_token_ids": prompt}, params)
+                if rng.random() < 0.1:
+                    engine.abort_request(name)
+        for output in engine.step():
+            if output.finished and output.outputs[0].finish_reason == "length":
+                done[output.request_id] = output.outputs[0].token_ids
+    return done
+
+
+class Backend(ThreadingHTTPServer):
+    """A server that notes what it is asked, and answers with it."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict | None]] = []
+        backend = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                backend.asked.append((self.path, json.loads(body) if body[:1] == b"{" else None))
+                self.send_response(400 if body == b"wrong" else 200)
+                self.send_header("content-type", "text/event-stream")
+                self.end_headers()
+                self.wfile.write(b"data: " + body)
+
+            def do_GET(self) -> None:
+                backend.asked.append((self.path, None))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                """Nothing."""
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+def test_the_router_of_the_example_asks_both_engines_and_does_without_the_first(capsys):
+    example = runpy.run_path(str(ROOT / "examples" / "disaggregated_prefill" / "router.py"))
+    prefill, decode = Backend(), Backend()
+    router = example["Router"](prefill.url, decode.url)
+    routes = [Route("/{path:path}", router.handle, methods=["GET", "POST"])]
+    body = {"prompt": "x", "max_tokens": 9, "stream": True, "stream_options": {}, "n": 2}
+    with TestClient(Starlette(routes=routes, lifespan=router.lifespan)) as client:
+        answer = client.post("/v1/completions", json=body)
+        assert answer.headers["content-type"] == "text/event-stream"
+        assert json.loads(answer.text.removeprefix("data: ")) == body
+        assert prefill.asked == [
+            ("/v1/completions", {"prompt": "x", "max_tokens": 1, "stream": False})
+        ]
+        assert client.get("/v1/models?x=1").status_code == 200
+        assert client.post("/v1/chat/completions", content=b"wrong").status_code == 400
+        prefill.shutdown()
+        prefill.server_close()
+        assert client.post("/v1/completions", json=body).status_code == 200
+    assert [path for path, _ in decode.asked] == [
+        *("/v1/completions", "/v1/models?x=1", "/v1/chat/completions", "/v1/completions")
+    ]
+    assert capsys.readouterr().out.count("the prompt was not computed ahead") == 2
+    decode.shutdown()
+    decode.server_close()

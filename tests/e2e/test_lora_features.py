@@ -1,0 +1,170 @@
+"""LoRA adapters of more families, and with other features: the outputs of merged weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.executor.thread_ranks import ThreadRanks
+from tests.lora_files import ALL, greedy, merged_model, write_adapter
+from tests.tiny_models import make_tiny_model
+from vllm import LLM, SamplingParams
+from vllm.assets import BUNDLED_MODEL
+from vllm.engine import engine_core
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import GuidedDecodingParams
+
+TOKENS = list(range(20, 27))
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, detokenize=False, logprobs=0)
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "skip_tokenizer_init": True,
+    "enable_lora": True,
+}
+
+
+def seen(output) -> tuple[list[int], list[float]]:
+    sample = output.outputs[0]
+    ids = list(sample.token_ids)
+    return ids, [row[i].logprob for i, row in zip(ids, sample.logprobs, strict=True)]
+
+
+def generate(llm: LLM, adapters: list[LoRARequest | None]) -> list[tuple[list[int], list[float]]]:
+    prompts = [{"prompt_token_ids": TOKENS}] * len(adapters)
+    return [seen(o) for o in llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapters)]
+
+
+def assert_merged(found, model: Path, folder: Path) -> None:
+    ids, logprobs = greedy(merged_model(model, folder), TOKENS, GREEDY.max_tokens)
+    assert found[0] == ids
+    assert found[1] == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+        ("gpt2", ("c_attn", "c_proj", "c_fc")),
+        ("gpt_neox", ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
+        ("falcon_40b", ("query_key_value", "dense")),
+        ("mpt", ("Wqkv", "up_proj")),
+        ("qwen2", ALL),
+        ("gemma2", ALL),
+        ("mixtral", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("deepseek_v2", ("q_proj", "kv_a_proj_with_mqa", "o_proj")),
+    ],
+)
+def test_families_give_what_merged_weights_give(family, modules, tmp_path):
+    """Projections that are stored as one, transposed or by heads go where their weights went."""
+    model = make_tiny_model(family, tmp_path / "model")
+    folder = write_adapter(tmp_path / "adapter", model, 1, 4, modules, size=0.2)
+    llm = LLM(str(model), **ENGINE)
+    base, adapted, again = generate(llm, [None, LoRARequest("a", 1, str(folder)), None])
+    assert_merged(adapted, model, folder)
+    assert base == again != adapted
+
+
+@pytest.mark.parametrize(("family", "size"), [("llama", 4), ("phi3", 2)])
+def test_ranks_give_what_one_gives(family, size, tmp_path, monkeypatch):
+    """llama: fewer KV heads than ranks, which share their adapters."""
+    model = make_tiny_model(family, tmp_path / "model")
+    modules = ALL if family == "llama" else ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    folders = [
+        write_adapter(tmp_path / str(n), model, n, rank, modules, size=0.1)
+        for n, rank in enumerate((3, 16))
+    ]
+    monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
+    llm = LLM(str(model), tensor_parallel_size=size, fully_sharded_loras=True, **ENGINE)
+    adapters = [LoRARequest(f.name, n + 1, str(f)) for n, f in enumerate(folders)]
+    found = generate(llm, [adapters[0], None, adapters[1]])
+    for got, folder in zip((found[0], found[2]), folders, strict=True):
+        assert_merged(got, model, folder)
+    llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory) -> LoRARequest:
+    """A weak adapter of the bundled model, whose answers it changes a little."""
+    folder = tmp_path_factory.mktemp("adapter") / "coder"
+    write_adapter(folder, BUNDLED_MODEL, 3, 8, ALL, size=0.04)
+    return LoRARequest("coder", 1, str(folder))
+
+
+PROMPT = "def main(args):\n    "
+TEXT = "def add(a, b):\n    return a + b\n\n\n" * 3
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_packed_weights_keep_the_bits_of_other_rows(quantization, coder):
+    """In the fused program, whatever the adapters of others; prompts and decodes."""
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)
+    engine = {"max_model_len": 128, "quantization": quantization, "max_num_seqs": 4}
+    plain = LLM(**engine).generate([PROMPT, TEXT], params, use_tqdm=False)
+    llm = LLM(enable_lora=True, **engine)
+    mixed = [None, coder, None, coder]
+    found = llm.generate([PROMPT, PROMPT, TEXT, TEXT], params, use_tqdm=False, lora_request=mixed)
+    assert [seen(found[0]), seen(found[2])] == [seen(output) for output in plain]
+    assert seen(found[1]) != seen(found[0]) and seen(found[3]) != seen(found[2])
+    runner = llm.llm_engine.engine_core.executor._worker.runner
+    assert runner._fused is not None and runner._decode_step is not None
+    # A row with an adapter has its own bits in every batch, too.
+    alone = llm.generate([TEXT], params, use_tqdm=False, lora_request=coder)[0]
+    assert seen(alone) == seen(found[3])
+
+
+def test_the_fused_program_computes_what_modules_compute(coder, monkeypatch):
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=1)
+    llm = LLM(max_model_len=128, enable_lora=True, enable_prefix_caching=False)
+    want = seen(llm.generate([TEXT], params, use_tqdm=False, lora_request=coder)[0])
+    runner = llm.llm_engine.engine_core.executor._worker.runner
+    runner._fused = runner._decode_step = None
+    got = seen(llm.generate([TEXT], params, use_tqdm=False, lora_request=coder)[0])
+    assert got == want
+
+
+def test_drafts_and_grammars_know_the_adapter(coder):
+    engine = {"max_model_len": 256, "dtype": "float32", "enable_lora": True}
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    prompts, mixed = [TEXT, TEXT], [coder, None]
+    plain = LLM(**engine)
+    want = plain.generate(prompts, params, use_tqdm=False, lora_request=mixed)
+    drafted = LLM(**engine, speculative_config={"method": "ngram"})
+    got = drafted.generate(prompts, params, use_tqdm=False, lora_request=mixed)
+    assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in want]
+    assert drafted.llm_engine.engine_core.stats().drafts.num_draft_tokens
+    guided = GuidedDecodingParams(json={"type": "object", "properties": {"a": {"enum": [1, 2]}}})
+    params = SamplingParams(max_tokens=40, temperature=0, guided_decoding=guided)
+    for output in plain.generate(prompts, params, use_tqdm=False, lora_request=mixed):
+        if output.outputs[0].finish_reason == "stop":
+            json.loads(output.outputs[0].text)
+
+
+def test_an_adapter_of_an_absorbed_projection_is_refused(tmp_path):
+    """kv_b_proj of latent attention is multiplied into queries and outputs."""
+    model = make_tiny_model("deepseek_v2", tmp_path / "model")
+    folder = write_adapter(tmp_path / "adapter", model, 1, 4, ("kv_b_proj",))
+    llm = LLM(str(model), **ENGINE)
+    prompt = {"prompt_token_ids": TOKENS}
+    adapter = LoRARequest("a", 1, str(folder))
+    output = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=adapter)[0].outputs[0]
+    assert output.finish_reason == "error"
+    assert "does not belong to a layer that adapters can change here" in output.stop_reason
+
+
+def test_sixty_four_adapters_in_one_batch(tmp_path):
+    model = make_tiny_model("llama", tmp_path / "model")
+    folders = [
+        write_adapter(tmp_path / str(n), model, n, 1 + n % 8, ("q_proj", "down_proj"), size=0.1)
+        for n in range(64)
+    ]
+    engine = ENGINE | {"max_num_seqs": 64, "max_loras": 64}
+    adapters = [LoRARequest(f.name, n + 1, str(f)) for n, f in enumerate(folders)]
+    llm = LLM(str(model), **engine)
+    together = generate(llm, adapters)
+    for number in (0, 31, 63):
+        assert_merged(together[number], model, folders[number])
+    assert len({tuple(logprobs) for _, logprobs in together}) == 64
+    assert torch.isfinite(torch.tensor([logprobs for _, logprobs in together])).all()

@@ -1,0 +1,99 @@
+"""LoRA adapters on the simulated card: the tokens of the CPU, and no compilation after the warm-up,
+whichever adapters come, go and mix. Strict mode."""
+
+import pytest
+
+from tests.hpu import FEW_BUCKETS, MODES, SMALL_ENGINE, simulated_hpu
+from tests.lora_files import ALL, write_adapter
+from tests.tiny_models import make_tiny_model
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+ENGINE = SMALL_ENGINE | {"skip_tokenizer_init": True, "enable_lora": True, "max_loras": 2}
+PROMPTS = [{"prompt_token_ids": list(range(20, 20 + n))} for n in (1, 7, 18, 40, 90, 7)]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(make_tiny_model("llama", tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def adapters(folder, tmp_path_factory) -> list[LoRARequest]:
+    root = tmp_path_factory.mktemp("adapters")
+    folders = [
+        write_adapter(root / str(n), folder, n, rank, modules)
+        for n, (rank, modules) in enumerate(
+            [(4, ALL), (16, ALL), (1, ("q_proj", "down_proj")), (8, ("v_proj",))]
+        )
+    ]
+    return [LoRARequest(f"adapter {n}", n + 1, str(f)) for n, f in enumerate(folders)]
+
+
+def outputs_of(llm: LLM, adapters: list[LoRARequest | None]) -> list[tuple[list, list]]:
+    found = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=adapters)
+    samples = [output.outputs[0] for output in found]
+    return [
+        (
+            list(s.token_ids),
+            [row[t].logprob for t, row in zip(s.token_ids, s.logprobs, strict=True)],
+        )
+        for s in samples
+    ]
+
+
+@pytest.fixture(scope="module")
+def mixes(adapters) -> list[list[LoRARequest | None]]:
+    a, b, c, d = adapters
+    return [[a, None, b, c, None, d], [d, c, None, None, a, a], [None] * 6]
+
+
+@pytest.fixture(scope="module")
+def want(folder, mixes) -> list[list[tuple[list, list]]]:
+    llm = LLM(folder, device="cpu", **ENGINE)
+    return [outputs_of(llm, mix) for mix in mixes]
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_merged"),
+    [
+        ("HPU graphs", False),
+        ("HPU graphs", True),
+        ("eager", False),
+        pytest.param("lazy", False, marks=pytest.mark.exhaustive),
+        pytest.param("torch.compile", False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_mixed_adapters_give_what_the_cpu_gives_and_compile_nothing(
+    mode, is_merged, folder, mixes, want
+):
+    is_lazy, is_eager = MODES[mode]
+    settings = FEW_BUCKETS | {"VLLM_MERGED_PREFILL": is_merged, "VLLM_HPU_SIM_STRICT": 1}
+    card = simulated_hpu(PT_HPU_LAZY_MODE=is_lazy, has_profiling_run=False, **settings)
+    with card as bridge:
+        llm = LLM(folder, device="hpu", enforce_eager=is_eager, sampling_warmup="all", **ENGINE)
+        compilations = bridge.counters().compilations
+        for mix, expected in zip(mixes, want, strict=True):
+            for got, wanted in zip(outputs_of(llm, mix), expected, strict=True):
+                assert got[0] == wanted[0]
+                assert got[1] == pytest.approx(wanted[1], abs=1e-4)
+        assert bridge.counters().compilations == compilations
+        assert want[0] != want[2]
+
+
+def test_rows_without_an_adapter_keep_their_bits(folder, mixes):
+    """In launches of the same shapes, where rows share no maximum of their scores: these settings
+    let the scheduler run the same steps, and the softmax subtract a constant."""
+    settings = ENGINE | {"max_loras": 4, "enable_prefix_caching": False}
+    card = FEW_BUCKETS | {"VLLM_SOFTMAX_CONST_NORM": 1, "has_profiling_run": False}
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, **card):
+        plain = LLM(folder, device="hpu", **{**settings, "enable_lora": False})
+        alone = outputs_of(plain, mixes[2])
+    with simulated_hpu(PT_HPU_LAZY_MODE=1, **card):
+        llm = LLM(folder, device="hpu", **settings)
+        for mix in mixes:
+            found = zip(PROMPTS, mix, outputs_of(llm, mix), alone, strict=True)
+            for prompt, adapter, got, wanted in found:
+                is_whole = len(prompt["prompt_token_ids"]) <= 32  # chunks depend on other rows
+                assert adapter is not None or not is_whole or got == wanted

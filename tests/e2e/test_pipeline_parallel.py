@@ -1,0 +1,213 @@
+"""Stages of a pipeline give the tokens and log-probabilities of one process."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.ranks import (
+    ENGINE,
+    PARAMS,
+    PROMPTS,
+    assert_nothing_left,
+    assert_same,
+    generate,
+    random_load,
+    ranks_of,
+)
+from tests.executor.thread_ranks import ThreadRanks
+from tests.tiny_models import ALL_FAMILIES, make_tiny_model
+from vllm import LLM, envs
+from vllm.engine import engine_core
+from vllm.errors import ConfigError, EngineDeadError
+
+MORE_BLOCKS = ENGINE | {"num_gpu_blocks_override": 60}
+"""For layers with windows of their own."""
+
+
+def in_stages(monkeypatch: pytest.MonkeyPatch, folder: str, **values: object) -> LLM:
+    """An engine whose ranks are threads of this process."""
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_core, "make_executor", ThreadRanks)
+        return LLM(folder, **values)
+
+
+def executor_of(llm: LLM) -> ThreadRanks:
+    executor = llm.llm_engine.engine_core.executor
+    assert isinstance(executor, ThreadRanks)
+    return executor
+
+
+def assert_stages_are_one(family: str, tensor: int, stages: int, tmp_path, monkeypatch) -> None:
+    folder = str(make_tiny_model(family, tmp_path))
+    want = generate(LLM(folder, **MORE_BLOCKS))
+    llm = in_stages(
+        monkeypatch,
+        folder,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=stages,
+        **MORE_BLOCKS,
+    )
+    assert_same(generate(llm), want)
+    assert_same(generate(llm), want)  # from the prefix cache
+    assert executor_of(llm).most_in_flight == stages
+    executor_of(llm).shutdown()
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "stages"),
+    [
+        ("llama", 1, 2),  # three layers
+        ("llama", 1, 3),
+        ("llama", 2, 2),
+        ("qwen2", 1, 2),  # a window in one of the stages only
+        ("granite_code", 1, 2),  # tied embeddings
+        ("opt", 1, 2),  # learned positions
+        ("opt_post_norm", 1, 2),  # projections around the layers
+        ("gpt_oss", 1, 2),
+    ],
+)
+def test_stages_give_the_tokens_of_one_process(family, tensor, stages, tmp_path, monkeypatch):
+    assert_stages_are_one(family, tensor, stages, tmp_path, monkeypatch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_stages_of_every_family_give_the_tokens_of_one_process(family, tmp_path, monkeypatch):
+    assert_stages_are_one(family, 1, 2, tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model("llama", tmp_path_factory.mktemp("llama")))
+
+
+def test_a_stage_has_the_weights_of_its_layers_alone(folder, monkeypatch):
+    llm = in_stages(monkeypatch, folder, pipeline_parallel_size=3, **ENGINE)
+    names = [
+        {name.partition(".layers.")[2][:1] or name for name, _ in worker.model.named_parameters()}
+        for worker in executor_of(llm).workers
+    ]
+    assert names == [
+        {"0", "model.embed_tokens.weight"},
+        {"1"},
+        {"2", "model.norm.weight", "lm_head.weight"},
+    ]
+    executor_of(llm).shutdown()
+
+
+@pytest.mark.parametrize("num_blocks", [12, 30])
+def test_drafts_in_stages_change_no_token(folder, monkeypatch, num_blocks):
+    values = ENGINE | {"num_gpu_blocks_override": num_blocks}
+    want = generate(LLM(folder, **values))
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    llm = in_stages(
+        monkeypatch, folder, pipeline_parallel_size=2, speculative_config=drafts, **values
+    )
+    assert_same(generate(llm), want)
+    executor_of(llm).shutdown()
+
+
+@pytest.fixture
+def partition(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    yield monkeypatch
+    monkeypatch.undo()
+    envs.get.cache_clear()
+
+
+def test_a_partition_decides_the_layers_of_each_stage(folder, partition):
+    partition.setenv("VLLM_PP_LAYER_PARTITION", "1, 2")
+    envs.get.cache_clear()
+    llm = in_stages(partition, folder, pipeline_parallel_size=2, **ENGINE)
+    stages = [worker.stage for worker in executor_of(llm).workers]
+    assert [(stage.first_layer, stage.end_layer) for stage in stages] == [(0, 1), (1, 3)]
+    executor_of(llm).shutdown()
+
+
+@pytest.mark.parametrize("text", ["1,1", "3", "0,3", "one,two", "4,-1"])
+def test_a_partition_that_is_not_one_is_refused(folder, partition, text):
+    partition.setenv("VLLM_PP_LAYER_PARTITION", text)
+    envs.get.cache_clear()
+    wanted = rf"^VLLM_PP_LAYER_PARTITION='{text}' must be 2 numbers.*sum 3.*such as 2,1$"
+    with pytest.raises(ConfigError, match=wanted):
+        LLM(folder, pipeline_parallel_size=2, **ENGINE)
+
+
+def test_more_stages_than_layers_are_refused(folder):
+    with pytest.raises(ConfigError, match=r"^pipeline_parallel_size=4: the model has 3 layers"):
+        LLM(folder, pipeline_parallel_size=4, **ENGINE)
+
+
+@pytest.fixture(scope="module")
+def two(folder: str) -> Iterator[LLM]:
+    """An engine of two processes; the last of its tests kills one."""
+    files = set(os.listdir("/dev/shm"))
+    llm = LLM(folder, pipeline_parallel_size=2, **ENGINE)
+    pids = ranks_of(llm)
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+    assert_nothing_left(pids, files)
+
+
+def test_processes_give_the_tokens_of_one_under_a_random_load(two, folder):
+    one = LLM(folder, **ENGINE)
+    alone = generate(one)
+    assert_same(generate(two), alone)
+    want = [list(output.outputs[0].token_ids) for output in alone]
+    scheduler = two.llm_engine.engine_core.scheduler
+    before = scheduler.num_preemptions
+    got = random_load(two, random.Random(3))
+    assert len(got) > 12 and scheduler.num_preemptions > before
+    for index, token_ids in got.items():
+        assert token_ids == want[index % len(PROMPTS)]
+
+
+def test_a_stage_that_is_killed_ends_all_requests_at_once(two):
+    engine = two.llm_engine
+    engine.add_request("a", {"prompt_token_ids": PROMPTS[0]}, PARAMS[0])
+    engine.step()
+    (pid,) = ranks_of(two)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pid}\) was ended by signal 9"):
+        while engine.has_unfinished_requests():
+            engine.step()
+
+
+def test_a_stage_that_is_stopped_is_named_when_time_is_up(folder):
+    files = set(os.listdir("/dev/shm"))
+    llm = LLM(folder, pipeline_parallel_size=2, distributed_timeout_s=1.0, **ENGINE)
+    (pid,) = ranks_of(llm)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pid}\) is stopped"):
+        llm.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS[0], use_tqdm=False)
+    llm.llm_engine.engine_core.shutdown()
+    assert_nothing_left([pid], files)
+
+
+def test_a_stage_that_fails_in_the_warm_up_is_named(folder):
+    files = set(os.listdir("/dev/shm"))
+    with pytest.raises(
+        RuntimeError, match=r"^rank 1 .*failed: RuntimeError: no memory for a graph"
+    ):
+        LLM(
+            folder,
+            pipeline_parallel_size=2,
+            worker_cls="tests.executor.failing_workers.RaisesInWarmUp",
+            **ENGINE,
+        )
+    assert_nothing_left([], files)
+
+
+@pytest.mark.exhaustive
+def test_a_stage_of_four_ranks_that_is_killed_is_the_one_that_is_named(folder):
+    files = set(os.listdir("/dev/shm"))
+    llm = LLM(folder, tensor_parallel_size=2, pipeline_parallel_size=2, **ENGINE)
+    pids = ranks_of(llm)
+    assert_same(generate(llm), generate(LLM(folder, **ENGINE)))
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pids[0]}\) was ended by signal"):
+        generate(llm)
+    llm.llm_engine.engine_core.shutdown()
+    assert_nothing_left(pids, files)

@@ -1,0 +1,208 @@
+"""What users combine with several ranks: the outputs are those of one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_tensor_parallel import ENGINE, PROMPTS, assert_same, generate
+from tests.executor.thread_ranks import ThreadRanks
+from tests.model_executor.helpers import prompt_of
+from tests.quantized_checkpoints import write
+from tests.tiny_models import make_tiny_model
+from vllm import LLM, SamplingParams
+from vllm.engine import engine_core
+from vllm.errors import VllmError
+from vllm.model_executor import fusion
+from vllm.ops.cpu.decode_step import FusedDecodeStep
+from vllm.ops.cpu.library import load_cpu_kernels
+from vllm.sampling_params import GuidedDecodingParams
+
+needs_kernels = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
+
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 192,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 48,
+    "num_gpu_blocks_override": 16,
+}
+"""Prompts in chunks, and a cache that six requests overflow."""
+
+CODE = "def area(w, h):\n    return w * h\n\ndef volume(w, h, d):\n    return w * h * d\n\n"
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+REQUESTS = [
+    (CODE + CODE, SamplingParams(max_tokens=48, temperature=0, ignore_eos=True, logprobs=1)),
+    (CODE, SamplingParams(max_tokens=40, temperature=0.9, seed=5, top_p=0.9, n=2)),
+    (CODE + "def area(w, h):", SamplingParams(max_tokens=30, temperature=0, prompt_logprobs=2)),
+    ("import os\n", SamplingParams(max_tokens=30, temperature=0, repetition_penalty=1.1)),
+    (
+        "data = ",
+        SamplingParams(
+            max_tokens=60,
+            temperature=0.7,
+            seed=2,
+            guided_decoding=GuidedDecodingParams(json=PERSON),
+        ),
+    ),
+    (CODE + CODE, SamplingParams(max_tokens=40, temperature=0.3, seed=1, min_tokens=20)),
+]
+
+
+def run(llm: LLM) -> list[Any]:
+    prompts, params = zip(*REQUESTS, strict=True)
+    return llm.generate(list(prompts), list(params), use_tqdm=False)
+
+
+def seen_by_user(outputs: list[Any]) -> list[Any]:
+    return [
+        [(tuple(s.token_ids), s.text, s.finish_reason) for s in output.outputs]
+        for output in outputs
+    ]
+
+
+def prompt_logprobs_of(outputs: list[Any]) -> list[float]:
+    positions = [p for p in outputs[2].prompt_logprobs if p is not None]
+    return [entry.logprob for entries in positions for entry in entries.values()]
+
+
+def test_drafts_grammars_prefixes_and_preemption_together():
+    speculative = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
+    want = run(LLM(**SMALL))
+    llm = LLM(
+        tensor_parallel_size=2, speculative_config=speculative, disable_log_stats=False, **SMALL
+    )
+    try:
+        for got in (run(llm), run(llm)):  # the second time from the prefix cache
+            assert seen_by_user(got) == seen_by_user(want)
+            assert prompt_logprobs_of(got) == pytest.approx(prompt_logprobs_of(want), abs=1e-4)
+        person = json.loads(got[4].outputs[0].text)
+        assert isinstance(person["age"], int)
+        values = {
+            metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")
+        }
+        assert values["vllm:spec_decode_num_accepted_tokens"] > 10
+        assert values["vllm:num_preemptions"] > 0
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+PLAIN = [
+    SamplingParams(temperature=0.9 * (n % 2), seed=n, max_tokens=12, ignore_eos=True)
+    for n in range(len(PROMPTS))
+]
+"""What a step in one call can serve, beside `PARAMS`."""
+
+
+def generate_on(folder: Any, **settings: Any) -> list[Any]:
+    llm = LLM(str(folder), **(ENGINE | {"num_gpu_blocks_override": 25} | settings))
+    try:
+        plain = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], PLAIN, use_tqdm=False)
+        return [*plain, *generate(llm)]
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("family", "size", "settings"),
+    [
+        ("llama", 4, {}),  # shared KV heads, a padded vocabulary
+        ("qwen3_moe", 4, {"enable_expert_parallel": True}),  # one or two experts for each rank
+        ("granite_code", 2, {"quantization": "int4"}),
+    ],
+)
+def test_steps_in_one_call_have_the_tokens_of_the_modules(
+    family, size, settings, tmp_path, monkeypatch
+):
+    """In bfloat16 all layers are packed, so that whole steps are one call."""
+    folder = make_tiny_model(family, tmp_path, vocab_size=4097, dtype="bfloat16")
+    monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
+    settings = settings | {"dtype": "bfloat16", "tensor_parallel_size": size}
+    num_steps, run_step = 0, FusedDecodeStep.run
+
+    def counted(self: FusedDecodeStep, *args: Any) -> Any:
+        nonlocal num_steps
+        token_ids = run_step(self, *args)
+        num_steps += token_ids is not None
+        return token_ids
+
+    monkeypatch.setattr(FusedDecodeStep, "run", counted)
+    got = generate_on(folder, **settings)
+    assert num_steps >= 10 * size
+    monkeypatch.setattr(fusion, "_fused", lambda *args: None)
+    assert_same(got, generate_on(folder, **settings))
+
+
+def write_wide(name: str, folder: Path) -> Path:
+    """A quantized checkpoint whose groups do not straddle two ranks."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    return write(name, folder, make_tiny_model("llama", folder, **wide))[0]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "name", ["fp8-block", "fp8-static", "gptq-8", "ct-w8a16-int8", "ct-fp8-static"]
+)
+def test_quantized_checkpoints_have_the_tokens_of_one_rank(name, tmp_path, monkeypatch):
+    folder = write_wide(name, tmp_path)
+    want = generate_on(folder)
+    monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
+    assert_same(generate_on(folder, tensor_parallel_size=2), want)
+
+
+def prompt_logprobs_on(folder: Path, **settings: Any) -> list[float]:
+    llm = LLM(str(folder), **(ENGINE | settings))
+    prompt = {"prompt_token_ids": prompt_of(30).tolist()}
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    llm.llm_engine.engine_core.shutdown()
+    positions = [p for p in output.prompt_logprobs if p is not None]
+    return [next(iter(entries.values())).logprob for entries in positions]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "quantization", "tolerance"),
+    [
+        ("gptq-4", None, 0.02),
+        ("awq", None, 0.02),
+        ("ct-w4a16", None, 0.02),
+        ("ct-w8a8", None, 0.1),
+        ("llama", "int4", 0.25),
+        ("llama", "int8", 0.25),
+        ("llama", "fp8", 0.25),
+    ],
+)
+def test_rounded_inputs_differ_a_little(name, quantization, tolerance, tmp_path, monkeypatch):
+    """int4 rounds the inputs of a group; int8 rounds, and fp8 rounds weights, with one scale for
+    all that a rank has."""
+    write_model = write_wide if quantization is None else make_tiny_model
+    folder = write_model(name, tmp_path)
+    want = prompt_logprobs_on(folder, quantization=quantization)
+    monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
+    got = prompt_logprobs_on(folder, quantization=quantization, tensor_parallel_size=2)
+    differences = [abs(a - b) for a, b in zip(got, want, strict=True)]
+    assert sum(differences) / len(want) < tolerance
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gptq-2", r"down_proj cannot be split over ranks: its 96 input features per rank are"),
+        ("gptq-4-order", "_proj cannot be split over ranks: its inputs are ordered by activation"),
+        ("fp8-block", "o_proj cannot be split over ranks: 32 input features per rank are no"),
+    ],
+)
+def test_groups_that_straddle_ranks_are_one_line(name, message, tmp_path, monkeypatch):
+    folder, _ = write(name, tmp_path)
+    monkeypatch.setattr(engine_core, "make_executor", ThreadRanks)
+    with pytest.raises(VllmError, match=message) as failure:
+        LLM(str(folder), tensor_parallel_size=2, **ENGINE)
+    assert "\n" not in str(failure.value)

@@ -1,0 +1,341 @@
+"""KV blocks outside of the KV cache: files that may be damaged, bounded memory, the way back."""
+
+import os
+import random
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from tests.engine.test_replica_router import make_request
+from vllm.config import CacheConfig, ConnectorConfig, KVTransferConfig
+from vllm.core.block_hash import block_hashes
+from vllm.core.cache_events import CacheEventLog
+from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.core.request_queue import RequestQueue
+from vllm.distributed.kv_transfer import KVConnector
+from vllm.distributed.kv_transfer.block_folder import BlockFolder
+from vllm.distributed.kv_transfer.host_blocks import HostBlocks
+from vllm.distributed.kv_transfer.tiers import TieredConnector, make_connector
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.engine_core import EngineCore
+from vllm.engine.resolve.model_options import check_connector
+from vllm.errors import ConfigError
+from vllm.messages import BlockStored
+from vllm.request import Request
+
+KEYS = [bytes([number]) * 32 for number in range(40)]
+BLOCK = [b"first rank" * 10, b"second"]
+
+
+class OwnConnector(TieredConnector):
+    """A class that a user names."""
+
+
+def make_folder(path, max_bytes=1 << 20):
+    folder = BlockFolder(str(path), max_bytes)
+    folder.open("model")
+    return folder
+
+
+def file_of(path, key):
+    (found,) = path.glob(f"*/*/{key.hex()}.kv")
+    return found
+
+
+# ---- files ---------------------------------------------------------------------------------
+
+
+def test_a_block_is_read_as_it_was_written(tmp_path):
+    folder = make_folder(tmp_path)
+    assert folder.read(KEYS[0]) is None and not folder.has(KEYS[0])
+    folder.write(KEYS[0], BLOCK)
+    folder.write(KEYS[1], [b""])
+    assert make_folder(tmp_path).read(KEYS[0]) == BLOCK and folder.read(KEYS[1]) == [b""]
+    folder.open("another model")
+    assert folder.read(KEYS[0]) is None
+    assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_file_is_a_missing_block(tmp_path, seed):
+    rng, folder = random.Random(seed), make_folder(tmp_path)
+    folder.write(KEYS[0], BLOCK)
+    path = file_of(tmp_path, KEYS[0])
+    data = bytearray(path.read_bytes())
+    kind = seed % 4
+    if kind == 0:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        del data[rng.randrange(len(data)) :]
+    elif kind == 2:
+        data += bytes(rng.randrange(1, 9))
+    else:
+        folder.write(KEYS[1], BLOCK)
+        data = file_of(tmp_path, KEYS[1]).read_bytes()  # whole, but of another key
+    path.write_bytes(data)
+    assert folder.read(KEYS[0]) is None
+    assert not path.exists()
+
+
+def test_the_folder_stays_within_its_size_and_keeps_what_is_used(tmp_path):
+    folder = make_folder(tmp_path, max_bytes=20_000)
+    block = [bytes(1000)]
+    for number, key in enumerate(KEYS[:15]):
+        folder.write(key, block)
+        os.utime(file_of(tmp_path, key), (number, number))
+    assert folder.read(KEYS[0]) == block  # used now
+    for key in KEYS[15:28]:
+        folder.write(key, block)
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*.kv")]
+    assert 10_000 < sum(sizes) <= 21_200
+    assert folder.has(KEYS[0]) and folder.has(KEYS[27])
+    assert not any(folder.has(key) for key in KEYS[1:10])
+
+
+def test_a_full_disk_drops_blocks_and_says_so_once(tmp_path, monkeypatch, capsys):
+    folder = make_folder(tmp_path)
+    (tmp_path / "model").write_text("a file where the folder should be")
+    for key in KEYS[:3]:
+        folder.write(key, BLOCK)
+    assert capsys.readouterr().err.count("could not be written") == 1
+    assert folder.read(KEYS[0]) is None
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"the folder '.*file/x' cannot be written: "):
+        BlockFolder(str(tmp_path / "file" / "x"), 1)
+
+
+# ---- host memory and both together ---------------------------------------------------------
+
+
+def test_host_memory_is_bounded_and_drops_the_least_recently_used():
+    host = HostBlocks(max_bytes=300)
+    for key in KEYS[:3]:
+        host.put(key, [bytes(60), bytes(40)])
+    assert host.get(KEYS[0]) is not None
+    host.put(KEYS[3], [bytes(100)])
+    assert [key in host for key in KEYS[:4]] == [True, False, True, True]
+    host.put(KEYS[3], [bytes(10)])
+    assert host.num_bytes == 210
+    host.put(KEYS[4], [bytes(301)])
+    assert KEYS[4] not in host and host.num_bytes <= 300
+    host.clear()
+    assert (len(host), host.num_bytes) == (0, 0)
+
+
+def make_tiers(path, **fields):
+    extra = {} if path is None else {"folder": str(path)}
+    config = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra, **fields}
+    connector = make_connector(KVTransferConfig.from_mapping(config))
+    connector.open("model")
+    return connector
+
+
+def test_blocks_are_kept_in_host_memory_alone():
+    connector = make_tiers(None)
+    assert connector.missing(KEYS[:2]) == [0, 1]
+    connector.save(KEYS[:2], [BLOCK, BLOCK])
+    assert connector.load([KEYS[0], KEYS[1], KEYS[2], KEYS[0]]) == [BLOCK, BLOCK]
+    assert connector.missing(KEYS[:3]) == [2] and connector.prefetch(KEYS[:3]) is None
+    connector.forget([KEYS[0]])
+    assert connector.load(KEYS[:2]) == []
+    connector.open("other weights")
+    assert connector.load(KEYS[1:2]) == []
+    connector.close()
+
+
+def test_files_come_back_after_a_restart(tmp_path):
+    connector = make_tiers(tmp_path)
+    connector.save(KEYS[:4], [BLOCK] * 4)
+    connector.close()  # waits for the files
+    connector = make_tiers(tmp_path)
+    connector.prefetch(KEYS[:5]).result()
+    for key in KEYS[:4]:
+        file_of(tmp_path, key).unlink()
+    assert connector.load(KEYS[:5]) == [BLOCK] * 4  # they are in host memory now
+    connector.save(KEYS[:1], [BLOCK])
+    connector.forget(KEYS[:4])
+    assert connector.load(KEYS[:1]) == [] and not list(tmp_path.rglob("*.kv"))
+    connector.close()
+
+
+def test_what_a_producer_has_saved_is_in_the_folder_at_once(tmp_path):
+    connector = make_tiers(tmp_path, kv_role="kv_producer")
+    connector.save(KEYS[:4], [BLOCK] * 4)
+    assert len(list(tmp_path.rglob("*.kv"))) == 4
+    connector.close()
+
+
+def test_a_slow_folder_does_not_collect_blocks_in_memory(tmp_path, monkeypatch):
+    go, write = threading.Event(), BlockFolder.write
+    monkeypatch.setattr(BlockFolder, "write", lambda *args: (go.wait(60), write(*args)))
+    connector = make_tiers(tmp_path, kv_buffer_size=200)
+    for key in KEYS:
+        connector.save([key], [BLOCK])
+    go.set()
+    connector.close()
+    assert len(list(tmp_path.rglob("*.kv"))) == 2
+
+
+# ---- the way back into the cache -----------------------------------------------------------
+
+
+def test_contents_are_restored_into_free_blocks():
+    events = CacheEventLog(4)
+    cache = KVCacheManager(9, 4, True, events)
+    tokens = list(range(20))
+    hashes = block_hashes(b"root", tokens, 4)
+    elsewhere = {key: index for index, key in enumerate(hashes[:4])}
+    written = {}
+
+    def load(keys):
+        found = [elsewhere.get(key) for key in keys]
+        return found[: found.index(None)] if None in found else found
+
+    def write(block_ids, contents):
+        written.update(zip(block_ids, contents, strict=True))
+        return True
+
+    assert cache.restore(hashes, tokens, load, write) == 4
+    found = cache.pool.find(hashes)
+    assert [written[block_id] for block_id in found] == [0, 1, 2, 3]
+    assert cache.pool.num_free == 8
+    (event,) = events.drain()
+    assert isinstance(event, BlockStored) and event.token_ids == tokens[:16]
+    assert cache.restore(hashes, tokens, load, write) == 0
+    # With a prefix in the cache, only the rest is loaded, and the prefix is not evicted for it.
+    cache.pool.forget(hashes[2:])
+    held = cache.pool.allocate(5)
+    assert cache.pool.num_free == 3
+    assert cache.restore(hashes, tokens, load, write) == 1
+    assert cache.pool.find(hashes)[:2] == found[:2]
+    cache.pool.free(held)
+
+
+@pytest.mark.parametrize("failure", ["refused", "raised"])
+def test_a_block_that_is_not_written_is_not_found(failure):
+    cache = KVCacheManager(9, 4, True)
+    hashes = block_hashes(b"root", range(8), 4)
+
+    def write(block_ids, contents):
+        if failure == "raised":
+            raise RuntimeError
+        return False
+
+    if failure == "raised":
+        with pytest.raises(RuntimeError):
+            cache.restore(hashes, range(8), lambda keys: [1, 2], write)
+    else:
+        assert cache.restore(hashes, range(8), lambda keys: [1, 2], write) == 0
+    assert cache.pool.find(hashes) == [] and cache.pool.num_free == 8
+
+
+def test_blocks_of_requests_that_leave_are_noted_and_wrong_ones_are_not():
+    cache = KVCacheManager(20, 4, True)
+    cache.freed = []
+    requests = [Request(make_request([number] * 10), (number,)) for number in range(2)]
+    tables = []
+    for request in requests:
+        cache.admit(request, [])
+        cache.remember(request, 10)
+        tables.append(request.block_ids[:2])
+        cache.free(request)
+    assert [block_id for block_id, _ in cache.freed] == [*tables[0], *tables[1]]
+    cache.forget(requests[0])
+    assert cache.freed == list(zip(tables[1], requests[1].block_hashes, strict=True))
+    assert cache.forgotten == requests[0].block_hashes
+
+
+def test_the_first_of_a_queue_are_told_in_order():
+    queue = RequestQueue()
+    for number in (3, 1, 2, 0):
+        queue.push(Request(make_request([number]), (number,)))
+    queue.discard(queue.peek())
+    assert [request.sort_key for request in queue.first(2)] == [(1,), (2,)]
+    assert len(queue.first(9)) == 3
+
+
+# ---- settings ------------------------------------------------------------------------------
+
+SHARED = "SharedStorageConnector"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kv_role": "kv_both"}, "needs kv_connector; accepted: OffloadingConnector, Shared"),
+        ({"kv_connector": "NixlConnector"}, "kv_connector must be one of .* 'NixlConnector'"),
+        ({"kv_connector": SHARED}, "needs a folder: .*shared_storage_path"),
+        ({"kv_connector": SHARED, "role": 1}, "has no key 'role'; accepted: kv_connector, kv_role"),
+        (
+            {"kv_connector": SHARED, "kv_connector_extra_config": {"folder": "x"}},
+            "has no key 'folder'; accepted: shared_storage_path, folder_bytes",
+        ),
+        (
+            {
+                "kv_connector": "OffloadingConnector",
+                "kv_connector_extra_config": {"folder_bytes": 0},
+            },
+            "folder_bytes must be an integer of at least 1, got 0",
+        ),
+        ({"kv_connector": "OffloadingConnector", "kv_role": "both"}, "kv_role must be one of"),
+        (
+            {"kv_connector": "OffloadingConnector", "kv_buffer_size": "1"},
+            "number of bytes, got '1'",
+        ),
+        ({"kv_connector": "OffloadingConnector", "kv_buffer_device": "cuda"}, "must be .*cpu"),
+    ],
+)
+def test_wrong_settings_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        EngineArgs(kv_transfer_config=given).create_engine_config()
+    assert str(error.value).startswith("kv_transfer_config")
+
+
+def test_it_needs_the_prefix_cache():
+    args = EngineArgs(
+        kv_transfer_config={"kv_connector": "OffloadingConnector"}, enable_prefix_caching=False
+    )
+    with pytest.raises(ConfigError, match="kv_transfer_config needs the prefix cache"):
+        args.create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("OwnConnector", None), ("KEYS", "must name a class"), ("KVTransferConfig", "not a subclass")],
+)
+def test_a_user_may_bring_a_connector(name, message):
+    config = KVTransferConfig.from_mapping(
+        {"kv_connector": name, "kv_connector_module_path": __name__}
+    )
+    if message is None:
+        connector = make_connector(config)
+        assert isinstance(connector, KVConnector) and type(connector).__name__ == name
+        connector.close()
+    else:
+        with pytest.raises(ConfigError, match=message):
+            make_connector(config)
+
+
+OFFLOAD = ConnectorConfig(kv_transfer_config={"kv_connector": "OffloadingConnector"})
+
+
+def test_it_is_refused_on_a_card():
+    card, cache = SimpleNamespace(name="hpu", has_own_memory=True), CacheConfig(block_size=16)
+    with pytest.raises(ConfigError, match=r"not available on the device 'hpu'.* Leave it out"):
+        check_connector(OFFLOAD, card, cache)
+    assert check_connector(ConnectorConfig(), card, cache).kv_transfer is None
+
+
+def test_it_is_refused_for_a_model_with_windows_whose_workers_are_shut_down():
+    ended = []
+    core = SimpleNamespace(
+        config=SimpleNamespace(connector=OFFLOAD),
+        executor=SimpleNamespace(cache_windows=(None, 64), shutdown=lambda: ended.append(1)),
+    )
+    with pytest.raises(ConfigError, match="sliding windows"):
+        EngineCore._make_transfer(core, None)
+    assert ended == [1]

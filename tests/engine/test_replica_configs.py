@@ -1,0 +1,128 @@
+"""The shares of the replicas of data parallelism."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.fakes import make_config
+from vllm import envs
+from vllm.config import ObservabilityConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.llm_engine import LLMEngine
+from vllm.engine.resolve import replicas
+from vllm.engine.resolve.replicas import replica_configs, resolve_device
+from vllm.errors import ConfigError
+from vllm.platforms import resolve_platform
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Eight cores and 64 GiB; `bind` sets VLLM_CPU_OMP_THREADS_BIND."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(replicas, "usable_cores", lambda: frozenset(range(8)))
+    monkeypatch.setattr(replicas, "by_place", sorted)
+    monkeypatch.setattr(type(resolve_platform("cpu")), "free_memory_bytes", lambda self: 64 << 30)
+
+    def bind(text):
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", text)
+        envs.get.cache_clear()
+
+    bind("auto")
+    yield bind
+    monkeypatch.undo()
+    envs.get.cache_clear()
+
+
+def configs(count, num_ranks=1, **fields):
+    config = make_config()
+    parallel = replace(config.parallel, data_parallel_size=count, tensor_parallel_size=num_ranks)
+    device = resolve_device(resolve_platform("cpu"), parallel)
+    return replica_configs(replace(config, device=device, parallel=parallel, **fields))
+
+
+def test_one_replica_has_everything(machine):
+    (config,) = configs(1)
+    assert config.device.core_share is None and config.device.memory_share_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "bound", "shares"),
+    [
+        ("auto", 2, None, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ("auto", 3, None, [(0, 1, 2), (3, 4, 5), (6, 7)]),
+        ("all", 2, None, [None, None]),
+        ("0-3", 2, [((0, 1),), ((2, 3),)], None),
+        ("0,2|4-7", 2, [((0, 2),), ((4, 5, 6, 7),)], None),
+    ],
+)
+def test_cores_are_divided(machine, text, count, bound, shares):
+    machine(text)
+    found = configs(count)
+    assert [each.device.bound_cores for each in found] == (bound or [None] * count)
+    assert [each.device.core_share for each in found] == (shares or [None] * count)
+    assert [each.parallel.data_parallel_rank for each in found] == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("text", "bound"),
+    [
+        ("0-3", [((0, 1), (0, 1)), ((2, 3), (2, 3))]),
+        ("0-1|4-5", [((0, 1), (0, 1)), ((4, 5), (4, 5))]),
+        ("0|1|4|5", [((0,), (1,)), ((4,), (5,))]),
+    ],
+)
+def test_workers_of_replicas_have_cores(machine, text, bound):
+    machine(text)
+    assert [each.device.bound_cores for each in configs(2, num_ranks=2)] == bound
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0|1|2", "has 3 lists of cores, and --data-parallel-size is 2"),
+        ("0-3|auto", "cannot be one list of several"),
+        ("5", "names 1 cores for --data-parallel-size 2"),
+        ("0|9", "cannot use the cores 9"),
+    ],
+)
+def test_wrong_lists_of_cores_are_refused(machine, text, message):
+    machine(text)
+    with pytest.raises(ConfigError, match=message):
+        configs(2)
+
+
+def test_memory_is_divided(machine):
+    cache = replace(make_config().cache, kv_cache_memory_bytes=8 << 30)
+    for config in configs(4, cache=cache):
+        assert config.device.memory_share_bytes == 16 << 30
+        assert config.cache.kv_cache_memory_bytes == 2 << 30
+
+
+def test_events_of_each_replica_have_a_port(machine):
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "replay_endpoint": "tcp://*:6000"}
+    found = configs(2, observability=ObservabilityConfig(kv_events_config=events))
+    addresses = [
+        (c.observability.kv_events.endpoint, c.observability.kv_events.replay_endpoint)
+        for c in found
+    ]
+    assert addresses == [("tcp://*:5557", "tcp://*:6000"), ("tcp://*:5558", "tcp://*:6001")]
+    events["endpoint"] = "ipc:///tmp/x"
+    with pytest.raises(ConfigError, match="endpoint 'ipc:///tmp/x' has no port"):
+        configs(2, observability=ObservabilityConfig(kv_events_config=events))
+
+
+def test_the_offline_engine_has_one_replica():
+    with pytest.raises(ConfigError, match="data_parallel_size=2: LLM computes in one process"):
+        LLMEngine.from_engine_args(EngineArgs(data_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("visible", "index", "own"), [("", 1, "2,3"), ("1, 3,5,7", 0, "1,3"), ("1,3,5,7", 1, "5,7")]
+)
+def test_each_replica_sees_its_own_cards(monkeypatch, visible, index, own):
+    monkeypatch.setenv("HABANA_VISIBLE_MODULES", visible)
+    envs.export_replica(index, 2, 2)
+    assert os.environ["HABANA_VISIBLE_MODULES"] == own
+    with pytest.raises(ConfigError, match=r"names 2 cards, and the engine needs 4.*data_parallel"):
+        envs.export_replica(index, 2, 2)

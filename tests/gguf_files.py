@@ -1,0 +1,215 @@
+"""GGUF files of tiny models, written with the package gguf, and the same weights dense.
+
+Names, sizes and the order of rows are written here by the published description of the format.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+TypeOf = Callable[[str], Type]
+"""Name in the GGUF file -> type of a matrix."""
+
+BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_GEMMA_NAMES = _NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
+
+
+def random_blocks(kind: Type, shape: tuple[int, ...], spread: float, seed: int = 0) -> np.ndarray:
+    """Bytes of random blocks of a type that the package cannot write."""
+    rng = np.random.default_rng(seed)
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // size, num_bytes), dtype=np.uint8)
+    largest = {"Q4_K": 15 * 40, "Q5_K": 31 * 40, "Q6_K": 32 * 64}[kind.name]
+    scale = np.array([spread * 2 / largest], "<f2").view(np.uint8)
+    if kind.name == "Q6_K":
+        blocks[..., 208:210] = scale
+    else:
+        blocks[..., 0:2] = scale
+        blocks[..., 2:4] = np.array([spread * 2 / 40], "<f2").view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def write_gguf(
+    source: Path,
+    target: Path,
+    type_of: TypeOf = lambda name: Type.F32,
+    **metadata: Any,
+) -> Path:
+    """Write a GGUF file of a checkpoint.
+
+    Args:
+        source: folder with a dense checkpoint, and perhaps a tokenizer.
+        target: folder for model.gguf, and for dense/, the checkpoint with the rounded weights.
+        type_of: chooses types.
+        metadata: values that replace others, with "__" for "."; None leaves one out.
+
+    Returns:
+        Path of the file.
+    """
+    config = json.loads((source / "config.json").read_text())
+    arch = _ARCHITECTURES.get(config["model_type"], config["model_type"])
+    is_gemma = arch.startswith("gemma")
+    path = target / "model.gguf"
+    writer = gguf.GGUFWriter(path, arch)
+    values = _metadata(arch, config)
+    if (source / "tokenizer.json").is_file():
+        values |= byte_level_metadata(source)
+    values |= {name.replace("__", "."): value for name, value in metadata.items()}
+    for name, value in values.items():
+        if value is not None:
+            _add(writer, name, value)
+    dense: dict[str, Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        stored = _gguf_name(name, _GEMMA_NAMES if arch in ("gemma2", "gemma3") else _NAMES)
+        values = tensor.float()
+        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+        part = stored.split(".")[-2]
+        if arch == "llama" and part in heads:
+            values = _interleaved(values, config[heads[part]])
+        if is_gemma and "norm" in stored:
+            values = values + 1
+        kind = type_of(stored) if values.dim() == 2 else Type.F32
+        if values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+            kind = Type.F16  # as converters do
+        if kind.name in ("Q4_K", "Q5_K", "Q6_K"):
+            data = random_blocks(kind, tuple(values.shape), float(values.std()), len(dense))
+        else:
+            data = gguf.quantize(values.numpy(), kind)
+        writer.add_tensor(stored, data, raw_dtype=None if kind in (Type.F32, Type.F16) else kind)
+        rounded = torch.from_numpy(gguf.dequantize(data, kind).astype(np.float32))
+        if is_gemma and "norm" in stored:
+            rounded = rounded - 1
+        if arch == "llama" and part in heads:
+            rounded = _halves_apart(rounded, config[heads[part]])
+        dense[name] = rounded.reshape(tensor.shape).contiguous()
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_divisors(rope, config["head_dim"]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (target / "dense").mkdir()
+    (target / "dense" / "config.json").write_text(json.dumps(config))
+    save_file(dense, target / "dense" / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def _metadata(arch: str, config: dict[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or {}
+    full = rope.get("full_attention", rope)
+    values: dict[str, Any] = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config.get("head_dim"),
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": float(full.get("rope_theta") or config["rope_theta"]),
+    }
+    if full.get("rope_type") in ("linear", "yarn"):
+        values["rope.scaling.type"] = full["rope_type"]
+        values["rope.scaling.factor"] = full["factor"]
+        original = full.get("original_max_position_embeddings")
+        values["rope.scaling.original_context_length"] = original
+    if arch in ("gemma2", "gemma3"):
+        values["attention.sliding_window"] = config["sliding_window"]
+        values["attn_logit_softcapping"] = config.get("attn_logit_softcapping")
+        values["final_logit_softcapping"] = config.get("final_logit_softcapping")
+    named = {f"{arch}.{name}": value for name, value in values.items()}
+    return named | {
+        "tokenizer.ggml.bos_token_id": config["bos_token_id"],
+        "tokenizer.ggml.eos_token_id": config["eos_token_id"],
+        "tokenizer.ggml.padding_token_id": config["pad_token_id"],
+    }
+
+
+def _llama3_divisors(rope: dict[str, Any], head_size: int) -> np.ndarray:
+    """What each frequency is divided by."""
+    frequencies = rope["rope_theta"] ** -(np.arange(0, head_size, 2) / head_size)
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    keep = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 / (keep + (1 - keep) / rope["factor"])).astype(np.float32)
+
+
+def byte_level_metadata(folder: Path) -> dict[str, Any]:
+    """Of the tokenizer of the bundled model."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    merges = tokenizer["model"]["merges"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+        "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in merges],
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": settings["chat_template"],
+    }
+
+
+def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, int):
+        (writer.add_uint32 if 0 <= value < 1 << 32 else writer.add_int64)(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
+    else:
+        writer.add_array(name, value)
+
+
+def _gguf_name(name: str, names: dict[str, str]) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem in names:
+        return f"{names[stem]}.{kind}"
+    _, _, index, part = stem.split(".", 3)
+    return f"blk.{index}.{names[part]}.{kind}"
+
+
+def _interleaved(rows: Tensor, num_heads: int) -> Tensor:
+    """Rows of a head in the order 0, D / 2, 1, D / 2 + 1..."""
+    return rows.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def _halves_apart(rows: Tensor, num_heads: int) -> Tensor:
+    """The inverse of `_interleaved`."""
+    return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()

@@ -1,0 +1,79 @@
+"""Slots of adapters under random loads, and the masked products of a device with fixed shapes."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from vllm.lora.launches import DeviceSlots
+from vllm.lora.slots import AdapterSlots
+from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PlainAdapter
+from vllm.ops.native import NativeOps
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 7])
+def test_a_slot_has_what_its_requests_use(num_slots):
+    rng = random.Random(num_slots)
+    slots, uses, content = AdapterSlots(num_slots), Counter(), {}
+    writes = 0
+    for _ in range(4000):
+        key = str(rng.randrange(2 * num_slots))
+        if rng.random() < 0.5 and uses[key]:
+            slots.release(key)
+            uses[key] -= 1
+        elif uses[key] or len(+uses) < num_slots:
+            slot, is_new = slots.take(key)
+            assert 0 <= slot < num_slots
+            assert is_new == (content.get(slot) != key)
+            content[slot] = key
+            writes += is_new
+            uses[key] += 1
+        in_use = {key for key, count in uses.items() if count}
+        assert in_use <= set(content.values()), "an adapter in use was written over"
+        assert all(slots.has(key) for key in in_use)
+    assert writes > num_slots
+
+
+def test_the_adapter_that_was_released_first_goes():
+    slots = AdapterSlots(2)
+    for key in ("a", "b"):
+        slots.take(key)
+    slots.release("b")
+    slots.release("a")
+    slots.take("c")
+    assert slots.has("a") and not slots.has("b")
+
+
+LAYERS = [AdaptedLayer(0, 0, 12, ((0, 8), (8, 4))), AdaptedLayer(1, 2, 6, ((0, 10),))]
+
+
+def random_parts(rank: int, *, without: int | None = None) -> list[LowRank | None]:
+    parts: list[LowRank | None] = []
+    for layer in LAYERS:
+        for _, size in layer.parts:
+            parts.append(LowRank(torch.randn(rank, layer.in_features), torch.randn(size, rank)))
+    if without is not None:
+        parts[without] = None
+    return parts
+
+
+def test_slots_on_a_device_give_what_the_host_gives():
+    torch.manual_seed(0)
+    ends: list[int] = []
+    cpu = torch.device("cpu")
+    slots = DeviceSlots(LAYERS, 3, 4, torch.float32, cpu, lambda: ends.append(1))
+    old, first, second = random_parts(4), random_parts(4), random_parts(2, without=1)
+    for slot, parts in ((0, old), (2, first), (0, second)):  # a smaller one after a larger one
+        slots.put(slot, slots.prepare(parts))
+    of_tokens = torch.tensor([0, -1, 2, 0, 2], dtype=torch.int32)
+    launch = slots.of_tokens(of_tokens)
+    adapters = [PlainAdapter(second), None, PlainAdapter(first)]
+    for layer in LAYERS:
+        x, y = torch.randn(5, layer.in_features), torch.randn(5, layer.out_features)
+        y[1, 0], x[1, 0] = -0.0, torch.inf
+        got = launch.adapt(layer, x, y.clone())
+        want = NativeOps().add_low_rank(y.clone(), x, layer, AdaptedRows(adapters, of_tokens))
+        torch.testing.assert_close(got, want)
+        assert torch.equal(got[1].view(torch.int32), y[1].view(torch.int32))
+    assert slots.num_bytes == 4 * 3 * 4 * (2 * 12 + 8 + 4 + 6 + 10)

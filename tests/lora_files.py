@@ -1,0 +1,82 @@
+"""LoRA adapters of random weights, as peft writes them, and the model that has one merged."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
+
+def base_model(model: str | Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+def write_adapter(
+    folder: Path,
+    model: str | Path,
+    seed: int,
+    rank: int,
+    modules: tuple[str, ...],
+    size: float = 0.05,
+    **config,
+) -> Path:
+    """An adapter for the modules of a model whose names end so.
+
+    Args:
+        size: of its numbers.
+        config: of adapter_config.json.
+    """
+    folder.mkdir(exist_ok=True)
+    rng, tensors = torch.Generator().manual_seed(seed), {}
+    base = base_model(model)
+    for name, module in base.named_modules():
+        if not name.endswith(modules) or not isinstance(module, (nn.Linear, Conv1D)):
+            continue
+        own = next((r for key, r in config.get("rank_pattern", {}).items() if key in name), rank)
+        outputs, inputs = module.weight.shape
+        if isinstance(module, Conv1D):
+            outputs, inputs = inputs, outputs
+            config["fan_in_fan_out"] = True
+        for part, shape in (("lora_A", (own, inputs)), ("lora_B", (outputs, own))):
+            values = torch.randn(shape, generator=rng) * size
+            tensors[f"base_model.model.{name}.{part}.weight"] = values
+    assert tensors, f"{modules} are no modules of {type(base).__name__}"
+    given = {"peft_type": "LORA", "r": rank, "lora_alpha": 32, "bias": "none", **config}
+    (folder / "adapter_config.json").write_text(json.dumps(given))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+@torch.no_grad()
+def merged_model(model: str | Path, folder: Path) -> PreTrainedModel:
+    """The model with the weights of an adapter added to its own."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    merged = base_model(model)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name, a in tensors.items():
+        if ".lora_A." not in name:
+            continue
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        rank = len(a)
+        scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
+        delta = scale * tensors[name.replace("lora_A", "lora_B")] @ a
+        target = merged.get_submodule(module)
+        target.weight += delta.T if isinstance(target, Conv1D) else delta
+    return merged
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, token_ids: list[int], count: int) -> tuple[list, list]:
+    """Greedy tokens and their log-probabilities."""
+    ids, logprobs = list(token_ids), []
+    for _ in range(count):
+        row = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        ids.append(int(row.argmax()))
+        logprobs.append(float(row.max()))
+    return ids[len(token_ids) :], logprobs

@@ -1,0 +1,134 @@
+"""Models in GGUF files: logits are those of transformers with the same weights, dense."""
+
+import itertools
+import shutil
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from tests.model_executor.helpers import load, logits_of, prompt_of, reference_logits
+from tests.model_executor.test_quantized_checkpoints import weight_of
+from tests.tiny_models import make_tiny_model
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.linear import ParallelLinear
+from vllm.model_executor.quantization.gguf_blocks import read_blocks
+from vllm.ops.native import NativeOps
+from vllm.transformers_utils.gguf.folder import unpack
+
+gguf = pytest.importorskip("gguf")
+
+from tests.gguf_files import BLOCK_TYPES, Type, random_blocks, write_gguf  # noqa: E402
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512}
+NO_WINDOW = {"use_sliding_window": False}
+HEADS = {"head_dim": 64}
+MODELS = {
+    "llama": ("F32", HEADS),
+    "llama3": ("Q5_0", HEADS),
+    "llama_linear": ("F16", HEADS),
+    "llama_yarn": ("BF16", HEADS),
+    "granite_code": ("Q5_1", {}),
+    "mistral": ("Q8_0", {"sliding_window": None}),
+    "qwen2": ("Q4_1", NO_WINDOW),
+    "qwen3": ("Q6_K", HEADS | NO_WINDOW),
+    "gemma": ("Q8_0", HEADS),
+    "gemma2": ("Q4_K", HEADS | {"query_pre_attn_scalar": 64}),
+    "gemma3": ("Q5_K", HEADS | {"query_pre_attn_scalar": 64}),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf"))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    made = {}
+
+    def get(family, kind, **overrides):
+        if (family, kind) not in made:
+            folder = tmp_path_factory.mktemp("gguf")
+            source = make_tiny_model(family, folder / "source", **(SIZES | overrides))
+            kinds = itertools.cycle(["Q8_0", "Q4_0", "Q6_K"] if kind == "mixed" else [kind])
+            write_gguf(source, folder, lambda name: Type[next(kinds)])
+            made[family, kind] = folder
+        return made[family, kind]
+
+    return get
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_numbers_are_those_of_the_package(kind):
+    shape = (7, 768)
+    if kind.endswith("_K"):
+        data = random_blocks(Type[kind], shape, 1.0)
+    else:
+        data = gguf.quantize(torch.randn(shape, generator=torch.manual_seed(0)).numpy(), Type[kind])
+    got = read_blocks(kind, torch.from_numpy(data)).dequantize()
+    assert torch.equal(got, torch.from_numpy(gguf.dequantize(data, Type[kind])))
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_logits_are_those_of_transformers(written, family):
+    kind, overrides = MODELS[family]
+    folder, input_ids = written(family, kind, **overrides), prompt_of(100)
+    want = reference_logits(folder / "dense", input_ids)
+    got = logits_of(load(unpack(folder / "model.gguf")), input_ids)
+    assert want.std() > 1, "logits too flat to tell anything"
+    torch.testing.assert_close(got, want, atol=2e-4 * max(1, want.std().item()), rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "num_stored"), [("Q4_0", 12), ("Q8_0", 12), ("mixed", 12)])
+def test_blocks_without_minimums_stay_as_they_are(written, monkeypatch, kind, num_stored):
+    folder = written("llama", kind, **HEADS)
+    for tp in (TPGroup(), TPGroup(0, 2), TPGroup(1, 2)):
+        if tp.size > 1:
+            monkeypatch.setattr("vllm.ops._ops", NativeOps())
+        model, dense = (load(f, tp) for f in (unpack(folder / "model.gguf"), folder / "dense"))
+        twins, num_compared = dict(dense.named_modules()), 0
+        for path, layer in model.named_modules():
+            if isinstance(layer, ParallelLinear) and not hasattr(layer, "weight"):
+                assert torch.equal(weight_of(layer), twins[path].weight), path
+                num_compared += 1
+        assert num_compared == num_stored
+
+
+def test_a_rank_needs_whole_groups(written):
+    with pytest.raises(ConfigError, match="cannot be split over ranks: a rank would have 16 inp"):
+        load(
+            unpack(written("qwen2", "Q8_0", **NO_WINDOW, intermediate_size=64) / "model.gguf"),
+            TPGroup(0, 4),
+        )
+
+
+def test_a_split_model_is_one(written, tmp_path):
+    folder = written("mistral", "Q8_0", sliding_window=None)
+    reader = gguf.GGUFReader(folder / "model.gguf")
+    tensors = list(reader.tensors)
+    for number, part in enumerate((tensors[:5], tensors[5:])):
+        name = f"model-{number + 1:05}-of-00002.gguf"
+        writer = gguf.GGUFWriter(tmp_path / name, "llama")
+        if number == 0:
+            for field in reader.fields.values():
+                if field.name.startswith(("llama.", "tokenizer.")):
+                    writer.add_key_value(field.name, field.contents(), field.types[0])
+        writer.add_uint16("split.count", 2)
+        writer.add_uint16("split.no", number)
+        writer.add_int32("split.tensors.count", len(tensors))
+        for tensor in part:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    got = [
+        logits_of(load(unpack(path)), prompt_of(20))
+        for path in (tmp_path / "model-00002-of-00002.gguf", folder / "model.gguf")
+    ]
+    assert torch.equal(*got)
+    shutil.move(tmp_path / "model-00002-of-00002.gguf", tmp_path / "other.gguf")
+    with pytest.raises(ConfigError, match=r"1 of 2 files of the model .*: model-00002-of"):
+        unpack(tmp_path / "model-00001-of-00002.gguf")

@@ -1,0 +1,79 @@
+"""The low-rank products of adapters: the kernels of every instruction set against torch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm.ops.cpu.operators import CPUOps
+from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank
+from vllm.ops.native import NativeOps
+
+NATIVE = NativeOps()
+LAYERS = [
+    AdaptedLayer(0, 0, 70, ((0, 64), (64, 5), (69, 130))),
+    AdaptedLayer(1, 3, 16, ((0, 33),)),
+]
+RANKS = (1, 8, 13, 64, 256)
+
+
+def adapters(dtype: torch.dtype, *, seed: int = 0) -> list[list[LowRank | None]]:
+    """One of each rank; some leave a projection as it is, or share A between several."""
+    rng = torch.Generator().manual_seed(seed)
+    found = []
+    for number, rank in enumerate(RANKS):
+        parts: list[LowRank | None] = []
+        for layer in LAYERS:
+            a = torch.randn(rank, layer.in_features, generator=rng).to(dtype)
+            for index, (_, size) in enumerate(layer.parts):
+                if index == number % 4:
+                    parts.append(None)
+                    continue
+                b = torch.randn(size, rank, generator=rng) / rank
+                parts.append(LowRank(a, b.to(dtype)))
+        found.append(parts)
+    return found
+
+
+def apply(ops: NativeOps, layer: AdaptedLayer, y: Tensor, x: Tensor, of_rows, dtype, weights):
+    prepared = [ops.prepare_adapter(LAYERS, parts, dtype) for parts in adapters(weights)]
+    rows = AdaptedRows([*prepared, None], torch.tensor(of_rows, dtype=torch.int32))
+    result = y.clone()
+    assert ops.add_low_rank(result, x, layer, rows) is result
+    return result
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_give_what_torch_gives(isa, dtype, weights, num_threads, monkeypatch):
+    monkeypatch.setattr("vllm.ops.cpu.low_rank._num_threads", lambda: num_threads)
+    torch.manual_seed(1)
+    rtol, atol = (1e-5, 1e-4) if dtype == torch.float32 else (2**-7, 2**-5)
+    for layer in LAYERS:
+        for num_rows in (1, 5, 150):
+            wide = torch.randn(num_rows, layer.in_features + 3).to(dtype)
+            x, y = wide[:, 2:-1], torch.randn(num_rows, layer.out_features).to(dtype)
+            of_rows = torch.randint(-1, len(RANKS), (num_rows,)).tolist()
+            got = apply(CPUOps(), layer, y, x, of_rows, dtype, weights)
+            want = apply(NATIVE, layer, y, x, of_rows, dtype, weights)
+            torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+            has_none = [number for number, adapter in enumerate(of_rows) if adapter < 0]
+            assert torch.equal(got[has_none], y[has_none])
+            # A row's bits do not depend on the others.
+            for row in {0, num_rows // 2, num_rows - 1}:
+                one = slice(row, row + 1)
+                alone = apply(CPUOps(), layer, y[one], x[one], of_rows[one], dtype, weights)
+                assert torch.equal(alone, got[one])
+
+
+@pytest.mark.parametrize("ops", [NATIVE, CPUOps()], ids=["native", "cpu"])
+def test_what_does_not_fit_is_refused(ops):
+    layer, dtype = LAYERS[1], torch.float32
+    x, y = torch.zeros(2, 16), torch.zeros(2, 33)
+    for missing in (len(RANKS), len(RANKS) + 1):
+        with pytest.raises(IndexError, match="adapter"):
+            apply(ops, layer, y, x, [0, missing], dtype, dtype)
+    with pytest.raises(ValueError, match="for"):
+        apply(ops, layer, y, x[:, :15], [0, 1], dtype, dtype)
+    with pytest.raises(ValueError, match="for"):
+        apply(ops, layer, y, x, [0, 1, 2], dtype, dtype)

@@ -1,0 +1,245 @@
+"""GGUF files: metadata as a model folder, tokenizers, and files that lie."""
+
+import json
+import shutil
+import struct
+
+import pytest
+from huggingface_hub import constants
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+
+from vllm.assets import BUNDLED_MODEL
+from vllm.errors import ConfigError, WeightLoadError
+from vllm.transformers_utils.gguf.folder import unpack
+from vllm.transformers_utils.gguf.model import GGUFModel, find_model
+from vllm.transformers_utils.gguf.tokenizer import tokenizer_files
+from vllm.transformers_utils.hf_config import read_hf_config
+from vllm.transformers_utils.hub import find_folder
+from vllm.transformers_utils.tokenizer import get_tokenizer
+
+gguf = pytest.importorskip("gguf")
+
+from tests.gguf_files import byte_level_metadata, write_gguf  # noqa: E402
+
+TEXTS = (
+    "def read(path):\n    return open(path)  # 12345",
+    "  Leading spaces,\ttabs, and don't: CAN'T",
+    "Grüße, 世界! 🙂 émigré\r\n\r\nend ",
+    "<|user|>hi<|end|>",
+    "",
+)
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hf"))
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory):
+    return write_gguf(BUNDLED_MODEL, tmp_path_factory.mktemp("gguf"))
+
+
+def test_a_file_becomes_a_folder_that_says_what_the_model_says(bundled):
+    folder = find_folder(str(bundled))
+    got, want = (read_hf_config(path, {}) for path in (folder, BUNDLED_MODEL))
+    for key in want.keys() - {"rope_theta", "attention_dropout", "initializer_range", "use_cache"}:
+        expected = "float32" if key == "torch_dtype" else want[key]
+        assert got["dtype" if key == "torch_dtype" else key] == pytest.approx(expected), key
+    assert got["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    ends = json.loads((folder / "generation_config.json").read_text())
+    assert ends == {"eos_token_id": [1, 6]}  # </s> and <|end|>
+    assert (folder / "model.gguf").samefile(bundled)
+    assert find_folder(str(bundled)) == folder, "made once"
+    assert find_folder(str(bundled.parent)) == folder, "a folder with a GGUF file only"
+
+
+def test_a_byte_level_tokenizer_is_that_of_the_model(bundled):
+    got, want = get_tokenizer(str(unpack(bundled))), get_tokenizer(str(BUNDLED_MODEL))
+    for text in TEXTS:
+        assert got.encode(text) == want.encode(text)
+        ids = want.encode(text)
+        assert got.decode(ids) == want.decode(ids)
+    talk = [{"role": "user", "content": "Hello"}]
+    chats = [t.apply_chat_template(talk, tokenize=False) for t in (got, want)]
+    assert chats[0] == chats[1]
+    assert (got.eos_token_id, got.bos_token_id) == (1, 0)
+
+
+def make_pieces(prefix: bool) -> tuple[Tokenizer, dict]:
+    """A SentencePiece tokenizer as the library tokenizers has it, and its metadata."""
+    made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    steps = [normalizers.Replace(" ", "\u2581")]
+    after = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        steps.insert(0, normalizers.Prepend("\u2581"))
+        after.append(decoders.Strip(" ", 1, 0))
+    made.normalizer = normalizers.Sequence(steps)
+    made.decoder = decoders.Sequence(after)
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False)
+    text = (BUNDLED_MODEL / "README.md").read_text()
+    made.train_from_iterator(text.splitlines(), trainer)
+    data = json.loads(made.to_str())
+    data["added_tokens"] = data["added_tokens"][:3]  # bytes are no special tokens
+    made = Tokenizer.from_str(json.dumps(data))
+    vocabulary = made.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    kinds = [2, 3, 3, *[6] * 256]
+    return made, {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds + [1] * (len(tokens) - len(kinds)),
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(len(tokens) - 259)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_space_prefix": prefix,
+    }
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_pieces_are_merged_by_their_scores(tmp_path, prefix):
+    want, metadata = make_pieces(prefix)
+    made = tokenizer_files(GGUFModel((tmp_path,), metadata, {}))
+    got = Tokenizer.from_str(made["tokenizer.json"])
+    for text in (*TEXTS, "Models are trained on the source of the library"):
+        ids = want.encode(text).ids
+        assert got.encode(text).ids == [1, *ids]
+        assert got.encode(text, add_special_tokens=False).ids == ids
+        assert got.decode(ids) == want.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("gpt-2", "I'll add 1234", ["I", "'ll", " add", " 1234"]),
+        ("llama-bpe", "I'LL add 1234\n\n", ["I", "'LL", " add", " ", "123", "4", "\n\n"]),
+        ("qwen2", "I'll add 12\n", ["I", "'ll", " add", " ", "1", "2", "\n"]),
+        ("tekken", "camelCase 12", ["camel", "Case", " ", "1", "2"]),
+        ("smollm", "add 12", ["add", " ", "1", "2"]),
+    ],
+)
+def test_words_are_split_as_the_metadata_says(tmp_path, pre, text, words):
+    metadata = byte_level_metadata(BUNDLED_MODEL) | {"tokenizer.ggml.pre": pre}
+    made = tokenizer_files(GGUFModel((tmp_path,), metadata, {}))
+    splitter = Tokenizer.from_str(made["tokenizer.json"]).pre_tokenizer
+    got = [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)]
+    assert got == words
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer__ggml__pre": "of-mars"}, r"'of-mars'; supported: default, gpt-2"),
+        ({"tokenizer__ggml__model": "t5"}, "of the kind 't5'; supported: gpt2 and llama"),
+        ({"tokenizer__ggml__model": "llama"}, r"ggml\.scores' is no list of float"),
+        ({"tokenizer__ggml__token_type": [1, 2]}, "a value for each of 4096 tokens"),
+        ({"tokenizer__ggml__merges": ["a b c"]}, "no list of pairs"),
+    ],
+)
+def test_a_tokenizer_that_is_not_supported_is_named_when_it_is_needed(tmp_path, changes, message):
+    path = write_gguf(BUNDLED_MODEL, tmp_path, **changes)
+    folder = unpack(path)  # --tokenizer may name another
+    with pytest.raises(ConfigError, match=message) as failure:
+        get_tokenizer(str(folder))
+    assert "Name one with tokenizer=" in str(failure.value)
+
+
+HUGE = 1 << 60
+
+
+def at(data: bytes, place: int, layout: str, value: int) -> bytes:
+    packed = struct.pack(layout, value)
+    return data[:place] + packed + data[place + len(packed) :]
+
+
+def tensor_field(data: bytes, name: bytes, skip: int, layout: str, value: int) -> bytes:
+    """Replace a number that stands `skip` bytes behind the name of a tensor."""
+    return at(data, data.rindex(struct.pack("<Q", len(name)) + name) + 8 + len(name) + skip,
+              layout, value)  # fmt: skip
+
+
+EMBEDDING = b"token_embd.weight"
+LIES = {
+    "empty": (lambda d: b"", "it is empty"),
+    "another file": (lambda d: b"PK\3\4" + d, "does not begin with GGUF"),
+    "version": (lambda d: at(d, 4, "<I", 1), "has version 1 of GGUF"),
+    "big endian": (lambda d: at(d, 4, ">I", 3), "has version 50331648 of GGUF"),
+    "tensors": (lambda d: at(d, 8, "<Q", HUGE), f"claims {HUGE} tensors"),
+    "one tensor too many": (lambda d: at(d, 8, "<Q", 58), "damaged"),
+    "values": (lambda d: at(d, 16, "<Q", HUGE), f"claims {HUGE} metadata values"),
+    "name": (lambda d: at(d, 24, "<Q", HUGE), f"claims {HUGE} characters"),
+    "header cut": (lambda d: d[:1000], "damaged"),
+    "weights cut": (lambda d: d[:-100_000], r"is at the bytes \d+ to \d+ of \d+"),
+    "dimensions": (lambda d: tensor_field(d, EMBEDDING, 0, "<I", 9), "has 9 dimensions"),
+    "size": (lambda d: tensor_field(d, EMBEDDING, 4, "<Q", HUGE), "is at the bytes"),
+    "no rows": (lambda d: tensor_field(d, EMBEDDING, 12, "<Q", 0), r"has the shape \[0, 256\]"),
+    "type": (lambda d: tensor_field(d, EMBEDDING, 20, "<I", 10), r"type Q2_K, .* supported: F32"),
+    "unknown type": (lambda d: tensor_field(d, EMBEDDING, 20, "<I", 999), "has the type 999"),
+    "offset": (lambda d: tensor_field(d, EMBEDDING, 24, "<Q", 1 << 50), "is at the bytes"),
+    "crooked offset": (lambda d: tensor_field(d, EMBEDDING, 24, "<Q", 7), "is at the bytes"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_file_that_lies_is_refused_on_one_line(bundled, tmp_path, name):
+    change, message = LIES[name]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(change(bundled.read_bytes()))
+    with pytest.raises(WeightLoadError, match=message) as failure:
+        unpack(path)
+    assert str(path) in str(failure.value) and "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"llama__block_count": 1 << 30}, "block_count' is 1073741824, the file has 56 tensors"),
+        ({"llama__block_count": 7}, r"lacks the tensors of model\.layers\.6\."),
+        ({"llama__attention__head_count": -4}, r"head_count' must be a number above 0 .*got -4"),
+        ({"llama__attention__head_count": None}, "head_count' must be a number"),
+        ({"llama__attention__head_count": [8, 8, 4]}, "the same for all layers"),
+        ({"llama__feed_forward_length": 1 << 30}, r"has the shape \[256, 688\], .*1073741824"),
+        ({"llama__embedding_length": 1 << 40}, r"embedding_length' must be a number"),
+        ({"llama__context_length": "long"}, "context_length' must be a number"),
+        ({"llama__attention__layer_norm_rms_epsilon": None}, "has no metadata"),
+        ({"llama__rope__scaling__type": "su"}, "supported: none, linear, yarn"),
+        ({"llama__expert_count": 8}, "mixture of experts"),
+        ({"tokenizer__ggml__eos_token_id": 5000}, "is 5000; the model has 4096 tokens"),
+        ({"general__alignment": 7}, "damaged"),
+        ({"split__count": 3}, "a part of a model in 3 files, 1 of them are here"),
+    ],
+)
+def test_metadata_that_contradicts_the_tensors_is_refused(tmp_path, changes, message):
+    path = write_gguf(BUNDLED_MODEL, tmp_path, **changes)
+    with pytest.raises(WeightLoadError, match=message) as failure:
+        unpack(path)
+    assert "\n" not in str(failure.value)
+
+
+def test_other_architectures_are_named(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"architecture 'mamba', .*supported: llama, qwen2"):
+        find_folder(str(tmp_path / "model.gguf"))
+
+
+def test_of_several_models_in_a_folder_one_must_be_named(bundled, tmp_path):
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(bundled, tmp_path / name)
+    with pytest.raises(ConfigError, match=r"has 2 GGUF models \(a\.gguf, b\.gguf\); name one"):
+        find_model(tmp_path)
+    assert find_folder(str(tmp_path / "b.gguf")).name.startswith("b-")
+
+
+def test_a_changed_file_is_read_again(bundled, tmp_path):
+    path = tmp_path / "model.gguf"
+    shutil.copy(bundled, path)
+    first = unpack(path)
+    path.unlink()
+    other = write_gguf(BUNDLED_MODEL, tmp_path, llama__context_length=1024)
+    second = unpack(other)
+    assert first != second
+    assert read_hf_config(second, {})["max_position_embeddings"] == 1024

@@ -1,0 +1,182 @@
+"""A layer that keeps a state of each request: a summary of all its tokens, of fixed size.
+
+Where states are and which tokens are whose is the launch's; what one token does to a state is the
+layer's.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vllm.attention.cached_layer import CachedLayer
+from vllm.attention.context import ContextHolder, ReadsContext
+from vllm.kv_cache_spec import CacheKind, CacheTensor, KVCacheSpec
+from vllm.messages import IntArray
+
+States = tuple[Tensor, ...]
+"""[B, ...] for each tensor of the layer's cache: the states of B sequences."""
+
+
+class StateLayer(CachedLayer, ReadsContext):
+    """Runs sequences from the states that their earlier tokens have left. A base of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launch = ContextHolder()
+        for name in self.cache_names:
+            setattr(self, name, None)
+
+    @abstractmethod
+    def state_shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Shape and dtype of the state of one request, for each tensor of `cache_names`."""
+
+    @abstractmethod
+    def advance(
+        self, inputs: tuple[Tensor, ...], lengths: Tensor | None, states: States
+    ) -> tuple[Tensor, States]:
+        """Run B sequences of L tokens.
+
+        Args:
+            inputs: [B, L, ...] each.
+            lengths: [B] int64, tokens of each sequence, those behind are padding, whose results
+                count for nothing; None: all L.
+            states: before the first token; all zero for a new sequence.
+
+        Returns:
+            [B, L, ...], and the states after the last token of each.
+        """
+
+    def advance_rows(self, inputs: tuple[Tensor, ...], rows: Tensor, is_new: Tensor) -> Tensor:
+        """Run one token of B sequences, whose states are in rows of the bound caches.
+
+        Args:
+            inputs: [B, ...] each.
+            rows: [B] int64, no row twice.
+            is_new: [B] bool, sequences that begin, whatever their rows hold.
+
+        Returns:
+            [B, ...]
+        """
+        states = load_states(self.kv_caches, rows, is_new)
+        out, states = self.advance(tuple(x[:, None] for x in inputs), None, states)
+        store_states(self.kv_caches, rows, states)
+        return out[:, 0]
+
+    def cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
+        """The states; their dtypes do not depend on that of the KV cache."""
+        tensors = tuple(
+            CacheTensor(shape, str(dtype).removeprefix("torch."), dtype.itemsize)
+            for shape, dtype in self.state_shapes()
+        )
+        return KVCacheSpec(CacheKind.STATE, tensors)
+
+    def run_sequences(self, *inputs: Tensor) -> Tensor:
+        """Run the tokens of the launch, each with the state of its request.
+
+        Args:
+            inputs: [T, ...] each.
+
+        Returns:
+            [T, ...]
+        """
+        context = self.launch.context
+        if context is None or context.attention is None or not self.kv_caches:
+            # No cache: all tokens are one prompt, and nothing is kept.
+            states = tuple(
+                torch.zeros((1, *shape), dtype=dtype, device=inputs[0].device)
+                for shape, dtype in self.state_shapes()
+            )
+            return self.advance(tuple(x[None] for x in inputs), None, states)[0][0]
+        assert context.states is not None, "this launch carries no states"
+        return context.states.run(self, inputs)
+
+
+class StateMetadata(Protocol):
+    """Which states the tokens of a launch belong to, on one kind of device."""
+
+    def run(self, layer: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Run the sequences of the launch, and store their new states.
+
+        Args:
+            layer: its caches are bound.
+            inputs: [T, ...] each.
+
+        Returns:
+            [T, ...]
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class RaggedStates:
+    """The states of a ragged launch; its rows are those of `RaggedMetadata`: decodes first."""
+
+    num_decodes: int
+    """B_d, the number of rows with one token each."""
+    decode_rows: Tensor
+    """[B_d] int64 on the device: rows of the batch, which are indices of states."""
+    is_new: Tensor
+    """[B_d] bool on the device: a request that begins, whatever its row holds."""
+    rows: IntArray
+    """[B] rows of the batch."""
+    num_computed_tokens: IntArray
+    """[B] 0 for a request that begins."""
+    query_start_loc: IntArray
+    """[B + 1] the tokens of row b are query_start_loc[b] up to [b + 1]."""
+
+    @classmethod
+    def build(
+        cls,
+        rows: IntArray,
+        num_computed_tokens: IntArray,
+        query_start_loc: IntArray,
+        num_decodes: int,
+        device: torch.device,
+    ) -> "RaggedStates":
+        """Of a launch; arguments as the fields."""
+        decode_rows = torch.from_numpy(rows[:num_decodes].astype("int64"))
+        is_new = torch.from_numpy(num_computed_tokens[:num_decodes] == 0)
+        return cls(
+            num_decodes,
+            decode_rows.to(device),
+            is_new.to(device),
+            rows,
+            num_computed_tokens,
+            query_start_loc,
+        )
+
+    def run(self, layer: StateLayer, inputs: tuple[Tensor, ...]) -> Tensor:
+        """See `StateMetadata`."""
+        caches, outputs = layer.kv_caches, []
+        if self.num_decodes:
+            tokens = tuple(x[: self.num_decodes] for x in inputs)
+            outputs.append(layer.advance_rows(tokens, self.decode_rows, self.is_new))
+        for index in range(self.num_decodes, len(self.rows)):
+            start, end = self.query_start_loc[index : index + 2].tolist()
+            row = int(self.rows[index])
+            places = tuple(cache[row : row + 1] for cache in caches)
+            states = places
+            if not self.num_computed_tokens[index]:
+                states = tuple(torch.zeros_like(place) for place in places)
+            out, states = layer.advance(tuple(x[None, start:end] for x in inputs), None, states)
+            for place, state in zip(places, states, strict=True):
+                place.copy_(state)
+            outputs.append(out[0])
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def load_states(caches: States, rows: Tensor, is_new: Tensor) -> States:
+    """The states of some rows [B]; zeros for a new request, whatever an earlier one has left."""
+    found = (cache.index_select(0, rows) for cache in caches)
+    return tuple(
+        state.masked_fill(is_new.view(-1, *[1] * (state.dim() - 1)), 0.0) for state in found
+    )
+
+
+def store_states(caches: States, rows: Tensor, states: States) -> None:
+    """Put the states [B, ...] into their rows [B]."""
+    for cache, state in zip(caches, states, strict=True):
+        cache.index_copy_(0, rows, state.to(cache.dtype))

@@ -1,0 +1,155 @@
+"""Where KV blocks are kept besides the KV cache, and who shares them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from vllm.config.fields import check_at_least, check_one_of
+from vllm.errors import ConfigError
+
+KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+
+_CONNECTORS = ("OffloadingConnector", "SharedStorageConnector")
+_EXTRA_KEYS = {
+    "OffloadingConnector": ("folder", "folder_bytes"),
+    "SharedStorageConnector": ("shared_storage_path", "folder_bytes"),
+}
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVTransferConfig:
+    """The value of `kv_transfer_config`."""
+
+    kv_connector: str
+    """OffloadingConnector: host memory and a folder; SharedStorageConnector: a folder that several
+    engines share; or a class of `kv_connector_module_path`."""
+
+    kv_role: KVRole = "kv_both"
+    """kv_producer: saves blocks and loads none; kv_consumer: loads and saves none."""
+
+    kv_buffer_device: str = "cpu"
+    """Only cpu: blocks are buffered in host memory."""
+
+    kv_buffer_size: float = 1e9
+    """Bytes of host memory for blocks."""
+
+    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the connector: folder (or shared_storage_path) and folder_bytes."""
+
+    kv_connector_module_path: str | None = None
+    """Module of a connector class that is not one of ours."""
+
+    engine_id: str | None = None
+    """Accepted without effect, as the five below: no connector speaks over the network."""
+
+    kv_rank: int | None = None
+    kv_parallel_size: int = 1
+    kv_ip: str = "127.0.0.1"
+    kv_port: int = 14579
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kv_connector, str):
+            raise ConfigError(f"kv_connector must be a name, got {self.kv_connector!r}")
+        check_one_of(self, "kv_role", ("kv_producer", "kv_consumer", "kv_both"))
+        check_one_of(self, "kv_buffer_device", ("cpu",))
+        size = self.kv_buffer_size
+        if isinstance(size, bool) or not isinstance(size, int | float) or not size >= 0:
+            raise ConfigError(f"kv_buffer_size must be a number of bytes, got {size!r}")
+        if not isinstance(self.kv_connector_extra_config, Mapping):
+            raise ConfigError(
+                f"kv_connector_extra_config must be an object, got "
+                f"{self.kv_connector_extra_config!r}"
+            )
+        if self.kv_connector_module_path is None:
+            check_one_of(self, "kv_connector", _CONNECTORS)
+            self._check_extra()
+
+    def _check_extra(self) -> None:
+        extra, known = self.kv_connector_extra_config, _EXTRA_KEYS[self.kv_connector]
+        if unknown := [name for name in extra if name not in known]:
+            raise ConfigError(
+                f"kv_connector_extra_config of {self.kv_connector} has no key "
+                f"{', '.join(map(repr, unknown))}; accepted: {', '.join(known)}"
+            )
+        folder = extra.get(known[0])
+        if folder is None and self.kv_connector == "SharedStorageConnector":
+            raise ConfigError(
+                "SharedStorageConnector needs a folder: kv_connector_extra_config "
+                '{"shared_storage_path": "/path"}'
+            )
+        if folder is not None and (not isinstance(folder, str) or not folder):
+            raise ConfigError(f"kv_connector_extra_config: {known[0]} must be a path")
+        size = self.folder_bytes
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"kv_connector_extra_config: folder_bytes must be an integer of at least 1, got "
+                f"{size!r}"
+            )
+
+    @property
+    def folder(self) -> str | None:
+        """The folder for blocks; None: they are kept in host memory alone."""
+        extra = self.kv_connector_extra_config
+        folder: str | None = extra.get("shared_storage_path", extra.get("folder"))
+        return folder
+
+    @property
+    def folder_bytes(self) -> int:
+        """Bytes of files in the folder, about; the least recently used ones are removed."""
+        size: int = self.kv_connector_extra_config.get("folder_bytes", 10 * _GIB)
+        return size
+
+    @property
+    def saves(self) -> bool:
+        """Whether blocks are saved."""
+        return self.kv_role != "kv_consumer"
+
+    @property
+    def loads(self) -> bool:
+        """Whether blocks are loaded."""
+        return self.kv_role != "kv_producer"
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "KVTransferConfig":
+        """The value of `kv_transfer_config`.
+
+        Raises:
+            ConfigError: a key is not known or is missing, or its value is wrong.
+        """
+        names = [f.name for f in fields(cls)]
+        if unknown := [name for name in values if name not in names]:
+            raise ConfigError(
+                f"kv_transfer_config has no key {', '.join(map(repr, unknown))}; accepted: "
+                f"{', '.join(names)}"
+            )
+        if "kv_connector" not in values:
+            raise ConfigError(
+                f"kv_transfer_config needs kv_connector; accepted: {', '.join(_CONNECTORS)}"
+            )
+        try:
+            config = cls(**values)
+            check_at_least(config, 1, "kv_parallel_size")
+        except ConfigError as error:
+            raise ConfigError(f"kv_transfer_config: {error}") from None
+        return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorConfig:
+    """KV blocks outside of the KV cache."""
+
+    kv_transfer_config: Mapping[str, Any] = field(default_factory=dict)
+    """Keep KV blocks in host memory and files, and share them with other engines (JSON):
+    kv_connector (OffloadingConnector or SharedStorageConnector), kv_role, kv_buffer_size,
+    kv_connector_extra_config; see docs/kv_transfer.md."""
+
+    def __post_init__(self) -> None:
+        if self.kv_transfer_config:
+            KVTransferConfig.from_mapping(self.kv_transfer_config)  # raises
+
+    @property
+    def kv_transfer(self) -> KVTransferConfig | None:
+        """`kv_transfer_config` with its defaults; None: it is not given."""
+        given = self.kv_transfer_config
+        return KVTransferConfig.from_mapping(given) if given else None

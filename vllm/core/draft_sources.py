@@ -1,0 +1,51 @@
+"""Where drafts come from, as the settings say."""
+
+from collections.abc import Sequence
+
+from vllm.config import SpeculativeConfig
+from vllm.core.draft_control import DraftControl
+from vllm.core.drafts import DraftSource
+from vllm.core.lookup_drafts import NgramDrafts, SuffixDrafts
+from vllm.messages import DRAFT_OF_WORKER
+from vllm.request import Request
+
+
+class ModelDrafts:
+    """Drafts of a model beside the model: only their number is decided here, the worker makes them.
+
+    Args:
+        max_drafts: of a request in one step.
+        max_model_len: tokens that the draft model can process.
+    """
+
+    def __init__(self, max_drafts: int, max_model_len: int) -> None:
+        self.max_drafts = max_drafts
+        self._max_model_len = max_model_len
+
+    def propose(self, requests: Sequence[Request]) -> list[list[int]]:
+        """See `DraftSource`; the tokens are not known yet."""
+        rooms = (self._max_model_len - len(request.token_ids) for request in requests)
+        return [[DRAFT_OF_WORKER] * max(0, min(room, self.max_drafts)) for room in rooms]
+
+    def leave(self, request: Request) -> None:
+        """See `DraftSource`."""
+
+
+def make_drafts(
+    speculative: SpeculativeConfig,
+) -> tuple[DraftSource, DraftControl] | tuple[None, None]:
+    """The source and the limits that the settings ask for; None if they ask for no drafts."""
+    options = speculative.drafts
+    if options is None:
+        return None, None
+    source: DraftSource
+    if options.method == "draft_model":
+        assert speculative.draft_model is not None
+        max_model_len = speculative.draft_model.max_model_len or 0
+        source = ModelDrafts(options.num_speculative_tokens, max_model_len)
+    else:
+        source = {"ngram": NgramDrafts, "suffix": SuffixDrafts}[options.method](options)
+    control = DraftControl(
+        options.num_speculative_tokens, options.adaptive, options.disable_by_batch_size
+    )
+    return source, control

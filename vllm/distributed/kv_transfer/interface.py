@@ -1,0 +1,64 @@
+"""What keeps KV blocks outside of the KV cache of an engine."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from vllm.config.kv_transfer import KVTransferConfig
+
+BlockData = list[bytes]
+"""The bytes of one block, rank by rank."""
+
+
+class KVConnector(ABC):
+    """A store of KV blocks by the hash of their content.
+
+    The key of a block (`vllm.core.block_hash`) covers all tokens up to its end and what else
+    decides its content; the namespace covers model, weights and layout. So blocks with equal keys
+    are interchangeable between engines, and a block that is lost is computed again. What `load`
+    returns must be what was saved: a connector verifies data that could have changed.
+
+    `prefetch` may use threads; all methods are called from one thread.
+
+    Args:
+        config: the value of `kv_transfer_config`.
+    """
+
+    def __init__(self, config: KVTransferConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def open(self, namespace: str) -> None:
+        """Use this namespace from now on. Also called when the weights may have changed: blocks of
+        another namespace must not be found any more."""
+
+    @abstractmethod
+    def prefetch(self, keys: Sequence[bytes]) -> "Future[None] | None":
+        """Bring blocks near in the background.
+
+        Args:
+            keys: consecutive blocks of one prompt.
+
+        Returns:
+            Done when `load` would be quick; it never fails. None: there is nothing to do.
+        """
+
+    @abstractmethod
+    def load(self, keys: Sequence[bytes]) -> list[BlockData]:
+        """The blocks with these keys, up to the first one that is not there or is damaged."""
+
+    @abstractmethod
+    def missing(self, keys: Sequence[bytes]) -> list[int]:
+        """Indices of the keys whose blocks should be saved."""
+
+    @abstractmethod
+    def save(self, keys: Sequence[bytes], blocks: Sequence[BlockData]) -> None:
+        """Keep blocks. A block that cannot be kept is dropped."""
+
+    @abstractmethod
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Drop blocks whose content is wrong; unknown keys are ignored."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish writing, and release everything."""

@@ -1,0 +1,137 @@
+"""The connector of host memory and a folder, and the choice of a connector."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from vllm.config.kv_transfer import KVTransferConfig
+from vllm.distributed.kv_transfer.block_folder import BlockFolder
+from vllm.distributed.kv_transfer.host_blocks import HostBlocks
+from vllm.distributed.kv_transfer.interface import BlockData, KVConnector
+from vllm.errors import ConfigError
+from vllm.utils.imports import load_user_class
+
+
+class TieredConnector(KVConnector):
+    """Keeps blocks in host memory and, where there is a folder, in files.
+
+    Files are read and written in a thread. An engine that only produces blocks waits until they are
+    written, so that they can be loaded elsewhere when its request has ended.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+
+    def __init__(self, config: KVTransferConfig) -> None:
+        super().__init__(config)
+        self._host = HostBlocks(int(config.kv_buffer_size))
+        self._folder: BlockFolder | None = None
+        if config.folder is not None:
+            self._folder = BlockFolder(config.folder, config.folder_bytes)
+        self._thread = ThreadPoolExecutor(1, "kv-blocks")
+        self._namespace: str | None = None
+        self._num_unwritten = 0
+        """Bytes that wait to be written."""
+        self._lock = threading.Lock()
+
+    def open(self, namespace: str) -> None:
+        """See `KVConnector`."""
+        if namespace == self._namespace:
+            return
+        self._namespace = namespace
+        self._host.clear()
+        if self._folder is not None:
+            # After the files that are being written, which belong to the namespace before.
+            self._thread.submit(self._folder.open, namespace).result()
+
+    def prefetch(self, keys: Sequence[bytes]) -> "Future[None] | None":
+        """See `KVConnector`."""
+        folder = self._folder
+        far = [key for key in keys if key not in self._host]
+        if folder is None or not far or not folder.has(far[0]):
+            return None
+        return self._thread.submit(self._read, far)
+
+    def load(self, keys: Sequence[bytes]) -> list[BlockData]:
+        """See `KVConnector`."""
+        blocks: list[BlockData] = []
+        for key in keys:
+            block = self._host.get(key)
+            if block is None and self._folder is not None:
+                block = self._folder.read(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def missing(self, keys: Sequence[bytes]) -> list[int]:
+        """See `KVConnector`."""
+        folder = self._folder
+        return [
+            index
+            for index, key in enumerate(keys)
+            if (key not in self._host if folder is None else not folder.has(key))
+        ]
+
+    def save(self, keys: Sequence[bytes], blocks: Sequence[BlockData]) -> None:
+        """See `KVConnector`."""
+        for key, block in zip(keys, blocks, strict=True):
+            self._host.put(key, block)
+        num_bytes = sum(len(part) for block in blocks for part in block)
+        if self._folder is None or self._num_unwritten > self.config.kv_buffer_size:
+            return  # the folder is slower than what is computed
+        with self._lock:
+            self._num_unwritten += num_bytes
+        written = self._thread.submit(self._write, list(keys), list(blocks), num_bytes)
+        if not self.config.loads:
+            written.result()
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """See `KVConnector`."""
+        for key in keys:
+            self._host.drop(key)
+        if self._folder is not None:
+            self._thread.submit(self._remove, list(keys)).result()
+
+    def close(self) -> None:
+        """See `KVConnector`."""
+        self._thread.shutdown()
+        self._host.clear()
+
+    def _read(self, keys: Sequence[bytes]) -> None:
+        assert self._folder is not None
+        for key in keys:
+            block = self._folder.read(key)
+            if block is None:
+                return
+            self._host.put(key, block)
+
+    def _write(self, keys: Sequence[bytes], blocks: Sequence[BlockData], num_bytes: int) -> None:
+        assert self._folder is not None
+        for key, block in zip(keys, blocks, strict=True):
+            self._folder.write(key, block)
+        with self._lock:
+            self._num_unwritten -= num_bytes
+
+    def _remove(self, keys: Sequence[bytes]) -> None:
+        assert self._folder is not None
+        for key in keys:
+            self._folder.remove(key)
+
+
+def make_connector(config: KVTransferConfig) -> KVConnector:
+    """The connector that a config asks for.
+
+    Raises:
+        ConfigError: a class of the user cannot be used, or a folder cannot be written.
+    """
+    if config.kv_connector_module_path is None:
+        return TieredConnector(config)
+    path = f"{config.kv_connector_module_path}.{config.kv_connector}"
+    kind = load_user_class("kv_connector", path)
+    if not issubclass(kind, KVConnector):
+        raise ConfigError(
+            f"kv_connector {path!r} is not a subclass of vllm.distributed.kv_transfer.KVConnector"
+        )
+    connector: KVConnector = kind(config)
+    return connector

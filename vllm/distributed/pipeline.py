@@ -1,0 +1,124 @@
+"""Stages of a pipeline: consecutive layers, whose hidden states go from one rank to the next."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vllm.config.parallel import even_partition
+from vllm.errors import CollectiveError
+
+
+class Link(Protocol):
+    """Carries hidden states from each stage to the next one.
+
+    Raises:
+        CollectiveError: the other rank has failed, or has not answered in time.
+    """
+
+    def send(self, hidden_states: Tensor) -> None:
+        """Send to the next stage. The tensor is not written any more by the caller."""
+        ...
+
+    def receive(self, hidden_states: Tensor) -> None:
+        """Fill the tensor with what the stage before has sent. Both know the shape from the
+        step."""
+        ...
+
+
+@dataclass(eq=False)
+class Stage:
+    """A stage as one rank sees it. Its layers may be loaded before the ranks have met; `link` is
+    needed when they run."""
+
+    first_layer: int
+    end_layer: int
+    """Index after the last one."""
+    index: int = 0
+    count: int = 1
+    """Stages in all."""
+    link: Link | None = None
+
+    @classmethod
+    def of(
+        cls, index: int, count: int, num_layers: int, partition: Sequence[int] | None = None
+    ) -> "Stage":
+        """A stage of a model.
+
+        Args:
+            index: of the stage.
+            count: stages in all.
+            num_layers: of the model.
+            partition: number of layers of each stage; None: as `even_partition`.
+        """
+        sizes = list(partition or even_partition(num_layers, count))
+        first = sum(sizes[:index])
+        return cls(first, first + sizes[index], index, count)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds the tokens."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it computes logits and samples."""
+        return self.index == self.count - 1
+
+    @property
+    def connected(self) -> Link:
+        """The link; the ranks have met."""
+        assert self.link is not None, "the ranks have not met"
+        return self.link
+
+
+class GlooLink:
+    """Sends hidden states through gloo, while the rank computes its next step.
+
+    Args:
+        group: of all ranks.
+        rank: of this process in it.
+        before, after: ranks of the stages around this one; None: there is none.
+    """
+
+    def __init__(
+        self,
+        group: "torch.distributed.ProcessGroup",
+        rank: int,
+        before: int | None,
+        after: int | None,
+    ) -> None:
+        self._group: torch.distributed.ProcessGroup | None = group
+        self._rank = rank
+        self._before, self._after = before, after
+        self._sent: tuple[torch.distributed.Work, Tensor] | None = None
+
+    def close(self) -> None:
+        """Give the group up; nothing is sent from here on."""
+        self._sent = self._group = None
+
+    def send(self, hidden_states: Tensor) -> None:
+        """See `Link`. Waits until the tensor before this one has been taken."""
+        assert self._after is not None and self._group is not None
+        data = _bytes_of(hidden_states.contiguous())
+        try:
+            if self._sent is not None:
+                self._sent[0].wait()
+            self._sent = self._group.send([data], self._after, 0), data
+        except RuntimeError as error:
+            raise CollectiveError(f"send to rank {self._after}", self._rank, str(error)) from error
+
+    def receive(self, hidden_states: Tensor) -> None:
+        """See `Link`."""
+        assert self._before is not None and self._group is not None
+        try:
+            self._group.recv([_bytes_of(hidden_states)], self._before, 0).wait()
+        except RuntimeError as error:
+            what = f"receive from rank {self._before}"
+            raise CollectiveError(what, self._rank, str(error)) from error
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)

@@ -1,0 +1,168 @@
+"""Moves KV blocks between the KV cache and a connector, between two steps.
+
+    a request arrives   blocks that the connector has and the cache lacks are written into free
+                        blocks, and can then be found as any prefix
+    a request leaves    its full blocks are read, before a step can write over them, and saved
+
+Scheduler and workers know nothing of it.
+"""
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from hashlib import sha256
+
+from vllm.core.block_hash import block_hashes, root_hash
+from vllm.core.kv_cache_manager import KVCacheManager
+from vllm.distributed.kv_transfer import BlockData, KVConnector
+from vllm.executor import Executor
+from vllm.logger import init_logger
+from vllm.messages import EngineRequest
+
+logger = init_logger(__name__)
+
+
+class KVTransfer:
+    """The blocks of one engine core and its connector.
+
+    Args:
+        connector: closed by `close`.
+        cache: with one group of layers, and prefix caching.
+        executor: of the workers, started.
+        max_waiting: requests that wait ahead of one whose blocks are loaded. Blocks of further ones
+            would be evicted again before they are used, so they are loaded later.
+    """
+
+    def __init__(
+        self,
+        connector: KVConnector,
+        cache: KVCacheManager,
+        executor: Executor,
+        max_waiting: int,
+    ) -> None:
+        self._connector = connector
+        self._cache = cache
+        self._executor = executor
+        self._max_waiting = max_waiting
+        self._late: set[str] = set()
+        """Ids of requests whose blocks have not been loaded yet."""
+        self._is_open = False
+        self._namespace: str | None = None
+        self._is_mixed = False
+        """The KV cache has blocks of other weights, so none may be saved."""
+        self._saves, self._loads = connector.config.saves, connector.config.loads
+        if self._saves:
+            cache.freed = []
+        self._open()
+
+    def prepare(self, request: EngineRequest) -> "Future[None] | None":
+        """Begin to read the blocks of a request. Returns when it is done; None: there are none."""
+        if not self._can_load(request):
+            return None
+        self._open()
+        keys = self._keys(request)
+        num_cached = len(self._cache.pool.find(keys))
+        return self._connector.prefetch(keys[num_cached:]) if num_cached < len(keys) else None
+
+    def enter(self, request: EngineRequest, num_waiting: int) -> None:
+        """Load the blocks of a request that is about to wait, unless too many others wait."""
+        if not self._can_load(request):
+            return
+        if num_waiting < self._max_waiting:
+            self._restore(request)
+        else:
+            self._late.add(request.request_id)
+
+    def enter_late(self, requests: Iterable[EngineRequest]) -> None:
+        """Load the blocks of requests that may be admitted next, if that was put off."""
+        for request in requests:
+            if request.request_id in self._late:
+                self._late.discard(request.request_id)
+                self._restore(request)
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """Requests were aborted; unknown ids are ignored."""
+        self._late.difference_update(request_ids)
+
+    @property
+    def has_late(self) -> bool:
+        """Whether there are requests whose loading was put off."""
+        return bool(self._late)
+
+    def save_freed(self) -> None:
+        """Save the blocks of requests that have left. To be called before a step or a load is
+        started that may write over them."""
+        cache = self._cache
+        if cache.forgotten:
+            forgotten, cache.forgotten = cache.forgotten, []
+            self._connector.forget(forgotten)
+        if not cache.freed:
+            return
+        freed, cache.freed = dict(cache.freed), []
+        keys = list(freed.values())
+        block_ids = list(freed)
+        self._open()
+        wanted = self._connector.missing(keys)
+        if not wanted or self._is_mixed:
+            return
+        keys = [keys[index] for index in wanted]
+        parts = self._executor.collective_rpc(
+            "read_blocks", args=([block_ids[index] for index in wanted],)
+        )
+        blocks: list[BlockData] = [list(ranks) for ranks in zip(*parts, strict=True)]
+        self._connector.save(keys, blocks)
+
+    def reset(self) -> None:
+        """The prefix cache was emptied, perhaps because the weights will change."""
+        if self._cache.freed is not None:
+            self._cache.freed = []
+        self._is_open = self._is_mixed = False
+        self._namespace = None
+
+    def check_weights(self) -> None:
+        """The workers have run a method of the user, who may have changed the weights."""
+        self._is_open = False
+
+    def close(self) -> None:
+        """Finish writing."""
+        self._connector.close()
+
+    def _open(self) -> None:
+        """Find out which namespace the blocks belong to, if the weights may have changed."""
+        if self._is_open:
+            return
+        prints = self._executor.collective_rpc("cache_fingerprint")
+        namespace = sha256(b"".join(prints)).hexdigest()[:32]
+        if self._namespace not in (None, namespace) and not self._is_mixed:
+            self._is_mixed = True
+            logger.warning(
+                "the weights have changed and the prefix cache was not emptied: no KV blocks are "
+                "saved until reset_prefix_cache"
+            )
+        self._namespace = namespace
+        self._connector.open(namespace)
+        self._is_open = True
+
+    def _can_load(self, request: EngineRequest) -> bool:
+        return self._loads and request.sampling_params.prompt_logprobs is None
+
+    def _keys(self, request: EngineRequest) -> list[bytes]:
+        """Keys of the blocks of the prompt, without the last token, which has to be computed."""
+        return block_hashes(
+            root_hash(request),
+            request.prompt_token_ids[:-1],
+            self._cache.block_size,
+            request.cache_extra_keys,
+        )
+
+    def _restore(self, request: EngineRequest) -> None:
+        self._open()
+        keys = self._keys(request)
+        num_loaded = self._cache.restore(
+            keys, request.prompt_token_ids, self._connector.load, self._write
+        )
+        if num_loaded:
+            logger.debug("%d KV blocks of %s were loaded", num_loaded, request.request_id)
+
+    def _write(self, block_ids: list[int], blocks: list[BlockData]) -> bool:
+        self.save_freed()
+        return all(self._executor.collective_rpc("write_blocks", args=(block_ids, blocks)))

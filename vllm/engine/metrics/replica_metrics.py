@@ -1,0 +1,140 @@
+"""The metrics of an engine of several replicas: each replica's own, and sums where one number is
+wanted."""
+
+from collections.abc import Reversible, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import zip_longest
+from typing import Protocol
+
+import msgspec
+
+from vllm.config import VllmConfig
+from vllm.engine.metrics.engine_metrics import NUM_RECENT, EngineMetrics, FinishedRequestStats
+from vllm.engine.metrics.history import Rates
+from vllm.engine.metrics.registry import AnyMetrics, MergedMetrics
+from vllm.messages import DraftStats, RunnerStats, SchedulerStats
+
+
+class ReadableMetrics(Protocol):
+    """What logs and pages read: of one replica or of all together; see `EngineMetrics`."""
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def config(self) -> VllmConfig: ...
+
+    @property
+    def recent(self) -> Reversible[FinishedRequestStats]: ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_generation_tokens(self) -> int: ...
+
+    @property
+    def num_restarts(self) -> int: ...
+
+    @property
+    def totals(self) -> SchedulerStats: ...
+
+    def rates(self) -> Rates: ...
+
+    def metric_sets(self) -> Sequence[AnyMetrics]: ...
+
+
+@dataclass(frozen=True)
+class ReplicaMetrics:
+    """See `ReadableMetrics`. Every sample on the page of metrics has the label `engine`, the index
+    of its replica."""
+
+    replicas: Sequence[EngineMetrics]
+    """At least one."""
+
+    @property
+    def model_name(self) -> str:
+        """The label of every sample."""
+        return self.replicas[0].model_name
+
+    @property
+    def config(self) -> VllmConfig:
+        """The config of the engine."""
+        return self.replicas[0].config
+
+    @property
+    def recent(self) -> list[FinishedRequestStats]:
+        """The last finished requests of all replicas, the oldest first."""
+        found = [request for replica in self.replicas for request in replica.recent]
+        return sorted(found, key=lambda request: request.finished)[-NUM_RECENT:]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all replicas."""
+        return sum(replica.num_prompt_tokens for replica in self.replicas)
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """Of all replicas."""
+        return sum(replica.num_generation_tokens for replica in self.replicas)
+
+    @property
+    def num_restarts(self) -> int:
+        """Of all replicas."""
+        return sum(replica.num_restarts for replica in self.replicas)
+
+    @property
+    def totals(self) -> SchedulerStats:
+        """Statistics of all replicas together."""
+        return sum_stats([replica.totals for replica in self.replicas])
+
+    def rates(self) -> Rates:
+        """Tokens of each second, of all replicas."""
+        every = [replica.rates() for replica in self.replicas]
+        prompt, generation = zip(*every, strict=True)
+        return Rates(
+            [sum(second) for second in zip(*prompt, strict=True)],
+            [sum(second) for second in zip(*generation, strict=True)],
+        )
+
+    def metric_sets(self) -> list[AnyMetrics]:
+        """All metrics, for exposition."""
+        every = [replica.metric_sets() for replica in self.replicas]
+        return [MergedMetrics(parts) for parts in zip(*every, strict=True)]
+
+
+def sum_stats(every: Sequence[SchedulerStats]) -> SchedulerStats:
+    """Statistics of several replicas as those of one: sums, and the share of all blocks in use.
+
+    Args:
+        every: at least one.
+    """
+    if len(every) == 1:
+        return every[0]
+    num_blocks = sum(stats.num_kv_blocks for stats in every)
+    num_used = sum(stats.num_kv_blocks * stats.kv_cache_usage for stats in every)
+    places = zip_longest(*(stats.drafts.accepted for stats in every), fillvalue=0)
+    numbers = (
+        "num_running",
+        "num_waiting",
+        "num_prefix_queries",
+        "num_prefix_hits",
+        "num_preemptions",
+    )
+    return SchedulerStats(
+        **{name: sum(getattr(stats, name) for stats in every) for name in numbers},
+        num_kv_blocks=num_blocks,
+        kv_cache_usage=num_used / num_blocks if num_blocks else 0.0,
+        drafts=DraftStats(
+            num_drafts=sum(stats.drafts.num_drafts for stats in every),
+            num_draft_tokens=sum(stats.drafts.num_draft_tokens for stats in every),
+            accepted=tuple(map(sum, places)),
+        ),
+        runner=reduce(_add_runners, (stats.runner for stats in every)),
+    )
+
+
+def _add_runners(one: RunnerStats, other: RunnerStats) -> RunnerStats:
+    pairs = zip(msgspec.structs.astuple(one), msgspec.structs.astuple(other), strict=True)
+    return RunnerStats(**dict(zip(RunnerStats.__struct_fields__, map(sum, pairs), strict=True)))

@@ -1,0 +1,201 @@
+"""Chooses the replica of the engine for each request: the one with the least to compute.
+
+    tokens to compute  =  prompts that have no token yet, without what is cached
+                          + _OUTPUT_TOKENS per output, or max_tokens if that is less
+
+How long an output will be is not known, so outputs count alike. A replica to which a request with
+the same beginning was sent has fewer tokens of it to compute: so it is chosen, unless it has that
+much more to do than another one. Independent of processes and of the event loop.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from vllm.messages import EngineRequest
+
+_OUTPUT_TOKENS = 256
+"""Tokens that are expected of an output with a larger limit."""
+
+_MAX_PREFIXES = 1 << 15
+"""Beginnings of prompts that are remembered, over all replicas; about 10 MB."""
+
+_ENDS = (*range(64, 1025, 64), *range(1536, 4097, 512))
+"""Lengths at which the beginnings of two prompts are compared."""
+
+
+class PrefixMemory:
+    """Which replica was sent which beginnings of prompts.
+
+    A beginning is known by its hash. Two with one hash only make a choice worse, so the hash is
+    Python's.
+
+    Args:
+        capacity: beginnings to remember; those that were not sent for the longest are forgotten.
+    """
+
+    def __init__(self, capacity: int = _MAX_PREFIXES) -> None:
+        self._capacity = capacity
+        self._replicas: dict[int, int] = {}
+        """Hash of a beginning -> bit mask of replicas, the one sent last at the end."""
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def hashes(self, request: EngineRequest) -> list[int]:
+        """The hashes of the beginnings of a prompt, short ones first."""
+        token_ids, found = request.prompt_token_ids, []
+        last = hash((request.cache_salt, request.cache_extra_keys))
+        start = 0
+        for end in _ENDS:
+            if end > len(token_ids):
+                break
+            last = hash((last, tuple(token_ids[start:end])))
+            found.append(last)
+            start = end
+        return found
+
+    def num_known_tokens(self, hashes: Sequence[int], num_replicas: int) -> list[int]:
+        """How many tokens of this beginning each replica was sent before."""
+        known = [0] * num_replicas
+        left = (1 << num_replicas) - 1
+        for end, key in zip(_ENDS, hashes, strict=False):
+            left &= self._replicas.get(key, 0)
+            if not left:
+                break
+            for index in range(num_replicas):
+                if left >> index & 1:
+                    known[index] = end
+        return known
+
+    def add(self, hashes: Sequence[int], replica: int) -> None:
+        """Note that a replica is sent a prompt with these beginnings."""
+        replicas = self._replicas
+        for key in hashes:
+            replicas[key] = replicas.pop(key, 0) | 1 << replica
+        while len(replicas) > self._capacity:
+            del replicas[next(iter(replicas))]
+
+    def forget(self, replica: int) -> None:
+        """A replica has lost its cache."""
+        mask = ~(1 << replica)
+        kept = ((key, found & mask) for key, found in self._replicas.items())
+        self._replicas = {key: found for key, found in kept if found}
+
+
+@dataclass(slots=True)
+class ReplicaLoad:
+    """What one replica has to do."""
+
+    num_tokens: int = 0
+    """Tokens to compute."""
+    requests: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Id in the core -> tokens to compute of its prompt and of its output."""
+    prefilling: set[str] = field(default_factory=set)
+    """Requests without a token."""
+
+
+class ReplicaRouter:
+    """The load of the replicas, and the choice between them.
+
+    Args:
+        num_replicas: at least 1.
+        max_num_seqs: requests that one replica runs at a time; further ones wait in it.
+        has_prefix_cache: whether replicas keep prefixes.
+        capacity: see `PrefixMemory`.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        max_num_seqs: int,
+        *,
+        has_prefix_cache: bool,
+        capacity: int = _MAX_PREFIXES,
+    ) -> None:
+        self.loads = [ReplicaLoad() for _ in range(num_replicas)]
+        self._max_num_seqs = max_num_seqs
+        self._has_prefixes = has_prefix_cache and num_replicas > 1
+        self._prefixes = PrefixMemory(capacity)
+        self._owners: dict[str, int] = {}
+        self._last = num_replicas - 1
+
+    def choose(
+        self, request: EngineRequest, core_ids: Sequence[str], candidates: Sequence[int]
+    ) -> int:
+        """The replica to send a request to. Its tokens count as that replica's from now on.
+
+        Args:
+            request: to send.
+            core_ids: of its outputs, which the core computes as so many requests.
+            candidates: indices of the replicas that may get it, at least one.
+        """
+        count, prefixes = len(self.loads), self._prefixes
+        hashes = prefixes.hashes(request) if self._has_prefixes else []
+        known = prefixes.num_known_tokens(hashes, count) if hashes else [0] * count
+
+        def cost(index: int) -> tuple[bool, int, int, int]:
+            load = self.loads[index]
+            num_requests = len(load.requests)
+            has_to_wait = num_requests >= self._max_num_seqs
+            turn = (index - self._last - 1) % count
+            return has_to_wait, load.num_tokens - known[index], num_requests, turn
+
+        chosen = candidates[0] if len(candidates) == 1 else min(candidates, key=cost)
+        self._last = chosen
+        if hashes:
+            prefixes.add(hashes, chosen)
+        self._add(chosen, request, core_ids, known[chosen])
+        return chosen
+
+    def owner(self, core_id: str) -> int | None:
+        """The replica that has a request; None if it has ended."""
+        return self._owners.get(core_id)
+
+    def progress(self, replica: int, core_ids: Sequence[str]) -> None:
+        """Requests of a replica have new tokens."""
+        load = self.loads[replica]
+        if not load.prefilling:
+            return
+        for core_id in load.prefilling.intersection(core_ids):
+            load.prefilling.discard(core_id)
+            num_prompt, num_output = load.requests[core_id]
+            load.requests[core_id] = 0, num_output
+            load.num_tokens -= num_prompt
+
+    def end(self, core_ids: Iterable[str]) -> None:
+        """Requests have ended; unknown ids are ignored."""
+        for core_id in core_ids:
+            owner = self._owners.pop(core_id, None)
+            if owner is None:
+                continue
+            load = self.loads[owner]
+            load.num_tokens -= sum(load.requests.pop(core_id))
+            load.prefilling.discard(core_id)
+
+    def lose(self, replica: int) -> list[str]:
+        """Forget a replica's requests and its prefixes. Returns the ids of the requests."""
+        core_ids = list(self.loads[replica].requests)
+        self.end(core_ids)
+        self._prefixes.forget(replica)
+        return core_ids
+
+    def forget_prefixes(self) -> None:
+        """The prefix caches of all replicas were emptied."""
+        for index in range(len(self.loads)):
+            self._prefixes.forget(index)
+
+    def _add(
+        self, replica: int, request: EngineRequest, core_ids: Sequence[str], num_known: int
+    ) -> None:
+        load = self.loads[replica]
+        num_prompt = len(request.prompt_token_ids)
+        num_output = 0
+        if request.pooling_params is None:
+            num_output = min(_OUTPUT_TOKENS, request.max_total_tokens - num_prompt)
+        num_new = max(0, num_prompt - num_known)
+        for core_id in core_ids:
+            load.requests[core_id] = num_new, num_output
+            load.num_tokens += num_new + num_output
+            load.prefilling.add(core_id)
+            self._owners[core_id] = replica
+            num_new = 0  # the further outputs share the prompt

@@ -1,0 +1,59 @@
+"""How the model is divided over workers, checked against the model and the device."""
+
+from dataclasses import replace
+
+from vllm import envs
+from vllm.config import LoadConfig, LoRAConfig, ModelConfig, ParallelConfig
+from vllm.config.parallel import even_partition
+from vllm.errors import ConfigError
+from vllm.platforms import Platform
+
+_PARTITION = "VLLM_PP_LAYER_PARTITION"
+
+
+def resolve_parallel(
+    asked: ParallelConfig, model: ModelConfig, load: LoadConfig, lora: LoRAConfig, device: Platform
+) -> ParallelConfig:
+    """The sizes of the groups, with the layers of each stage.
+
+    Raises:
+        ConfigError: the model, the device or another setting needs one worker or one stage.
+    """
+    size = asked.pipeline_parallel_size
+    if size == 1:
+        return asked
+    reason = None
+    if device.needs_static_shapes:
+        reason = f"is not available on the device {device.name!r} in this version"
+    elif lora.enable_lora:
+        reason = "and enable_lora=True cannot be used together in this version"
+    elif model.resolved_arch.has_states:
+        reason = "does not divide a model with states (Mamba layers) in this version"
+    elif model.pooler is not None:
+        reason = f"needs a model that generates, and '{model.model}' runs with pooling"
+    elif load.load_format == "sharded_state":
+        reason = "cannot read load_format='sharded_state', which is divided over tensor ranks alone"
+    if reason is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size={size} {reason}. Leave it out; tensor_parallel_size splits "
+            f"a model over devices, too"
+        )
+    num_layers = model.resolved_arch.num_layers
+    partition = _asked_partition(size, num_layers) or even_partition(num_layers, size)
+    return replace(asked, pipeline_layer_partition=tuple(partition))
+
+
+def _asked_partition(size: int, num_layers: int) -> list[int] | None:
+    text = envs.get().VLLM_PP_LAYER_PARTITION
+    if text is None:
+        return None
+    counts = [count.strip() for count in text.split(",")]
+    if all(count.isdecimal() and int(count) for count in counts):
+        found = [int(count) for count in counts]
+        if len(found) == size and sum(found) == num_layers:
+            return found
+    raise ConfigError(
+        f"{_PARTITION}={text!r} must be {size} numbers of layers, one for each stage of "
+        f"pipeline_parallel_size={size}, with the sum {num_layers}, the layers of the model, such "
+        f"as {','.join(map(str, even_partition(num_layers, size)))}"
+    )

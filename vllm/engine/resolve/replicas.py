@@ -1,0 +1,109 @@
+"""The shares of replicas of data parallelism: of cores, memory and ports."""
+
+import re
+from dataclasses import replace
+from typing import Any, cast
+
+from vllm import envs
+from vllm.config import DeviceConfig, ParallelConfig, VllmConfig
+from vllm.errors import ConfigError
+from vllm.platforms import Platform, resolve_platform
+from vllm.platforms.cpu_threads import (
+    by_place,
+    divide_cores,
+    equal_shares,
+    parse_cores,
+    usable_cores,
+)
+
+_PORT = re.compile(r"^(tcp://.*:)(\d+)$")
+
+
+def resolve_device(platform: Platform, parallel: ParallelConfig) -> DeviceConfig:
+    """The device, and the cores that VLLM_CPU_OMP_THREADS_BIND names.
+
+    Raises:
+        ConfigError: the variable has a wrong value.
+    """
+    settings = envs.get()
+    text = settings.VLLM_CPU_OMP_THREADS_BIND
+    bound_cores: tuple[tuple[int, ...], ...] | None = None
+    replica_cores: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    num_replicas, num_ranks = parallel.data_parallel_size, parallel.world_size
+    if platform.name == "cpu" and num_replicas == 1:
+        bound_cores = parse_cores(text, usable_cores(), num_ranks)
+    elif platform.name == "cpu":
+        replica_cores = divide_cores(text, usable_cores(), num_replicas, num_ranks)
+    return DeviceConfig(
+        device=cast(Any, platform.name),
+        bound_cores=bound_cores,
+        replica_cores=replica_cores,
+        counts_threads=settings.OMP_NUM_THREADS is None
+        and text.strip().lower() not in ("all", "nobind"),
+    )
+
+
+def replica_configs(config: VllmConfig) -> list[VllmConfig]:
+    """The config of each replica. The memory that is free now is divided among them.
+
+    Args:
+        config: of all of them together; with one replica, it is the config of that one.
+
+    Raises:
+        ConfigError: a replica cannot have a part of what the config asks for.
+    """
+    count = config.parallel.data_parallel_size
+    if count == 1:
+        return [config]
+    devices = [config.device] * count
+    if config.device.device == "cpu":
+        share = resolve_platform("cpu").free_memory_bytes() // count
+        devices = [
+            replace(_cpu_share(device, index, count), memory_share_bytes=share)
+            for index, device in enumerate(devices)
+        ]
+    cache = config.cache
+    if config.device.device == "cpu" and cache.kv_cache_memory_bytes is not None:
+        cache = replace(cache, kv_cache_memory_bytes=cache.kv_cache_memory_bytes // count)
+    return [
+        _with_own_endpoints(
+            replace(
+                config,
+                parallel=replace(config.parallel, data_parallel_rank=index),
+                device=devices[index],
+                cache=cache,
+            ),
+            index,
+        )
+        for index in range(count)
+    ]
+
+
+def _cpu_share(device: DeviceConfig, index: int, count: int) -> DeviceConfig:
+    if device.replica_cores:
+        return replace(device, bound_cores=device.replica_cores[index], replica_cores=())
+    if not device.counts_threads:
+        return device  # OpenMP's own settings decide
+    return replace(device, core_share=equal_shares(by_place(usable_cores()), count)[index])
+
+
+def _with_own_endpoints(config: VllmConfig, index: int) -> VllmConfig:
+    """The events of the KV cache are published on one port per replica, counted upwards."""
+    observability = config.observability
+    if not index or not observability.kv_events.is_published:
+        return config
+    events = dict(observability.kv_events_config)
+    given = observability.kv_events
+    for name in ("endpoint", "replay_endpoint"):
+        address = getattr(given, name)
+        if address is None:
+            continue
+        found = _PORT.match(address)
+        if found is None:
+            raise ConfigError(
+                f"kv_events_config: {name} {address!r} has no port, and data_parallel_size="
+                f"{config.parallel.data_parallel_size} needs one address per replica. Use "
+                f"tcp://HOST:PORT; replica n publishes at PORT + n"
+            )
+        events[name] = f"{found[1]}{int(found[2]) + index}"
+    return replace(config, observability=replace(observability, kv_events_config=events))

@@ -1,0 +1,118 @@
+"""The model that makes drafts, and whether drafts can be made."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm.config import ModelConfig, SpeculativeConfig
+from vllm.config.speculative import METHODS_WITHOUT_EFFECT
+from vllm.engine.resolve.model_options import resolve_quantization
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.platforms import Platform
+
+logger = init_logger(__name__)
+
+
+def asked_draft_model(
+    speculative: SpeculativeConfig, model: ModelConfig, platform: Platform, num_stages: int
+) -> ModelConfig | None:
+    """The draft model that is asked for, not yet resolved; None if there is none.
+
+    Raises:
+        ConfigError: the model cannot run with one.
+    """
+    options = speculative.drafts
+    if options is None or options.method != "draft_model" or model.pooler is not None:
+        return None
+    if not platform.can_run_draft_models:
+        return None
+    if model.enable_sleep_mode:
+        raise ConfigError(
+            "speculative_config: a draft model and enable_sleep_mode cannot be used together: its "
+            "memory could not be released. Leave one of them out, or use the method ngram"
+        )
+    if num_stages > 1:
+        raise ConfigError(
+            f"speculative_config: a draft model and pipeline_parallel_size={num_stages} cannot be "
+            f"used together: a stage does not know the newest tokens. Leave one of them out, or "
+            f"use the method ngram"
+        )
+    return ModelConfig(
+        model=options.model or "",
+        revision=options.revision,
+        quantization=options.quantization,
+        max_model_len=options.max_model_len or None,
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        enforce_eager=model.enforce_eager,
+        seed=model.seed,
+    )
+
+
+def check_draft_model(draft: ModelConfig, model: ModelConfig, platform: Platform) -> ModelConfig:
+    """The draft model, with a length that the model can reach.
+
+    Raises:
+        ConfigError: it cannot make drafts for this model.
+    """
+    name = f"speculative_config: the draft model '{draft.model}'"
+    if draft.pooler is not None:
+        raise ConfigError(f"{name} does not generate text. Name one that does")
+    if draft.resolved_arch.has_states:
+        raise ConfigError(
+            f"{name} keeps states (Mamba layers), which cannot go back to where a draft was wrong. "
+            f"Name a model without them, or use the method ngram"
+        )
+    draft = resolve_quantization(draft, platform)
+    sizes = draft.resolved_arch.vocab_size, model.resolved_arch.vocab_size
+    if draft.tokenizer is not None and model.tokenizer is not None:
+        vocabularies = _vocabulary(draft.tokenizer), _vocabulary(model.tokenizer)
+        if None not in vocabularies:
+            if vocabularies[0] == vocabularies[1]:
+                return draft  # sizes may differ by padding
+            raise ConfigError(
+                f"{name} has another tokenizer than the model '{model.model}'. Name a model of the "
+                f"same family, or use the method ngram"
+            )
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"{name} has a vocabulary of {sizes[0]} tokens, and the model '{model.model}' has "
+            f"{sizes[1]}. Name a draft model with the same tokenizer, or use the method ngram"
+        )
+    return draft
+
+
+def max_draft_tokens(speculative: SpeculativeConfig, model: ModelConfig, platform: Platform) -> int:
+    """Drafts that a step verifies for one request; 0: there are none."""
+    drafts = speculative.drafts
+    reason = None
+    if speculative.method in METHODS_WITHOUT_EFFECT:
+        reason = f"the method {speculative.method} is not built in this version"
+    elif speculative.method == "draft_model" and not platform.can_run_draft_models:
+        reason = f"a draft model does not run on the device {platform.name!r} in this version"
+    if reason is not None:
+        logger.warning(
+            "speculative_config=%s has no effect: %s. Outputs are the same without drafts. The "
+            "methods ngram and suffix have an effect",
+            dict(speculative.speculative_config),
+            reason,
+        )
+        return 0
+    if drafts is None or model.pooler is not None:
+        return 0
+    return drafts.num_speculative_tokens
+
+
+def _vocabulary(folder: str) -> dict[str, int] | None:
+    """Tokens and their ids; None where the folder has no tokenizer.json that lists them."""
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    except (ValueError, KeyError, TypeError):
+        return None  # loading the tokenizer says what is wrong with it
+    return {**vocabulary, **added} if isinstance(vocabulary, dict) else None

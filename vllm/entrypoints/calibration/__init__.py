@@ -1,0 +1,1 @@
+"""`vllm calibrate`: FP8 scales of a model from texts, and the perplexity before and after."""

@@ -1,0 +1,191 @@
+"""The folder of a calibration: which files there are, what is done, and the files that the steps
+without a model change."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from vllm.config.inc import read_json_object
+from vllm.errors import ConfigError
+from vllm.model_executor.quantization.inc_files import (
+    Measurements,
+    Node,
+    file_path,
+    find_file,
+    merged,
+    missing_file,
+    read_file,
+    write_file,
+)
+
+DEVICES = {"g2": "GAUDI2", "g3": "GAUDI3"}
+"""Part of the names of files -> the card in QUANT_CONFIG."""
+
+
+class CalibrationFolder:
+    """The files of one model and one kind of card.
+
+    Args:
+        out: folder for all models.
+        model: name or path of the model.
+        device: a key of DEVICES.
+    """
+
+    def __init__(self, out: str, model: str, device: str) -> None:
+        name = re.split(r"[/\\]", model.rstrip("/\\"))[-1].lower()
+        self.path = Path(out).expanduser().absolute() / name
+        self.device = device
+        self.prefix = str(self.path / device / "inc_output")
+        """Beginning of the paths of measurement files."""
+
+    @property
+    def measure_config(self) -> Path:
+        """QUANT_CONFIG to measure."""
+        return self.path / f"maxabs_measure_{self.device}.json"
+
+    @property
+    def quant_config(self) -> Path:
+        """QUANT_CONFIG to serve."""
+        return self.path / f"maxabs_quant_{self.device}.json"
+
+    @property
+    def samples(self) -> Path:
+        """Samples of tokens that are measured."""
+        return self.path / "calibration_samples.jsonl"
+
+    @property
+    def held_out(self) -> Path:
+        """Samples of tokens for the perplexity."""
+        return self.path / "evaluation_samples.jsonl"
+
+    def write_configs(self, scale_method: str, blocked: list[str]) -> None:
+        """Write both files of QUANT_CONFIG."""
+        common = {
+            "method": "HOOKS",
+            "observer": "maxabs",
+            "dump_stats_path": self.prefix,
+            "blocklist": {"types": [], "names": blocked},
+        }
+        measure = {**common, "mode": "MEASURE", "allowlist": {"types": [], "names": []}}
+        quant = {
+            **common,
+            "mode": "QUANTIZE",
+            "scale_method": scale_method,
+            "allowlist": {"types": [], "names": []},
+            "device_for_scales": DEVICES[self.device],
+        }
+        self._write(self.measure_config, measure)
+        self._write(self.quant_config, quant)
+
+    def delete_measurements(self) -> None:
+        """Delete files of earlier measurements, and scales computed of them."""
+        for file in Path(self.prefix).parent.glob("inc_output_hooks_maxabs*"):
+            file.unlink()
+
+    def delete_scales(self) -> None:
+        """Delete scales, so that they are computed anew."""
+        for file in Path(self.prefix).parent.glob("inc_output_hooks_maxabs_[A-Z]*"):
+            file.unlink()
+
+    # ---- what is done ---------------------------------------------------------------------
+
+    @property
+    def _state_file(self) -> Path:
+        return self.path / f"calibration_{self.device}.json"
+
+    def read_state(self) -> dict[str, Any]:
+        """What earlier runs have written; empty: nothing.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        if not self._state_file.is_file():
+            return {}
+        return read_json_object(self._state_file, "the state of the calibration")
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        """Replace what is kept for later runs."""
+        self._write(self._state_file, state)
+
+    def _write(self, path: Path, content: dict[str, Any]) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_suffix(".new")
+            new.write_text(json.dumps(content, indent=4) + "\n", encoding="utf-8")
+            new.replace(path)
+        except OSError as error:
+            raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from None
+
+    # ---- steps without a model ------------------------------------------------------------
+
+    def read_measurements(self, rank: int, world_size: int) -> Measurements:
+        """The measurements of a rank.
+
+        Raises:
+            ConfigError: they are missing or damaged.
+        """
+        path = find_file(self.prefix, rank, world_size)
+        if path is None:
+            raise missing_file(str(self.measure_config), self.prefix, rank, world_size)
+        return read_file(path, "DynamicRange")
+
+    def postprocess(self, world_size: int) -> None:
+        """Let products of attention have the ranges of the caches that they read.
+
+        Raises:
+            ConfigError: measurements are missing or damaged.
+        """
+        for rank in range(world_size):
+            measured = self.read_measurements(rank, world_size)
+            if link_attention(measured.nodes):
+                self._write_ranks(measured.path, measured.nodes, rank, world_size)
+
+    def unify(self, world_size: int, target: int) -> None:
+        """Make measurements for `target` ranks of those of `world_size`.
+
+        Raises:
+            ConfigError: that is not possible, or measurements are missing or damaged.
+        """
+        if not 0 < target < world_size or world_size % target:
+            raise ConfigError(
+                f"--unify-ranks {target}: it must be less than the {world_size} measured ranks "
+                f"(--tensor-parallel-size), and divide them"
+            )
+        size = world_size // target
+        for rank in range(target):
+            parts = [self.read_measurements(rank * size + i, world_size) for i in range(size)]
+            nodes = parts[0].nodes
+            for part in parts[1:]:
+                nodes = merged(nodes, part)
+            self._write_ranks(file_path(self.prefix, rank, target), nodes, rank, target)
+
+    def _write_ranks(self, path: Path, nodes: dict[str, Node], rank: int, world_size: int) -> None:
+        local_rank = rank if world_size > 1 else -1
+        write_file(path, nodes, "DynamicRange", local_rank=local_rank)
+
+
+def link_attention(nodes: dict[str, Node]) -> bool:
+    """Give products of attention the ranges of what they read and write: the second input of
+    matmul_qk and matmul_av is what the cache holds, and the output of fused attention is the input
+    of o_proj.
+
+    Returns:
+        Whether anything has changed. Nothing does without modules for these products.
+    """
+    has_changed = False
+    for name, node in list(nodes.items()):
+        parent, _, part = name.rpartition(".")
+        block = parent.removesuffix(".attn.impl")
+        if part in ("matmul_qk", "matmul_av"):
+            cache = "k_cache" if part == "matmul_qk" else "v_cache"
+            source = nodes.get(f"{parent}.{cache}") or nodes.get(f"{parent}.latent_cache_k")
+            if source is not None and len(node.inputs) > 1:
+                node.inputs[1] = list(source.inputs[0])
+                has_changed = True
+        elif part == "fused_scaled_dot_product_attention":
+            source = nodes.get(f"{block}.o_proj")
+            if source is not None:
+                node.outputs = [list(source.inputs[0]), *node.outputs[1:]]
+                has_changed = True
+    return has_changed

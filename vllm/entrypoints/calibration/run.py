@@ -1,0 +1,220 @@
+"""The steps of a calibration, in order, each of which can be done again or alone.
+
+prepare      texts -> samples of tokens, and the files of QUANT_CONFIG
+measure      run the model on the samples, and write the largest absolute values
+postprocess  values of attention follow from those of the caches
+unify        measurements for fewer ranks (only with --unify-ranks)
+quantize     load the model in FP8, which writes its scales
+evaluate     perplexity of held-out samples, before and after
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.calibration.dataset import (
+    read_samples,
+    read_texts,
+    split_samples,
+    write_samples,
+)
+from vllm.entrypoints.calibration.folder import CalibrationFolder
+from vllm.entrypoints.calibration.perplexity import perplexity
+from vllm.errors import ConfigError
+from vllm.inputs import TokensPrompt
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+STEPS = ("prepare", "measure", "postprocess", "unify", "quantize", "evaluate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationSettings:
+    """What a user asks for."""
+
+    dataset: str | None
+    """File with texts; None where no step reads it."""
+    num_samples: int
+    sample_tokens: int
+    output_tokens: int
+    """Tokens that are generated after each sample, and measured too."""
+    batch_size: int
+    scale_method: str
+    blocked: tuple[str, ...]
+    unify_ranks: int | None
+
+
+class Calibration:
+    """One model, its folder, and the steps.
+
+    Args:
+        engine: arguments of the engine; those of quantization are set here.
+        folder: of the files.
+        settings: of the user.
+        say: called with each line for the user.
+    """
+
+    def __init__(
+        self,
+        engine: EngineArgs,
+        folder: CalibrationFolder,
+        settings: CalibrationSettings,
+        say: Callable[[str], None],
+    ) -> None:
+        if engine.quantization is not None or engine.quant_config is not None:
+            raise ConfigError(
+                "--quantization and --quant-config: leave them out, the calibration sets them"
+            )
+        self.engine = engine
+        self.folder = folder
+        self.settings = settings
+        self.say = say
+        self.world_size: int = engine.tensor_parallel_size
+        self._inputs = {
+            "model": engine.model,
+            "dataset": settings.dataset,
+            "num_samples": settings.num_samples,
+            "sample_tokens": settings.sample_tokens,
+            "output_tokens": settings.output_tokens,
+            "blocked": list(settings.blocked),
+            "ranks": self.world_size,
+        }
+
+    def run(self, steps: tuple[str, ...]) -> dict[str, Any]:
+        """Do the steps that are not done yet.
+
+        Args:
+            steps: all of STEPS, or one, which is done again.
+
+        Returns:
+            The state of the calibration.
+
+        Raises:
+            ConfigError: a step cannot be done.
+        """
+        state = self.folder.read_state()
+        inputs = self._inputs
+        if len(steps) == 1 and state and self.settings.dataset is None:
+            inputs = {**inputs, "dataset": state.get("inputs", {}).get("dataset")}
+        if state.get("inputs") != inputs:
+            state = {"inputs": inputs, "done": []}
+        if state.get("scale_method") != self.settings.scale_method:
+            state["done"] = [s for s in state["done"] if s not in ("quantize", "evaluate")]
+        state["scale_method"] = self.settings.scale_method
+        for number, step in enumerate(steps, start=1):
+            if step == "unify" and self.settings.unify_ranks is None and len(steps) > 1:
+                continue  # not asked for
+            if len(steps) > 1 and step in state["done"]:
+                self.say(f"step {number} of {len(steps)}, {step}: done before")
+                continue
+            self.say(f"step {number} of {len(steps)}, {step}")
+            # What follows from this step has to be done again.
+            state["done"] = [s for s in state["done"] if STEPS.index(s) < STEPS.index(step)]
+            getattr(self, f"_{step}")(state)
+            state["done"].append(step)
+            self.folder.write_state(state)
+        return state
+
+    # ---- steps ----------------------------------------------------------------------------
+
+    def _prepare(self, state: dict[str, Any]) -> None:
+        from vllm.transformers_utils.tokenizer import get_tokenizer
+
+        if self.settings.dataset is None:
+            raise ConfigError("--dataset is needed for the step prepare: a file with texts")
+        texts = read_texts(self.settings.dataset)
+        model = self.engine.create_engine_config().model
+        tokenizer = get_tokenizer(
+            model.tokenizer or model.resolved_path, trust_remote_code=model.trust_remote_code
+        )
+        measured, held_out = split_samples(
+            texts,
+            partial(tokenizer.encode, verbose=False),
+            self.settings.sample_tokens,
+            self.settings.num_samples,
+        )
+        self.folder.write_configs(self.settings.scale_method, list(self.settings.blocked))
+        write_samples(self.folder.samples, measured)
+        write_samples(self.folder.held_out, held_out)
+        state["num_measured"] = 0
+        self.say(f"{len(measured)} samples to measure, {len(held_out)} for the perplexity")
+
+    def _measure(self, state: dict[str, Any]) -> None:
+        from tqdm import tqdm
+
+        from vllm import SamplingParams
+
+        samples = read_samples(self.folder.samples)
+        num_done = int(state.get("num_measured", 0)) % len(samples)
+        if not num_done:
+            self.folder.delete_measurements()
+        params = SamplingParams(
+            max_tokens=self.settings.output_tokens, temperature=0, ignore_eos=True, detokenize=False
+        )
+        size = self.settings.batch_size
+        with (
+            self._engine(quant_config=str(self.folder.measure_config)) as llm,
+            tqdm(total=len(samples), initial=num_done, desc="Measured samples") as bar,
+        ):
+            for start in range(num_done, len(samples), size):
+                batch = samples[start : start + size]
+                prompts = [TokensPrompt(prompt_token_ids=sample) for sample in batch]
+                llm.generate(prompts, params, use_tqdm=False)
+                # After each batch: a run that is stopped goes on here.
+                llm.collective_rpc("save_measurements", args=(True,))
+                state["num_measured"] = start + len(batch)
+                self.folder.write_state(state)
+                bar.update(len(batch))
+
+    def _postprocess(self, state: dict[str, Any]) -> None:
+        self.folder.postprocess(self.world_size)
+
+    def _unify(self, state: dict[str, Any]) -> None:
+        if self.settings.unify_ranks is None:
+            raise ConfigError("--step unify needs --unify-ranks: for how many devices")
+        self.folder.unify(self.world_size, self.settings.unify_ranks)
+
+    def _quantize(self, state: dict[str, Any]) -> None:
+        self.folder.write_configs(self.settings.scale_method, list(self.settings.blocked))
+        self.folder.delete_scales()
+        with self._engine(**self._quantized()):
+            self.say(f"scales are in {self.folder.prefix}*")
+
+    def _evaluate(self, state: dict[str, Any]) -> None:
+        samples = read_samples(self.folder.held_out)
+        with self._engine() as llm:
+            before = perplexity(llm, samples, use_tqdm=True)
+        with self._engine(**self._quantized()) as llm:
+            after = perplexity(llm, samples, use_tqdm=True)
+        state["perplexity"] = {"before": before, "after": after}
+
+    # ---- engines --------------------------------------------------------------------------
+
+    def _quantized(self) -> dict[str, Any]:
+        ranks = self.settings.unify_ranks or self.world_size
+        return {
+            "quant_config": str(self.folder.quant_config),
+            "kv_cache_dtype": "fp8_inc",
+            "tensor_parallel_size": ranks,
+        }
+
+    @contextmanager
+    def _engine(self, **changes: Any) -> "Iterator[LLM]":
+        from vllm import LLM
+
+        arguments = {**vars(self.engine), "max_model_len": self._max_model_len(), **changes}
+        llm = LLM(**arguments)
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.shutdown()
+            del llm
+            gc.collect()
+
+    def _max_model_len(self) -> int:
+        return self.settings.sample_tokens + max(1, self.settings.output_tokens)

@@ -1,0 +1,72 @@
+"""`vllm quantize`: a checkpoint with weights of few bits, from an unquantized one."""
+
+import argparse
+
+from vllm.errors import ConfigError
+from vllm.utils import FlexibleArgumentParser
+
+_METHODS = ("awq", "gptq", "fp8", "int8")
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[FlexibleArgumentParser]",
+) -> FlexibleArgumentParser:
+    """Declare the subcommand and return its parser."""
+    parser = subparsers.add_parser(
+        "quantize",
+        description="Write a quantized checkpoint of a model, one decoder layer at a time, on the "
+        "CPU. awq and gptq measure the model on texts; fp8 and int8 (compressed-tensors, dynamic "
+        "activations) need none.",
+        usage="vllm quantize --method METHOD --model MODEL [--dataset FILE] --out FOLDER [flags]",
+    )
+    parser.add_argument("--method", choices=_METHODS, required=True, help="format to write")
+    parser.add_argument(
+        "--model", required=True, help="folder or Hugging Face name of the unquantized model"
+    )
+    parser.add_argument(
+        "--dataset",
+        metavar="FILE",
+        help="texts for awq and gptq: .jsonl or .json with texts or objects that have a text, "
+        "prompt or question; else plain text",
+    )
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="new folder for the files")
+    parser.add_argument(
+        "--bits", type=int, choices=(2, 3, 4, 8), help="bits of a number, gptq only (default: 4)"
+    )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        default=128,
+        metavar="N",
+        help="inputs that share a scale, awq and gptq; -1: all (default: 128)",
+    )
+    parser.add_argument(
+        "--desc-act",
+        action="store_true",
+        help="gptq: round the inputs with the largest activations first; more exact",
+    )
+    for name, default, text in (
+        ("--num-samples", 128, "samples to measure"),
+        ("--sample-tokens", 512, "tokens of a sample"),
+    ):
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the checkpoint. Returns the exit code.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+    for name in ("num_samples", "sample_tokens"):
+        if getattr(args, name) < 1 + (name == "sample_tokens"):
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} is too small")
+    if args.group_size != -1 and not 1 <= args.group_size <= 1 << 16:
+        raise ConfigError(f"--group-size {args.group_size} must be -1, or from 1 to 65536")
+
+    from vllm.entrypoints.quantize.run import quantize
+
+    return quantize(args)

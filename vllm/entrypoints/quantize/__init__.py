@@ -1,0 +1,1 @@
+"""`vllm quantize`: a quantized checkpoint of an unquantized one."""

@@ -1,0 +1,123 @@
+"""What each method writes: tensors of a layer, and `quantization_config`.
+
+By the public descriptions of the formats: GPTQ (`qweight`, `qzeros`, `scales`, `g_idx`), AWQ in the
+layout gemm, and compressed-tensors for fp8 and int8.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.entrypoints.quantize.rounding import Grid, Rounded
+
+_AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight neighbours is in each place of a word, from the lowest bits on."""
+
+
+def gptq_tensors(rounded: Rounded, bits: int) -> dict[str, Tensor]:
+    """Zero points are stored less one, as the first format does."""
+    return {
+        "qweight": _words(rounded.numbers, bits).T.contiguous(),
+        "qzeros": _words(rounded.zeros - 1, bits),
+        "scales": rounded.scales.half(),
+        "g_idx": rounded.groups,
+    }
+
+
+def gptq_settings(grid: Grid, by_activation: bool, dense: Sequence[str]) -> dict[str, Any]:
+    """
+    Args:
+        grid: of the weights.
+        by_activation: whether groups have inputs from everywhere.
+        dense: last parts of the names of layers that stay dense.
+    """
+    settings: dict[str, Any] = {
+        "quant_method": "gptq",
+        "bits": grid.bits,
+        "group_size": grid.group_size,
+        "desc_act": by_activation,
+        "sym": grid.is_symmetric,
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+    }
+    if dense:
+        settings["dynamic"] = {f"-:.*\\.{name}$": {} for name in dense}
+    return settings
+
+
+def awq_tensors(rounded: Rounded) -> dict[str, Tensor]:
+    """Eight outputs of an input in a word."""
+
+    def words(numbers: Tensor) -> Tensor:
+        eights = numbers.unflatten(1, (-1, 8))[..., list(_AWQ_PLACES)]
+        return _words(eights.flatten(1), 4)
+
+    return {
+        "qweight": words(rounded.numbers.T.contiguous()),
+        "qzeros": words(rounded.zeros),
+        "scales": rounded.scales.half(),
+    }
+
+
+def awq_settings(grid: Grid, dense: Sequence[str]) -> dict[str, Any]:
+    """Arguments as of `gptq_settings`."""
+    return {
+        "quant_method": "awq",
+        "bits": grid.bits,
+        "group_size": grid.group_size,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": list(dense) or None,
+    }
+
+
+def fp8_tensors(weight: Tensor) -> dict[str, Tensor]:
+    """e4m3, with a scale per output."""
+    scales = _row_scales(weight, torch.finfo(torch.float8_e4m3fn).max)
+    return {"weight": (weight.float() / scales).to(torch.float8_e4m3fn), "weight_scale": scales}
+
+
+def int8_tensors(weight: Tensor) -> dict[str, Tensor]:
+    """int8, with a scale per output."""
+    scales = _row_scales(weight, 127)
+    return {"weight": (weight.float() / scales).round().to(torch.int8), "weight_scale": scales}
+
+
+def compressed_settings(kind: str, ignored: Sequence[str]) -> dict[str, Any]:
+    """Of 8 bits per number, with inputs rounded row by row.
+
+    Args:
+        kind: "float" or "int".
+        ignored: names of linear layers that stay dense.
+    """
+    weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel"}
+    inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if kind == "float" else "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignored),
+    }
+
+
+def _row_scales(weight: Tensor, largest: float) -> Tensor:
+    scales = weight.float().abs().amax(1, keepdim=True) / largest
+    return torch.where(scales == 0, 1.0, scales)
+
+
+def _words(numbers: Tensor, bits: int) -> Tensor:
+    """Rows of numbers as words of 32 bits, the first in the lowest bits: [R, N] uint8 ->
+    [R, N * bits / 32] int32."""
+    if bits == 3:  # 32 numbers are in three words
+        stream = (numbers[..., None] >> torch.arange(bits, dtype=torch.uint8) & 1).flatten(1)
+        eights = stream.unflatten(1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)
+        whole = eights.sum(-1, dtype=torch.uint8)
+    else:
+        per_byte = numbers.unflatten(1, (-1, 8 // bits))
+        shifted = per_byte << torch.arange(0, 8, bits, dtype=torch.uint8)
+        whole = shifted.sum(-1, dtype=torch.uint8)
+    return whole.contiguous().view(torch.int32)

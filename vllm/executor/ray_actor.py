@@ -1,0 +1,72 @@
+"""The actor of one rank in a Ray cluster. Nothing is unpickled but the bytes of messages."""
+
+import socket
+import traceback
+
+from vllm import envs
+from vllm.distributed import Meeting
+from vllm.executor.rank_server import RankServer, failure_of, is_result_rank
+from vllm.executor.rank_wire import FromRank, StartRank, decode_to_rank
+from vllm.message_codec import encode
+
+
+class RankActor:
+    """Handles messages in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._server: RankServer | None = None
+        self._answers: list[FromRank] = []
+
+    def is_alive(self) -> bool:
+        """Answer, if this actor can."""
+        return True
+
+    def open_address(self) -> tuple[str, int]:
+        """An address of this machine at which the ranks can meet: VLLM_HOST_IP, or the address by
+        which Ray knows the machine."""
+        import ray.util
+
+        host = envs.get().VLLM_HOST_IP or ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, probe.getsockname()[1]
+
+    def start(self, data: bytes, address: tuple[str, int]) -> list[bytes]:
+        """Make the worker.
+
+        Args:
+            data: a `StartRank`.
+            address: of rank 0, where the ranks meet.
+        """
+        start = decode_to_rank(data)
+        assert isinstance(start, StartRank)
+
+        def meet() -> Meeting:
+            return Meeting.at(start.config.parallel, start.rank, address)
+
+        try:
+            self._server = RankServer(
+                start, self._answers.append, meet, sends_results=is_result_rank(start)
+            )
+        except Exception as error:  # the engine must be told about any error
+            return self._fail(error)
+        return []
+
+    def handle(self, data: bytes) -> list[bytes]:
+        """Do what a message says, and return the answers. After a failure the engine ends this
+        actor."""
+        assert self._server is not None, "the first message is StartRank"
+        try:
+            self._server.handle(decode_to_rank(data))
+            self._server.finish_step()
+        except Exception as error:  # the engine must be told about any error
+            return self._fail(error)
+        answers = [encode(answer) for answer in self._answers]
+        self._answers.clear()
+        return answers
+
+    def _fail(self, error: Exception) -> list[bytes]:
+        failure = failure_of(error)
+        if not failure.is_config_error:
+            traceback.print_exc()
+        return [encode(failure)]

@@ -1,0 +1,313 @@
+"""Workers that are actors of a Ray cluster, on one machine or several.
+
+An actor gets the same messages as a process of `multiproc`, as bytes, and does the same with them.
+All ranks are actors: the engine's own machine may have no device.
+"""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed import RankLayout
+from vllm.errors import CollectiveError, ConfigError
+from vllm.executor.base import Executor
+from vllm.executor.rank_group import RankError
+from vllm.executor.rank_wire import (
+    CallRank,
+    FromRank,
+    PrepareRequest,
+    RankFailed,
+    RankResult,
+    RecordTokens,
+    RunStep,
+    StartRank,
+    StepResult,
+    ToRank,
+    decode_from_rank,
+    result_decoder,
+)
+from vllm.executor.ray_utils import (
+    Placement,
+    import_ray,
+    initialize_ray_cluster,
+    place_ranks,
+    worker_environment,
+)
+from vllm.executor.worker_call import WorkerMethod, name_to_send, refuse_code
+from vllm.logger import init_logger
+from vllm.message_codec import decode_value, encode, encode_arguments
+from vllm.messages import (
+    EngineRequest,
+    ModelRunnerOutput,
+    RunnerStats,
+    SchedulerOutput,
+    StepTokens,
+)
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import resolve_platform
+from vllm.worker.interface import StepHandleLike
+
+logger = init_logger(__name__)
+
+_NOTICE_TIMEOUT_S = 10.0
+"""From the end of an exchange to the report of the worker that has ended it."""
+
+
+class RayExecutor(Executor):
+    """Workers of a Ray cluster.
+
+    Args:
+        config: of the engine.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._layout = RankLayout.of(config.parallel)
+        self._ray: Any = None
+        self._has_joined = False
+        self._placement: Placement | None = None
+        self._actors: list[Any] = []
+        self._call_ids = itertools.count()
+        self._unread: dict[Any, int] = {}
+        """Answers that nobody has waited for -> rank."""
+        self._stats = RunnerStats()
+        # The messages of the next step can be on their way while one runs.
+        self.is_asynchronous = config.scheduler.async_scheduling
+
+    # ---- the start ------------------------------------------------------------------------
+
+    def start_workers(self) -> None:
+        """Join the cluster, start the actors, load the model on all ranks, and let them meet.
+
+        Raises:
+            ConfigError: there is no Ray, no cluster, or too few resources.
+        """
+        try:
+            self._start_actors()
+            self.call_workers("load")
+            self.call_workers("join")
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start_actors(self) -> None:
+        from vllm.executor.ray_actor import RankActor
+
+        config = self._config
+        self._ray = ray = import_ray()
+        self._has_joined = not ray.is_initialized()
+        initialize_ray_cluster(config.parallel)
+        platform = resolve_platform(config.device.device)
+        resources = {"CPU": 1.0}
+        if platform.name == "hpu":
+            resources["HPU"] = 1.0
+        self._placement = placement = place_ranks(config.parallel, resources)
+        strategies = ray.util.scheduling_strategies
+        more = {name: count for name, count in resources.items() if name != "CPU"}
+        for bundle in placement.bundles:
+            options = ray.remote(RankActor).options(
+                num_cpus=resources["CPU"],
+                resources=more,
+                runtime_env={"env_vars": worker_environment()},
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
+                    placement_group=placement.group, placement_group_bundle_index=bundle
+                ),
+            )
+            self._actors.append(options.remote())
+        address = self._get([self._actors[0].open_address.remote()])[0]
+        models = ModelRegistry.plugins()
+        starts = [
+            StartRank(config=config, rank=rank, models=models, place=place)
+            for rank, place in enumerate(placement.places)
+        ]
+        self._answers(
+            [
+                actor.start.remote(encode(start), address)
+                for actor, start in zip(self._actors, starts, strict=True)
+            ]
+        )
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on all ranks at the same time."""
+        decode = result_decoder(method)
+        return [decode(answer.value) for answer in self._call(method, args)]
+
+    def _call(
+        self,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        is_user: bool = False,
+        timeout: float | None = None,
+    ) -> list[RankResult]:
+        message = CallRank(
+            call_id=next(self._call_ids),
+            method=method,
+            arguments=encode_arguments(args, kwargs or {}),
+            is_user=is_user,
+        )
+        found = []
+        for answers in self._answers(self._send(message), timeout):
+            (answer,) = [each for each in answers if isinstance(each, RankResult)]
+            if answer.error is not None:
+                raise answer.error.exception()
+            found.append(answer)
+        return found
+
+    # ---- steps ----------------------------------------------------------------------------
+
+    def execute_model(self, step: SchedulerOutput) -> StepHandleLike:
+        """Start a step on all ranks."""
+        refs = self._send(RunStep(step=step))
+        result = refs[self._layout.result_rank]
+        self._unread.update((ref, rank) for rank, ref in enumerate(refs) if ref is not result)
+        return _RayStep(self, result)
+
+    def finish_step(self, result: Any) -> ModelRunnerOutput:
+        """Wait for the result of a step, or for any rank that fails before it."""
+        limit_s, rank = self._config.parallel.distributed_timeout_s, self._layout.result_rank
+        deadline = time.monotonic() + limit_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            waiting = [result, *self._unread]
+            ready, _ = self._ray.wait(waiting, num_returns=1, timeout=left_s)
+            if not ready:
+                reason = f"rank {rank} has no result after {limit_s} s"
+                raise CollectiveError("a step", rank, reason)
+            (ref,) = ready
+            answers = self._read(ref, self._unread.pop(ref, rank))
+            if ref == result:
+                break
+        (found,) = [each for each in answers if isinstance(each, StepResult)]
+        self._stats, output = found.stats, found.output
+        if self._layout.pipeline_size > 1 and len(output.rows):
+            told = self._layout.ranks_without_tokens
+            tokens = RecordTokens(tokens=StepTokens.of(output))
+            self._unread.update(zip(self._send(tokens, told), told, strict=True))
+        return output
+
+    def prepare(self, request: EngineRequest) -> "Future[None] | None":
+        """See `Executor.prepare`. The workers prepare while the request waits for its first step.
+
+        Raises:
+            RequestError: the request has code, which cannot be sent.
+        """
+        refuse_code(self._config.parallel, request)
+        if request.sampling_params.guided_decoding is not None:
+            refs = self._send(PrepareRequest(request=request))
+            self._unread.update((ref, rank) for rank, ref in enumerate(refs))
+        return None
+
+    def collective_rpc(
+        self,
+        method: WorkerMethod,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of all workers; arguments and results are plain values.
+
+        Raises:
+            RequestError: also when `method` is a function, which is not sent.
+        """
+        name = name_to_send(method)
+        answers = self._call(name, args, kwargs, is_user=True, timeout=timeout)
+        return [decode_value(answer.value) for answer in answers]
+
+    def stats(self) -> RunnerStats:
+        """Counters of the rank that sends results, as of its last step."""
+        return self._stats
+
+    def shutdown(self) -> None:
+        """End the actors and give their resources back; leave the cluster if this engine has joined
+        it."""
+        ray, placement = self._ray, self._placement
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors, self._placement, self._unread = [], None, {}
+        if placement is not None:
+            ray.util.remove_placement_group(placement.group)
+        if self._has_joined:
+            self._has_joined = False
+            ray.shutdown()
+
+    # ---- messages -------------------------------------------------------------------------
+
+    def _send(self, message: ToRank, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Send a message; returns a reference to the answers of each rank."""
+        if not self._actors:
+            raise RuntimeError("the executor has not started, or has been shut down")
+        data = encode(message)
+        chosen = self._actors if ranks is None else [self._actors[rank] for rank in ranks]
+        return [actor.handle.remote(data) for actor in chosen]
+
+    def _answers(self, refs: Sequence[Any], timeout: float | None = None) -> list[list[FromRank]]:
+        """The answers by rank. Raises the failure of the first rank that fails."""
+        ranks = {ref: rank for rank, ref in enumerate(refs)}
+        found: dict[int, list[FromRank]] = {}
+        waiting = list(refs)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while waiting:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=left_s)
+            if not ready:
+                raise TimeoutError(f"the workers have not answered within {timeout} s")
+            rank = ranks[ready[0]]
+            found[rank] = self._read(ready[0], rank)
+        return [found[rank] for rank in range(len(refs))]
+
+    def _read(self, ref: Any, rank: int) -> list[FromRank]:
+        """The answers of a rank, which are there.
+
+        Raises:
+            ConfigError, RankError: the rank has failed.
+        """
+        try:
+            answers = [decode_from_rank(data) for data in self._get([ref])[0]]
+        except self._ray.exceptions.RayActorError as error:
+            raise self._death_of(rank, error) from error
+        for answer in answers:
+            if isinstance(answer, RankFailed):
+                if answer.is_config_error:
+                    raise ConfigError(f"rank {rank}: {answer.message}")
+                if answer.is_of_another:
+                    self._raise_death()
+                raise RankError(f"rank {rank} failed: {answer.message}")
+        return answers
+
+    def _raise_death(self) -> None:
+        """Raise the end of an actor that has ended without a word, if there is one."""
+        asked = {actor.is_alive.remote(): rank for rank, actor in enumerate(self._actors)}
+        deadline = time.monotonic() + _NOTICE_TIMEOUT_S
+        while asked and (left_s := deadline - time.monotonic()) > 0:
+            ready, _ = self._ray.wait(list(asked), num_returns=1, timeout=left_s)
+            for ref in ready:
+                rank = asked.pop(ref)
+                try:
+                    self._get([ref])
+                except self._ray.exceptions.RayActorError as error:
+                    raise self._death_of(rank, error) from error
+
+    def _death_of(self, rank: int, error: Exception) -> RankError:
+        reason = " ".join(str(error).split())
+        return RankError(f"rank {rank} (an actor of Ray) has ended: {reason}")
+
+    def _get(self, refs: Sequence[Any]) -> list[Any]:
+        found: list[Any] = self._ray.get(list(refs))
+        return found
+
+
+class _RayStep:
+    """A step in flight."""
+
+    def __init__(self, executor: RayExecutor, result: Any) -> None:
+        self._executor = executor
+        self._result = result
+
+    def result(self) -> ModelRunnerOutput:
+        """The result; waits for it."""
+        return self._executor.finish_step(self._result)

@@ -1,0 +1,93 @@
+"""Parameters of the structured output of a request."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from vllm.errors import RequestError
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+"""Fields that are a constraint; the others are options of it."""
+
+
+class GuidedDecodingParams(msgspec.Struct, kw_only=True):
+    """Structured output. At most one of json, regex, choice, grammar, json_object and
+    structural_tag may be set.
+
+    Args:
+        json: a JSON schema, or its text.
+        regex: a pattern of Python's `re` that matches the whole output.
+        choice: the output is one of these.
+        grammar: EBNF with a rule `root`, or Lark with a rule `start`.
+        json_object: any JSON object.
+        structural_tag: free text with JSON between tags; JSON text.
+        backend: auto, xgrammar or llguidance; None is the engine's.
+        whitespace_pattern: between the tokens of JSON.
+        disable_any_whitespace: no whitespace that JSON does not need.
+        disable_additional_properties: objects have only the properties that their schema names.
+        disable_fallback: refuse what the backend does not enforce.
+        field: where the user wrote this, for errors; None is here.
+
+    Raises:
+        RequestError: (a ValueError) more than one kind is set. The content is checked with the
+            request.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    backend: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    disable_fallback: bool = False
+    field: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
+        if len(given) > 1:
+            raise RequestError(
+                f"guided_decoding accepts one kind of constraint, got {', '.join(given)}",
+                param="guided_decoding",
+            )
+
+
+StructuredOutputsParams = GuidedDecodingParams
+"""The newer name."""
+
+
+def read_guided_decoding(
+    guided_decoding: Any, structured_outputs: Any
+) -> GuidedDecodingParams | None:
+    """The constraint, which was given under one of two names, as parameters or as a dict of them.
+
+    Raises:
+        RequestError: both names are used, the type is wrong, or a key of the dict is not known.
+    """
+    if guided_decoding is not None and structured_outputs is not None:
+        raise RequestError(
+            "guided_decoding and structured_outputs are both given; they are two names of one "
+            "parameter: leave one out",
+            param="structured_outputs",
+        )
+    name, given = "guided_decoding", guided_decoding
+    if structured_outputs is not None:
+        name, given = "structured_outputs", structured_outputs
+    if given is None or isinstance(given, GuidedDecodingParams):
+        return given
+    if not isinstance(given, Mapping):
+        raise RequestError(
+            f"{name} must be StructuredOutputsParams (or GuidedDecodingParams), or a dict of their "
+            f"fields, got {type(given).__name__}",
+            param=name,
+        )
+    accepted = [field for field in GuidedDecodingParams.__struct_fields__ if field != "field"]
+    if unknown := [key for key in given if key not in accepted]:
+        raise RequestError(
+            f"{name} has no field {unknown[0]!r}; accepted: {', '.join(accepted)}", param=name
+        )
+    return GuidedDecodingParams(**given)

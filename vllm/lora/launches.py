@@ -1,0 +1,187 @@
+"""The adapters of a launch, and where their weights are: on the host, where a launch has any shape,
+and on a device that compiles shapes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vllm.ops import get_ops
+from vllm.ops.low_rank import AdaptedLayer, AdaptedRows, LowRank, PreparedAdapter
+
+
+class AdapterStore(Protocol):
+    """The adapters in slots."""
+
+    def prepare(self, parts: Sequence[LowRank | None]) -> Any:
+        """Bring an adapter into the layout of the slots, in host memory. From any thread."""
+        ...
+
+    def put(self, slot: int, prepared: Any) -> None:
+        """Write an adapter to a slot, between two launches."""
+        ...
+
+
+# ---- launches of any shape ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RaggedAdapters:
+    """The adapters of T tokens; those without one are not touched."""
+
+    rows: AdaptedRows
+
+    def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
+        """See `LaunchAdapters`."""
+        return get_ops().add_low_rank(y, x, layer, self.rows)
+
+
+class HostSlots:
+    """Adapters in host memory: a slot refers to one.
+
+    Args:
+        places: of the layers.
+        num_slots: adapters in use at once.
+        dtype: of the inputs of layers.
+    """
+
+    def __init__(self, places: Sequence[AdaptedLayer], num_slots: int, dtype: torch.dtype) -> None:
+        self._places = places
+        self._dtype = dtype
+        self.adapters: list[PreparedAdapter | None] = [None] * num_slots
+        """By slot."""
+
+    def prepare(self, parts: Sequence[LowRank | None]) -> PreparedAdapter:
+        """See `AdapterStore`."""
+        return get_ops().prepare_adapter(self._places, parts, self._dtype)
+
+    def put(self, slot: int, prepared: PreparedAdapter) -> None:
+        """See `AdapterStore`."""
+        self.adapters[slot] = prepared
+
+
+# ---- launches of a fixed shape --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SlottedAdapters:
+    """The adapters of T tokens, S slots of rank R: shapes do not depend on who has which.
+
+    x is multiplied with the A of all slots, and what is not of the slot of a token becomes zero.
+    So an index is data, and a launch is a few large products. Tokens without an adapter get
+    back what the layer computed.
+    """
+
+    slots: "DeviceSlots"
+    is_own: Tensor
+    """[T, S, 1] in the dtype of the weights: 1 for the slot of a token."""
+    has_one: Tensor
+    """[T, 1] bool: the token has an adapter."""
+
+    def adapt(self, layer: AdaptedLayer, x: Tensor, y: Tensor) -> Tensor:
+        """See `LaunchAdapters`."""
+        a, b = self.slots.a[layer.number], self.slots.b[layer.number]
+        inner = torch.mm(x.to(a.dtype), a.flatten(0, 1).t()).unflatten(1, a.shape[:2])
+        inner = inner * self.is_own
+        rank = self.slots.rank
+        sums = [
+            torch.mm(inner[:, :, i * rank : (i + 1) * rank].flatten(1, 2), part.flatten(0, 1))
+            for i, part in enumerate(b)
+        ]
+        added = sums[0] if len(sums) == 1 else torch.cat(sums, dim=1)
+        return torch.where(self.has_one, y + added.to(y.dtype), y)
+
+
+class DeviceSlots:
+    """The weights of adapters on a device, stacked, at addresses that stay.
+
+    P projections of a layer, S slots.
+
+    Args:
+        places: of the layers; the projections of each cover all of its outputs, in order.
+        num_slots: S.
+        rank: R, the largest of an adapter; others are padded with zeros.
+        dtype: of the weights.
+        device: that has them.
+        end: ends what is compiled together: called before and after the writes of an adapter.
+
+    Attributes:
+        a: for each layer [S, P * R, in_features].
+        b: for each layer and projection [S, R, size].
+    """
+
+    def __init__(
+        self,
+        places: Sequence[AdaptedLayer],
+        num_slots: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        end: Callable[[], None],
+    ) -> None:
+        self._places = places
+        self._dtype, self._device, self._end = dtype, device, end
+        self.rank = rank
+        self.a: list[Tensor] = []
+        self.b: list[list[Tensor]] = []
+        for place in places:
+            ends = [offset + size for offset, size in place.parts]
+            assert [0, *ends[:-1]] == [offset for offset, _ in place.parts], place
+            shape = (num_slots, len(place.parts) * rank, place.in_features)
+            self.a.append(torch.zeros(shape, dtype=dtype, device=device))
+            self.b.append(
+                [
+                    torch.zeros((num_slots, rank, size), dtype=dtype, device=device)
+                    for _, size in place.parts
+                ]
+            )
+        self._numbers = torch.arange(num_slots, dtype=torch.int32).to(device)
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        tensors = [*self.a, *(part for parts in self.b for part in parts)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def prepare(self, parts: Sequence[LowRank | None]) -> list[Tensor]:
+        """See `AdapterStore`: a [P * R, in_features], then b [R, size] of each projection, of one
+        layer after the other."""
+        found = []
+        for place, a, b in zip(self._places, self.a, self.b, strict=True):
+            stacked = torch.zeros(a.shape[1:], dtype=self._dtype)
+            found.append(stacked)
+            for index, target in enumerate(b):
+                own, part = torch.zeros(target.shape[1:], dtype=self._dtype), None
+                part = parts[place.first_part + index]
+                if part is not None:
+                    size = len(part.a)
+                    stacked[index * self.rank : index * self.rank + size] = part.a
+                    own[:size] = part.b.T
+                found.append(own)
+        return found
+
+    def put(self, slot: int, prepared: list[Tensor]) -> None:
+        """See `AdapterStore`. Every adapter takes the same writes, so they are compiled once."""
+        self._end()  # what is queued is no part of them
+        index = torch.tensor([slot]).to(self._device)
+        targets = [t for a, b in zip(self.a, self.b, strict=True) for t in (a, *b)]
+        for target, source in zip(targets, prepared, strict=True):
+            # To the tensor itself: a write through a view would copy all slots on a card.
+            target.index_copy_(0, index, source.to(self._device)[None])
+        self._end()
+
+    def warm_up(self) -> None:
+        """Compile what `put` runs. No slot may be in use."""
+        self.put(0, self.prepare([None] * sum(len(place.parts) for place in self._places)))
+
+    def of_tokens(self, slots: Tensor) -> SlottedAdapters:
+        """The adapters of a launch.
+
+        Args:
+            slots: [T] int32 on the device; -1: none.
+        """
+        is_own = (slots[:, None] == self._numbers).to(self._dtype)
+        return SlottedAdapters(self, is_own[:, :, None], (slots >= 0)[:, None])

@@ -1,0 +1,49 @@
+"""Which of a fixed number of slots has which adapter. Knows keys, no weights."""
+
+from collections import Counter, OrderedDict
+
+
+class AdapterSlots:
+    """Slots of the adapters that running requests use.
+
+    An adapter that nobody uses any more stays in its slot until another one needs it; of several
+    such adapters the one that was released first goes.
+
+    Args:
+        num_slots: different adapters in use at once.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots))[::-1]
+        self._slots: OrderedDict[str, int] = OrderedDict()
+        self._uses: Counter[str] = Counter()
+
+    def take(self, key: str) -> tuple[int, bool]:
+        """A slot for one more request with this adapter.
+
+        Returns:
+            The slot, and whether the adapter has to be written there.
+        """
+        slot = self._slots.get(key)
+        is_new = slot is None
+        if slot is None:
+            slot = self._free.pop() if self._free else self._take_unused()
+            self._slots[key] = slot
+        self._uses[key] += 1
+        return slot, is_new
+
+    def _take_unused(self) -> int:
+        unused = next((key for key in self._slots if not self._uses[key]), None)
+        assert unused is not None, "more adapters are in use than were admitted"
+        return self._slots.pop(unused)
+
+    def release(self, key: str) -> None:
+        """A request with this adapter has ended."""
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            del self._uses[key]
+            self._slots.move_to_end(key)
+
+    def has(self, key: str) -> bool:
+        """Whether the adapter is in a slot. From any thread."""
+        return key in self._slots

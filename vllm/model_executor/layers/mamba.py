@@ -1,0 +1,353 @@
+"""Mixers of Mamba and Mamba-2, which take the place of attention: a convolution over the last
+tokens, and a state-space model with parameters that depend on the token.
+
+Independent of launches: `StateLayer` knows whose tokens they are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vllm.attention import StateLayer, States
+from vllm.attention.state import load_states, store_states
+from vllm.distributed import TPGroup, divide
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.slice import Slice, SlicedModule
+from vllm.ops import get_ops
+from vllm.ops.state_space import convolve, scan_channels, scan_heads, time_steps
+
+_ACTIVATIONS = ("silu", "swish")
+"""Two names of one function."""
+
+
+def _check_activation(name: str) -> None:
+    if name not in _ACTIVATIONS:
+        raise ConfigError(
+            f"hidden_act {name!r} in config.json is not supported for Mamba layers; supported: "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+
+
+class Convolution(SlicedModule):
+    """The weights of a causal convolution of each channel by itself.
+
+    Args:
+        parts: name in the checkpoint -> channels over all ranks.
+        kernel: K, tokens that it sees.
+        has_bias: whether there is a bias.
+        tp: the ranks that share the channels.
+        num_replicas: name -> ranks that have the same channels, when not 1.
+    """
+
+    weight: nn.Parameter
+    """[D, 1, K]"""
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        parts: Mapping[str, int],
+        kernel: int,
+        has_bias: bool,
+        tp: TPGroup,
+        num_replicas: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__()
+        slices: dict[str, Slice] = {}
+        offset = 0
+        for name, total in parts.items():
+            replicas = (num_replicas or {}).get(name, 1)
+            size = divide(total * replicas, tp.size)
+            slices[name] = Slice(0, offset, size, total, replicas)
+            offset += size
+        self.num_channels, self.kernel = offset, kernel
+        self.weight = nn.Parameter(torch.empty(offset, 1, kernel), requires_grad=False)
+        self.slices["weight"] = slices
+        self.register_parameter("bias", None)
+        if has_bias:
+            self.bias = nn.Parameter(torch.empty(offset), requires_grad=False)
+            self.slices["bias"] = slices
+
+    def forward(self, x: Tensor, window: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `vllm.ops.state_space.convolve`."""
+        return convolve(x, window, self.weight[:, 0], self.bias, lengths)
+
+
+class GatedRMSNorm(SlicedModule):
+    """norm(x * silu(gate)) * weight, with a mean of squares of each group of features.
+
+    Args:
+        size: features over all ranks.
+        num_groups: of the features, over all ranks.
+        eps: added to the mean of squares.
+        tp: the ranks that share the features.
+
+    Shape: x, gate [T, size / ranks] -> [T, size / ranks]
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, size: int, num_groups: int, eps: float, tp: TPGroup) -> None:
+        super().__init__()
+        self.eps, self.tp = eps, tp
+        self.group_size = divide(size, num_groups)
+        self.num_groups = max(1, num_groups // tp.size)
+        local = divide(size, tp.size)
+        self.weight = nn.Parameter(torch.ones(local), requires_grad=False)
+        self.slices["weight"] = {"": Slice(0, 0, local, size)}
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        gated = x.float() * nn.functional.silu(gate.float())
+        groups = gated.unflatten(-1, (self.num_groups, -1))
+        squares = groups.square().sum(-1, keepdim=True)
+        if groups.shape[-1] < self.group_size:  # all ranks have a part of the one group
+            squares = self.tp.all_reduce(squares)
+        normed = groups * torch.rsqrt(squares / self.group_size + self.eps)
+        return normed.flatten(-2).to(gate.dtype) * self.weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Sizes:
+    """The dimensions of a Mamba-2 mixer, over all ranks."""
+
+    hidden_size: int
+    num_heads: int
+    head_size: int
+    num_groups: int
+    """Of heads that share B and C."""
+    state_size: int
+    """N: numbers in the state of each of a head's features."""
+    kernel: int
+    """Tokens that the convolution sees."""
+    has_bias: bool
+    """Of the projections in and out."""
+    has_conv_bias: bool
+    norm_eps: float
+    time_step_limits: tuple[float, float]
+    activation: str
+
+    def __post_init__(self) -> None:
+        _check_activation(self.activation)
+        if self.num_heads % self.num_groups:
+            raise ConfigError(
+                f"config.json: the {self.num_heads} heads of Mamba layers are not a multiple of "
+                f"their {self.num_groups} groups"
+            )
+
+    @property
+    def inner_size(self) -> int:
+        """Features of all heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def conv_parts(self) -> dict[str, int]:
+        """Part of what the convolution gets -> channels."""
+        shared = self.num_groups * self.state_size
+        return {"conv_x": self.inner_size, "conv_b": shared, "conv_c": shared}
+
+    @property
+    def in_parts(self) -> dict[str, int]:
+        """Part of what the projection puts out -> features, in the order of the checkpoint."""
+        shared = self.num_groups * self.state_size
+        inner = self.inner_size
+        return {
+            "in_gate": inner,
+            "in_x": inner,
+            "in_b": shared,
+            "in_c": shared,
+            "in_dt": self.num_heads,
+        }
+
+
+class Mamba2Mixer(SlicedModule, StateLayer):
+    """The mixer of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060, section 7), with its heads split
+    over ranks. Each group of heads is on one rank; one group may be on all of them.
+
+    Args:
+        sizes: over all ranks.
+        tp: the ranks that share the heads.
+
+    Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
+
+    Raises:
+        ConfigError: the groups cannot be split over the ranks.
+    """
+
+    cache_names: ClassVar[tuple[str, ...]] = ("window", "ssm_state")
+
+    window: Tensor | None
+    """[rows, K - 1, channels] the last inputs of the convolution."""
+    ssm_state: Tensor | None
+    """[rows, H, P, N] float32."""
+    A_log: nn.Parameter
+    D: nn.Parameter
+    dt_bias: nn.Parameter
+
+    def __init__(self, sizes: Mamba2Sizes, tp: TPGroup) -> None:
+        super().__init__()
+        num_groups = sizes.num_groups
+        if num_groups != 1 and num_groups % tp.size:
+            raise ConfigError(
+                f"tensor_parallel_size ({tp.size}) must divide the {num_groups} groups of heads in "
+                f"the model's Mamba layers"
+            )
+        replicas = tp.size if num_groups == 1 else 1
+        self.in_proj = ColumnParallelLinear(
+            sizes.hidden_size,
+            sizes.in_parts,
+            tp,
+            {"in_b": replicas, "in_c": replicas},
+            bias=sizes.has_bias,
+        )
+        self.conv1d = Convolution(
+            sizes.conv_parts,
+            sizes.kernel,
+            sizes.has_conv_bias,
+            tp,
+            {"conv_b": replicas, "conv_c": replicas},
+        )
+        self.num_heads = divide(sizes.num_heads, tp.size)
+        self.num_groups = max(1, num_groups // tp.size)
+        self.head_size, self.state_size = sizes.head_size, sizes.state_size
+        self.limits = sizes.time_step_limits
+        for name in ("A_log", "D", "dt_bias"):
+            values = torch.empty(self.num_heads, dtype=torch.float32)
+            self.register_parameter(name, nn.Parameter(values, requires_grad=False))
+            self.slices[name] = {"": Slice(0, 0, self.num_heads, sizes.num_heads)}
+        self.norm = GatedRMSNorm(sizes.inner_size, num_groups, sizes.norm_eps, tp)
+        self.out_proj = RowParallelLinear(
+            sizes.inner_size, sizes.hidden_size, tp, bias=sizes.has_bias
+        )
+
+    def state_shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        conv = self.conv1d
+        window = (conv.kernel - 1, conv.num_channels)
+        state = (self.num_heads, self.head_size, self.state_size)
+        return (window, conv.weight.dtype), (state, torch.float32)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        inner, channels = self.num_heads * self.head_size, self.conv1d.num_channels
+        projected = self.in_proj(hidden_states)
+        gate, mixed, dt = projected.split((inner, channels, self.num_heads), dim=-1)
+        y = self.run_sequences(mixed, dt)
+        return self.out_proj(self.norm(y, gate))
+
+    def advance(
+        self, inputs: tuple[Tensor, ...], lengths: Tensor | None, states: States
+    ) -> tuple[Tensor, States]:
+        (mixed, dt), (window, state) = inputs, states
+        mixed, window = self.conv1d(mixed, window, lengths)
+        x, b, c = self._split(mixed)
+        steps = time_steps(dt, self.dt_bias, lengths, self.limits)
+        y, state = scan_heads(x, steps, -self.A_log.exp(), b, c, state)
+        return (y + x * self.D[:, None]).flatten(-2), (window, state)
+
+    def advance_rows(self, inputs: tuple[Tensor, ...], rows: Tensor, is_new: Tensor) -> Tensor:
+        """See `StateLayer`. The operator replaces the states where they are."""
+        assert self.window is not None and self.ssm_state is not None
+        mixed, dt = (part[:, None] for part in inputs)
+        windows = load_states((self.window,), rows, is_new)
+        mixed, window = self.conv1d(mixed, *windows, None)
+        store_states((self.window,), rows, (window,))
+        x, b, c = self._split(mixed[:, 0])
+        steps = time_steps(dt, self.dt_bias, None, self.limits)[:, 0]
+        y = get_ops().scan_tokens(self.ssm_state, rows, is_new, x, steps, -self.A_log.exp(), b, c)
+        return (y + x * self.D[:, None]).flatten(-2)
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [..., H, P], B and C [..., G, N] of what the convolution has put out."""
+        shared = self.num_groups * self.state_size
+        x, b, c = mixed.split((self.num_heads * self.head_size, shared, shared), dim=-1)
+        heads = (self.num_heads, self.head_size)
+        groups = (self.num_groups, self.state_size)
+        return x.unflatten(-1, heads), b.unflatten(-1, groups), c.unflatten(-1, groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSizes:
+    """The dimensions of a Mamba mixer, over all ranks."""
+
+    hidden_size: int
+    inner_size: int
+    """Channels."""
+    state_size: int
+    """N: numbers in the state of a channel."""
+    rank: int
+    """Of the projection to time steps."""
+    kernel: int
+    """Tokens that the convolution sees."""
+    has_bias: bool
+    """Of the projections in and out."""
+    has_conv_bias: bool
+    activation: str
+
+    def __post_init__(self) -> None:
+        _check_activation(self.activation)
+
+
+class MambaMixer(SlicedModule, StateLayer):
+    """The mixer of Mamba (Gu and Dao 2023, arXiv 2312.00752, section 3), with its channels split
+    over ranks.
+
+    Args:
+        sizes: over all ranks.
+        tp: the ranks that share the channels.
+
+    Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
+    """
+
+    cache_names: ClassVar[tuple[str, ...]] = ("window", "ssm_state")
+
+    window: Tensor | None
+    """[rows, K - 1, channels] the last inputs of the convolution."""
+    ssm_state: Tensor | None
+    """[rows, channels, N] float32."""
+    A_log: nn.Parameter
+    D: nn.Parameter
+
+    def __init__(self, sizes: MambaSizes, tp: TPGroup) -> None:
+        super().__init__()
+        inner, state_size = sizes.inner_size, sizes.state_size
+        in_parts = {"in_x": inner, "in_gate": inner}
+        self.in_proj = ColumnParallelLinear(sizes.hidden_size, in_parts, tp, bias=sizes.has_bias)
+        self.conv1d = Convolution({"": inner}, sizes.kernel, sizes.has_conv_bias, tp)
+        self.num_channels = self.conv1d.num_channels
+        self.split_sizes = (sizes.rank, state_size, state_size)
+        self.x_proj = RowParallelLinear(inner, sum(self.split_sizes), tp)
+        self.dt_proj = ColumnParallelLinear(sizes.rank, {"": inner}, tp, bias=True)
+        for name, shape in (
+            ("A_log", (self.num_channels, state_size)),
+            ("D", (self.num_channels,)),
+        ):
+            values = torch.empty(shape, dtype=torch.float32)
+            self.register_parameter(name, nn.Parameter(values, requires_grad=False))
+            self.slices[name] = {"": Slice(0, 0, self.num_channels, inner)}
+        self.out_proj = RowParallelLinear(inner, sizes.hidden_size, tp, bias=sizes.has_bias)
+
+    def state_shapes(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        conv = self.conv1d
+        window = (conv.kernel - 1, conv.num_channels)
+        return (window, conv.weight.dtype), (
+            (self.num_channels, self.split_sizes[1]),
+            torch.float32,
+        )
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        mixed, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
+        y = self.run_sequences(mixed) * nn.functional.silu(gate.float())
+        return self.out_proj(y.to(hidden_states.dtype))
+
+    def advance(
+        self, inputs: tuple[Tensor, ...], lengths: Tensor | None, states: States
+    ) -> tuple[Tensor, States]:
+        (mixed,), (window, state) = inputs, states
+        x, window = self.conv1d(mixed, window, lengths)
+        low_rank, b, c = self.x_proj(x.to(mixed.dtype)).split(self.split_sizes, dim=-1)
+        dt = self.dt_proj.method.apply(self.dt_proj, low_rank.contiguous(), None)
+        assert self.dt_proj.bias is not None
+        steps = time_steps(dt, self.dt_proj.bias, lengths)
+        y, state = scan_channels(x, steps, -self.A_log.exp(), b.float(), c.float(), state)
+        return y + x * self.D, (window, state)

@@ -1,0 +1,170 @@
+"""The tensors of a GGUF model as those of a checkpoint: names, the order of rows, and numbers.
+
+A tensor is read and dequantized a few rows at a time, straight into its parameter. A method that
+keeps its blocks as they are reads their parts (`BlockSource`).
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from vllm.errors import WeightLoadError
+from vllm.model_executor.layers.slice import Index, Source
+from vllm.model_executor.quantization.gguf import BlockSource, GGUFBlocks
+from vllm.model_executor.quantization.gguf_blocks import DENSE, Blocks, read_blocks
+from vllm.transformers_utils.gguf.header import SUFFIX, StoredTensor
+from vllm.transformers_utils.gguf.model import GGUFModel, open_model
+
+_PART_NUMBERS = 1 << 21
+"""Read and dequantized at once."""
+
+
+def stored_format(files: list[Path]) -> GGUFBlocks | None:
+    """The format of the layers of a GGUF model; None: the files are others.
+
+    Raises:
+        WeightLoadError: a file is damaged.
+    """
+    if not files or files[0].suffix != SUFFIX:
+        return None
+    names = open_model(files).checkpoint_names()
+    return GGUFBlocks({name: stored.type.name for name, stored in names.items()})
+
+
+def read_gguf(files: list[Path]) -> Iterator[tuple[str, Source]]:
+    """Every tensor of a model by its name in checkpoints of transformers; valid until the next.
+
+    Args:
+        files: all of the model, the first one first.
+
+    Raises:
+        WeightLoadError: a file is damaged, or has tensors that are unknown.
+    """
+    model = open_model(files)
+    for name, stored in model.checkpoint_names().items():
+        try:
+            with stored.path.open("rb") as file:
+                order = _order(model, name, stored)
+                is_matrix = len(stored.shape) > 1
+                source = _source(_Rows(file.fileno(), stored, order if is_matrix else None))
+                if order is not None and not is_matrix:
+                    source = source.mapped(partial(torch.index_select, dim=0, index=order))
+                if model.architecture.startswith("gemma") and name.endswith("norm.weight"):
+                    source = source.mapped(_less_one)
+                yield name, source
+        except OSError as error:
+            raise WeightLoadError(f"cannot read {stored.path}: {error.strerror}") from error
+
+
+def _less_one(weight: Tensor) -> Tensor:
+    """What Gemma stores for a norm; its GGUF files have the weight itself."""
+    return weight.float() - 1
+
+
+def _order(model: GGUFModel, name: str, stored: StoredTensor) -> Tensor | None:
+    """For each row the row of the file; None: as they are.
+
+    Llama's GGUF files rotate neighbouring elements of a head, i.e. rows 0, D / 2, 1, D / 2 + 1...
+    """
+    if model.architecture != "llama" or (".q_proj." not in name and ".k_proj." not in name):
+        return None
+    num_rows = stored.shape[0]
+    heads = "head_count" if ".q_proj." in name else "head_count_kv"
+    num_heads = model.metadata.get(f"llama.attention.{heads}")
+    if isinstance(num_heads, list):
+        num_heads = num_heads[0]
+    if num_heads is None:
+        num_heads = model.get(".attention.head_count", int)
+    return torch.arange(num_rows).view(num_heads, -1, 2).mT.flatten()
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a tensor in a file; a tensor of one dimension is one row."""
+
+    fd: int
+    stored: StoredTensor
+    order: Tensor | None
+
+    def read(self, start: int, end: int) -> Tensor:
+        """The bytes of rows [start, end): [rows, bytes] uint8."""
+        if self.order is None:
+            return self._read(start, end)
+        wanted = self.order[start:end]
+        if not len(wanted):
+            return self._read(0, 0)
+        first, last = int(wanted.min()), int(wanted.max())
+        return self._read(first, last + 1)[wanted - first]
+
+    def _read(self, start: int, end: int) -> Tensor:
+        size = self.stored.row_bytes
+        rows = torch.empty(end - start, size, dtype=torch.uint8)
+        data = memoryview(cast(Any, rows.flatten().numpy()))
+        done = 0
+        while done < len(data):
+            num_read = os.preadv(self.fd, [data[done:]], self.stored.start + start * size + done)
+            if not num_read:
+                raise WeightLoadError(f"{self.stored.path} is damaged: it ends inside a tensor")
+            done += num_read
+        return rows
+
+
+def _source(rows: _Rows) -> Source:
+    stored = rows.stored
+    dtype = DENSE.get(stored.type.name)
+    shape = torch.Size(stored.shape)
+    if dtype is not None:
+        return _in_parts(shape, dtype, lambda start, end: rows.read(start, end).view(dtype))
+
+    def blocks(start: int, end: int) -> Blocks:
+        return read_blocks(stored.type.name, rows.read(start, end))
+
+    def part(get: Callable[[Blocks], Tensor], dtype: torch.dtype, width: int) -> Source:
+        size = torch.Size((*shape[:-1], width))
+        return _in_parts(size, dtype, lambda start, end: get(blocks(start, end)))
+
+    dense = part(Blocks.dequantize, torch.float32, shape[-1])
+    return BlockSource(
+        dense.shape, dense.read, dense.copy_to, type_name=stored.type.name, part=part
+    )
+
+
+def _in_parts(
+    shape: torch.Size, dtype: torch.dtype, read_rows: Callable[[int, int], Tensor]
+) -> Source:
+    """A tensor of which a few rows are made at a time.
+
+    Args:
+        shape: of the tensor.
+        dtype: of its numbers.
+        read_rows: makes rows [start, end) of it, as a matrix.
+    """
+    num_rows = 1 if len(shape) == 1 else shape[:-1].numel()
+
+    def copy_to(target: Tensor, index: Index) -> None:
+        if target.device.type != "cpu":
+            target.copy_(read(index))
+            return
+        if len(shape) == 1:
+            target.copy_(read_rows(0, 1)[0][index])
+            return
+        first, end, _ = (index[0] if index else slice(None)).indices(num_rows)
+        columns = index[1] if len(index) > 1 else slice(None)
+        step = max(1, _PART_NUMBERS // shape[-1])
+        for start in range(first, end, step):
+            made = read_rows(start, min(end, start + step))
+            target[start - first : start - first + len(made)].copy_(made[:, columns])
+
+    def read(index: Index) -> Tensor:
+        size = [len(range(*part.indices(n))) for part, n in zip(index, shape, strict=False)]
+        part = torch.empty(*size, *shape[len(size) :], dtype=dtype)
+        copy_to(part, index)
+        return part
+
+    return Source(shape, read, copy_to)

@@ -1,0 +1,55 @@
+"""The part of a model that one stage of a pipeline has. The other modules are absent: they take no
+memory, and their tensors in the checkpoint are not read."""
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from torch import nn
+
+from vllm.distributed import Stage
+from vllm.model_executor.models.interface import CausalLM
+
+
+class Absent(nn.Module):
+    """Stands where another stage has a module, so that names and indices stay."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise AssertionError("this module is on another stage of the pipeline")
+
+
+def keep_stage(model: CausalLM, stage: Stage) -> None:
+    """Drop what the stage does not run.
+
+    Args:
+        model: without memory.
+        stage: that remains.
+    """
+    model.stage = stage
+    if stage.count == 1:
+        return
+    first, last = model.modules_beside_layers()
+    dropped = [
+        layer
+        for index, layer in enumerate(model.layers)
+        if not stage.first_layer <= index < stage.end_layer
+    ]
+    if not stage.is_first:
+        # The output head may have the very parameters of the embedding.
+        shared = _parameter_ids(last) if stage.is_last else set()
+        dropped += [module for module in first if shared.isdisjoint(_parameter_ids([module]))]
+    if not stage.is_last:
+        dropped += last
+    ids = {id(module) for module in dropped}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in ids:
+                setattr(parent, name, Absent())
+
+
+def absent_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """The beginnings of the names of all parameters that other stages have."""
+    return tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Absent))
+
+
+def _parameter_ids(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(param) for module in modules for param in module.parameters()}

@@ -1,0 +1,107 @@
+"""Decoders that have Mamba-2 mixers in most layers and attention in some: Bamba and Granite 4."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import nn
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.mamba import Mamba2Mixer
+from vllm.model_executor.layers.rotary import RotaryEmbedding
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderLayer,
+    DecoderOptions,
+    GatedMLP,
+    Layer,
+)
+from vllm.model_executor.models.fused_weights import split_rows
+from vllm.model_executor.models.granite import GraniteLayer, granite_options
+from vllm.model_executor.models.llama import llama_options
+from vllm.model_executor.models.mamba import hybrid_sizes, split_mixer
+from vllm.model_executor.models.mixture import Mixture, mixture_options, split_experts
+
+
+class _MixerOrAttention(Layer):
+    """A layer with a mixer where config.json says so."""
+
+    def make_attention(
+        self,
+        arch: ModelArch,
+        options: DecoderOptions,
+        index: int,
+        rotary_emb: RotaryEmbedding | None,
+        tp: TPGroup,
+    ) -> nn.Module:
+        if arch.state_layers[index]:
+            return Mamba2Mixer(hybrid_sizes(arch), tp)
+        return super().make_attention(arch, options, index, rotary_emb, tp)
+
+
+class BambaLayer(_MixerOrAttention, DecoderLayer):
+    """A `DecoderLayer` with a mixer or attention."""
+
+
+class BambaForCausalLM(DecoderForCausalLM):
+    """Bamba 9B (IBM, Princeton, CMU and UIUC 2024)."""
+
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        ".mamba.": ".self_attn.",
+        ".feed_forward.": ".mlp.",
+        ".pre_ff_layernorm.": ".post_attention_layernorm.",
+        "model.final_layernorm.": "model.norm.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        options = replace(llama_options(arch), needs_positions=False)
+        super().__init__(arch, tp, options, BambaLayer)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Split the fused tensors of mixers."""
+        return split_mixer(name, source, hybrid_sizes(self.arch))
+
+
+class GraniteHybridLayer(_MixerOrAttention, GraniteLayer):
+    """A `GraniteLayer` with a mixer or attention, and an MLP that is or is beside a `Mixture`."""
+
+    def make_mlp(
+        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
+    ) -> nn.Module:
+        size = int(arch.hf_config["shared_intermediate_size"])
+        if not _has_experts(arch):
+            return GatedMLP(replace(arch, intermediate_size=size), options.mlp_bias, tp)
+        mixture = replace(mixture_options(arch), shared_size=size, has_shared_gate=False)
+        return Mixture(arch, mixture, tp)
+
+
+class GraniteMoeHybridForCausalLM(DecoderForCausalLM):
+    """Granite 4 (IBM 2025): H-Small, H-Tiny and H-Micro, and the dense Micro without mixers."""
+
+    checkpoint_names: ClassVar[Mapping[str, str]] = {
+        ".mamba.": ".self_attn.",
+        ".block_sparse_moe.": ".mlp.",
+        ".router.layer.": ".gate.",
+    }
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        options = replace(granite_options(arch), needs_positions=False)
+        super().__init__(arch, tp, options, GraniteHybridLayer)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Split the fused tensors of mixers, experts and the MLP."""
+        shared = ".mlp.shared_expert." if _has_experts(self.arch) else ".mlp."
+        name = name.replace(".shared_mlp.output_linear.", f"{shared}down_proj.")
+        if ".shared_mlp.input_linear." in name:
+            size = int(self.arch.hf_config["shared_intermediate_size"])
+            parts = {f"{shared}gate_proj": size, f"{shared}up_proj": size}
+            return split_rows(name, source, ".shared_mlp.input_linear", parts)
+        if ".mlp." in name:
+            return split_experts(self.arch, name, source)
+        return split_mixer(name, source, hybrid_sizes(self.arch))
+
+
+def _has_experts(arch: ModelArch) -> bool:
+    return int(arch.hf_config.get("num_local_experts") or 0) > 0

@@ -1,0 +1,193 @@
+"""Mamba and Mamba-2: decoders without attention, whose layers are a norm and a mixer each."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from vllm.config import ModelArch
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.model_executor.layers.mamba import Mamba2Mixer, Mamba2Sizes, MambaMixer, MambaSizes
+from vllm.model_executor.layers.rotary import RotaryEmbedding
+from vllm.model_executor.layers.slice import Source
+from vllm.model_executor.models.decoder import (
+    DecoderForCausalLM,
+    DecoderOptions,
+    Layer,
+    add_norm,
+)
+from vllm.model_executor.models.fused_weights import split_rows
+
+
+class MambaLayer(Layer):
+    """A mixer after a norm, added to the residual stream."""
+
+    def make_attention(
+        self,
+        arch: ModelArch,
+        options: DecoderOptions,
+        index: int,
+        rotary_emb: RotaryEmbedding | None,
+        tp: TPGroup,
+    ) -> nn.Module:
+        return MambaMixer(mamba_sizes(arch), tp)
+
+    def make_mlp(
+        self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup
+    ) -> nn.Module:
+        return nn.Identity()  # there is none
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        normed, residual = add_norm(self.input_layernorm, hidden_states, residual)
+        return self.self_attn(positions, normed), residual
+
+
+class Mamba2Layer(MambaLayer):
+    """A `MambaLayer` with the mixer of Mamba-2."""
+
+    def make_attention(
+        self,
+        arch: ModelArch,
+        options: DecoderOptions,
+        index: int,
+        rotary_emb: RotaryEmbedding | None,
+        tp: TPGroup,
+    ) -> nn.Module:
+        return Mamba2Mixer(mamba2_sizes(arch), tp)
+
+
+class MambaForCausalLM(DecoderForCausalLM):
+    """Mamba (Gu and Dao 2023, arXiv 2312.00752)."""
+
+    layer_type: ClassVar[type[Layer]] = MambaLayer
+
+    checkpoint_prefixes: ClassVar[Mapping[str, str]] = {
+        "backbone.embeddings.": "model.embed_tokens.",
+        "backbone.embedding.": "model.embed_tokens.",
+        "backbone.norm_f.": "model.norm.",
+        "backbone.": "model.",
+    }
+    checkpoint_names: ClassVar[Mapping[str, str]] = {".mixer.": ".self_attn."}
+
+    def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
+        super().__init__(arch, tp, DecoderOptions(needs_positions=False), self.layer_type)
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Split the projection in; name the norms as in other decoders."""
+        name = re.sub(r"^(model\.layers\.\d+)\.norm\.", r"\1.input_layernorm.", name)
+        if ".in_proj." not in name:
+            return ((name, source),)
+        size = mamba_sizes(self.arch).inner_size
+        return split_rows(name, source, "in_proj", {"in_x": size, "in_gate": size})
+
+
+class Mamba2ForCausalLM(MambaForCausalLM):
+    """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060), and Codestral Mamba."""
+
+    layer_type = Mamba2Layer
+
+    def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
+        """Split the projection in and the convolution; name the norms as in other decoders."""
+        name = re.sub(r"^(model\.layers\.\d+)\.norm\.", r"\1.input_layernorm.", name)
+        return split_mixer(name, source, mamba2_sizes(self.arch))
+
+
+def split_mixer(name: str, source: Source, sizes: Mamba2Sizes) -> Iterable[tuple[str, Source]]:
+    """The parts of a tensor of the projection in, or of the convolution, of a Mamba-2 mixer; other
+    tensors as they are."""
+    for fused, parts in (("in_proj", sizes.in_parts), ("conv1d", sizes.conv_parts)):
+        if f".{fused}." in name:
+            return split_rows(name, source, fused, parts)
+    return ((name, source),)
+
+
+def mamba_sizes(arch: ModelArch) -> MambaSizes:
+    """What config.json says, in the words of Mamba."""
+    config = arch.hf_config
+    rank = config.get("time_step_rank", "auto")
+    return MambaSizes(
+        hidden_size=arch.hidden_size,
+        inner_size=int(
+            config.get("intermediate_size") or arch.hidden_size * _size(config, "expand")
+        ),
+        state_size=_size(config, "state_size"),
+        rank=-(-arch.hidden_size // 16) if rank == "auto" else _size(config, "time_step_rank"),
+        kernel=_size(config, "conv_kernel"),
+        has_bias=bool(config.get("use_bias", False)),
+        has_conv_bias=bool(config.get("use_conv_bias", True)),
+        activation=arch.hidden_act,
+    )
+
+
+def mamba2_sizes(arch: ModelArch) -> Mamba2Sizes:
+    """What config.json says, in the words of Mamba-2."""
+    config = arch.hf_config
+    return Mamba2Sizes(
+        hidden_size=arch.hidden_size,
+        num_heads=_size(config, "num_heads"),
+        head_size=_size(config, "head_dim"),
+        num_groups=_size(config, "n_groups"),
+        state_size=_size(config, "state_size"),
+        kernel=_size(config, "conv_kernel"),
+        has_bias=bool(config.get("use_bias", False)),
+        has_conv_bias=bool(config.get("use_conv_bias", True)),
+        norm_eps=arch.norm_eps,
+        time_step_limits=_limits(config),
+        activation=arch.hidden_act,
+    )
+
+
+def hybrid_sizes(arch: ModelArch) -> Mamba2Sizes:
+    """What config.json says of the mixers of a hybrid, in the words of Bamba and Granite."""
+    config = arch.hf_config
+    num_heads = _size(config, "mamba_n_heads")
+    head_size = config.get("mamba_d_head", "auto")
+    if head_size in (None, "auto"):
+        head_size = _size(config, "mamba_expand") * arch.hidden_size // num_heads
+    else:
+        head_size = _size(config, "mamba_d_head")
+    return Mamba2Sizes(
+        hidden_size=arch.hidden_size,
+        num_heads=num_heads,
+        head_size=head_size,
+        num_groups=_size(config, "mamba_n_groups"),
+        state_size=_size(config, "mamba_d_state"),
+        kernel=_size(config, "mamba_d_conv"),
+        has_bias=bool(config.get("mamba_proj_bias", False)),
+        has_conv_bias=bool(config.get("mamba_conv_bias", True)),
+        norm_eps=arch.norm_eps,
+        time_step_limits=_limits(config),
+        activation=arch.hidden_act,
+    )
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    """A number of config.json that has to be there.
+
+    Raises:
+        ConfigError: it is missing, or not a positive number.
+    """
+    value = config.get(name)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{name} in config.json must be a positive number, got {value!r}")
+    return value
+
+
+def _limits(config: Mapping[str, Any]) -> tuple[float, float]:
+    """Least and largest time step.
+
+    Raises:
+        ConfigError: they are not two numbers.
+    """
+    given = config.get("time_step_limit") or (0.0, float("inf"))
+    try:
+        low, high = map(float, given)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"time_step_limit in config.json must be two numbers, got {given!r}"
+        ) from None
+    return low, high

@@ -1,0 +1,135 @@
+"""The block types of GGUF files: from bytes to numbers, scales and minimums.
+
+A row is a sequence of blocks. Layouts and formulas are those of the published format; sums and
+products are float32, in the order that it names, so that a number has the bits of other readers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types without blocks."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows of whole numbers, with a scale for each group of neighbours."""
+
+    codes: Tensor
+    """[rows, N] uint8."""
+    scales: Tensor
+    """[rows, N / group] float32."""
+    zero: int = 0
+    """A number is (code - zero) * scale - minimum."""
+    minimums: Tensor | None = None
+    """As many as scales; None: 0."""
+
+    def dequantize(self) -> Tensor:
+        """[rows, N] float32."""
+        groups = self.scales.shape[1]
+        numbers = self.codes.unflatten(1, (groups, -1)).float()
+        if self.zero:
+            numbers -= self.zero
+        numbers *= self.scales[..., None]
+        if self.minimums is not None:
+            numbers -= self.minimums[..., None]
+        return numbers.flatten(1)
+
+
+GROUPS = {"Q4_0": 32, "Q5_0": 32, "Q8_0": 32, "Q6_K": 16}
+"""Types without minimums -> neighbours that share a scale. Whole numbers times a scale are what our
+kernels multiply with, so these stay as they are."""
+
+
+def read_blocks(type_name: str, data: Tensor) -> Blocks:
+    """Rows of blocks, [rows, bytes] uint8, as numbers with scales."""
+    function, block_bytes = _READERS[type_name]
+    return function(data.unflatten(1, (-1, block_bytes)))
+
+
+def _halves(data: Tensor) -> Tensor:
+    """Pairs of bytes [..., 2 n] as float16, [..., n] float32."""
+    return data.contiguous().view(torch.float16).float()
+
+
+def _nibbles(data: Tensor) -> Tensor:
+    """[..., n] -> [..., 2 n]: the low halves of all bytes, then the high ones."""
+    return torch.cat((data & 15, data >> 4), dim=-1)
+
+
+def _bits(data: Tensor) -> Tensor:
+    """Four bytes of each block [rows, B, 4] -> their bits, [rows, B, 32]."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return (data[..., None] >> shifts & 1).flatten(-2)
+
+
+def _q8_0(blocks: Tensor) -> Blocks:
+    codes = blocks[..., 2:] ^ 128  # int8 + 128
+    return Blocks(codes.flatten(1), _halves(blocks[..., :2]).flatten(1), zero=128)
+
+
+def _q4_0(blocks: Tensor) -> Blocks:
+    codes = _nibbles(blocks[..., 2:])
+    return Blocks(codes.flatten(1), _halves(blocks[..., :2]).flatten(1), zero=8)
+
+
+def _q4_1(blocks: Tensor) -> Blocks:
+    scales, least = _halves(blocks[..., :4]).unbind(-1)
+    return Blocks(_nibbles(blocks[..., 4:]).flatten(1), scales, minimums=-least)
+
+
+def _q5_0(blocks: Tensor) -> Blocks:
+    codes = _nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
+    return Blocks(codes.flatten(1), _halves(blocks[..., :2]).flatten(1), zero=16)
+
+
+def _q5_1(blocks: Tensor) -> Blocks:
+    scales, least = _halves(blocks[..., :4]).unbind(-1)
+    codes = _nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
+    return Blocks(codes.flatten(1), scales, minimums=-least)
+
+
+def _scales_of_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minimums of the eight groups of Q4_K and Q5_K: 6 bits each, in 12 bytes."""
+    scale, least = _halves(blocks[..., :4]).split(1, dim=-1)
+    first, second, third = blocks[..., 4:16].split(4, dim=-1)
+    scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
+    minimums = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
+    return (scale * scales.float()).flatten(1), (least * minimums.float()).flatten(1)
+
+
+def _q4_k(blocks: Tensor) -> Blocks:
+    scales, minimums = _scales_of_k(blocks)
+    codes = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))
+    return Blocks(codes.flatten(1), scales, minimums=minimums)
+
+
+def _q5_k(blocks: Tensor) -> Blocks:
+    scales, minimums = _scales_of_k(blocks)
+    high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    codes = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    return Blocks((codes | high << 4).flatten(1), scales, minimums=minimums)
+
+
+def _q6_k(blocks: Tensor) -> Blocks:
+    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64)))  # of two halves with 128 numbers each
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3
+    scales = blocks[..., 192:208].view(torch.int8).float() * _halves(blocks[..., 208:])
+    return Blocks((low | high.flatten(-2) << 4).flatten(1), scales.flatten(1), zero=32)
+
+
+_READERS: dict[str, tuple[Callable[[Tensor], Blocks], int]] = {
+    "Q4_0": (_q4_0, 18),
+    "Q4_1": (_q4_1, 20),
+    "Q5_0": (_q5_0, 22),
+    "Q5_1": (_q5_1, 24),
+    "Q8_0": (_q8_0, 34),
+    "Q4_K": (_q4_k, 144),
+    "Q5_K": (_q5_k, 176),
+    "Q6_K": (_q6_k, 210),
+}
+"""Type -> what reads its blocks [rows, B, bytes], and their size."""

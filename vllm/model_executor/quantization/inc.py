@@ -1,0 +1,220 @@
+"""`--quantization inc`: FP8 weights and inputs with the scales of `QUANT_CONFIG`.
+
+Weights of a dense checkpoint are rounded while they are loaded; inputs are rounded with the scale
+of what was measured for their layer. Keys and values of an fp8 cache have scales too. Experts,
+routers, embeddings and output heads stay as they are.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from vllm.config import IncConfig
+from vllm.distributed import TPGroup
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.stored_linear import RoundedLinear
+from vllm.model_executor.quantization.inc_files import (
+    Measurements,
+    Node,
+    file_path,
+    find_file,
+    missing_file,
+    read_file,
+    write_file,
+)
+from vllm.model_executor.quantization.inc_measure import (
+    IncMeasure,
+    cache_names,
+    can_be_fp8,
+    measured_layers,
+)
+from vllm.model_executor.quantization.inc_scales import (
+    METHODS,
+    RANGES,
+    input_scale,
+    round_weight,
+    weight_scales,
+)
+from vllm.model_executor.quantization.interface import Quantization
+from vllm.ops import get_ops
+from vllm.ops.stored_weight import Fp8Weight
+
+logger = init_logger(__name__)
+
+_SAME = 0.02
+"""How far the largest weight may be from the measured one: it was bfloat16, or another dtype."""
+
+
+def create_inc(config: IncConfig | None) -> Quantization:
+    """The format that a file of `QUANT_CONFIG` asks for.
+
+    Raises:
+        ConfigError: there is no file.
+    """
+    if config is None:
+        raise ConfigError(
+            "the checkpoint is quantized with 'inc', which is not supported; use the unquantized "
+            "checkpoint with --quantization inc and QUANT_CONFIG"
+        )
+    return IncMeasure(config) if config.mode == "MEASURE" else Inc(config)
+
+
+class Inc(Quantization):
+    """`QUANT_CONFIG` with mode QUANTIZE.
+
+    Args:
+        config: the file.
+    """
+
+    def __init__(self, config: IncConfig) -> None:
+        self.config = config
+        self.method = METHODS[config.scale_method]
+        self._measured: Measurements | None = None
+        self._scales: Measurements | None = None
+        self._used: dict[str, Node] = {}
+        """Scales of this run, by the names of modules."""
+
+    def start(self, tp: TPGroup) -> None:
+        config = self.config
+        self._limit = get_ops().fp8_max
+        if config.device_for_scales is not None:
+            limit = RANGES[config.device_for_scales]
+            if limit > self._limit:
+                raise ConfigError(
+                    f"QUANT_CONFIG {config.path}: device_for_scales is "
+                    f"{config.device_for_scales!r}, whose e4m3 reaches {limit:g}; that of this "
+                    f"device ends at {self._limit:g}. Calibrate for this device"
+                )
+            self._limit = limit
+        if config.is_dynamic:
+            return
+        place = config.dump_stats_path, tp.rank, tp.size
+        self._scale_path = file_path(*place, config.scale_method)
+        measured = find_file(*place)
+        scales = None if config.recalculates else find_file(*place, config.scale_method)
+        if measured is None and scales is None:
+            raise missing_file(config.path, *place)
+        if measured is not None:
+            self._measured = read_file(measured, "DynamicRange")
+        if scales is not None:
+            self._scales = read_file(scales, "Scale")
+
+    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
+        if not can_be_fp8(name, layer, self.config):
+            return None
+        if not self.config.is_dynamic and not self._has(name):
+            return None
+        return RoundedLinear(name, lambda weight: self._round(name, weight))
+
+    def finish_model(self, model: nn.Module) -> None:
+        if self.config.is_dynamic:
+            return
+        for name, layer in measured_layers(model, self.config):
+            names = cache_names(name, layer)
+            if not all(self._has(cache) for cache in names):
+                continue
+            layer.key_scale = self._input_scale(names[0])
+            layer.value_scale = self._input_scale(names[-1])
+        if self._scales is None:
+            self._save()
+
+    # ---- single modules -------------------------------------------------------------------
+
+    def _has(self, name: str) -> bool:
+        """Whether there are numbers of a module.
+
+        Raises:
+            ConfigError: there are none, and that is not allowed.
+        """
+        source = self._scales or self._measured
+        assert source is not None
+        if source.find(name) is not None:
+            return True
+        if self.config.ignores_missing:
+            return False
+        raise ConfigError(
+            f"{source.path}: Nodes.{name} is not there: the file is of another model, or the "
+            f"module was blocked while it was measured. Measure this model with `vllm calibrate`, "
+            f"or add the name to blocklist.names of {self.config.path}"
+        )
+
+    def _round(self, name: str, weight: Tensor) -> Fp8Weight:
+        limit, backoff = self._limit, self.config.weight_backoff
+        largest = float(weight.abs().max())
+        if not math.isfinite(largest):
+            raise ConfigError(f"the weight of {name} in the checkpoint contains NaN or infinity")
+        if self.config.is_dynamic:
+            return round_weight(weight, self.method, limit, backoff)
+        self._check_model(name, largest)
+        scales = self._weight_scales(name, weight)
+        scale = self._input_scale(name)
+        self._used[name].weight = scales.tolist()
+        rounded = round_weight(weight, self.method, limit, backoff, scales)
+        return Fp8Weight(
+            numbers=rounded.numbers,
+            scales=rounded.scales,
+            block_inputs=rounded.block_inputs,
+            input_scale=scale,
+            largest=limit,
+            rounds_inputs=True,
+        )
+
+    def _check_model(self, name: str, largest: float) -> None:
+        """Refuse measurements of another model."""
+        node = None if self._measured is None else self._measured.find(name)
+        if node is None or not node.weight:
+            return
+        measured = max(node.weight)
+        if abs(measured - largest) > _SAME * max(measured, largest):
+            assert self._measured is not None
+            raise ConfigError(
+                f"{self._measured.path}: Nodes.{name}.params.weight is {measured:.6g}, and the "
+                f"largest weight of the checkpoint there is {largest:.6g}: the file is of another "
+                f"model. Measure this one with `vllm calibrate`"
+            )
+
+    def _weight_scales(self, name: str, weight: Tensor) -> Tensor:
+        node = None if self._scales is None else self._scales.find(name)
+        if node is None:
+            return weight_scales(weight, self.method, self._limit, self.config.weight_backoff)
+        assert self._scales is not None
+        numbers = node.weight or []
+        wanted = len(weight) if self.method.is_per_output else 1
+        if len(numbers) != wanted:
+            raise ConfigError(
+                f"{self._scales.path}: Nodes.{name}.params.weight has {len(numbers)} numbers, the "
+                f"layer needs {wanted}: the file is of another model. Delete it, or set "
+                f"recalc_scales to true in {self.config.path}"
+            )
+        return torch.tensor(numbers)
+
+    def _input_scale(self, name: str) -> float:
+        source = self._scales or self._measured
+        assert source is not None
+        node = source.find(name)
+        if node is None or not node.inputs:
+            raise ConfigError(
+                f"{source.path}: Nodes.{name}.inputs is empty. Measure the model with "
+                f"`vllm calibrate`"
+            )
+        scale = max(node.inputs[0])
+        if source is self._measured:
+            if scale == 0:
+                raise ConfigError(
+                    f"{source.path}: Nodes.{name}.inputs is 0: the module had no input while it "
+                    f"was measured. Measure with more data, or add the name to blocklist.names "
+                    f"of {self.config.path}"
+                )
+            scale = input_scale(scale, self.method, self._limit, self.config.input_backoff)
+        self._used[name] = Node([[scale]])
+        return scale
+
+    def _save(self) -> None:
+        """Keep the scales of this run in the file of their method, as the library does."""
+        try:
+            write_file(self._scale_path, self._used, "Scale")
+        except ConfigError as error:
+            logger.warning("scales are computed at each start: %s", error)

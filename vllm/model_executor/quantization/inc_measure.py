@@ -1,0 +1,175 @@
+"""Largest absolute values of a model that runs, for the scales of FP8 (`QUANT_CONFIG`, MEASURE).
+
+Linear layers note those of their inputs and weights, attention layers those of keys and values.
+They are kept on the device, so that measuring waits for nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm.attention import Attention
+from vllm.attention.latent import LatentAttention
+from vllm.config import IncConfig
+from vllm.distributed import TPGroup
+from vllm.model_executor.layers.latent import LatentUpProjection
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearMethod,
+    ParallelLinear,
+    UnquantizedLinear,
+)
+from vllm.model_executor.quantization.inc_files import (
+    Node,
+    file_path,
+    merged,
+    read_file,
+    write_file,
+)
+from vllm.model_executor.quantization.interface import Quantization
+
+_INPUT, _OUTPUT, _WEIGHT = "measured_input", "measured_output", "measured_weight"
+_KEY, _VALUE = "measured_key", "measured_value"
+
+
+def type_name(layer: ParallelLinear) -> str:
+    """The class that a linear layer has in lists of Intel Neural Compressor."""
+    if not isinstance(layer, ColumnParallelLinear):
+        return "RowParallelLinear"
+    if "q_proj" in layer.feature_slices:
+        return "QKVParallelLinear"
+    return "MergedColumnParallelLinear" if len(layer.feature_slices) > 1 else "ColumnParallelLinear"
+
+
+def can_be_fp8(name: str, layer: ParallelLinear, config: IncConfig) -> bool:
+    """Whether a layer takes part. Projections that are absorbed into others never do."""
+    is_plain = not layer.keeps_precision and not isinstance(layer, LatentUpProjection)
+    return is_plain and config.covers(name, type_name(layer))
+
+
+def cache_names(name: str, layer: Attention) -> list[str]:
+    """The modules of an attention layer that store keys, and values if they are kept apart."""
+    if isinstance(layer, LatentAttention):
+        return [f"{name}.impl.latent_cache_k"]
+    return [f"{name}.impl.{part}_cache" for part in "kv"]
+
+
+def measured_layers(model: nn.Module, config: IncConfig) -> list[tuple[str, Attention]]:
+    """The attention layers whose caches take part."""
+    return [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, Attention)
+        and all(config.covers(cache, "VLLMKVCache") for cache in cache_names(name, layer))
+    ]
+
+
+class MeasuredLinear(UnquantizedLinear):
+    """A dense weight that notes the largest input, weight and, if asked for, output."""
+
+    def __init__(self, measures_outputs: bool) -> None:
+        self.measures_outputs = measures_outputs
+
+    @torch.no_grad()
+    def finish(self, layer: ParallelLinear) -> None:
+        largest = layer.weight.abs().amax().float()
+        layer.register_buffer(_WEIGHT, largest, persistent=False)
+        for name in (_INPUT, _OUTPUT) if self.measures_outputs else (_INPUT,):
+            layer.register_buffer(name, torch.zeros_like(largest), persistent=False)
+
+    def apply(self, layer: ParallelLinear, x: Tensor, bias: Tensor | None) -> Tensor:
+        _note(layer, _INPUT, x)
+        out = super().apply(layer, x, bias)
+        if self.measures_outputs:
+            _note(layer, _OUTPUT, out)
+        return out
+
+
+class IncMeasure(Quantization):
+    """`QUANT_CONFIG` with mode MEASURE: nothing is quantized, and layers measure.
+
+    Args:
+        config: the file.
+    """
+
+    def __init__(self, config: IncConfig) -> None:
+        self.config = config
+
+    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
+        if not can_be_fp8(name, layer, self.config):
+            return None
+        return MeasuredLinear(self.config.measures_outputs)
+
+    def finish_model(self, model: nn.Module) -> None:
+        device = next(model.parameters()).device
+        for name, layer in measured_layers(model, self.config):
+            for buffer in (_KEY, _VALUE)[: len(cache_names(name, layer))]:
+                layer.register_buffer(buffer, torch.zeros((), device=device), persistent=False)
+            layer.register_forward_pre_hook(_measure_cache)
+
+
+def _measure_cache(layer: nn.Module, args: tuple[Any, ...]) -> None:
+    _, key, *rest = args
+    _note(layer, _KEY, key)
+    if rest and rest[0] is not None:
+        _note(layer, _VALUE, rest[0])
+
+
+def _note(layer: nn.Module, name: str, x: Tensor) -> None:
+    kept: Tensor = layer.get_buffer(name)
+    kept.copy_(torch.maximum(kept, x.abs().amax().float()))
+
+
+def reset(model: nn.Module) -> None:
+    """Forget what was measured so far, such as launches without requests."""
+    for name, buffer in model.named_buffers():
+        if name.rpartition(".")[2] in (_INPUT, _OUTPUT, _KEY, _VALUE):
+            buffer.zero_()
+
+
+def collect(model: nn.Module, config: IncConfig) -> dict[str, Node]:
+    """What was measured, by the names of modules."""
+    nodes: dict[str, Node] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, ParallelLinear) and isinstance(layer.method, MeasuredLinear):
+            outputs = [_read(layer, _OUTPUT)] if layer.method.measures_outputs else []
+            nodes[name] = Node([_read(layer, _INPUT)], outputs, _read(layer, _WEIGHT))
+    for name, layer in measured_layers(model, config):
+        for cache, buffer in zip(cache_names(name, layer), (_KEY, _VALUE), strict=False):
+            nodes[cache] = Node([_read(layer, buffer)])
+    return nodes
+
+
+def _read(layer: nn.Module, name: str) -> list[float]:
+    return [float(layer.get_buffer(name))]
+
+
+def save(model: nn.Module, config: IncConfig, tp: TPGroup, adds: bool) -> str:
+    """Write the measurements of this rank.
+
+    Args:
+        model: that has measured.
+        config: says where.
+        tp: the ranks that share the model.
+        adds: to the file that is there, which is of an earlier run with the same model.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ConfigError: it cannot be written, or the file that is there cannot be added to.
+    """
+    path = file_path(config.dump_stats_path, tp.rank, tp.size)
+    nodes = collect(model, config)
+    if adds and path.is_file():
+        nodes = merged(nodes, read_file(path, "DynamicRange"))
+    is_split = tp.size > 1
+    write_file(
+        path,
+        nodes,
+        "DynamicRange",
+        global_rank=tp.rank if is_split else None,
+        local_rank=tp.rank if is_split else None,
+    )
+    return str(path)

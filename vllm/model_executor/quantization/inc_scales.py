@@ -1,0 +1,144 @@
+"""Scales of FP8 from largest absolute values, by the methods of Intel Neural Compressor.
+
+A scale is what numbers were divided by: largest / (range * backoff), rounded up to what the method
+allows. "hw" are scales that the matrix engine of a card applies for free: powers of two, of which
+Gaudi 2 has four. Knows no files and no layers.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vllm.ops.stored_weight import Fp8Weight
+
+Rounding = Literal["unit", "none", "pow2", "hw"]
+
+RANGES = {"GAUDI2": 240.0, "GAUDI3": 448.0}
+"""The largest number of e4m3."""
+
+_HW_EXPONENTS = {240.0: (-8, -4, 0, 4), 448.0: tuple(range(-55, 8))}
+"""Range -> exponents of the scales that cost nothing."""
+
+_SEARCHED = range(-3, 4)
+"""Powers of two around the scale with which the largest number just fits."""
+
+
+@dataclass(frozen=True)
+class ScaleMethod:
+    """One value of `scale_method`."""
+
+    inputs: Rounding
+    weights: Rounding
+    is_per_output: bool = False
+    """Weights have a scale for each output feature; else one."""
+    is_searched: bool = False
+    """The scale of weights is the one with the least squared error."""
+
+
+METHODS = {
+    "unit_scale": ScaleMethod("unit", "unit"),
+    "maxabs_arbitrary": ScaleMethod("none", "none"),
+    "maxabs_pow2": ScaleMethod("pow2", "pow2"),
+    "maxabs_pow2_opt_weight": ScaleMethod("pow2", "pow2", is_searched=True),
+    "maxabs_hw": ScaleMethod("hw", "hw"),
+    "maxabs_hw_opt_weight": ScaleMethod("hw", "hw", is_searched=True),
+    "act_maxabs_pow2_weights_pcs_maxabs_pow2": ScaleMethod("pow2", "pow2", is_per_output=True),
+    "act_maxabs_pow2_weights_pcs_opt_pow2": ScaleMethod(
+        "pow2", "pow2", is_per_output=True, is_searched=True
+    ),
+    "act_maxabs_hw_weights_pcs_maxabs_pow2": ScaleMethod("hw", "pow2", is_per_output=True),
+    "act_maxabs_hw_weights_pcs_opt_pow2": ScaleMethod(
+        "hw", "pow2", is_per_output=True, is_searched=True
+    ),
+    "act_maxabs_pcs_pow2_weight_maxabs_pts_pow2_hw": ScaleMethod("pow2", "hw"),
+    "maxabs_pcs_pow2": ScaleMethod("pow2", "pow2", is_per_output=True),
+}
+
+
+def input_scale(largest: float, method: ScaleMethod, limit: float, backoff: float) -> float:
+    """The scale of inputs.
+
+    Args:
+        largest: absolute value that was measured, above 0.
+        method: that rounds it.
+        limit: the range of e4m3.
+        backoff: the share of the range that `largest` takes.
+    """
+    scales = torch.tensor([largest / (limit * backoff)], dtype=torch.float64)
+    return float(_rounded(scales, method.inputs, limit))
+
+
+def round_weight(
+    weight: Tensor,
+    method: ScaleMethod,
+    limit: float,
+    backoff: float,
+    scales: Tensor | None = None,
+) -> Fp8Weight:
+    """A dense weight [out_features, in_features] as fp8.
+
+    Args:
+        weight: not all zero, and finite.
+        method: of the scales.
+        limit: the range of e4m3.
+        backoff: the share of the range that the largest number takes; a search has none.
+        scales: [1] or [out_features] computed before; None: by the method.
+    """
+    num_out, num_in = weight.shape
+    if scales is None:
+        scales = weight_scales(weight, method, limit, backoff)
+    column = scales.float().reshape(-1, 1).expand(num_out, 1).contiguous()
+    return Fp8Weight(
+        numbers=_to_e4m3(weight.float() / column, limit),
+        scales=column,
+        block_inputs=num_in,
+        largest=limit,
+    )
+
+
+def weight_scales(weight: Tensor, method: ScaleMethod, limit: float, backoff: float) -> Tensor:
+    """[1] or [out_features] float32: the scales of a weight; see `round_weight`."""
+    largest = weight.abs().amax(dim=1) if method.is_per_output else weight.abs().max().view(1)
+    # A row of zeros is zero with any scale.
+    largest = torch.where(largest == 0, limit, largest.double())
+    if not method.is_searched:
+        return _rounded(largest / (limit * backoff), method.weights, limit).float()
+    fitting = _rounded(largest / limit, method.weights, limit).float()
+    best, least = fitting, torch.full_like(fitting, math.inf)
+    for scales in _candidates(fitting, method.weights, limit):
+        error = _squared_error(weight, scales, limit)
+        best, least = torch.where(error < least, scales, best), torch.minimum(error, least)
+    return best
+
+
+def _candidates(fitting: Tensor, rounding: Rounding, limit: float) -> list[Tensor]:
+    if rounding == "hw" and limit == RANGES["GAUDI2"]:
+        return [torch.full_like(fitting, 2.0**e) for e in _HW_EXPONENTS[limit]]
+    return [fitting * 2.0**shift for shift in _SEARCHED]
+
+
+def _squared_error(weight: Tensor, scales: Tensor, limit: float) -> Tensor:
+    """One number for each scale."""
+    column = scales.view(-1, 1)
+    error = (_to_e4m3(weight.float() / column, limit).float() * column - weight.float()).square()
+    return error.sum(dim=1) if len(scales) > 1 else error.sum().view(1)
+
+
+def _to_e4m3(x: Tensor, limit: float) -> Tensor:
+    return x.clamp(-limit, limit).to(torch.float8_e4m3fn)
+
+
+def _rounded(scales: Tensor, rounding: Rounding, limit: float) -> Tensor:
+    if rounding == "unit":
+        return torch.ones_like(scales)
+    if rounding == "none":
+        return scales
+    exponents = scales.log2().ceil()
+    if rounding == "hw":
+        table = torch.tensor(_HW_EXPONENTS[limit], dtype=exponents.dtype)
+        places = torch.searchsorted(table, exponents).clamp(max=len(table) - 1)
+        exponents = table[places]
+    return torch.exp2(exponents)

@@ -1,0 +1,70 @@
+"""Low-rank products that adapters add to linear layers (LoRA), as operators take them.
+
+Knows tensors and numbers of projections; knows no files, no names and no requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to one projection: (x @ a.T) @ b.T."""
+
+    a: Tensor
+    """[r, in_features]"""
+    b: Tensor
+    """[size, r], multiplied by the scale of the adapter."""
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """A linear layer that adapters can change, and the projections that it packs."""
+
+    number: int
+    """Of the layer among those of its model."""
+    first_part: int
+    """Number of its first projection among those of all layers; the others follow."""
+    in_features: int
+    parts: tuple[tuple[int, int], ...]
+    """(first output feature, output features) of each projection."""
+
+    @property
+    def out_features(self) -> int:
+        """Features that are added to."""
+        return max(offset + size for offset, size in self.parts)
+
+
+class PreparedAdapter(Protocol):
+    """An adapter in the layout that a device multiplies with."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its weights."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdaptedRows:
+    """Which adapter each of T rows has."""
+
+    adapters: Sequence[PreparedAdapter | None]
+    """Of one `Ops`; None where no row has one."""
+    of_rows: Tensor
+    """[T] int32 on the host: index into `adapters`; -1: the row has none."""
+
+
+@dataclass(frozen=True)
+class PlainAdapter:
+    """The projections of an adapter as they are."""
+
+    parts: Sequence[LowRank | None]
+    """By their numbers; None: the adapter does not change it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its weights."""
+        return sum(part.a.nbytes + part.b.nbytes for part in self.parts if part is not None)

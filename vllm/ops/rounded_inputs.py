@@ -1,0 +1,46 @@
+"""Products with static FP8 inputs on devices without FP8 products.
+
+Inputs are rounded to the numbers of fp8, which every dtype of models holds exactly, and the scale
+of inputs becomes a part of those of the weight: the result is that of an FP8 product but for the
+order of its sums.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from vllm.ops.interface import PreparedWeight
+from vllm.ops.stored_weight import Fp8Weight, StoredWeight
+
+
+def is_rounding_inputs(weight: StoredWeight) -> TypeGuard[Fp8Weight]:
+    """Whether inputs have to be rounded for products with this weight."""
+    return isinstance(weight, Fp8Weight) and weight.rounds_inputs and weight.input_scale is not None
+
+
+class RoundedInputs:
+    """A `PreparedWeight` whose inputs are rounded to fp8 with one scale.
+
+    Args:
+        weight: `is_rounding_inputs`.
+        prepare: makes what multiplies of a weight whose inputs are not rounded.
+    """
+
+    def __init__(
+        self, weight: Fp8Weight, prepare: Callable[[StoredWeight], PreparedWeight]
+    ) -> None:
+        assert weight.input_scale is not None
+        self._inverse_scale = 1 / weight.input_scale
+        self._largest = weight.largest
+        scales = weight.scales * weight.input_scale
+        self._weight = prepare(
+            replace(weight, scales=scales, input_scale=None, rounds_inputs=False)
+        )
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `PreparedWeight`."""
+        scaled = (x.float() * self._inverse_scale).clamp(-self._largest, self._largest)
+        return self._weight.linear(scaled.to(torch.float8_e4m3fn).to(x.dtype), bias)

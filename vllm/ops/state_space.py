@@ -1,0 +1,174 @@
+"""State-space layers in torch operations, for any device: convolution, and scans over a sequence.
+
+B sequences of L tokens each. A sequence comes with the state that its earlier tokens have left, and
+leaves a new one. Everything but the results of convolutions is float32. A token of padding has the
+time step 0, which leaves a state as it is.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.ops.interface import Ops
+
+_CHUNK = 32
+"""Tokens of a chunk: what is computed inside of one grows with its square."""
+
+
+def convolve(
+    x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, lengths: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Causal convolution of each channel with K weights of its own, and silu.
+
+    Args:
+        x: [B, L, D].
+        window: [B, K - 1, D] the inputs before.
+        weight: [D, K].
+        bias: [D], or None.
+        lengths: [B] int64, tokens of each sequence, those behind are padding; None: all L.
+
+    Returns:
+        [B, L, D] float32, and the new window.
+    """
+    size, length = window.shape[1], x.shape[1]
+    padded = torch.cat((window.to(x.dtype), x), dim=1)
+    rows = padded.float()
+    parts = [rows[:, k : k + length] * weight[:, k].float() for k in range(size + 1)]
+    out = torch.stack(parts).sum(0) if length == 1 else sum(parts[1:], parts[0])
+    if bias is not None:
+        out = out + bias.float()
+    if lengths is None:
+        window = padded[:, length:]
+    else:
+        places = lengths[:, None] + torch.arange(size, device=x.device)
+        window = padded.gather(1, places[:, :, None].expand(-1, -1, padded.shape[2]))
+    return F.silu(out), window
+
+
+def time_steps(
+    dt: Tensor, bias: Tensor, lengths: Tensor | None, limits: tuple[float, float] | None = None
+) -> Tensor:
+    """Softplus of [B, L, D] and a bias, within the limits; 0 behind the tokens of a sequence."""
+    steps = F.softplus(dt.float() + bias.float())
+    if limits is not None:
+        steps = steps.clamp(*limits)
+    if lengths is None:
+        return steps
+    is_real = torch.arange(dt.shape[1], device=dt.device) < lengths[:, None]
+    return steps * is_real[:, :, None]
+
+
+def scan_heads(
+    x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The scan of Mamba-2: a state S [P, N] for each of H heads, with
+    S_t = exp(dt_t * decay) * S_(t-1) + dt_t * x_t b_t' and y_t = S_t c_t.
+
+    Computed by chunks (Dao and Gu 2024, arXiv 2405.21060, section 6): products of matrices inside a
+    chunk, and one state from each chunk to the next.
+
+    Args:
+        x: [B, L, H, P].
+        dt: [B, L, H] time steps, 0 for padding.
+        decay: [H] negative.
+        b, c: [B, L, G, N]; each of the G groups serves H / G heads in turn.
+        state: [B, H, P, N] before the first token.
+
+    Returns:
+        y [B, L, H, P], and the state after the last token.
+    """
+    if x.shape[1] == 1:
+        return _step_heads(x, dt, decay, b, c, state)
+    outputs = []
+    per_group = x.shape[2] // b.shape[2]
+    for start in range(0, x.shape[1], _CHUNK):
+        part = slice(start, start + _CHUNK)
+        steps = dt[:, part]
+        inputs = (x[:, part] * steps[..., None]).transpose(1, 2)  # [B, H, Q, P]
+        keys, queries = b[:, part].transpose(1, 2), c[:, part].transpose(1, 2)  # [B, G, Q, N]
+        logs = (steps * decay).transpose(1, 2)  # [B, H, Q]
+        faded = logs.cumsum(-1).exp()[..., None]
+        weights = _faded_between(logs)
+        scores = (queries @ keys.transpose(2, 3)).repeat_interleave(per_group, 1) * weights
+        keys = keys.repeat_interleave(per_group, 1)
+        queries = queries.repeat_interleave(per_group, 1)
+        before = (queries * faded) @ state.transpose(2, 3)
+        outputs.append((scores @ inputs + before).transpose(1, 2))
+        keys = keys * weights[..., -1, :, None]
+        state = faded[..., -1:, :] * state + inputs.transpose(2, 3) @ keys
+    return torch.cat(outputs, dim=1), state
+
+
+def _faded_between(logs: Tensor) -> Tensor:
+    """What is left at token i of what entered at token j, [..., Q, Q]; 0 where j is behind i.
+
+    Args:
+        logs: [..., Q] logarithm of what each token leaves of the state before it.
+    """
+    size = logs.shape[-1]
+    places = torch.arange(size, device=logs.device)
+    is_later = places[:, None] > places
+    # Sums of the tokens between, and not differences of sums, which lose what they have in common.
+    steps = logs[..., :, None].expand(*logs.shape, size).masked_fill(~is_later, 0.0)
+    return steps.cumsum(-2).masked_fill(places[:, None] < places, float("-inf")).exp()
+
+
+def _step_heads(
+    x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`scan_heads` of one token."""
+    num_groups = b.shape[2]
+    steps = dt[:, 0]
+    inputs = x[:, 0] * steps[..., None]
+    grouped = state.unflatten(1, (num_groups, -1))  # [B, G, H / G, P, N]
+    fading = (steps * decay).exp().unflatten(1, (num_groups, -1))[..., None, None]
+    entering = inputs.unflatten(1, (num_groups, -1))[..., None] * b[:, 0, :, None, None, :]
+    grouped = torch.addcmul(entering, grouped, fading)
+    y = (grouped.flatten(2, 3) @ c[:, 0, :, :, None]).squeeze(-1)
+    return y.reshape(x.shape), grouped.flatten(1, 2)
+
+
+def scan_channels(
+    x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The scan of Mamba (Gu and Dao 2023, arXiv 2312.00752, algorithm 2): each of D channels has N
+    numbers with decays of their own, so that it runs token by token.
+
+    Args:
+        x, dt: [B, L, D]; time steps are 0 for padding.
+        decay: [D, N] negative.
+        b, c: [B, L, N].
+        state: [B, D, N] before the first token.
+
+    Returns:
+        y [B, L, D], and the state after the last token.
+    """
+    inputs = x * dt
+    outputs = []
+    for index in range(x.shape[1]):
+        fading = (dt[:, index, :, None] * decay).exp()
+        entering = inputs[:, index, :, None] * b[:, index, None, :]
+        state = torch.addcmul(entering, state, fading)
+        outputs.append((state @ c[:, index, :, None]).squeeze(-1))
+    return torch.stack(outputs, dim=1), state
+
+
+class NativeScans(Ops):
+    """The operators of an operator table that are made of the functions above."""
+
+    def scan_tokens(
+        self,
+        states: Tensor,
+        rows: Tensor,
+        is_new: Tensor,
+        x: Tensor,
+        steps: Tensor,
+        decay: Tensor,
+        b: Tensor,
+        c: Tensor,
+    ) -> Tensor:
+        before = states.index_select(0, rows).masked_fill(is_new.view(-1, 1, 1, 1), 0.0)
+        token, step = x[:, None], steps[:, None]
+        y, after = scan_heads(token, step, decay, b[:, None], c[:, None], before)
+        states.index_copy_(0, rows, after)
+        return y[:, 0]

@@ -1,0 +1,1 @@
+"""GGUF files: one file with weights, configuration and tokenizer. Imports no torch."""

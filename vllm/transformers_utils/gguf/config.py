@@ -1,0 +1,251 @@
+"""The configuration of a GGUF model as config.json and generation_config.json would have it."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from vllm.errors import WeightLoadError
+from vllm.transformers_utils.gguf.model import ARCHITECTURES, GGUFModel
+from vllm.transformers_utils.weight_files import name_some
+
+_MAX_SIZE = 1 << 31
+_MODEL_TYPES = {"gemma3": "gemma3_text"}
+_ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+"""Tokens that end an answer, besides the one that the metadata names."""
+_WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6}
+"""Every n-th layer has full attention."""
+_LAYERS_WITH_OTHER_SCALE = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models of 27B, whose attention is scaled by the size of an even share of the hidden
+states, and not by that of a head. The metadata does not say it."""
+
+
+def read_config(model: GGUFModel) -> dict[str, Any]:
+    """What config.json of the model would be.
+
+    Raises:
+        WeightLoadError: metadata is missing, or contradicts the tensors.
+    """
+    kind = model.architecture
+    if model.metadata.get(f"{kind}.expert_count"):
+        raise WeightLoadError(
+            f"{model.paths[0]} has a mixture of experts, which is not supported in GGUF files. "
+            f"Use the safetensors checkpoint of the model"
+        )
+    hidden_size, num_heads = (
+        _size(model, ".embedding_length"),
+        _size(model, ".attention.head_count"),
+    )
+    num_layers = _size(model, ".block_count")
+    num_kv_heads = num_heads
+    if f"{kind}.attention.head_count_kv" in model.metadata:
+        num_kv_heads = _size(model, ".attention.head_count_kv")
+    head_size = hidden_size // num_heads
+    if f"{kind}.attention.key_length" in model.metadata:
+        head_size = _size(model, ".attention.key_length")
+    names = model.checkpoint_names()
+    table = names.get("model.embed_tokens.weight")
+    if table is None:
+        raise WeightLoadError(f"{model.paths[0]} has no tensor token_embd.weight")
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": _MODEL_TYPES.get(kind, kind),
+        "vocab_size": table.shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": _size(model, ".feed_forward_length"),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_size,
+        "max_position_embeddings": _size(model, ".context_length"),
+        "rms_norm_eps": model.get(".attention.layer_norm_rms_epsilon", float),
+        "tie_word_embeddings": "lm_head.weight" not in names,
+        "dtype": _dtype(model),
+        **_tokens(model, table.shape[0]),
+        **_rope(model, head_size),
+    }
+    if kind in ("llama", "qwen3"):
+        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in names
+    if kind == "llama":
+        config["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in names
+    is_gemma = kind.startswith("gemma")
+    config |= {"hidden_activation": "gelu_pytorch_tanh"} if is_gemma else {"hidden_act": "silu"}
+    if kind in _WINDOW_PATTERNS:
+        config |= _gemma(model, config)
+    _check_shapes(model, config)
+    return config
+
+
+def read_generation_config(model: GGUFModel) -> dict[str, Any]:
+    """What generation_config.json would be: the tokens that end an output."""
+    named = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = [model.metadata.get(f"tokenizer.ggml.{name}") for name in named]
+    tokens = model.metadata.get("tokenizer.ggml.tokens") or []
+    kinds = model.metadata.get("tokenizer.ggml.token_type") or []
+    for text in _ENDS_OF_TURN:
+        if text in tokens:
+            place = tokens.index(text)
+            if place < len(kinds) and kinds[place] == 3:  # a control token
+                ids.append(place)
+    found = sorted({i for i in ids if type(i) is int and 0 <= i < len(tokens)})
+    return {"eos_token_id": found} if found else {}
+
+
+def _size(model: GGUFModel, name: str) -> int:
+    """A number above 0 and not absurd; a list that has the same number for every layer will do."""
+    value = model.metadata.get(model.architecture + name)
+    if isinstance(value, list) and value and all(each == value[0] for each in value):
+        value = value[0]
+    if type(value) is not int or not 0 < value < _MAX_SIZE:
+        raise WeightLoadError(
+            f"{model.paths[0]}: the metadata '{model.architecture}{name}' must be a number above 0 "
+            f"and below {_MAX_SIZE}, the same for all layers; got {str(value)[:40]}"
+        )
+    return value
+
+
+def _dtype(model: GGUFModel) -> str:
+    """float32 for a model in F32. Anything else runs in bfloat16, F16 too: that is what kernels
+    compute in, and most of these files were made of bfloat16 checkpoints."""
+    types = {tensor.type.name for tensor in model.tensors.values() if len(tensor.shape) == 2}
+    return "float32" if types == {"F32"} else "bfloat16"
+
+
+def _tokens(model: GGUFModel, vocab_size: int) -> dict[str, Any]:
+    found = {}
+    for key, name in (
+        ("bos_token_id", "bos_token_id"),
+        ("eos_token_id", "eos_token_id"),
+        ("pad_token_id", "padding_token_id"),
+    ):
+        value = model.metadata.get(f"tokenizer.ggml.{name}")
+        if value is not None and (type(value) is not int or not 0 <= value < vocab_size):
+            raise WeightLoadError(
+                f"{model.paths[0]}: the metadata 'tokenizer.ggml.{name}' is {str(value)[:40]}; the "
+                f"model has {vocab_size} tokens"
+            )
+        found[key] = value
+    return found
+
+
+def _rope(model: GGUFModel, head_size: int) -> dict[str, Any]:
+    kind = model.architecture
+    theta = model.get(".rope.freq_base", float, 10000.0)
+    scaling_type = model.get(".rope.scaling.type", str, "none")
+    rope: dict[str, Any] = {"rope_type": "default"}
+    length = _size(model, ".context_length")
+    original = model.metadata.get(f"{kind}.rope.scaling.original_context_length") or length
+    if scaling_type in ("linear", "yarn"):
+        rope = {"rope_type": scaling_type, "factor": model.get(".rope.scaling.factor", float)}
+        if scaling_type == "yarn":
+            rope["original_max_position_embeddings"] = original
+    elif scaling_type != "none":
+        raise WeightLoadError(
+            f"{model.paths[0]}: the metadata '{kind}.rope.scaling.type' is {scaling_type!r}; "
+            f"supported: none, linear, yarn"
+        )
+    factors = model.rope_factors
+    if factors is not None:
+        if factors.type.name != "F32" or factors.shape != (head_size // 2,):
+            raise WeightLoadError(
+                f"tensor rope_freqs.weight of {factors.path} is {factors.type.name} "
+                f"{list(factors.shape)}; F32 [{head_size // 2}] is expected"
+            )
+        values = np.fromfile(factors.path, "<f4", head_size // 2, offset=factors.start).tolist()
+        if not all(math.isfinite(value) and value > 0 for value in values):
+            raise WeightLoadError(
+                f"tensor rope_freqs.weight of {factors.path} must have finite numbers above 0"
+            )
+        # Llama 3.1 stores what its frequencies are divided by, not how that was computed.
+        rope = {
+            "rope_type": "longrope",
+            "short_factor": values,
+            "long_factor": values,
+            "attention_factor": 1.0,
+            "factor": 1.0,
+            "original_max_position_embeddings": length,
+        }
+    full = {"rope_theta": theta, **rope}
+    if kind != "gemma3":
+        return {"rope_parameters": full}
+    local = model.get(".rope.freq_base_swa", float, 10000.0)
+    sliding = {"rope_type": "default", "rope_theta": local}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+
+def _gemma(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
+    kind, num_layers = model.architecture, config["num_hidden_layers"]
+    if num_layers > len(model.tensors):  # refused by name later
+        raise _wrong_layers(model, num_layers)
+    period = model.get(".attention.sliding_window_pattern", int, _WINDOW_PATTERNS[kind])
+    if period < 1:
+        raise WeightLoadError(
+            f"{model.paths[0]}: the metadata '{kind}.attention.sliding_window_pattern' is "
+            f"{period}; it must be at least 1"
+        )
+    scale_of = config["head_dim"]
+    if num_layers == _LAYERS_WITH_OTHER_SCALE[kind]:
+        scale_of = config["hidden_size"] // config["num_attention_heads"]
+    caps = {
+        "attn_logit_softcapping": f"{kind}.attn_logit_softcapping",
+        "final_logit_softcapping": f"{kind}.final_logit_softcapping",
+    }
+    return {
+        "query_pre_attn_scalar": scale_of,
+        "sliding_window": _size(model, ".attention.sliding_window"),
+        "layer_types": [
+            "full_attention" if (i + 1) % period == 0 else "sliding_attention"
+            for i in range(num_layers)
+        ],
+        **{key: model.metadata.get(name) for key, name in caps.items()},
+    }
+
+
+def _wrong_layers(model: GGUFModel, num_layers: int) -> WeightLoadError:
+    return WeightLoadError(
+        f"{model.paths[0]}: the metadata '{model.architecture}.block_count' is {num_layers}, the "
+        f"file has {len(model.tensors)} tensors. It is damaged; download it again"
+    )
+
+
+def _check_shapes(model: GGUFModel, config: dict[str, Any]) -> None:
+    """Refuse sizes that the tensors do not have, before any memory of these sizes is taken."""
+    hidden, head = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes = {
+        "embed_tokens": (config["vocab_size"], hidden),
+        "lm_head": (config["vocab_size"], hidden),
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (config["intermediate_size"], hidden),
+        "up_proj": (config["intermediate_size"], hidden),
+        "down_proj": (hidden, config["intermediate_size"]),
+        "q_norm": (head,),
+        "k_norm": (head,),
+    }
+    names = model.checkpoint_names()
+    if config["num_hidden_layers"] > len(names):
+        raise _wrong_layers(model, config["num_hidden_layers"])
+    lacking = [
+        name
+        for i in range(config["num_hidden_layers"])
+        for part in ("self_attn.q_proj", "mlp.down_proj")
+        if (name := f"model.layers.{i}.{part}.weight") not in names
+    ]
+    if lacking:
+        raise WeightLoadError(
+            f"{model.paths[0]} lacks the tensors of {name_some(lacking)}: the metadata "
+            f"'{model.architecture}.block_count' is {config['num_hidden_layers']}"
+        )
+    for name, tensor in names.items():
+        stem, _, kind = name.rpartition(".")
+        wanted = shapes.get(stem.rpartition(".")[2], (hidden,))
+        if kind == "bias":
+            wanted = wanted[:1]
+        if tensor.shape != wanted:
+            raise WeightLoadError(
+                f"tensor {name} in {tensor.path} has the shape {list(tensor.shape)}, the metadata "
+                f"of the file makes it {list(wanted)}. It is damaged; download it again"
+            )

@@ -1,0 +1,81 @@
+"""A GGUF file as a model folder: its metadata as the JSON files of one, and links to the weights.
+
+So everything else reads a GGUF model as any other. The folder is kept in the folder of Hugging
+Face, and made again when the file has changed.
+"""
+
+import functools
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+from vllm.transformers_utils.gguf.config import read_config, read_generation_config
+from vllm.transformers_utils.gguf.model import GGUFModel, files_of_model, open_model
+from vllm.transformers_utils.gguf.tokenizer import tokenizer_files
+from vllm.version import __version__
+
+logger = init_logger(__name__)
+
+WITHOUT_TOKENIZER = "no-tokenizer.txt"
+"""Says why a folder has no tokenizer."""
+
+
+def unpack(path: Path) -> Path:
+    """The folder of the model in a GGUF file.
+
+    Args:
+        path: of the file; of a split model, of any of its files.
+
+    Raises:
+        ConfigError: it is damaged, a part is missing, or its model is not supported.
+    """
+    paths = [part.absolute() for part in files_of_model(path)]
+    states = tuple((part.stat().st_size, part.stat().st_mtime_ns) for part in paths)
+    return _unpack(tuple(paths), states)
+
+
+@functools.lru_cache(maxsize=8)
+def _unpack(paths: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> Path:
+    from huggingface_hub import constants
+
+    text = json.dumps([__version__, [str(path) for path in paths], states])
+    key = hashlib.sha256(text.encode()).hexdigest()[:24]
+    parent = Path(constants.HF_HOME) / "gguf-metadata"
+    target = parent / f"{paths[0].stem[:80]}-{key}"
+    model = open_model(paths)
+    if target.is_dir():
+        return target
+    files = _files_of(model)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=parent))
+    except OSError as error:
+        made = target = Path(tempfile.mkdtemp(prefix="vllm-gguf-"))
+        logger.warning("%s: metadata of the GGUF file goes to %s instead", error, made)
+    for name, content in files.items():
+        (made / name).write_text(content, encoding="utf-8")
+    for path in paths:
+        (made / path.name).symlink_to(path)
+    if made != target:
+        try:
+            made.rename(target)
+        except OSError:  # another process has made it meanwhile
+            shutil.rmtree(made)
+            if not target.is_dir():
+                raise
+    return target
+
+
+def _files_of(model: GGUFModel) -> dict[str, str]:
+    files = {
+        "config.json": json.dumps(read_config(model), indent=1),
+        "generation_config.json": json.dumps(read_generation_config(model)),
+    }
+    try:
+        return files | tokenizer_files(model)
+    except ConfigError as error:
+        return files | {WITHOUT_TOKENIZER: f"{model.paths[0]}: {error}"}

@@ -1,0 +1,247 @@
+"""The header of a GGUF file: its metadata, and where its tensors are.
+
+Every length and count in the file is compared with what is left of the file before anything of that
+size is made, so a file that lies is refused at once. Weights are not read here.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm.errors import WeightLoadError
+
+SUFFIX = ".gguf"
+
+
+class BlockType(NamedTuple):
+    """How a GGUF file stores numbers."""
+
+    name: str
+    block_size: int
+    """Numbers of a row that are stored together."""
+    block_bytes: int
+
+
+BLOCK_TYPES = {
+    0: BlockType("F32", 1, 4),
+    1: BlockType("F16", 1, 2),
+    2: BlockType("Q4_0", 32, 18),
+    3: BlockType("Q4_1", 32, 20),
+    6: BlockType("Q5_0", 32, 22),
+    7: BlockType("Q5_1", 32, 24),
+    8: BlockType("Q8_0", 32, 34),
+    12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176),
+    14: BlockType("Q6_K", 256, 210),
+    30: BlockType("BF16", 1, 2),
+}
+"""Number in a file -> type; those that can be read."""
+
+_OTHER_TYPES = {
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+}
+"""Names of the others, for errors."""
+
+_MAX_DIMS = 4
+_MAX_ALIGNMENT = 1 << 20
+_ARRAY, _STRING, _BOOL = 9, 8, 7
+_NUMBERS = {
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    _BOOL: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+"""Type of a metadata value -> its dtype."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is."""
+
+    path: Path
+    start: int
+    """First byte in the file."""
+    type: BlockType
+    shape: tuple[int, ...]
+    """As torch has it: the last dimension is that of neighbouring numbers."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row, which is a whole number of blocks."""
+        return self.shape[-1] // self.type.block_size * self.type.block_bytes
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says besides its weights."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+
+def read_header(path: Path) -> Header:
+    """Read the header of one file.
+
+    Raises:
+        WeightLoadError: it is damaged, is not a GGUF file, or has tensors of a type that cannot be
+            read.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                raise _damaged(path, "it is empty")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(path, data, size).read()
+    except OSError as error:
+        raise WeightLoadError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _damaged(path: Path, reason: str) -> WeightLoadError:
+    return WeightLoadError(f"{path} is damaged or not a GGUF file: {reason}. Download it again")
+
+
+class _Reader:
+    def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
+        self.path = path
+        self.data = data
+        self.size = size
+        self.place = 0
+
+    def read(self) -> Header:
+        if self._take(4) != b"GGUF":
+            raise _damaged(self.path, "it does not begin with GGUF")
+        (version,) = self._numbers("<I")
+        if version not in (2, 3):
+            raise WeightLoadError(
+                f"{self.path} has version {version} of GGUF; supported: 2 and 3, little endian. "
+                f"Convert the model again with a newer tool"
+            )
+        num_tensors, num_values = self._numbers("<QQ")
+        self._check_count(num_tensors, 24, "tensors")
+        self._check_count(num_values, 13, "metadata values")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_values):
+            name = self._string()
+            (kind,) = self._numbers("<I")
+            if name in metadata:
+                raise _damaged(self.path, f"it has the metadata {name!r} twice")
+            metadata[name] = self._value(name, kind)
+        places = [self._tensor_place() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
+            raise _damaged(self.path, f"general.alignment is {alignment!r}")
+        first = -(-self.place // alignment) * alignment
+        tensors: dict[str, StoredTensor] = {}
+        for name, offset, block_type, shape in places:
+            if name in tensors:
+                raise _damaged(self.path, f"it has the tensor {name} twice")
+            tensor = StoredTensor(self.path, first + offset, block_type, shape)
+            num_rows = 1
+            for length in shape[:-1]:
+                num_rows *= length
+            end = tensor.start + num_rows * tensor.row_bytes
+            if offset % alignment or end > self.size:
+                raise _damaged(
+                    self.path,
+                    f"tensor {name} is at the bytes {tensor.start} to {end} of {self.size}",
+                )
+            tensors[name] = tensor
+        return Header(metadata, tensors)
+
+    def _tensor_place(self) -> tuple[str, int, BlockType, tuple[int, ...]]:
+        name = self._string()
+        (num_dims,) = self._numbers("<I")
+        if not 0 < num_dims <= _MAX_DIMS:
+            raise _damaged(self.path, f"tensor {name} has {num_dims} dimensions")
+        shape = tuple(reversed(self._numbers(f"<{num_dims}Q")))
+        kind, offset = self._numbers("<IQ")
+        block_type = BLOCK_TYPES.get(kind)
+        if block_type is None:
+            accepted = ", ".join(each.name for each in BLOCK_TYPES.values())
+            raise WeightLoadError(
+                f"tensor {name} of {self.path} has the type {_OTHER_TYPES.get(kind, kind)}, which "
+                f"is not supported; supported: {accepted}. Use a file with these types"
+            )
+        if 0 in shape or shape[-1] % block_type.block_size:
+            raise _damaged(
+                self.path, f"tensor {name} has the shape {list(shape)} of {block_type.name}"
+            )
+        return name, offset, block_type, shape
+
+    def _value(self, name: str, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind in _NUMBERS:
+            return self._array(kind, 1)[0]
+        if kind != _ARRAY:
+            raise _damaged(self.path, f"the metadata {name!r} has the unknown type {kind}")
+        kind, count = self._numbers("<IQ")
+        if kind == _STRING:
+            self._check_count(count, 8, f"strings in {name!r}")
+            return [self._string() for _ in range(count)]
+        if kind not in _NUMBERS:
+            raise _damaged(self.path, f"the metadata {name!r} is an array of the type {kind}")
+        return self._array(kind, count)
+
+    def _array(self, kind: int, count: int) -> list[Any]:
+        dtype = np.dtype(_NUMBERS[kind])
+        self._check_count(count, dtype.itemsize, "numbers")
+        values: list[Any] = np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+        return values
+
+    def _string(self) -> str:
+        (length,) = self._numbers("<Q")
+        self._check_count(length, 1, "characters")
+        return self._take(length).decode("utf-8", "replace")
+
+    def _numbers(self, layout: str) -> tuple[int, ...]:
+        return struct.unpack(layout, self._take(struct.calcsize(layout)))
+
+    def _check_count(self, count: int, item_bytes: int, what: str) -> None:
+        left = self.size - self.place
+        if count * item_bytes > left:
+            raise _damaged(
+                self.path, f"it claims {count} {what} at byte {self.place}, {left} bytes are left"
+            )
+
+    def _take(self, count: int) -> bytes:
+        end = self.place + count
+        if end > self.size:
+            raise _damaged(self.path, f"it ends at byte {self.size}, inside its header")
+        taken = self.data[self.place : end]
+        self.place = end
+        return taken

@@ -1,0 +1,238 @@
+"""The tokenizer of a GGUF model, from its metadata, as files of the library tokenizers.
+
+There are two kinds: byte-level BPE (`gpt2`), whose metadata names the rule by which a text is split
+into words, and SentencePiece BPE (`llama`), whose metadata has a score for each token.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from vllm.errors import ConfigError
+from vllm.transformers_utils.gguf.model import GGUFModel
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_Item = TypeVar("_Item")
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+"""Values of `tokenizer.ggml.token_type`."""
+_SPACE = "\u2581"
+
+_WORD_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_NO_LETTER = r"[^\r\n\p{L}\p{N}]?"
+
+
+@dataclass(frozen=True)
+class _Words:
+    """How a byte-level tokenizer splits a text into words, and what follows from its family."""
+
+    pattern: str | None = None
+    """None: that of GPT-2."""
+    splits_digits: bool = False
+    keeps_whole_words: bool = False
+    """A word that is a token is not split into smaller ones."""
+    normalizes: bool = False
+    """To Unicode form NFC."""
+    adds_bos: bool = False
+    """Where the metadata does not say it."""
+
+
+_LLAMA3 = _Words(
+    f"{_WORD_ENDINGS}|{_LETTERS}|\\p{{N}}{{1,3}}|{_SIGNS}|{_REST}",
+    keeps_whole_words=True,
+    adds_bos=True,
+)
+_QWEN2 = _Words(f"{_WORD_ENDINGS}|{_LETTERS}|\\p{{N}}|{_SIGNS}|{_REST}", normalizes=True)
+_TEKKEN = _Words(
+    f"{_NO_LETTER}{_UPPER}*{_LOWER}+|{_NO_LETTER}{_UPPER}+{_LOWER}*|\\p{{N}}|"
+    f" ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*|{_REST}",
+    keeps_whole_words=True,
+    adds_bos=True,
+)
+_DIGITS = _Words(splits_digits=True)
+_WORDS = {
+    **dict.fromkeys(("default", "gpt-2", "gpt2"), _Words()),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
+}
+"""`tokenizer.ggml.pre` -> how words are split."""
+
+
+def tokenizer_files(model: GGUFModel) -> dict[str, str]:
+    """tokenizer.json and tokenizer_config.json: name -> content.
+
+    Raises:
+        ConfigError: the metadata has no tokenizer, or one that is not supported.
+    """
+    kind = model.metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise ConfigError(f"its tokenizer is of the kind {kind!r}; supported: gpt2 and llama")
+    tokens = _list(model, "tokens", str)
+    if len(set(tokens)) != len(tokens):
+        raise ConfigError("its metadata 'tokenizer.ggml.tokens' has a token twice")
+    words = _words_of(model) if kind == "gpt2" else None
+    made = _sentence_pieces(model, tokens) if words is None else _bytes(model, tokens, words)
+    if "tokenizer.ggml.token_type" in model.metadata:
+        _add_tokens(made, tokens, _list(model, "token_type", int, len(tokens)))
+    settings = _special_tokens(model, tokens)
+    adds_bos = words is None or words.adds_bos
+    _add_ends(made, model, tokens, adds_bos, is_byte_level=words is not None)
+    template = model.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        settings["chat_template"] = template
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **settings,
+    }
+    return {"tokenizer.json": made.to_str(), "tokenizer_config.json": json.dumps(config)}
+
+
+def _words_of(model: GGUFModel) -> _Words:
+    name = model.metadata.get("tokenizer.ggml.pre", "default")
+    if name not in _WORDS:
+        raise ConfigError(
+            f"its metadata 'tokenizer.ggml.pre' is {name!r}; supported: {', '.join(_WORDS)}"
+        )
+    return _WORDS[name]
+
+
+def _bytes(model: GGUFModel, tokens: list[str], words: _Words) -> "Tokenizer":
+    """Byte-level BPE, whose merges are in the metadata."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    parts = [line.partition(" ") for line in _list(model, "merges", str)]
+    pairs = [(first, second) for first, _, second in parts]
+    if any(not first or not second or " " in second for first, second in pairs):
+        raise ConfigError("its metadata 'tokenizer.ggml.merges' is no list of pairs of tokens")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    try:
+        bpe = models.BPE(vocabulary, pairs, ignore_merges=words.keeps_whole_words)
+    except Exception as error:  # tokenizers raises a plain Exception
+        raise ConfigError(f"its merges do not fit its tokens: {error}") from error
+    made = Tokenizer(bpe)
+    if words.normalizes:
+        made.normalizer = normalizers.NFC()
+    steps: list[Any] = []
+    if words.splits_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if words.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(words.pattern), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words.pattern is None))
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _sentence_pieces(model: GGUFModel, tokens: list[str]) -> "Tokenizer":
+    """SentencePiece BPE, whose merges follow from the scores: the best token is made first."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = _list(model, "scores", float, len(tokens))
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    unknown = model.metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    if type(unknown) is not int or not 0 <= unknown < len(tokens):
+        raise ConfigError(f"its metadata 'tokenizer.ggml.unknown_token_id' is {unknown!r}")
+    made = Tokenizer(
+        models.BPE(
+            vocabulary,
+            list(_merges(tokens, scores, vocabulary)),
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    steps: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    decoding: list[Any] = [
+        decoders.Replace(_SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    if model.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend(_SPACE))
+        decoding.append(decoders.Strip(" ", 1, 0))
+    made.normalizer = normalizers.Sequence(steps)
+    made.decoder = decoders.Sequence(decoding)
+    return made
+
+
+def _merges(
+    tokens: list[str], scores: list[float], vocabulary: dict[str, int]
+) -> Iterator[tuple[str, str]]:
+    """All pairs of tokens that make a token, the token with the highest score first."""
+    for i in sorted(range(len(tokens)), key=lambda i: (-scores[i], i)):
+        token = tokens[i]
+        pairs = ((token[:end], token[end:]) for end in range(1, len(token)))
+        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        yield from sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+
+
+def _add_tokens(made: "Tokenizer", tokens: list[str], kinds: list[int]) -> None:
+    """Add the tokens that are found in a text before it is split into words."""
+    from tokenizers import AddedToken
+
+    special, others = [], []
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in (_UNKNOWN, _CONTROL):
+            special.append(AddedToken(token, special=True, normalized=False))
+        elif kind == _USER_DEFINED:
+            others.append(AddedToken(token, special=False, normalized=False))
+    made.add_special_tokens(special)
+    made.add_tokens(others)
+
+
+def _special_tokens(model: GGUFModel, tokens: list[str]) -> dict[str, Any]:
+    found = {}
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        place = model.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if type(place) is int and 0 <= place < len(tokens):
+            found[f"{key}_token"] = tokens[place]
+    return found
+
+
+def _add_ends(
+    made: "Tokenizer", model: GGUFModel, tokens: list[str], adds_bos: bool, is_byte_level: bool
+) -> None:
+    """Add the tokens that stand before and behind every text."""
+    from tokenizers import processors
+
+    special = _special_tokens(model, tokens)
+    template, ids = ["$A:0"], {}
+    for name, default in (("bos", adds_bos), ("eos", False)):
+        token = special.get(f"{name}_token")
+        if token is not None and model.metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+            ids[token] = tokens.index(token)
+            template = [f"{token}:0", *template] if name == "bos" else [*template, f"{token}:0"]
+    steps: list[Any] = [processors.ByteLevel(trim_offsets=False)] if is_byte_level else []
+    if ids:
+        second = [part.replace(":0", ":1").replace("$A", "$B") for part in template]
+        steps.append(
+            processors.TemplateProcessing(
+                single=template, pair=[*template, *second], special_tokens=list(ids.items())
+            )
+        )
+    if steps:
+        made.post_processor = processors.Sequence(steps)
+
+
+def _list(model: GGUFModel, name: str, kind: type[_Item], count: int | None = None) -> list[_Item]:
+    """The list `tokenizer.ggml.NAME`.
+
+    Raises:
+        ConfigError: there is none of this type and length.
+    """
+    value = model.metadata.get(f"tokenizer.ggml.{name}")
+    is_list = isinstance(value, list) and all(type(each) is kind for each in value)
+    if is_list and value and count in (None, len(value)):
+        return cast(list[_Item], value)
+    each = "" if count is None else f" with a value for each of {count} tokens"
+    raise ConfigError(f"its metadata 'tokenizer.ggml.{name}' is no list of {kind.__name__}{each}")

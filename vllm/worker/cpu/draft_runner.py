@@ -1,0 +1,165 @@
+"""Runs the draft model on the CPU: a second, smaller model that guesses the next tokens."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm.attention import RaggedMetadata
+from vllm.config import VllmConfig
+from vllm.kv_cache_spec import KVCacheLayout
+from vllm.messages import IntArray, SchedulerOutput
+from vllm.model_executor.models.interface import CausalLM
+from vllm.sample.metadata import FeatureArray
+from vllm.worker.cpu.model_runner import DISTRIBUTION, CPUModelRunner
+from vllm.worker.draft_progress import DraftProgress, DraftSpans
+from vllm.worker.kv_cache import cache_dtype, cache_layout
+from vllm.worker.launch import Launch
+from vllm.worker.model_input import build_ragged_input
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+class DraftRunner(CPUModelRunner):
+    """Makes the drafts of a step behind the newest tokens of its rows.
+
+    A draft is sampled with the random number that the model will use in its place, from the draft
+    model's distribution: where the two distributions are alike, so are the tokens. Masks,
+    penalties and other changes of logits are left to the model.
+
+    Args:
+        config: of the draft model.
+        model: the draft model.
+        target: the runner of the model, whose rows, blocks and random numbers this one uses.
+    """
+
+    def __init__(self, config: VllmConfig, model: CausalLM, target: CPUModelRunner) -> None:
+        super().__init__(config, model, target.device, target.grammars)
+        self.config = config
+        self.batch, self.sampling, self.sampler = target.batch, target.sampling, target.sampler
+        features, _, _ = self.sampling.row_arrays
+        self._features: FeatureArray = np.zeros_like(features)
+        self._vocab_size = config.model.resolved_arch.vocab_size
+        self._target_vocab_size = target.vocab_size
+        self._max_tokens = config.scheduler.max_num_batched_tokens
+        self._progress: DraftProgress | None = None
+
+    def start(self, num_blocks: int) -> None:
+        """The KV cache is bound, with so many blocks."""
+        config, max_len = self.config, self.config.model.max_model_len
+        assert max_len is not None
+        self._progress = DraftProgress(self.batch, config.cache.block_size, num_blocks, max_len)
+
+    def _plan_cache(self, config: VllmConfig) -> KVCacheLayout:
+        """Blocks are those of the model, which keeps all of them where there are drafts."""
+        return cache_layout(config, self.attention_layers, cache_dtype(config), keeps_all=True)
+
+    def _row_features(self) -> FeatureArray:
+        return self._features
+
+    @torch.inference_mode()
+    def propose(self, step: SchedulerOutput) -> None:
+        """Write the drafts of a step into the batch, behind the known tokens of their rows.
+
+        Args:
+            step: the batch is up to date with it, and all tokens of its rows with drafts are known.
+        """
+        assert self._progress is not None, "the KV cache is not bound"
+        spans = self._progress.plan(step)
+        if spans is None:
+            return
+        self._fuse()
+        features, _, _ = self.sampling.row_arrays
+        self._features[spans.rows] = features[spans.rows] & DISTRIBUTION
+        num_tokens = self.batch.num_tokens
+        has_drafts = spans.num_drafts > 0
+        known = num_tokens[spans.rows]
+        try:
+            self._run_known(spans, has_drafts)
+            for place in range(1, int(spans.num_drafts.max())):
+                rows = spans.rows[spans.num_drafts > place]
+                self._run_newest(rows)
+        finally:
+            num_tokens[spans.rows] = known
+        self._progress.add_drafts(spans)
+
+    def _run_known(self, spans: DraftSpans, has_drafts: BoolArray) -> None:
+        """Run known tokens, and sample the first draft of the rows that get drafts."""
+        if has_drafts.all() and (spans.count == 1).all():
+            self._run_newest(spans.rows)
+            return
+        for places, done, count in _pieces(spans.count, self._max_tokens):
+            ends = done + count == spans.count[places]
+            self._run_ragged(
+                spans.rows[places],
+                spans.first[places] + done,
+                count,
+                has_drafts[places] & ends,
+            )
+
+    def _run_newest(self, rows: IntArray) -> None:
+        """Run the newest token of each row, and append what follows it."""
+        newest = self.batch.num_tokens[rows] - 1
+        ones = np.ones_like(newest)
+        step = self._decode_step if self._are_known(rows, newest) else None
+        if step is not None and step.run(rows, newest, ones) is not None:
+            self._keep_in_vocabulary(rows)
+            return
+        self._run_ragged(rows, newest, ones, np.ones(len(rows), np.bool_))
+
+    def _run_ragged(
+        self,
+        rows: IntArray,
+        first: IntArray,
+        count: IntArray,
+        samples: BoolArray,
+    ) -> None:
+        order = np.argsort(count > 1, kind="stable")  # single tokens go first
+        rows, first, count, samples = rows[order], first[order], count[order], samples[order]
+        model_input = build_ragged_input(
+            self.batch, Launch(rows, first, count), self.block_size, self.device
+        )
+        model_input.input_ids.clamp_(max=self._vocab_size - 1)
+        hidden_states = self._forward(model_input)
+        if not samples.any():
+            return
+        attention = model_input.context.attention
+        assert isinstance(attention, RaggedMetadata)
+        ends = attention.query_start_loc[1:][samples].astype(np.int64) - 1
+        logits = self.model.compute_logits(hidden_states[torch.from_numpy(ends)])
+        rows = rows[samples]
+        positions = self.batch.num_tokens[rows]
+        metadata = self.sampling.distribution(
+            rows, positions - self.batch.num_prompt_tokens[rows], DISTRIBUTION
+        )
+        token_ids = self.sampler(logits, metadata).host_ids.numpy()
+        self.batch.token_ids[rows, positions] = np.maximum(token_ids, 0)
+        self.batch.num_tokens[rows] += 1
+        self._keep_in_vocabulary(rows)
+
+    def _are_known(self, rows: IntArray, positions: IntArray) -> bool:
+        """Whether the draft model has embeddings of these tokens."""
+        if self._vocab_size >= self._target_vocab_size:
+            return True
+        return bool((self.batch.token_ids[rows, positions] < self._vocab_size).all())
+
+    def _keep_in_vocabulary(self, rows: IntArray) -> None:
+        """Replace newest tokens that the model does not have."""
+        if self._vocab_size > self._target_vocab_size:
+            newest = self.batch.num_tokens[rows] - 1
+            token_ids = self.batch.token_ids[rows, newest]
+            self.batch.token_ids[rows, newest] = np.where(
+                token_ids < self._target_vocab_size, token_ids, 0
+            )
+
+
+def _pieces(count: IntArray, limit: int) -> Iterator[tuple[IntArray, IntArray, IntArray]]:
+    """Split spans into launches of at most `limit` tokens, in order. Yields the places that run,
+    tokens of each that ran before, and tokens of each that run now."""
+    done = np.zeros_like(count)
+    while (rest := count - done).any():
+        take = np.clip(limit - (np.cumsum(rest) - rest), 0, rest).astype(np.int32)
+        places = np.flatnonzero(take).astype(np.int32)
+        yield places, done[places], take[places]
+        done += take

@@ -1,0 +1,39 @@
+"""The LoRA adapters of the requests on a card: in slots of one size, taken once at the start."""
+
+from vllm.bucketing import format_bytes
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.lora.launches import DeviceSlots
+from vllm.lora.layers import AdapterLayers
+from vllm.platforms.habana.bridge import HabanaBridge
+from vllm.worker.adapters import Adapters, adapter_dtype
+
+logger = init_logger(__name__)
+
+
+class DeviceRows(Adapters):
+    """Adapters on a card. Launches read the slot of each row from their input.
+
+    The memory of the slots is in use before that of launches is measured, so the ledger counts it
+    with the weights.
+
+    Args:
+        config: of the engine.
+        layers: of its model.
+        bridge: the card.
+    """
+
+    def __init__(self, config: VllmConfig, layers: AdapterLayers, bridge: HabanaBridge) -> None:
+        lora = config.lora
+        dtype, device = adapter_dtype(config), bridge.device
+        self.slots = DeviceSlots(
+            layers.places, lora.max_loras, lora.max_lora_rank, dtype, device, bridge.mark_step
+        )
+        self.slots.warm_up()
+        logger.info(
+            "LoRA: %d slots of rank %d take %s on the card, whether they are used or not",
+            lora.max_loras,
+            lora.max_lora_rank,
+            format_bytes(self.slots.num_bytes),
+        )
+        super().__init__(config, layers, self.slots)
