@@ -19,15 +19,16 @@ PREFIX = "import os\nimport sys\n\n" * 20
 PROMPTS = [f"import os{n}\ndef f" for n in range(12)] + [f"{PREFIX}def g{n}" for n in range(4)]
 
 
-def cores(server) -> list[psutil.Process]:
-    return [p for p in server.children() if "vllm.engine.process.core_process" in p.cmdline()]
-
-
 def replicas(server, name: str) -> list:
     """This value of each replica."""
     status, _, body = server.request("GET", "/replicas", **HEADER)
     assert status == 200
     return [each[name] for each in json.loads(body)["replicas"]]
+
+
+def cores(server) -> list[psutil.Process]:
+    """The process of each replica."""
+    return [psutil.Process(pid) for pid in replicas(server, "pid")]
 
 
 async def complete(server, max_tokens=24) -> list[str]:
