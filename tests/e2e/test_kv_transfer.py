@@ -126,6 +126,22 @@ def test_one_engine_computes_prompts_for_another(expected, tmp_path):
     assert generate(other)[0] == expected
 
 
+def test_an_engine_gets_prompts_of_another_one_over_tcp_and_does_without_it(expected):
+    producer = {"kv_connector": "TCPConnector", "kv_role": "kv_producer", "kv_port": 0}
+    one = LLM(**SMALL, kv_transfer_config=producer)
+    port = one.llm_engine.engine_core._transfer._connector._server.port
+    consumer = {**producer, "kv_role": "kv_consumer", "kv_port": port}
+    other = LLM(**SMALL, kv_transfer_config=consumer)
+    one.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    tokens, cached = generate(other)
+    assert tokens == expected and all(cached)
+    one.llm_engine.shutdown()
+    other.llm_engine.engine_core._transfer._connector._host.clear()
+    assert other.reset_prefix_cache()
+    tokens, cached = generate(other)
+    assert tokens == expected and not all(cached)
+
+
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_tokens_are_the_same_under_random_load(tmp_path, seed):
     """With preemption, aborts, shared prefixes and little memory."""

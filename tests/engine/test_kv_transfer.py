@@ -15,8 +15,9 @@ from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.request_queue import RequestQueue
 from vllm.distributed.kv_transfer import KVConnector
 from vllm.distributed.kv_transfer.block_folder import BlockFolder
+from vllm.distributed.kv_transfer.choose import make_connector
 from vllm.distributed.kv_transfer.host_blocks import HostBlocks
-from vllm.distributed.kv_transfer.tiers import TieredConnector, make_connector
+from vllm.distributed.kv_transfer.tiers import TieredConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.engine_core import EngineCore
 from vllm.engine.resolve.model_options import check_connector

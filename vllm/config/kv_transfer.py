@@ -9,11 +9,13 @@ from vllm.errors import ConfigError
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 
-_CONNECTORS = ("OffloadingConnector", "SharedStorageConnector")
 _EXTRA_KEYS = {
     "OffloadingConnector": ("folder", "folder_bytes"),
     "SharedStorageConnector": ("shared_storage_path", "folder_bytes"),
+    "TCPConnector": ("peers", "timeout_s"),
 }
+_CONNECTORS = tuple(_EXTRA_KEYS)
+_MAX_PORT = 65535
 _GIB = 1 << 30
 
 
@@ -23,7 +25,8 @@ class KVTransferConfig:
 
     kv_connector: str
     """OffloadingConnector: host memory and a folder; SharedStorageConnector: a folder that several
-    engines share; or a class of `kv_connector_module_path`."""
+    engines share; TCPConnector: the memory of other engines; or a class of
+    `kv_connector_module_path`."""
 
     kv_role: KVRole = "kv_both"
     """kv_producer: saves blocks and loads none; kv_consumer: loads and saves none."""
@@ -35,18 +38,24 @@ class KVTransferConfig:
     """Bytes of host memory for blocks."""
 
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the connector: folder (or shared_storage_path) and folder_bytes."""
+    """Settings of the connector: folder (or shared_storage_path) and folder_bytes; or peers and
+    timeout_s."""
 
     kv_connector_module_path: str | None = None
     """Module of a connector class that is not one of ours."""
 
+    kv_ip: str = "127.0.0.1"
+    """TCPConnector: the address that an engine that saves listens on; a kv_consumer asks there,
+    unless it has `peers`."""
+
+    kv_port: int = 14579
+    """The port to `kv_ip`. With several replicas, replica n listens on this port + n."""
+
     engine_id: str | None = None
-    """Accepted without effect, as the five below: no connector speaks over the network."""
+    """Accepted without effect, as the two below: engines find each other by address."""
 
     kv_rank: int | None = None
     kv_parallel_size: int = 1
-    kv_ip: str = "127.0.0.1"
-    kv_port: int = 14579
 
     def __post_init__(self) -> None:
         if not isinstance(self.kv_connector, str):
@@ -61,6 +70,11 @@ class KVTransferConfig:
                 f"kv_connector_extra_config must be an object, got "
                 f"{self.kv_connector_extra_config!r}"
             )
+        if not isinstance(self.kv_ip, str) or not self.kv_ip:
+            raise ConfigError(f"kv_ip must be an address, got {self.kv_ip!r}")
+        port = self.kv_port
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= _MAX_PORT:
+            raise ConfigError(f"kv_port must be an integer from 0 to {_MAX_PORT}, got {port!r}")
         if self.kv_connector_module_path is None:
             check_one_of(self, "kv_connector", _CONNECTORS)
             self._check_extra()
@@ -72,14 +86,34 @@ class KVTransferConfig:
                 f"kv_connector_extra_config of {self.kv_connector} has no key "
                 f"{', '.join(map(repr, unknown))}; accepted: {', '.join(known)}"
             )
-        folder = extra.get(known[0])
+        if self.kv_connector == "TCPConnector":
+            self._check_peers()
+        else:
+            self._check_folder(known[0])
+
+    def _check_peers(self) -> None:
+        peers = self.kv_connector_extra_config.get("peers", [])
+        if not isinstance(peers, list) or not all(isinstance(each, str) for each in peers):
+            raise ConfigError(
+                f"kv_connector_extra_config: peers must be a list of HOST:PORT, got {peers!r}"
+            )
+        for each in peers:
+            _parse_address(each)
+        limit = self.timeout_s
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+            raise ConfigError(
+                f"kv_connector_extra_config: timeout_s must be a number above 0, got {limit!r}"
+            )
+
+    def _check_folder(self, key: str) -> None:
+        folder = self.kv_connector_extra_config.get(key)
         if folder is None and self.kv_connector == "SharedStorageConnector":
             raise ConfigError(
                 "SharedStorageConnector needs a folder: kv_connector_extra_config "
                 '{"shared_storage_path": "/path"}'
             )
         if folder is not None and (not isinstance(folder, str) or not folder):
-            raise ConfigError(f"kv_connector_extra_config: {known[0]} must be a path")
+            raise ConfigError(f"kv_connector_extra_config: {key} must be a path")
         size = self.folder_bytes
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(
@@ -99,6 +133,22 @@ class KVTransferConfig:
         """Bytes of files in the folder, about; the least recently used ones are removed."""
         size: int = self.kv_connector_extra_config.get("folder_bytes", 10 * _GIB)
         return size
+
+    @property
+    def peers(self) -> list[tuple[str, int]]:
+        """(host, port) of the engines that are asked for blocks."""
+        if not self.loads:
+            return []
+        given = self.kv_connector_extra_config.get("peers")
+        if given is None:
+            return [] if self.saves else [(self.kv_ip, self.kv_port)]
+        return [_parse_address(each) for each in given]
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds for the blocks of a prompt to come from one engine."""
+        limit: float = self.kv_connector_extra_config.get("timeout_s", 10.0)
+        return limit
 
     @property
     def saves(self) -> bool:
@@ -135,14 +185,25 @@ class KVTransferConfig:
         return config
 
 
+def _parse_address(text: str) -> tuple[str, int]:
+    """HOST:PORT, [IPv6]:PORT; tcp:// may be before it."""
+    host, colon, port = text.removeprefix("tcp://").rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) <= _MAX_PORT):
+        raise ConfigError(
+            f"kv_connector_extra_config: peers has {text!r}; expected HOST:PORT, such as "
+            f"10.0.0.5:14579"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConnectorConfig:
     """KV blocks outside of the KV cache."""
 
     kv_transfer_config: Mapping[str, Any] = field(default_factory=dict)
     """Keep KV blocks in host memory and files, and share them with other engines (JSON):
-    kv_connector (OffloadingConnector or SharedStorageConnector), kv_role, kv_buffer_size,
-    kv_connector_extra_config; see docs/kv_transfer.md."""
+    kv_connector (OffloadingConnector, SharedStorageConnector or TCPConnector), kv_role,
+    kv_buffer_size, kv_ip, kv_port, kv_connector_extra_config; see docs/kv_transfer.md."""
 
     def __post_init__(self) -> None:
         if self.kv_transfer_config:

@@ -14,7 +14,7 @@ from vllm.core.cache_events import CacheEventLog
 from vllm.core.draft_sources import make_drafts
 from vllm.core.kv_cache_manager import KVCacheManager
 from vllm.core.scheduler import Scheduler
-from vllm.distributed.kv_transfer.tiers import make_connector
+from vllm.distributed.kv_transfer.choose import make_connector
 from vllm.engine.input.named_processors import NamedProcessors
 from vllm.engine.kv_event_publisher import KVEventPublisher
 from vllm.engine.kv_transfer import KVTransfer
@@ -115,13 +115,16 @@ class EngineCore:
         config = self.config.connector.kv_transfer
         if config is None:
             return None
-        if self.executor.cache_windows != (None,):
+        try:
+            if self.executor.cache_windows != (None,):
+                raise ConfigError(
+                    "kv_transfer_config: this model has layers with sliding windows, whose blocks "
+                    "are not kept outside of the KV cache. Leave it out"
+                )
+            connector = make_connector(config)
+        except ConfigError:
             self.executor.shutdown()
-            raise ConfigError(
-                "kv_transfer_config: this model has layers with sliding windows, whose blocks are "
-                "not kept outside of the KV cache. Leave it out"
-            )
-        connector = make_connector(config)
+            raise
         return KVTransfer(connector, cache, self.executor, self.config.scheduler.max_num_seqs)
 
     def add_request(self, request: EngineRequest) -> None:

@@ -2,31 +2,24 @@
 
     FOLDER/NAMESPACE/ab/abcd...ef.kv     one block; the name is its key in hexadecimal
 
-    file:  magic, key, SHA-256 of what follows, number of ranks, bytes of each rank, data
-
-A file appears complete, by renaming, and is never changed. One that is shorter, longer, of another
-key or with another checksum is removed, and its block counts as missing.
+A file (`block_format`) appears complete, by renaming, and is never changed. One that is damaged is
+removed, and its block counts as missing.
 """
 
 import contextlib
 import itertools
 import os
-import struct
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 
+from vllm.distributed.kv_transfer.block_format import compose, parse
 from vllm.distributed.kv_transfer.interface import BlockData
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-_MAGIC = b"KVBLOCK1"
 _SUFFIX = ".kv"
-_HEAD = struct.Struct("<8s32s32sI")
-_LENGTH = struct.Struct("<Q")
-_MAX_RANKS = 4096
 
 _SCAN_SHARE = 20
 """The size of the folder is checked when a 20th of the limit was written since the last check."""
@@ -81,7 +74,7 @@ class BlockFolder:
             os.utime(path)  # used now
         except OSError:
             return None
-        block = _parse(key, data)
+        block = parse(key, data)
         if block is None:
             logger.warning("the file %s of a KV block is damaged: it is computed again", path)
             self.remove(key)
@@ -94,7 +87,7 @@ class BlockFolder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with temporary.open("wb") as file:
-                file.writelines(_compose(key, block))
+                file.writelines(compose(key, block))
             temporary.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -141,30 +134,3 @@ def _files(root: Path) -> Iterator[tuple[float, int, str]]:
             with contextlib.suppress(OSError):  # removed meanwhile
                 found = os.stat(path)
                 yield found.st_mtime, found.st_size, path
-
-
-def _compose(key: bytes, block: BlockData) -> list[bytes]:
-    lengths = [_LENGTH.pack(len(part)) for part in block]
-    digest = sha256(_LENGTH.pack(len(block)))
-    for part in (*lengths, *block):
-        digest.update(part)
-    return [_HEAD.pack(_MAGIC, key, digest.digest(), len(block)), *lengths, *block]
-
-
-def _parse(key: bytes, data: bytes) -> BlockData | None:
-    if len(data) < _HEAD.size:
-        return None
-    magic, found_key, checksum, count = _HEAD.unpack_from(data)
-    start = _HEAD.size + count * _LENGTH.size
-    if magic != _MAGIC or found_key != key or not 0 < count <= _MAX_RANKS or len(data) < start:
-        return None
-    digest = sha256(_LENGTH.pack(count))
-    digest.update(memoryview(data)[_HEAD.size :])
-    if digest.digest() != checksum:
-        return None
-    block = []
-    for index in range(count):
-        (length,) = _LENGTH.unpack_from(data, _HEAD.size + index * _LENGTH.size)
-        block.append(data[start : start + length])
-        start += length
-    return block if start == len(data) else None

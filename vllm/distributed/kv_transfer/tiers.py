@@ -1,4 +1,4 @@
-"""The connector of host memory and a folder, and the choice of a connector."""
+"""The connector of host memory and a folder."""
 
 import threading
 from collections.abc import Sequence
@@ -8,8 +8,6 @@ from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.block_folder import BlockFolder
 from vllm.distributed.kv_transfer.host_blocks import HostBlocks
 from vllm.distributed.kv_transfer.interface import BlockData, KVConnector
-from vllm.errors import ConfigError
-from vllm.utils.imports import load_user_class
 
 
 class TieredConnector(KVConnector):
@@ -117,21 +115,3 @@ class TieredConnector(KVConnector):
         assert self._folder is not None
         for key in keys:
             self._folder.remove(key)
-
-
-def make_connector(config: KVTransferConfig) -> KVConnector:
-    """The connector that a config asks for.
-
-    Raises:
-        ConfigError: a class of the user cannot be used, or a folder cannot be written.
-    """
-    if config.kv_connector_module_path is None:
-        return TieredConnector(config)
-    path = f"{config.kv_connector_module_path}.{config.kv_connector}"
-    kind = load_user_class("kv_connector", path)
-    if not issubclass(kind, KVConnector):
-        raise ConfigError(
-            f"kv_connector {path!r} is not a subclass of vllm.distributed.kv_transfer.KVConnector"
-        )
-    connector: KVConnector = kind(config)
-    return connector

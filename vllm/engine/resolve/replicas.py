@@ -88,14 +88,24 @@ def _cpu_share(device: DeviceConfig, index: int, count: int) -> DeviceConfig:
 
 
 def _with_own_endpoints(config: VllmConfig, index: int) -> VllmConfig:
-    """The events of the KV cache are published on one port per replica, counted upwards."""
+    """Events of the KV cache are published, and its blocks are sent, on one port per replica,
+    counted upwards."""
+    transfer = config.connector.kv_transfer
+    if transfer is not None and transfer.saves and index:
+        port = transfer.kv_port and transfer.kv_port + index  # 0: any free port
+        given = {**config.connector.kv_transfer_config, "kv_port": port}
+        config = replace(config, connector=replace(config.connector, kv_transfer_config=given))
+    return _with_own_events(config, index)
+
+
+def _with_own_events(config: VllmConfig, index: int) -> VllmConfig:
     observability = config.observability
     if not index or not observability.kv_events.is_published:
         return config
     events = dict(observability.kv_events_config)
-    given = observability.kv_events
+    published = observability.kv_events
     for name in ("endpoint", "replay_endpoint"):
-        address = getattr(given, name)
+        address = getattr(published, name)
         if address is None:
             continue
         found = _PORT.match(address)

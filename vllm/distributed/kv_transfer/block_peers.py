@@ -1,0 +1,245 @@
+"""KV blocks between engines, over TCP. A connection has one request and its answer.
+
+    request:  magic, namespace, number of keys, keys of consecutive blocks
+    answer:   status, number of blocks; and for each of them the number of bytes and the block
+              (`block_format`), up to the first one that is not there
+
+Numbers are little endian. Nothing is sent that can run code, and no more is read than was asked.
+"""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from socketserver import BaseRequestHandler, ThreadingTCPServer
+
+from vllm.distributed.kv_transfer.block_format import compose, parse
+from vllm.distributed.kv_transfer.interface import BlockData
+from vllm.errors import ConfigError
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_MAGIC = b"KVPEERS1"
+_NAMESPACE_BYTES = 32
+_REQUEST = struct.Struct(f"<8s{_NAMESPACE_BYTES}sI")
+_ANSWER = struct.Struct("<BI")
+_LENGTH = struct.Struct("<Q")
+_KEY_BYTES = 32
+_MAX_KEYS = 1 << 16
+_OK, _OTHER_NAMESPACE = 0, 1
+
+_SERVER_TIMEOUT_S = 30.0
+"""For one send or receive of a peer, which may be slow or gone."""
+_MAX_CONNECTIONS = 64
+"""At the same time. Further ones are closed; the other engine computes its prompts then."""
+_PAUSE_S = 5.0
+"""A peer that failed is not asked for this time, so that requests do not wait for it."""
+
+
+class PeerError(Exception):
+    """A peer does not send what it was asked for; str() says why."""
+
+
+class BlockServer:
+    """Sends blocks to other engines, in threads.
+
+    Args:
+        host, port: to listen on.
+        find: the block of a key, or None; called from any thread.
+
+    Attributes:
+        namespace: of the blocks; peers that ask for another one get none.
+        port: that it listens on, also if 0 was asked for.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+
+    def __init__(self, host: str, port: int, find: Callable[[bytes], BlockData | None]) -> None:
+        self.namespace = ""
+        try:
+            self._server = _Server((host, port), self, find)
+        except OSError as error:
+            raise ConfigError(
+                f"kv_transfer_config: cannot listen on {host}:{port}: {error.strerror or error}. "
+                f"Set kv_ip to an address of this machine, and kv_port to a free port"
+            ) from None
+        self.port: int = self._server.server_address[1]
+        threading.Thread(
+            target=self._server.serve_forever, name="kv-block-server", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """Stop listening. Answers in flight are cut off when the process ends."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        owner: BlockServer,
+        find: Callable[[bytes], BlockData | None],
+    ) -> None:
+        self.owner, self.find = owner, find
+        self.free_connections = threading.Semaphore(_MAX_CONNECTIONS)
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, _Answer)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A peer that is gone, too slow, or no peer, loses its connection and nothing else."""
+        logger.debug("connection of %s failed", client_address, exc_info=True)
+
+
+class _Answer(BaseRequestHandler):
+    request: socket.socket
+    server: _Server
+
+    def handle(self) -> None:
+        if not self.server.free_connections.acquire(blocking=False):
+            return
+        try:
+            self.request.settimeout(_SERVER_TIMEOUT_S)
+            self._answer()
+        finally:
+            self.server.free_connections.release()
+
+    def _answer(self) -> None:
+        magic, namespace, count = _REQUEST.unpack(_receive(self.request, _REQUEST.size))
+        if magic != _MAGIC or count > _MAX_KEYS:
+            return
+        keys = _receive(self.request, count * _KEY_BYTES)
+        if namespace != _name(self.server.owner.namespace):
+            self.request.sendall(_ANSWER.pack(_OTHER_NAMESPACE, 0))
+            return
+        blocks = []
+        for start in range(0, len(keys), _KEY_BYTES):
+            key = keys[start : start + _KEY_BYTES]
+            block = self.server.find(key)
+            if block is None:
+                break
+            blocks.append((key, block))
+        self.request.sendall(_ANSWER.pack(_OK, len(blocks)))
+        for key, block in blocks:
+            parts = compose(key, block)
+            self.request.sendall(_LENGTH.pack(sum(map(len, parts))))
+            for part in parts:
+                self.request.sendall(part)
+
+
+class BlockPeer:
+    """Another engine, which is asked for blocks. Any thread may use it.
+
+    Args:
+        host, port: that it listens on.
+        max_bytes: that are read for one request; what is beyond is left.
+        clock: seconds, as `time.monotonic`.
+    """
+
+    def __init__(
+        self, host: str, port: int, max_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._address = (host, port)
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._paused_until = float("-inf")
+        self._reason: str | None = None
+        """Why it failed when it was last asked."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether it is asked now: it has not failed a moment ago."""
+        return self._clock() >= self._paused_until
+
+    def fetch(
+        self, namespace: str, keys: Sequence[bytes], timeout_s: float
+    ) -> list[tuple[bytes, BlockData]]:
+        """Ask for consecutive blocks; those that came before anything failed. Never raises."""
+        found: list[tuple[bytes, BlockData]] = []
+        try:
+            self._fetch(namespace, keys[:_MAX_KEYS], self._clock() + timeout_s, found)
+        except (OSError, PeerError) as error:
+            self._fail(f"{type(error).__name__}" if not str(error) else str(error))
+        else:
+            self._recover()
+        return found
+
+    def _fetch(
+        self,
+        namespace: str,
+        keys: Sequence[bytes],
+        deadline: float,
+        found: list[tuple[bytes, BlockData]],
+    ) -> None:
+        def left_s() -> float:
+            left = deadline - self._clock()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            return left
+
+        with socket.create_connection(self._address, left_s()) as connection:
+            connection.sendall(_REQUEST.pack(_MAGIC, _name(namespace), len(keys)))
+            connection.sendall(b"".join(keys))
+            status, count = _ANSWER.unpack(_receive(connection, _ANSWER.size, left_s))
+            if status == _OTHER_NAMESPACE:
+                raise PeerError(
+                    "its model, weights, or layout of the KV cache (dtype, block_size, "
+                    "tensor_parallel_size) differ from those here"
+                )
+            if status != _OK or count > len(keys):
+                raise PeerError("it is not an engine of this version with a TCPConnector")
+            num_bytes = 0
+            for key in keys[:count]:
+                (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size, left_s))
+                num_bytes += length
+                if num_bytes > self._max_bytes:
+                    return
+                block = parse(key, _receive(connection, length, left_s))
+                if block is None:
+                    raise PeerError("it sent a damaged block")
+                found.append((key, block))
+
+    def _fail(self, reason: str) -> None:
+        self._paused_until = self._clock() + _PAUSE_S
+        if reason != self._reason:
+            logger.warning(
+                "no KV blocks from the engine at %s:%d: %s. Prompts are computed here meanwhile",
+                *self._address,
+                reason,
+            )
+        self._reason = reason
+
+    def _recover(self) -> None:
+        if self._reason is not None:
+            logger.info("the engine at %s:%d sends KV blocks again", *self._address)
+        self._reason = None
+
+
+def _name(namespace: str) -> bytes:
+    return namespace.encode().ljust(_NAMESPACE_BYTES, b"\0")
+
+
+def _receive(
+    connection: socket.socket, num_bytes: int, left_s: Callable[[], float] | None = None
+) -> bytes:
+    """So many bytes. Memory is taken as they come, whatever was announced.
+
+    Args:
+        left_s: seconds until the deadline, asked before each part; it raises when it is over.
+    """
+    data = bytearray()
+    while len(data) < num_bytes:
+        if left_s is not None:
+            connection.settimeout(left_s())
+        part = connection.recv(min(num_bytes - len(data), 1 << 20))
+        if not part:
+            raise PeerError("the connection ended early")
+        data += part
+    return bytes(data)
