@@ -9,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "offline_inference").rglob("*.py"))
+LAUNCHER = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+"""What torchrun sets for the only process."""
 
 
 def test_there_are_examples():
@@ -24,6 +26,8 @@ def check_shown(out: str, err: str) -> None:
 def test_an_example_runs_and_prints(example, monkeypatch, capfd):
     """In this process, which has imported everything."""
     monkeypatch.setattr(sys, "argv", [str(example)])
+    for name, value in LAUNCHER.items():
+        monkeypatch.setenv(name, value)
     runpy.run_path(str(example), run_name="__main__")
     check_shown(*capfd.readouterr())
 

@@ -1,10 +1,12 @@
 """How the model is split over devices."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
-from vllm.config.fields import check_at_least
+from vllm.config.fields import check_at_least, check_one_of
 from vllm.errors import ConfigError
+
+ExecutorBackend = Literal["uni", "mp", "ray", "external_launcher"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +34,12 @@ class ParallelConfig:
     pipeline_layer_partition: tuple[int, ...] | None = field(default=None, metadata={"cli": False})
     """Number of layers of each stage (VLLM_PP_LAYER_PARTITION); None: as even as possible."""
 
-    distributed_executor_backend: Literal["uni", "mp", "ray"] | None = None
+    distributed_executor_backend: ExecutorBackend | None = None
     """Who runs the workers. uni: the engine's own process, for one device. mp: one process for each
     device on this machine, the engine's own among them. ray: actors of a Ray cluster, on one
-    machine or several; needs the extra vllm[ray]. Not set: uni for one device, else mp."""
+    machine or several; needs the extra vllm[ray]. external_launcher: each process of a program that
+    torchrun, for example, starts tensor_parallel_size times; for LLM only. Not set: uni for one
+    device, else mp."""
 
     distributed_timeout_s: float = 300.0
     """Seconds that one worker waits for the others in an exchange of tensors. Longer means that one
@@ -56,12 +60,24 @@ class ParallelConfig:
             raise ConfigError(
                 f"distributed_timeout_s must be more than 0, got {self.distributed_timeout_s}"
             )
+        if self.distributed_executor_backend is not None:
+            check_one_of(self, "distributed_executor_backend", get_args(ExecutorBackend))
+        if self.distributed_executor_backend == "external_launcher":
+            self._check_external()
         if self.distributed_executor_backend == "uni" and self.world_size > 1:
             raise ConfigError(
                 f"distributed_executor_backend='uni' runs one worker, and "
                 f"tensor_parallel_size * pipeline_parallel_size is {self.world_size}. Leave "
                 f"distributed_executor_backend out, or use 'mp' or 'ray'"
             )
+
+    def _check_external(self) -> None:
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
+            if (size := getattr(self, name)) > 1:
+                raise ConfigError(
+                    f"distributed_executor_backend='external_launcher' runs tensor parallel ranks, "
+                    f"and {name} is {size}. Leave it out, or use 'mp' or 'ray'"
+                )
 
     @property
     def world_size(self) -> int:

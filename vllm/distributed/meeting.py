@@ -36,7 +36,11 @@ class Meeting:
     store_fd: int | None = None
     """Memory through which the libraries of collectives exchange addresses, on one machine."""
     address: tuple[str, int] | None = None
-    """Host and port of rank 0, in place of it for ranks of several machines."""
+    """Host and port where the ranks meet in place of it, if not one process has started them."""
+    is_host: bool = False
+    """This rank listens at the address."""
+    name: str = ""
+    """Of the engine, where several may use the address one after the other."""
     arena_fd: int | None = None
     """Memory through which ranks on the CPU exchange tensors: for each stage a header, and two
     buffers for each of its ranks. None: they are on several machines."""
@@ -66,16 +70,32 @@ class Meeting:
         )
 
     @classmethod
-    def at(cls, parallel: ParallelConfig, rank: int, address: tuple[str, int]) -> "Meeting":
-        """The same for the ranks of several machines.
+    def at(
+        cls,
+        parallel: ParallelConfig,
+        rank: int,
+        address: tuple[str, int],
+        *,
+        is_host: bool,
+        name: str = "",
+    ) -> "Meeting":
+        """The same for ranks that were not started by one process, or are on several machines.
 
         Args:
             parallel: of the engine.
             rank: of this process.
-            address: free port of the machine of rank 0.
+            address: where the ranks meet.
+            is_host: this rank listens there.
+            name: of the engine, if others use the same address.
         """
-        layout, timeout_s = RankLayout.of(parallel), parallel.distributed_timeout_s
-        return cls(rank=rank, layout=layout, timeout_s=timeout_s, address=address)
+        return cls(
+            rank=rank,
+            layout=RankLayout.of(parallel),
+            timeout_s=parallel.distributed_timeout_s,
+            address=address,
+            is_host=is_host,
+            name=name,
+        )
 
     @property
     def descriptors(self) -> tuple[int, int]:
@@ -108,13 +128,14 @@ class Meeting:
         if self.address is None:
             return torch.distributed.FileStore(f"/proc/self/fd/{self.store_fd}", size)
         host, port = self.address
-        return torch.distributed.TCPStore(
+        store = torch.distributed.TCPStore(
             host,
             port,
             size,
-            is_master=self.rank == 0,
+            is_master=self.is_host,
             timeout=timedelta(seconds=self.timeout_s),
         )
+        return torch.distributed.PrefixStore(self.name, store) if self.name else store
 
     def close(self) -> None:
         """Leave, and close the memory."""

@@ -11,6 +11,10 @@ def make_executor(config: VllmConfig) -> Executor:
         from vllm.executor.ray_executor import RayExecutor
 
         return RayExecutor(config)
+    if config.parallel.distributed_executor_backend == "external_launcher":
+        from vllm.executor.external import ExternalExecutor
+
+        return ExternalExecutor(config)
     if config.parallel.world_size == 1:
         return UniProcExecutor(config)
     from vllm.executor.multiproc import MultiprocExecutor

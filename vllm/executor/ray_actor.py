@@ -42,7 +42,8 @@ class RankActor:
         assert isinstance(start, StartRank)
 
         def meet() -> Meeting:
-            return Meeting.at(start.config.parallel, start.rank, address)
+            is_host = start.rank == 0
+            return Meeting.at(start.config.parallel, start.rank, address, is_host=is_host)
 
         try:
             self._server = RankServer(

@@ -14,7 +14,7 @@ from vllm.engine.process.replica_router import ReplicaRouter
 from vllm.engine.process.startup_state import StartupState
 from vllm.engine.process.wire import AbortRequests, AddRequests, CoreOutput, Refused
 from vllm.engine.resolve.replicas import replica_configs
-from vllm.errors import CapacityError, EngineDeadError, RequestError
+from vllm.errors import CapacityError, ConfigError, EngineDeadError, RequestError
 from vllm.logger import init_logger
 from vllm.messages import EngineRequest, SchedulerStats
 from vllm.utils import startup_progress
@@ -169,12 +169,22 @@ class CoreReplicas:
         self.startup.set_failed(error)
 
     def _resolve(self, resolve: Callable[[], VllmConfig]) -> VllmConfig:
-        """Run `resolve` in a thread, and report its progress."""
+        """Run `resolve` in a thread, and report its progress.
+
+        Raises:
+            ConfigError: also for workers that only run in the process of the caller.
+        """
         startup_progress.listen(self.startup.report)
         try:
-            return resolve()
+            config = resolve()
         finally:
             startup_progress.listen(None)
+        if config.parallel.distributed_executor_backend == "external_launcher":
+            raise ConfigError(
+                "distributed_executor_backend='external_launcher' is for the offline engine (LLM), "
+                "which each process of a launcher runs. Use 'mp' or 'ray' for a server"
+            )
+        return config
 
     # ---- requests -------------------------------------------------------------------------
 

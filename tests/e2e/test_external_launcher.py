@@ -1,0 +1,96 @@
+"""Ranks that a launcher has started: each process makes the same engine and gets all outputs."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests.e2e import ranks
+from tests.e2e.server import ROOT
+from vllm import LLM
+from vllm.config import ParallelConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.process.core_replicas import CoreReplicas
+from vllm.engine.process.startup_state import StartupState
+from vllm.errors import ConfigError
+
+pytestmark = pytest.mark.e2e
+
+EXTERNAL = "external_launcher"
+
+
+def main() -> None:
+    """One process of the launcher: prints its tokens and log-probabilities as JSON."""
+    llm = LLM(**ranks.ENGINE, tensor_parallel_size=2, distributed_executor_backend=EXTERNAL)
+    outputs = ranks.generate(llm)
+    found = [(output.outputs[0].token_ids, ranks.logprobs_of(output)) for output in outputs]
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+def test_every_process_gets_the_outputs_of_one_device():
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", __name__],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    one, other = (json.loads(line) for line in done.stdout.splitlines())
+    assert one == other
+    wanted = ranks.generate(LLM(**ranks.ENGINE))
+    for (token_ids, logprobs), output in zip(one, wanted, strict=True):
+        assert token_ids == output.outputs[0].token_ids
+        for mine, theirs in zip(logprobs, ranks.logprobs_of(output), strict=True):
+            assert mine == pytest.approx({str(k): v for k, v in theirs.items()}, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "the environment variable RANK is not set. Start the program with a launcher"),
+        ({"RANK": "one"}, "the environment variable RANK is 'one'"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "the environment variable MASTER_ADDR is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "WORLD_SIZE=4 was started, and tensor_parallel_size is"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "process RANK=2 of WORLD_SIZE=2 was started"),
+    ],
+)
+def test_a_launcher_that_does_not_fit_is_one_line(variables, message, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        LLM(tensor_parallel_size=2, distributed_executor_backend=EXTERNAL)
+
+
+@pytest.mark.parametrize("size", ["pipeline_parallel_size", "data_parallel_size"])
+def test_it_has_tensor_parallel_ranks_only(size):
+    with pytest.raises(ConfigError, match=f"runs tensor parallel ranks, and {size} is 2"):
+        ParallelConfig(distributed_executor_backend=EXTERNAL, **{size: 2})
+
+
+def test_a_server_refuses_it():
+    config = EngineArgs(distributed_executor_backend=EXTERNAL).create_engine_config()
+    with pytest.raises(ConfigError, match="is for the offline engine"):
+        CoreReplicas._resolve(SimpleNamespace(startup=StartupState()), lambda: config)
+
+
+def test_ranks_must_not_decide_by_their_clocks(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError, match="speculative_config: set adaptive to false"):
+        LLM(distributed_executor_backend=EXTERNAL, speculative_config=drafts)
+
+
+def test_other_backends_are_not_known():
+    with pytest.raises(ConfigError, match="must be one of uni, mp, ray, external_launcher, got"):
+        ParallelConfig(distributed_executor_backend="k8s")
+
+
+if __name__ == "__main__":
+    main()

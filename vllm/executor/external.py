@@ -1,0 +1,159 @@
+"""One rank in each process of a program that something else has started several times, such as
+torchrun (`distributed_executor_backend="external_launcher"`).
+
+Every process runs the same program: it makes the same engine and gives it the same requests, in the
+same order. The engines decide alike, as nothing that they decide depends on time, and their workers
+exchange tensors. So every process gets all outputs, and no step has to be sent.
+"""
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm.config import ParallelConfig, VllmConfig
+from vllm.distributed import Meeting
+from vllm.errors import CollectiveError, ConfigError
+from vllm.executor.rank_server import failure_of
+from vllm.executor.rank_wire import RankFailed, RankPlace, decode_from_rank, result_decoder
+from vllm.executor.uniproc import UniProcExecutor
+from vllm.executor.worker_call import make_worker
+from vllm.message_codec import encode
+
+_ENGINES = itertools.count()
+"""Engines of this process. Those with the same number in all processes belong together."""
+_VALUE, _FAILURE = b"v", b"f"
+
+
+class ExternalExecutor(UniProcExecutor):
+    """The worker of this process, of a world of several processes.
+
+    Args:
+        config: of the engine.
+
+    Raises:
+        ConfigError: the launcher has not said which of how many processes this is, there are others
+            than the engine needs, or they would decide by the time.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(config)
+        parallel = config.parallel
+        self._rank = _number("RANK")
+        world_size = _number("WORLD_SIZE")
+        if world_size != parallel.world_size or self._rank >= world_size:
+            raise ConfigError(
+                f"distributed_executor_backend='external_launcher': process RANK={self._rank} of "
+                f"WORLD_SIZE={world_size} was started, and tensor_parallel_size is "
+                f"{parallel.world_size}. Start as many processes as tensor_parallel_size"
+            )
+        drafts = config.speculative.drafts
+        if drafts is not None and drafts.adaptive:
+            raise ConfigError(
+                "distributed_executor_backend='external_launcher' and speculative_config: set "
+                "adaptive to false, as the number of drafts would depend on the time that each "
+                "process takes"
+            )
+        self._size = world_size
+        self._place = RankPlace(
+            index=_number("LOCAL_RANK", self._rank),
+            count=_number("LOCAL_WORLD_SIZE", world_size),
+            has_own_devices=False,
+        )
+        self._meeting = _meeting(parallel, self._rank)
+        self._calls = itertools.count()
+
+    def start_workers(self) -> None:
+        """Load the rank of this process, and meet the other ones.
+
+        Raises:
+            ConfigError: this rank or another one cannot be loaded.
+            CollectiveError: another rank has failed.
+        """
+        try:
+            self._agree("load", self._load_worker)
+            self.call_workers("join", self._meeting)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _load_worker(self) -> None:
+        worker = make_worker(self._config, self._rank, self._place)
+        worker.load(self._rank)
+        self._worker = worker
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the worker of this process. Returns the results of all processes, which
+        make the same call."""
+        worker = self._running_worker
+        return self._agree(method, lambda: getattr(worker, method)(*args))
+
+    def _agree(self, method: str, call: Callable[[], Any]) -> list[Any]:
+        """Exchange the results of a call. If it fails in one process, it fails in all of them."""
+        if self._size == 1:
+            return [call()]
+        store: Any = self._meeting.store  # its stubs know of text alone
+        number = next(self._calls)
+        try:
+            value = call()
+        except Exception as error:
+            store.set(f"{number}/{self._rank}", _FAILURE + encode(failure_of(error)))
+            raise
+        store.set(f"{number}/{self._rank}", _VALUE + encode(value))
+        decode = result_decoder(method)
+        results = []
+        for rank in range(self._size):
+            if rank == self._rank:
+                results.append(value)
+                continue
+            try:
+                data = store.get(f"{number}/{rank}")
+            except torch.distributed.DistError as error:
+                raise CollectiveError(f"{method} at the start", rank, str(error)) from None
+            if data[:1] == _FAILURE:
+                raise _error_of(decode_from_rank(data[1:]), rank)
+            results.append(decode(data[1:]))
+        return results
+
+    def shutdown(self) -> None:
+        """Drop the model and its caches, and leave the other ranks."""
+        super().shutdown()
+        self._meeting.leave()
+
+
+def _meeting(parallel: ParallelConfig, rank: int) -> Meeting:
+    host = os.environ.get("MASTER_ADDR")
+    if not host:
+        raise _missing("MASTER_ADDR")
+    # torchrun keeps the address open itself; elsewhere it is rank 0 that does.
+    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address = (host, _number("MASTER_PORT"))
+    return Meeting.at(parallel, rank, address, is_host=is_host, name=f"vllm-{next(_ENGINES)}")
+
+
+def _error_of(failure: Any, rank: int) -> Exception:
+    assert isinstance(failure, RankFailed)
+    if failure.is_config_error:
+        return ConfigError(failure.message)
+    return CollectiveError("the start", rank, failure.message)
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not (text.isascii() and text.isdigit()):
+        raise _missing(name)
+    return int(text)
+
+
+def _missing(name: str) -> ConfigError:
+    given = os.environ.get(name)
+    return ConfigError(
+        f"distributed_executor_backend='external_launcher': the environment variable {name} is "
+        f"{'not set' if given is None else repr(given)}. Start the program with a launcher that "
+        f"sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, such as torchrun; or use 'mp' or "
+        f"'ray', which start the workers themselves"
+    )
