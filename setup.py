@@ -44,8 +44,8 @@ class InstructionSet(NamedTuple):
     flags: str
     """What the compiler is told."""
     runs_here: str
-    """C++: whether this processor has it. HAS is __builtin_cpu_supports, HAS_AMX a call of
-    csrc/cpu/amx.h."""
+    """C++: whether this processor has it. HAS is __builtin_cpu_supports; HAS_AMX and HAS_ARM_BF16
+    are calls of csrc/cpu/amx.h and csrc/cpu/arm.h."""
     is_for_tests: bool = False
     """Never the best: it runs only when it is asked for by its name."""
 
@@ -75,6 +75,11 @@ X86_ISAS = [
         is_for_tests=True,
     ),
 ]
+ARM_ISAS = [
+    InstructionSet("arm_bf16", "-march=armv8.2-a+fp16+dotprod+bf16+i8mm", "HAS_ARM_BF16"),
+]
+ISAS = {"x86_64": X86_ISAS, "amd64": X86_ISAS, "aarch64": ARM_ISAS, "arm64": ARM_ISAS}
+"""By the name of the machine."""
 
 
 class BuildError(Exception):
@@ -193,7 +198,7 @@ def build_kernels(objects_dir: Path, library: Path) -> None:
         return compile_source("kernels.cpp", f"kernels_{name}", defines)
 
     build = build_identity()  # of the sources now, not of those when they are compiled
-    isas = X86_ISAS if platform.machine().lower() in ("x86_64", "amd64") else []
+    isas = ISAS.get(platform.machine().lower(), [])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         base = pool.submit(compile_kernels, "base", "")
         shared = [

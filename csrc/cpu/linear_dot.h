@@ -52,7 +52,8 @@ struct DotWide {
   }
 };
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define VLLM_DOT_BF16
 // Sums of pairs in one instruction; denormal numbers count as zero.
 struct DotBf16 {
   using Input = bf16;
@@ -61,9 +62,15 @@ struct DotBf16 {
   static constexpr int kInputs = 2;
   static VLLM_INLINE Splat splat_of(const bf16* x) { return splat_bits(x); }
   static VLLM_INLINE Vec dot(Vec acc, Bits w, Bits x) {
+#ifdef __AVX512BF16__
     return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
                                                   reinterpret_cast<__m512bh>(w),
                                                   reinterpret_cast<__m512bh>(x)));
+#else
+    return reinterpret_cast<Vec>(vbfdotq_f32(reinterpret_cast<float32x4_t>(acc),
+                                             reinterpret_cast<bfloat16x8_t>(w),
+                                             reinterpret_cast<bfloat16x8_t>(x)));
+#endif
   }
 };
 #endif
@@ -87,6 +94,22 @@ VLLM_INLINE Ints pair_dot(Shorts a, Shorts b) {
 #endif
 }
 
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
+#define VLLM_DOT_BYTES
+// acc plus the sums of four products of unsigned with signed bytes.
+VLLM_INLINE Ints byte_dot(Ints acc, Bits unsigned_bytes, Bits signed_bytes) {
+#ifdef __AVX512VNNI__
+  return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(acc),
+                                                    reinterpret_cast<__m512i>(unsigned_bytes),
+                                                    reinterpret_cast<__m512i>(signed_bytes)));
+#else
+  return reinterpret_cast<Ints>(vusdotq_s32(reinterpret_cast<int32x4_t>(acc),
+                                            reinterpret_cast<uint8x16_t>(unsigned_bytes),
+                                            reinterpret_cast<int8x16_t>(signed_bytes)));
+#endif
+}
+#endif
+
 // int8 weights with inputs x + 128 as bytes: the instruction multiplies unsigned by signed. The
 // caller subtracts 128 times the sum of the weights. Exact: the sums stay below 2^31 for up to
 // 66,000 inputs.
@@ -94,14 +117,10 @@ struct DotInt8 {
   using Input = uint8_t;
   using Acc = Ints;
   static constexpr int kInputs = 4;
-#ifdef __AVX512VNNI__
+#ifdef VLLM_DOT_BYTES
   using Splat = Bits;
   static VLLM_INLINE Splat splat_of(const uint8_t* x) { return splat_bits(x); }
-  static VLLM_INLINE Ints dot(Ints acc, Bits w, Bits x) {
-    return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(acc),
-                                                      reinterpret_cast<__m512i>(x),
-                                                      reinterpret_cast<__m512i>(w)));
-  }
+  static VLLM_INLINE Ints dot(Ints acc, Bits w, Bits x) { return byte_dot(acc, x, w); }
 #else
   // Bytes 0 and 2, and 1 and 3, as pairs of 16-bit numbers.
   struct Splat {
@@ -122,14 +141,10 @@ struct DotInt8 {
 
 // Bytes 0..15, four of an int4 word, with signed bytes.
 struct DotInt4 {
-#ifdef __AVX512VNNI__
+#ifdef VLLM_DOT_BYTES
   using Splat = Bits;
   static VLLM_INLINE Splat splat_of(const int8_t* x) { return splat_bits(x); }
-  static VLLM_INLINE Ints dot(Ints acc, Bits q, Bits x) {
-    return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(acc),
-                                                      reinterpret_cast<__m512i>(q),
-                                                      reinterpret_cast<__m512i>(x)));
-  }
+  static VLLM_INLINE Ints dot(Ints acc, Bits q, Bits x) { return byte_dot(acc, q, x); }
 #elif defined(__AVX2__)
   // The instruction saturates at 2^15: 2 * 15 * 127 stays below.
   using Splat = Bits;

@@ -220,7 +220,7 @@ struct ByteKind {
 // Calls body with a ByteKind for rows of T.
 template <typename T, class Code, class Body>
 VLLM_INLINE int64_t with_byte_kind(Body body) {
-#ifdef __AVX512BF16__
+#ifdef VLLM_DOT_BF16
   if constexpr (sizeof(T) == sizeof(bf16)) return body(ByteKind<T, DotBf16, Code>{});
 #endif
   return body(ByteKind<T, DotWide, Code>{});
@@ -235,7 +235,7 @@ VLLM_INLINE int64_t with_kind(const LinearWeight& weight, Body body) {
     case WeightFormat::kBf16:
 #if defined(VLLM_MATRIX_TILES)
       if constexpr (sizeof(T) == sizeof(bf16)) return body(Bf16MatrixKind{});
-#elif defined(__AVX512BF16__)
+#elif defined(VLLM_DOT_BF16)
       if constexpr (sizeof(T) == sizeof(bf16)) return body(FloatKind<T, DotBf16>{});
 #endif
       return body(FloatKind<T, DotWide>{});

@@ -91,6 +91,8 @@ VLLM_INLINE Vec load_halves(const uint16_t* from) {
   __builtin_memcpy(&half, from, sizeof half);
 #if defined(__AVX512F__)
   return reinterpret_cast<Vec>(_mm512_maskz_cvtph_ps(0xffff, reinterpret_cast<__m256i>(half)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Vec>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(half)));
 #else
   const Bits bits = __builtin_convertvector(half, Bits);
   const Vec size = reinterpret_cast<Vec>((bits & 0x7fffu) << 13) * 0x1p112f;  // other exponents

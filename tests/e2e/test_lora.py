@@ -1,5 +1,6 @@
 """LoRA adapters: the outputs of merged weights, whatever else is in the batch."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from safetensors.torch import save_file
 from tests.lora_files import ALL, ATTENTION, greedy, merged_model, write_adapter
 from vllm import LLM, SamplingParams
 from vllm.assets import BUNDLED_MODEL
+from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.async_llm_engine import AsyncLLM
 from vllm.errors import RequestError
 from vllm.lora.request import LoRARequest
 
@@ -160,3 +163,45 @@ def test_without_lora_an_adapter_is_refused(adapters):
     llm = LLM(dtype="float32", max_model_len=64)
     with pytest.raises(RequestError, match="started without LoRA, and the adapter 'plain'"):
         llm.generate([PROMPT], GREEDY, use_tqdm=False, lora_request=adapters[0])
+
+
+def test_adapters_are_loaded_ahead_pinned_and_dropped(adapters, tmp_path):
+    """On the synchronous engine."""
+    small = {"max_model_len": 64, "max_num_seqs": 2, "max_loras": 1, "max_cpu_loras": 2}
+    llm = LLM(enable_lora=True, **small)
+    engine, (one, two, three, four) = llm.llm_engine, adapters
+    assert engine.list_loras() == set() and engine.add_lora(one)
+    assert not engine.add_lora(one)  # it is there
+    assert engine.list_loras() == {1} and engine.pin_lora(1)
+    for adapter in (two, three):  # the second of them takes the place of the first
+        assert engine.add_lora(adapter)
+    assert engine.list_loras() == {1, 3}
+    with pytest.raises(RequestError, match=r"pin_lora: the adapter 3 .* as many are pinned as"):
+        engine.pin_lora(3)
+    with pytest.raises(RequestError, match="the adapter 9 is not loaded"):
+        engine.pin_lora(9)
+    params = SamplingParams(max_tokens=1)
+    llm.generate("x", params, use_tqdm=False, lora_request=four)
+    assert engine.list_loras() == {1, 4}
+    assert engine.remove_lora(1) and not engine.remove_lora(1)
+    assert engine.list_loras() == {4}
+
+    broken = make(tmp_path / "broken", 5, 4, ("q_proj",))
+    (broken / "adapter_model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(RequestError, match="cannot be loaded|is damaged"):
+        engine.add_lora(LoRARequest("broken", 5, str(broken)))
+    assert llm.generate("x", params, use_tqdm=False, lora_request=one)[0].finished
+
+
+def test_an_asynchronous_engine_loads_an_adapter_ahead(adapters):
+    async def check() -> None:
+        engine = AsyncLLM(EngineArgs(max_model_len=64, max_num_seqs=2, enable_lora=True))
+        try:
+            assert await engine.add_lora(adapters[0]) and not await engine.add_lora(adapters[0])
+            assert await engine.list_loras() == {1} and await engine.remove_lora(1)
+            with pytest.raises(RequestError, match="the adapter 1 is not loaded"):
+                await engine.pin_lora(1)
+        finally:
+            engine.shutdown()
+
+    asyncio.run(check())

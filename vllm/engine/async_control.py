@@ -6,15 +6,18 @@ The getters of settings are coroutines, because programs await them.
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
+from vllm.engine.adapter_calls import POLL_S, call_of, check_on, check_pinned, is_loaded
+from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.metrics.replica_metrics import sum_stats
 from vllm.engine.process.core_replicas import CoreReplicas, ReplicaState
 from vllm.engine.process.startup_state import StartupState
-from vllm.engine.unavailable import refuse_lora
 from vllm.errors import CapacityError, RequestError, RequestTimeoutError
+from vllm.lora.request import LoRARequest
 from vllm.messages import SchedulerStats
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ class AsyncControl:
     _stats_log: "StatsLog"
 
     _is_shut_down: bool
+    input_processor: InputProcessor
 
     if TYPE_CHECKING:
 
@@ -129,25 +133,50 @@ class AsyncControl:
 
     # ---- LoRA -----------------------------------------------------------------------------
 
-    async def add_lora(self, lora_request: Any) -> bool:
-        """Refuse: adapters are loaded when a request names them.
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before requests name it. Returns False if it is loaded already.
 
         Raises:
-            RequestError: always.
+            RequestError: LoRA is off, or the adapter cannot be loaded.
         """
-        refuse_lora("lora_request")
+        await self.wait_ready()
+        adapter = await asyncio.to_thread(self.input_processor.adapter, lora_request)
+        if adapter.number in await self.list_loras():
+            return False
+        while not is_loaded(
+            adapter, await self.collective_rpc("load_adapter", args=call_of(adapter))
+        ):
+            await asyncio.sleep(POLL_S)
+        return True
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Refuse; raises as `add_lora`."""
-        refuse_lora("lora_id")
+        """Drop an adapter from memory; it is loaded again when a request names it. Returns False if
+        it is not loaded.
+
+        Raises:
+            RequestError: LoRA is off.
+        """
+        await self.wait_ready()
+        check_on(self.vllm_config, "lora_id")
+        return any(await self.collective_rpc("unload_adapter", args=(lora_id,)))
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Refuse; raises as `add_lora`."""
-        refuse_lora("lora_id")
+        """Keep an adapter in memory until it is removed.
+
+        Raises:
+            RequestError: LoRA is off, the adapter is not loaded, or too many are pinned.
+        """
+        await self.wait_ready()
+        check_on(self.vllm_config, "lora_id")
+        answers = await self.collective_rpc("pin_adapter", args=(lora_id,))
+        return check_pinned(lora_id, answers, self.vllm_config)
 
     async def list_loras(self) -> set[int]:
-        """The empty set: adapters are not supported."""
-        return set()
+        """The numbers (`lora_int_id`) of the adapters in memory."""
+        await self.wait_ready()
+        if not self.vllm_config.lora.enable_lora:
+            return set()
+        return set(chain.from_iterable(await self.collective_rpc("adapter_numbers")))
 
     # ---- the core and its workers ---------------------------------------------------------
 

@@ -1,16 +1,20 @@
 """Methods of `LLMEngine` that are not about requests: settings, and calls to the workers."""
 
+import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.config import LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.config.structured_output import StructuredOutputConfig
+from vllm.engine.adapter_calls import POLL_S, call_of, check_on, check_pinned, is_loaded
+from vllm.engine.input.input_processor import InputProcessor
 from vllm.engine.metrics.engine_metrics import EngineMetrics
 from vllm.engine.metrics.reader import Metric, read_metrics
 from vllm.engine.metrics.stats_log import StatsLog
-from vllm.engine.unavailable import refuse_lora
 from vllm.errors import RequestError
 from vllm.executor import WorkerMethod
+from vllm.lora.request import LoRARequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +55,7 @@ class EngineControl:
 
     vllm_config: VllmConfig
     engine_core: ControlledCore
+    input_processor: InputProcessor
     metrics: EngineMetrics | None
     _stats_log: StatsLog
 
@@ -121,25 +126,44 @@ class EngineControl:
 
     # ---- LoRA -----------------------------------------------------------------------------
 
-    def add_lora(self, lora_request: Any) -> bool:
-        """Refuse: adapters are loaded when a request names them.
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before requests name it. Returns False if it is loaded already.
 
         Raises:
-            RequestError: always.
+            RequestError: LoRA is off, or the adapter cannot be loaded.
         """
-        refuse_lora("lora_request")
+        adapter = self.input_processor.adapter(lora_request)
+        if adapter.number in self.list_loras():
+            return False
+        while not is_loaded(adapter, self.collective_rpc("load_adapter", args=call_of(adapter))):
+            time.sleep(POLL_S)
+        return True
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Refuse; raises as `add_lora`."""
-        refuse_lora("lora_id")
+        """Drop an adapter from memory; it is loaded again when a request names it. Returns False if
+        it is not loaded.
+
+        Raises:
+            RequestError: LoRA is off.
+        """
+        check_on(self.vllm_config, "lora_id")
+        return any(self.collective_rpc("unload_adapter", args=(lora_id,)))
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Refuse; raises as `add_lora`."""
-        refuse_lora("lora_id")
+        """Keep an adapter in memory until it is removed.
+
+        Raises:
+            RequestError: LoRA is off, the adapter is not loaded, or too many are pinned.
+        """
+        check_on(self.vllm_config, "lora_id")
+        answers = self.collective_rpc("pin_adapter", args=(lora_id,))
+        return check_pinned(lora_id, answers, self.vllm_config)
 
     def list_loras(self) -> set[int]:
-        """The empty set: adapters are not supported."""
-        return set()
+        """The numbers (`lora_int_id`) of the adapters in memory."""
+        if not self.vllm_config.lora.enable_lora:
+            return set()
+        return set(chain.from_iterable(self.collective_rpc("adapter_numbers")))
 
     # ---- the core and its workers ---------------------------------------------------------
 

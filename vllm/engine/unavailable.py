@@ -1,7 +1,7 @@
 """Refuses arguments of the public methods for features that this version does not have."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from vllm.errors import RequestError
 
@@ -21,22 +21,6 @@ def refuse(**given: Any) -> None:
             raise RequestError(f"{name}{_REASONS[name](asked)}", param=name)
 
 
-def refuse_lora(param: str) -> NoReturn:
-    """Refuse a call that is about LoRA adapters.
-
-    Args:
-        param: the argument that names one.
-
-    Raises:
-        RequestError: always.
-    """
-    raise RequestError(f"{param}: {_BY_REQUESTS}", param=param)
-
-
-_BY_REQUESTS = (
-    "adapters are loaded when a request names them, and dropped when more than max_cpu_loras are "
-    "loaded. Pass lora_request with the requests instead"
-)
 _NO_LORA = (
     "LoRA adapters are not supported by this method. Merge the adapter into the "
     "weights of its model (merge_and_unload of peft) and load the merged model"

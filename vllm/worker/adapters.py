@@ -27,7 +27,8 @@ class Adapters:
     """Adapters in memory, and the rows that use them.
 
     The adapter that was used least recently is dropped when there are too many; those of running
-    requests stay. An adapter that cannot be read fails the requests that name it, and no other one.
+    requests stay, and those that are pinned. An adapter that cannot be read fails the requests that
+    name it, and no other one.
 
     Args:
         config: of the engine.
@@ -49,6 +50,11 @@ class Adapters:
         self._loaded: OrderedDict[str, Any] = OrderedDict()
         """By key: as the store has prepared them."""
         self._loading: dict[str, Future[None]] = {}
+        self._failures: dict[str, str] = {}
+        """By key: why it could not be loaded, until `load` has told it."""
+        self._keys: dict[int, str] = {}
+        """Number of an adapter that is loaded -> its key."""
+        self._pinned: set[str] = set()
         self._rows: dict[int, AdapterRef] = {}
         self._errors: dict[int, str] = {}
 
@@ -59,12 +65,13 @@ class Adapters:
             Done when it is loaded, or when that failed: then the request fails in its first step.
             None: nothing has to be loaded.
         """
-        adapter = request.adapter
-        if adapter is None:
-            return None
+        return None if request.adapter is None else self._begin(request.adapter)
+
+    def _begin(self, adapter: AdapterRef) -> Future[None] | None:
         with self._lock:
             if adapter.key in self._loaded:
                 self._loaded.move_to_end(adapter.key)
+                self._keys[adapter.number] = adapter.key
                 return None
             future = self._loading.get(adapter.key)
             if future is not None:
@@ -73,6 +80,46 @@ class Adapters:
         args = (adapter, future)
         threading.Thread(target=self._load_early, args=args, name="adapter", daemon=True).start()
         return future
+
+    def load(self, adapter: AdapterRef) -> str | None:
+        """Load an adapter in the background, if that has not begun. To be called until it is done.
+
+        Returns:
+            Why it cannot be loaded; empty: it is loaded; None: it is being loaded.
+        """
+        with self._lock:
+            if (reason := self._failures.pop(adapter.key, None)) is not None:
+                return reason
+        return "" if self._begin(adapter) is None else None
+
+    def unload(self, number: int) -> bool:
+        """Drop an adapter from memory; requests that use it go on. False: it is not loaded."""
+        with self._lock:
+            key = self._keys.get(number)
+            if key is None:
+                return False
+            self._drop(key)
+            return True
+
+    def pin(self, number: int) -> bool:
+        """Keep an adapter in memory until it is unloaded. False: it is not loaded, or no place
+        would be left for those that are not pinned."""
+        with self._lock:
+            key = self._keys.get(number)
+            if key is None or len(self._pinned | {key}) > max(1, self._most - 1):
+                return False
+            self._pinned.add(key)
+            return True
+
+    def numbers(self) -> list[int]:
+        """Of the adapters in memory."""
+        with self._lock:
+            return sorted(self._keys)
+
+    def _drop(self, key: str) -> None:
+        self._loaded.pop(key, None)
+        self._pinned.discard(key)
+        self._keys = {number: each for number, each in self._keys.items() if each != key}
 
     def add(self, row: int, request: EngineRequest) -> None:
         """Place a request in the row."""
@@ -118,6 +165,8 @@ class Adapters:
         # whatever it is, only the request fails: `add` reads the adapter again and has the error
         except Exception as error:
             logger.warning("the LoRA adapter %r could not be loaded: %s", adapter.name, error)
+            with self._lock:
+                self._failures[adapter.key] = str(error)
         finally:
             with self._lock:
                 del self._loading[adapter.key]
@@ -133,11 +182,13 @@ class Adapters:
                 f"the LoRA adapter {adapter.name!r} cannot be loaded: {error}"
             ) from error
         with self._lock:
+            self._failures.pop(adapter.key, None)
             self._loaded[adapter.key] = loaded
-            others = [key for key in self._loaded if key != adapter.key]
+            self._keys[adapter.number] = adapter.key
+            others = [key for key in self._loaded if key not in {adapter.key, *self._pinned}]
             unused = [key for key in others if not self._slots.has(key)]
             for key in unused[: max(0, len(self._loaded) - self._most)]:
-                del self._loaded[key]
+                self._drop(key)
         return loaded
 
 

@@ -13,10 +13,11 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import Collectives, Link, Meeting, RankLayout, Stage, TPGroup
 from vllm.errors import RequestError
-from vllm.messages import EngineRequest, RunnerStats, StepTokens
+from vllm.messages import AdapterRef, EngineRequest, RunnerStats, StepTokens
 from vllm.model_executor.quantization import inc_measure
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.utils.futures import when_both
+from vllm.worker.adapters import Adapters
 from vllm.worker.interface import MemoryReport, WarmUpStep
 from vllm.worker.model_runner import ModelRunner
 from vllm.worker.pooling.runner import PoolingRunner
@@ -231,6 +232,28 @@ class WorkerBase(ABC):
         adapters = getattr(self.runner, "adapters", None)
         adapter = None if adapters is None else adapters.prepare(request)
         return when_both(grammar, adapter)
+
+    def load_adapter(self, name: str, path: str, key: str, number: int) -> str | None:
+        """Load a LoRA adapter; see `Adapters.load`."""
+        return self._adapters.load(AdapterRef(name, path, key, number))
+
+    def unload_adapter(self, number: int) -> bool:
+        """Drop a LoRA adapter; see `Adapters.unload`."""
+        return self._adapters.unload(number)
+
+    def pin_adapter(self, number: int) -> bool:
+        """Keep a LoRA adapter; see `Adapters.pin`."""
+        return self._adapters.pin(number)
+
+    def adapter_numbers(self) -> list[int]:
+        """The numbers of the LoRA adapters in memory."""
+        return self._adapters.numbers()
+
+    @property
+    def _adapters(self) -> Adapters:
+        adapters = getattr(self.runner, "adapters", None)
+        assert isinstance(adapters, Adapters), "the engine has checked that it accepts adapters"
+        return adapters
 
     def stats(self) -> RunnerStats:
         """Counters of the runner."""

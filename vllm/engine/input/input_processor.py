@@ -151,7 +151,7 @@ class InputProcessor:
         """
         refuse_generation(self._pooler)
         self._check_params(params)
-        adapter = None if lora_request is None else self._adapter(lora_request)
+        adapter = None if lora_request is None else self.adapter(lora_request)
         is_truncated = params.truncate_prompt_tokens is not None
         if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
             tokenized = self._read_embeddings(prompt)
@@ -191,7 +191,12 @@ class InputProcessor:
             adapter=adapter,
         )
 
-    def _adapter(self, asked: LoRARequest) -> AdapterRef:
+    def adapter(self, asked: LoRARequest) -> AdapterRef:
+        """The adapter that a request names; its files have been looked at.
+
+        Raises:
+            RequestError: the engine accepts none, or its files are missing or wrong.
+        """
         if not isinstance(asked, LoRARequest):
             raise RequestError(
                 f"lora_request must be a LoRARequest, got {type(asked).__name__}",

@@ -1,0 +1,57 @@
+"""What the engines do when a caller loads, drops or pins LoRA adapters ahead of requests."""
+
+from collections.abc import Sequence
+
+from vllm.config import VllmConfig
+from vllm.errors import RequestError
+from vllm.messages import AdapterRef
+
+POLL_S = 0.005
+"""Between two questions whether an adapter is loaded, which happens in the background."""
+
+
+def check_on(config: VllmConfig, param: str) -> None:
+    """Refuse a call about adapters where the engine accepts none.
+
+    Raises:
+        RequestError: LoRA is off.
+    """
+    if not config.lora.enable_lora:
+        raise RequestError(
+            f"{param}: the engine was started without LoRA. Start it with enable_lora=True",
+            param=param,
+        )
+
+
+def call_of(adapter: AdapterRef) -> tuple[str, str, str, int]:
+    """The arguments of the worker's `load_adapter`."""
+    return adapter.name, adapter.path, adapter.key, adapter.number
+
+
+def is_loaded(adapter: AdapterRef, answers: Sequence[str | None]) -> bool:
+    """Whether all workers have an adapter, from what `load_adapter` returns.
+
+    Raises:
+        RequestError: one of them cannot load it.
+    """
+    for reason in answers:
+        if reason:
+            raise RequestError(reason, param="lora_request")
+    return None not in answers
+
+
+def check_pinned(lora_id: int, answers: Sequence[bool], config: VllmConfig) -> bool:
+    """True when all workers have pinned an adapter.
+
+    Raises:
+        RequestError: it is not loaded, or too many are pinned.
+    """
+    if not all(answers):
+        most = config.lora.num_in_host_memory
+        raise RequestError(
+            f"pin_lora: the adapter {lora_id} is not loaded, or as many are pinned as may be: all "
+            f"but one of max_cpu_loras ({most}), or the only one. Load it with add_lora, or raise "
+            f"max_cpu_loras",
+            param="lora_id",
+        )
+    return True
