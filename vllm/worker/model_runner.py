@@ -3,7 +3,7 @@ has its own class; this module calls them in order.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -102,6 +102,23 @@ class Drafter(Protocol):
         ...
 
 
+class StateReader(Protocol):
+    """Takes hidden states of the tokens that the model has run."""
+
+    inner_layers: tuple[int, ...]
+    """Layers whose inputs it takes besides the result of the forward pass."""
+
+    def read(self, launch: Launch, result: Tensor, inner: Sequence[Tensor]) -> None:
+        """Called after each launch of T tokens, in the order of its rows.
+
+        Args:
+            launch: which tokens.
+            result: [T, hidden] of the forward pass.
+            inner: [T, hidden] each, of `inner_layers`. Belong to the reader.
+        """
+        ...
+
+
 class ModelRunner:
     """One model on one device.
 
@@ -147,6 +164,10 @@ class ModelRunner:
         self.vocab_size = config.model.resolved_arch.vocab_size
         self.drafter: Drafter | None = None
         """Makes the drafts of steps; None: steps bring them."""
+        self.reader: StateReader | None = None
+        """Takes the hidden states of all launches; None: nothing does."""
+        self._inner: list[Tensor] = []
+        """Those of the last forward pass that `reader` asks for."""
         self._in_flight: StepHandle | None = None
         self._awaited: dict[int, list[ExpectedTokens]] = {}
         """Tokens that the last stage samples, by the id of their step."""
@@ -270,6 +291,8 @@ class ModelRunner:
         drafts = self._followed_drafts(launch.rows[model_input.sampled], num_drafts)
         self.sampling.start_masks(launch.rows[model_input.sampled], drafts)
         hidden_states = self._forward(model_input)
+        if self.reader is not None:
+            self.reader.read(launch, hidden_states, self._inner)
         starts = np.cumsum(launch.num_scheduled_tokens) - launch.num_scheduled_tokens
         prompt_logprobs = self.prompt_logprobs.compute(self.batch, launch, hidden_states, starts)
         rows = launch.rows[model_input.sampled]
@@ -300,7 +323,22 @@ class ModelRunner:
     def _forward(self, model_input: ModelInput) -> Tensor:
         context = model_input.context
         with self._launch_holder.running(context):
-            return self.model(self._inputs(model_input.input_ids), context.positions)
+            inputs = self._inputs(model_input.input_ids)
+            if self.reader is not None and self.reader.inner_layers:
+                return self._forward_in_parts(inputs, context.positions, self.reader.inner_layers)
+            return self.model(inputs, context.positions)
+
+    def _forward_in_parts(
+        self, input_ids: Tensor, positions: Tensor, inner_layers: tuple[int, ...]
+    ) -> Tensor:
+        """The forward pass of a model that is one stage, with the inputs of some layers noted."""
+        model, found = self.model, {}
+        hidden_states, first = model.embed(input_ids), 0
+        for layer in sorted(set(inner_layers)):
+            hidden_states = model.run_layers(hidden_states, positions, first, layer)
+            found[layer], first = hidden_states.clone(), layer  # the next layers may overwrite it
+        self._inner = [found[layer] for layer in inner_layers]
+        return model.run_layers(hidden_states, positions, first, model.num_layers)
 
     def _inputs(self, input_ids: Tensor) -> Tensor:
         """What the stage of this rank takes: token ids [T], or the hidden states [T, hidden] of the

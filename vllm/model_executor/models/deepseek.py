@@ -203,16 +203,20 @@ class DeepseekLayer(DecoderLayer):
         return DeepseekMixture(arch, deepseek_routing(arch), tp)
 
 
+def deepseek_options(arch: ModelArch) -> DecoderOptions:
+    """Which elements rotations pair."""
+    return DecoderOptions(is_neox=not arch.hf_config.get("rope_interleave", True))
+
+
 class DeepseekV2ForCausalLM(DecoderForCausalLM):
     """DeepSeek-V2, V2-Lite, V2.5 and Coder-V2 (DeepSeek-AI 2024, arXiv 2405.04434)."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        is_neox = not arch.hf_config.get("rope_interleave", True)
-        super().__init__(arch, tp, DecoderOptions(is_neox=is_neox), DeepseekLayer)
+        super().__init__(arch, tp, deepseek_options(arch), DeepseekLayer)
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Layers behind the last one guess further tokens (multi-token prediction): they are not
-        read."""
+        part of this, see `vllm.model_executor.speculators.mtp`."""
         match = re.match(r"model\.layers\.(\d+)\.", name)
         if match and int(match[1]) >= self.arch.num_layers:
             return ()

@@ -118,9 +118,16 @@ class CPUModelRunner(ModelRunner):
         if self._is_fused_known:
             return
         self._is_fused_known = True
-        self._fused = fuse(self.model)
-        if self._fused is None:
+        if self.reader is not None and self.reader.inner_layers:
+            logger.info(
+                "The model runs module by module, as the speculator reads the inputs of its layers "
+                "%s",
+                ", ".join(map(str, self.reader.inner_layers)),
+            )
             return
+        self._fused = fuse(self.model)
+        if self._fused is None or self.reader is not None:
+            return  # a whole step in one call does not give out hidden states
         head = fuse_head(self.model, self._fused)
         if head is None:
             return
