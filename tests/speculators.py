@@ -6,7 +6,7 @@ tokens before it again.
 
 import json
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +222,6 @@ class Made:
     config: dict[str, Any]
     """speculative_config"""
     reference: Reference
-    wrong: dict[str, str] = field(default_factory=dict)
 
 
 def _decoder_config(model: Any, **more: Any) -> Any:
@@ -311,3 +310,40 @@ def make_mtp(folder: Path, seed: int = 5) -> Made:
     tensors["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, target / "model.safetensors")
     return Made(target, {"method": "mtp", "num_speculative_tokens": 3}, reference.eval())
+
+
+def make_right(made: Made) -> None:
+    """Change both models so that the model repeats the last token for ever, and the speculator
+    knows."""
+    own = made.config.get("model")
+    unit = F.normalize(torch.randn(VOCAB_SIZE, 64, generator=torch.Generator().manual_seed(1)))
+    target = load_file(made.target / "model.safetensors")
+    for name, tensor in target.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif name.endswith("norm.weight"):
+            tensor.fill_(1)
+        elif tensor.shape == unit.shape:  # embeddings and head
+            tensor.copy_(unit)
+        elif "eh_proj" in name:
+            tensor.copy_(torch.eye(64, 128))
+    save_file(target, made.target / "model.safetensors")
+    if own is None:
+        return
+    path = Path(own) / "model.safetensors"
+    tensors = load_file(path)
+    one_hot = torch.eye(VOCAB_SIZE, 48)
+    for name, tensor in tensors.items():
+        if "d2t" in tensors and name == "lm_head.weight":
+            tensor.copy_(unit[tensors["t2d"]])
+        elif name == "fc.weight":  # the embedding, or the first of three hidden states
+            tensor.copy_(torch.eye(*tensor.shape))
+        elif tensor.shape == unit.shape:
+            tensor.copy_(unit)
+        elif tensor.shape == one_hot.shape:
+            tensor.copy_(one_hot)
+        elif name.endswith("bias") or any(part in name for part in ("_proj", "linear", ".proj.")):
+            tensor.zero_()
+        elif tensor.dim() == 1 and tensor.is_floating_point():
+            tensor.fill_(1)
+    save_file(tensors, path)

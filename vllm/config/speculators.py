@@ -62,7 +62,8 @@ class SpeculatorArch:
 def _read_eagle(file: SpeculatorFile) -> SpeculatorArch:
     """The config of a Llama with one layer (Li et al. 2024, arXiv 2401.15077)."""
     arch, target = ModelArch.from_hf(file.config), file.target
-    file.check("hidden_size", arch.hidden_size, target.hidden_size)
+    for size in (target.hidden_size, target.embedding_size):
+        file.check("hidden_size", arch.hidden_size, size)
     file.check("vocab_size", arch.vocab_size, target.vocab_size)
     if arch.num_layers != 1:
         raise ConfigError(f"{file.path}: num_hidden_layers is {arch.num_layers}; accepted: 1")

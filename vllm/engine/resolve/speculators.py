@@ -101,11 +101,9 @@ def check_speculator(config: VllmConfig) -> None:
         return
     parallel = config.parallel
     reasons = {
-        f"tensor_parallel_size={parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
         f"pipeline_parallel_size={parallel.pipeline_parallel_size}": (
             parallel.pipeline_parallel_size > 1
         ),
-        "enable_lora": config.lora.enable_lora,
         "enable_sleep_mode": config.model.enable_sleep_mode,
         "kv_transfer_config": config.connector.kv_transfer is not None,
     }

@@ -111,13 +111,14 @@ def load_speculator(
         names = frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
     formats = [f for f in (quantization_of(config.model), dense_format) if f is not None]
     for quantization in formats:
-        quantization.start(TPGroup())
+        quantization.start(target.tp)
+    _check_split(config.model.resolved_arch, target.tp)
     dtype = getattr(torch, config.model.dtype_name)
     with torch.device("meta"), _default_dtype(dtype):
         model = speculator_class(config.model.resolved_arch, target, names).eval()
         _use_formats(model, formats)
     try:
-        _read(model, config, files, formats, TPGroup(), device)
+        _read(model, config, files, formats, target.tp, device)
     except WeightLoadError as error:
         where = files[0].parent if files else config.model.model
         raise WeightLoadError(f"the speculator '{where}': {error}") from None

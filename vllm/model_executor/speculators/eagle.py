@@ -11,7 +11,7 @@ from vllm.config.speculators import eagle3_layers
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.embedding import ParallelLMHead
-from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear, whole_linear
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.model_executor.layers.slice import Source
@@ -54,9 +54,9 @@ class Eagle(Speculator):
         self, arch: ModelArch, target: CausalLM, names: frozenset[str] | None = None
     ) -> None:
         super().__init__(arch, target, names)
-        size, tp = arch.hidden_size, TPGroup()
+        size, tp = arch.hidden_size, target.tp
         has_bias = names is not None and not names.isdisjoint(("fc.bias", "model.fc.bias"))
-        self.fc = ColumnParallelLinear(2 * size, {"": size}, tp, bias=has_bias)
+        self.fc = whole_linear(2 * size, size, tp, has_bias)
         options = _options(names, "layers.0")
         layer = DecoderLayer(arch, options, 0, rotary_of(arch), tp)
         layer.input_layernorm = nn.Identity()
@@ -101,8 +101,13 @@ class Eagle3Layer(DecoderLayer):
             "k_proj": arch.num_kv_heads * arch.head_size,
             "v_proj": arch.num_kv_heads * arch.head_size,
         }
+        replicas = max(1, tp.size // arch.num_kv_heads)
         attention.qkv_proj = ColumnParallelLinear(
-            2 * arch.hidden_size, sizes, tp, bias=options.qkv_bias
+            2 * arch.hidden_size,
+            sizes,
+            tp,
+            num_replicas={"k_proj": replicas, "v_proj": replicas},
+            bias=options.qkv_bias,
         )
         return attention
 
@@ -132,10 +137,10 @@ class Eagle3(Speculator):
         self, arch: ModelArch, target: CausalLM, names: frozenset[str] | None = None
     ) -> None:
         super().__init__(arch, target, names)
-        size, tp = arch.hidden_size, TPGroup()
+        size, tp = arch.hidden_size, target.tp
         given = arch.hf_config.get("draft_vocab_size")
         vocab_size = target.arch.vocab_size if given is None else int(given)
-        self.fc = ColumnParallelLinear(3 * size, {"": size}, tp)
+        self.fc = whole_linear(3 * size, size, tp)
         self.midlayer = Eagle3Layer(arch, _options(names, "midlayer"), 0, rotary_of(arch), tp)
         self.norm = RMSNorm(size, arch.norm_eps)
         self.lm_head = ParallelLMHead(vocab_size, size, tp)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
 from vllm.model_executor.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.model_executor.layers.linear import whole_linear
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.speculators.interface import Speculator
@@ -25,11 +25,10 @@ class MedusaHead(nn.Module):
     Shape: [n, hidden] -> [n, vocab_size]
     """
 
-    def __init__(self, size: int, vocab_size: int, num_layers: int) -> None:
+    def __init__(self, size: int, vocab_size: int, num_layers: int, tp: TPGroup) -> None:
         super().__init__()
-        tp = TPGroup()
         self.layers = nn.ModuleList(
-            ColumnParallelLinear(size, {"": size}, tp, bias=True) for _ in range(num_layers)
+            whole_linear(size, size, tp, bias=True) for _ in range(num_layers)
         )
         self.out = ParallelLMHead(vocab_size, size, tp)
 
@@ -59,7 +58,8 @@ class Medusa(Speculator):
         num_layers = arch.hf_config["num_layers"]
         size, vocab_size = target.arch.hidden_size, target.arch.vocab_size
         self.heads = nn.ModuleList(
-            MedusaHead(size, vocab_size, num_layers) for _ in range(arch.hf_config["num_heads"])
+            MedusaHead(size, vocab_size, num_layers, target.tp)
+            for _ in range(arch.hf_config["num_heads"])
         )
         # The output of a head has the number after its last layer.
         self._patterns = (
@@ -130,7 +130,7 @@ class MLPSpeculator(Speculator):
         self, arch: ModelArch, target: CausalLM, names: frozenset[str] | None = None
     ) -> None:
         super().__init__(arch, target, names)
-        config, tp = arch.hf_config, TPGroup()
+        config, tp = arch.hf_config, target.tp
         count, inner, is_tied = config["n_predict"], config["inner_dim"], config["tie_weights"]
         hidden, vocab_size = target.arch.hidden_size, target.arch.vocab_size
         self.scales_input: bool = config["scale_input"]
@@ -142,8 +142,7 @@ class MLPSpeculator(Speculator):
             VocabParallelEmbedding(vocab_size, inner, tp) for _ in range(num_own)
         )
         self.proj = nn.ModuleList(
-            ColumnParallelLinear(inner if place else hidden, {"": inner}, tp)
-            for place in range(num_proj)
+            whole_linear(inner if place else hidden, inner, tp) for place in range(num_proj)
         )
         self.ln = nn.ModuleList(ScaleAndShift(inner) for _ in range(num_own))
         self.head = nn.ModuleList(ParallelLMHead(vocab_size, inner, tp) for _ in range(num_own))

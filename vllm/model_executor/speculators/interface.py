@@ -7,7 +7,6 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from vllm.config import ModelArch
-from vllm.distributed import TPGroup
 from vllm.model_executor.models.interface import CausalLM, LoadableModel
 from vllm.transformers_utils.weight_files import find_files
 
@@ -29,7 +28,7 @@ class Speculator(LoadableModel):
     def __init__(
         self, arch: ModelArch, target: CausalLM, names: frozenset[str] | None = None
     ) -> None:
-        super().__init__(arch, TPGroup())
+        super().__init__(arch, target.tp)
         self._target = (target,)  # a tuple, so that it is no submodule
 
     @classmethod

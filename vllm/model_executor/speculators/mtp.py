@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from vllm.config import ModelArch
 from vllm.distributed import TPGroup
-from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.model_executor.layers.linear import whole_linear
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.slice import Source
 from vllm.model_executor.models.decoder import DecoderOptions, add_norm
@@ -24,11 +24,11 @@ class MTPLayer(DeepseekLayer):
     Shape: positions [n], embeddings [n, hidden], states [n, hidden] -> [n, hidden], normed
     """
 
-    def __init__(self, arch: ModelArch, options: DecoderOptions, index: int) -> None:
-        super().__init__(arch, options, index, rotary_of(arch, options.is_neox), TPGroup())
+    def __init__(self, arch: ModelArch, options: DecoderOptions, index: int, tp: TPGroup) -> None:
+        super().__init__(arch, options, index, rotary_of(arch, options.is_neox), tp)
         size = arch.hidden_size
         self.enorm, self.hnorm = RMSNorm(size, arch.norm_eps), RMSNorm(size, arch.norm_eps)
-        self.eh_proj = ColumnParallelLinear(2 * size, {"": size}, TPGroup())
+        self.eh_proj = whole_linear(2 * size, size, tp)
         self.eh_proj.keeps_precision = True
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(size, arch.norm_eps)})
 
@@ -50,7 +50,7 @@ class MTP(Speculator):
     ) -> None:
         super().__init__(arch, target, names)
         index = arch.num_layers
-        self.layer = MTPLayer(arch, deepseek_options(arch), index)
+        self.layer = MTPLayer(arch, deepseek_options(arch), index, target.tp)
         self._prefix = f"model.layers.{index}."
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:

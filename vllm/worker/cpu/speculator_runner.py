@@ -48,6 +48,7 @@ class SpeculatorRunner:
         self.batch: InputBatch = target.batch
         self.sampling, self.sampler = target.sampling, target.sampler
         self._speculator, self._device = speculator, target.device
+        self.rank = speculator.tp.rank
         self._launch_holder = share_context(speculator)
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._num_latest = max_drafts + 1
