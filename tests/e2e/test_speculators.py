@@ -110,7 +110,7 @@ def test_outputs_are_the_same_and_guesses_those_of_the_paper(method, made, expec
 
     llm.llm_engine.engine_core.shutdown()
     rng = random.Random(1)
-    chosen = [*rng.sample(seen[:num_cold], 25), *rng.sample(seen[num_cold:], 25)]
+    chosen = [*rng.sample(seen[:num_cold], 12), *rng.sample(seen[num_cold:], 12)]
     for tokens, drafts, found in chosen:
         want = speculator.reference.logits(tokens, drafts)
         is_token = want.isfinite()
@@ -131,7 +131,7 @@ def test_a_speculator_that_is_always_right(method, tmp_path):
     few = FEW_BLOCKS | {"num_gpu_blocks_override": 10, "max_model_len": 64}
     llm = with_speculator(made, **few)
     engine, rng = llm.llm_engine, random.Random(2)
-    todo, last = list(range(40)), {}
+    todo, last = list(range(24)), {}
     while todo or engine.has_unfinished_requests():
         if todo and rng.random() < 0.8:
             index = todo.pop()
@@ -142,7 +142,7 @@ def test_a_speculator_that_is_always_right(method, tmp_path):
             last[str(index)] = ids[-1]
             engine.add_request(str(index), {"prompt_token_ids": ids}, params)
         if rng.random() < 0.1:
-            engine.abort_request(str(rng.choice(range(40))))
+            engine.abort_request(str(rng.choice(range(24))))
         for output in engine.step():
             assert set(output.outputs[0].token_ids) <= {last[output.request_id]}
     stats = engine.engine_core.stats()

@@ -34,8 +34,8 @@ class DraftOptions:
     others: a network that reads hidden states of the model."""
 
     num_speculative_tokens: int = 0
-    """Maximum number of drafts of a request in one step. 0: 5 for ngram, mlp_speculator and medusa,
-    16 for suffix, 2 for mtp, 4 for the others, and not more than there are heads."""
+    """Maximum number of drafts of a request in one step. 0: 5 for ngram, 16 for suffix, 2 for mtp,
+    as many as there are heads for mlp_speculator and medusa, 4 for the others."""
 
     prompt_lookup_min: int = 0
     """Number of last tokens that must have occurred before. 0: the smaller of 2 and

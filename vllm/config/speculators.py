@@ -161,7 +161,8 @@ class SpeculatorMethod:
     class_path: str
     """module:Class of the network."""
     num_drafts: int
-    """Of a request in one step, unless the user says more or less; at most one for each head."""
+    """Of a request in one step, unless the user says more or less; fewer where there are fewer
+    heads."""
     read: Callable[[SpeculatorFile], SpeculatorArch]
     is_decoder: bool = False
     """config.json is that of a decoder; left out keys have the defaults of its type."""
@@ -180,9 +181,11 @@ SPECULATORS: Mapping[str, SpeculatorMethod] = {
         "vllm.model_executor.speculators.mtp:MTP", 2, _read_mtp, has_files=False
     ),
     "mlp_speculator": SpeculatorMethod(
-        "vllm.model_executor.speculators.heads:MLPSpeculator", 5, _read_mlp
+        "vllm.model_executor.speculators.heads:MLPSpeculator", MAX_DRAFTS, _read_mlp
     ),
-    "medusa": SpeculatorMethod("vllm.model_executor.speculators.heads:Medusa", 5, _read_medusa),
+    "medusa": SpeculatorMethod(
+        "vllm.model_executor.speculators.heads:Medusa", MAX_DRAFTS, _read_medusa
+    ),
 }
 
 

@@ -49,12 +49,6 @@ def resolve_speculator(
             f"{platform.name!r} in this version. Use the method ngram or suffix, or leave "
             f"speculative_config out"
         )
-    if model.resolved_arch.has_states:
-        raise ConfigError(
-            f"speculative_config: the method {options.method} cannot be used with the model "
-            f"'{model.model}', whose states (Mamba layers) cannot go back to where a draft was "
-            f"wrong. Leave speculative_config out"
-        )
     name = options.model if row.has_files else model.model
     assert name is not None
     revision = options.revision if row.has_files else model.revision

@@ -11,11 +11,16 @@ from vllm.config.speculators import eagle3_layers
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.model_executor.layers.embedding import ParallelLMHead
-from vllm.model_executor.layers.linear import ColumnParallelLinear, whole_linear
+from vllm.model_executor.layers.linear import whole_linear
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding
 from vllm.model_executor.layers.slice import Source
-from vllm.model_executor.models.decoder import DecoderLayer, DecoderOptions, add_norm
+from vllm.model_executor.models.decoder import (
+    DecoderAttention,
+    DecoderLayer,
+    DecoderOptions,
+    add_norm,
+)
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.speculators.interface import Speculator
 
@@ -95,21 +100,7 @@ class Eagle3Layer(DecoderLayer):
         rotary_emb: RotaryEmbedding | None,
         tp: TPGroup,
     ) -> nn.Module:
-        attention = super().make_attention(arch, options, index, rotary_emb, tp)
-        sizes = {
-            "q_proj": arch.num_heads * arch.head_size,
-            "k_proj": arch.num_kv_heads * arch.head_size,
-            "v_proj": arch.num_kv_heads * arch.head_size,
-        }
-        replicas = max(1, tp.size // arch.num_kv_heads)
-        attention.qkv_proj = ColumnParallelLinear(
-            2 * arch.hidden_size,
-            sizes,
-            tp,
-            num_replicas={"k_proj": replicas, "v_proj": replicas},
-            bias=options.qkv_bias,
-        )
-        return attention
+        return DecoderAttention(arch, options, None, rotary_emb, tp, 2 * arch.hidden_size)
 
     def guess(self, positions: Tensor, embeddings: Tensor, states: Tensor) -> Tensor:
         """The next states."""
