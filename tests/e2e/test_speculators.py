@@ -15,9 +15,12 @@ from vllm import LLM, SamplingParams
 from vllm.engine import engine_core
 from vllm.errors import ConfigError, WeightLoadError
 from vllm.lora.request import LoRARequest
+from vllm.ops.cpu.library import load_cpu_kernels
 from vllm.platforms.cpu import CPUPlatform
 from vllm.worker.cpu import speculator_runner
 from vllm.worker.cpu.speculator_runner import SpeculatorRunner
+
+needs_kernels = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
 
 METHODS = ("eagle", "eagle3", "mtp", "mlp_speculator", "mlp_speculator_tied", "medusa")
 ON_TWO_RANKS = ("eagle3", "mtp", "mlp_speculator_tied")
@@ -165,11 +168,23 @@ def test_a_speculator_beside_adapters(made, tmp_path):
     assert llm.llm_engine.engine_core.stats().drafts.num_draft_tokens > 20
 
 
-def test_a_mixture_of_features_in_bfloat16(made):
-    """Packed weights; seeded samples reproduce."""
-    for name in ("eagle3", "mtp"):
-        llm = with_speculator(made[name], dtype="bfloat16", config={"adaptive": True})
-        assert run(llm) == run(llm)
+@needs_kernels
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_the_fused_program_hands_over_what_modules_do(method, made):
+    """Prompts, steps with drafts, and while several requests run steps in one call."""
+    states, outputs = [], []
+    for is_fused in (True, False):
+        config = {"disable_by_batch_size": 3}
+        llm = with_speculator(made[method], dtype="bfloat16", config=config)
+        runner = llm.llm_engine.engine_core.executor._worker.runner
+        runner._is_fused_known = not is_fused
+        alone = llm.generate(prompts()[1:2], PARAMS[0], use_tqdm=False)
+        outputs.append([*run(llm), alone[0].outputs[0].token_ids])
+        assert (runner._decode_step is not None) == is_fused
+        states.append(runner.reader._states._memory)
+        assert llm.llm_engine.engine_core.stats().drafts.num_draft_tokens > 20
+    assert outputs[0] == outputs[1]
+    assert torch.equal(*states) and states[0].any(1).sum() > 200
 
 
 WRONG = [

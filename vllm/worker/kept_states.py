@@ -46,18 +46,22 @@ class KeptStates(ABC):
     def write(self, launch: Launch, states: Tensor) -> None:
         """Keep the vectors [T, size] of the tokens of a launch."""
         start, count = launch.num_computed_tokens, launch.num_scheduled_tokens
+        if len(states) == len(start):  # one token each
+            self._memory[self._index(launch.rows, start)] = states
+            return
         rows = np.repeat(launch.rows, count)
         positions = np.repeat(start, count) + positions_within(count)
         kept = self._is_kept(positions, np.repeat(start + count, count))
-        places = torch.from_numpy(self._places(rows[kept], positions[kept]).astype(np.int64))
         if len(kept) < len(rows):
             states = states[torch.from_numpy(kept)]
-        self._memory[places] = states
+        self._memory[self._index(rows[kept], positions[kept])] = states
 
     def read(self, rows: IntArray, positions: IntArray) -> Tensor:
         """The vectors [n, size] of n tokens that were written."""
-        places = self._places(rows, positions).astype(np.int64)
-        return self._memory[torch.from_numpy(places)]
+        return self._memory[self._index(rows, positions)]
+
+    def _index(self, rows: IntArray, positions: IntArray) -> Tensor:
+        return torch.from_numpy(self._places(rows, positions).astype(np.int64))
 
 
 class StatesInBlocks(KeptStates):

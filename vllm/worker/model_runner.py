@@ -106,7 +106,8 @@ class StateReader(Protocol):
     """Takes hidden states of the tokens that the model has run."""
 
     inner_layers: tuple[int, ...]
-    """Layers whose inputs it takes besides the result of the forward pass."""
+    """Layers whose inputs it takes besides the result of the forward pass, ascending and
+    distinct."""
 
     def read(self, launch: Launch, result: Tensor, inner: Sequence[Tensor]) -> None:
         """Called after each launch of T tokens, in the order of its rows.
@@ -324,21 +325,12 @@ class ModelRunner:
         context = model_input.context
         with self._launch_holder.running(context):
             inputs = self._inputs(model_input.input_ids)
-            if self.reader is not None and self.reader.inner_layers:
-                return self._forward_in_parts(inputs, context.positions, self.reader.inner_layers)
-            return self.model(inputs, context.positions)
-
-    def _forward_in_parts(
-        self, input_ids: Tensor, positions: Tensor, inner_layers: tuple[int, ...]
-    ) -> Tensor:
-        """The forward pass of a model that is one stage, with the inputs of some layers noted."""
-        model, found = self.model, {}
-        hidden_states, first = model.embed(input_ids), 0
-        for layer in sorted(set(inner_layers)):
-            hidden_states = model.run_layers(hidden_states, positions, first, layer)
-            found[layer], first = hidden_states.clone(), layer  # the next layers may overwrite it
-        self._inner = [found[layer] for layer in inner_layers]
-        return model.run_layers(hidden_states, positions, first, model.num_layers)
+            if self.reader is None or not self.reader.inner_layers:
+                return self.model(inputs, context.positions)
+            result, self._inner = self.model.forward_and_inputs(
+                inputs, context.positions, self.reader.inner_layers
+            )
+            return result
 
     def _inputs(self, input_ids: Tensor) -> Tensor:
         """What the stage of this rank takes: token ids [T], or the hidden states [T, hidden] of the

@@ -129,6 +129,7 @@ class Eagle3(Speculator):
     ) -> None:
         super().__init__(arch, target, names)
         size, tp = arch.hidden_size, target.tp
+        self._read_layers = eagle3_layers(arch.hf_config, target.arch.num_layers)
         given = arch.hf_config.get("draft_vocab_size")
         vocab_size = target.arch.vocab_size if given is None else int(given)
         self.fc = whole_linear(3 * size, size, tp)
@@ -142,7 +143,7 @@ class Eagle3(Speculator):
 
     @property
     def inner_layers(self) -> tuple[int, ...]:
-        return eagle3_layers(self.arch.hf_config, self.target.arch.num_layers)
+        return tuple(sorted(set(self._read_layers)))
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """One layer has two names."""
@@ -161,7 +162,8 @@ class Eagle3(Speculator):
             )
 
     def keep(self, result: Tensor, inner: Sequence[Tensor]) -> Tensor:
-        return self.fc(torch.cat(list(inner), dim=-1))
+        found = dict(zip(self.inner_layers, inner, strict=True))
+        return self.fc(torch.cat([found[layer] for layer in self._read_layers], dim=-1))
 
     def step(self, place: int, input_ids: Tensor, states: Tensor, positions: Tensor) -> Tensor:
         return self.midlayer.guess(positions, self.target.embed(input_ids), states)

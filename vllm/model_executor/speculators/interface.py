@@ -47,8 +47,8 @@ class Speculator(LoadableModel):
 
     @property
     def inner_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs it reads, ascending; none: only the result of the
-        forward pass, which all speculators are given."""
+        """Layers of the target whose inputs it reads, ascending and distinct; none: only the result
+        of the forward pass, which all speculators are given."""
         return ()
 
     @property
