@@ -145,13 +145,17 @@ class DecodeStep {
     forward_.slot_mapping = buffers_.slots;
     forward_.block_tables = buffers_.tables;
     forward_.seq_lens = buffers_.seq_lens;
-    forward_.out = buffers_.hidden;
+    forward_.out = hidden();
+    forward_.taps = launch_.taps;
     forward_.adapted = launch_.adapted;
     forward_.scratch = buffers_.program;
     forward_.num_tokens = forward_.num_requests = forward_.num_decodes = n;
     forward_.max_blocks = forward_.table_stride = max_blocks;
     forward_.group_stride = n * max_blocks;
   }
+
+  // What the decoder returns: in the memory of the caller, if it asks for it.
+  void* hidden() const { return launch_.hidden != nullptr ? launch_.hidden : buffers_.hidden; }
 
   int64_t compute() {
     const int64_t n = launch_.n;
@@ -160,7 +164,7 @@ class DecodeStep {
     launch_.bad_index = forward_.bad_index;
     if (status != 0) return status;
     ProgramLaunch head_launch = {};
-    head_launch.given = buffers_.hidden;
+    head_launch.given = hidden();
     head_launch.out = buffers_.logits;
     head_launch.adapted = launch_.adapted;
     head_launch.scratch = buffers_.program;

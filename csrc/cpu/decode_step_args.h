@@ -29,6 +29,8 @@ VLLM_STRUCT(DecodeStepLaunch,
   const int32_t* num_scheduled;  // [n] tokens to run
   int32_t* token_ids;            // [n] out: the next tokens, -1 where the logits allow none
   const AdaptedRows* adapted;    // adapters of the n rows; null: none has one
+  void* hidden;                  // [n, width of the decoder's result] out; null: not asked for
+  void* const* taps;             // of the decoder, as in ProgramLaunch
   char* scratch;                 // of decode_step_scratch_bytes, aligned to 64
   int64_t n;
   int64_t num_invalid;  // set: rows whose logits allow no token

@@ -48,6 +48,7 @@ VLLM_STRUCT(Operation,
 VLLM_STRUCT(ProgramBuffer,
   int64_t width;     // elements of a row
   int64_t is_local;  // 1: used only in one run, so not kept for all rows at once
+  int64_t tap;       // 1 + index in the taps of a launch, whose memory it has; 0: none
 );
 
 VLLM_STRUCT(Program,
@@ -80,6 +81,7 @@ VLLM_STRUCT(ProgramLaunch,
   const AdaptedRows* adapted;      // adapters of the tokens; null: none has one
   const void* given;  // [T, width of the buffer]; null where the program has no such buffer
   void* out;          // [T, width of the buffer]
+  void* const* taps;  // [T, width of the buffer] each: further results, by ProgramBuffer::tap
   char* scratch;      // of program_scratch_bytes, aligned to 64
   int64_t num_tokens, num_requests, num_decodes, max_blocks, table_stride, group_stride;
   int64_t bad_index;  // set with the status: the token or request that it is about; of

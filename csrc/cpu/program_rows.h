@@ -19,7 +19,7 @@ struct ProgramBuffers {
       : bytes(0) {
     for (int64_t i = 0; i < program.num_buffers; ++i) {
       const vllm_cpu::ProgramBuffer& buffer = program.buffers[i];
-      if (i == program.given || i == program.out) continue;
+      if (i == program.given || i == program.out || buffer.tap != 0) continue;
       at[i] = reinterpret_cast<T*>(scratch + bytes);
       const int64_t rows = buffer.is_local ? local_rows : num_tokens;
       bytes += aligned(rows * buffer.width * int64_t{sizeof(T)});
@@ -44,6 +44,10 @@ class ProgramRows {
       buffers_.at[program.given] = static_cast<T*>(const_cast<void*>(launch.given));
     }
     buffers_.at[program.out] = static_cast<T*>(launch.out);
+    for (int64_t i = 0; i < program.num_buffers; ++i) {
+      const int64_t tap = program.buffers[i].tap;
+      if (tap != 0) buffers_.at[i] = static_cast<T*>(launch.taps[tap - 1]);
+    }
   }
 
   // An operand in those rows.

@@ -3,6 +3,7 @@
 import pytest
 
 from vllm.config.speculative import DraftOptions, SpeculativeConfig
+from vllm.config.speculators import method_of_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.errors import ConfigError
 
@@ -38,9 +39,27 @@ def test_defaults_and_the_names_of_the_fork():
     )
 
 
-def test_methods_that_need_a_model_have_no_effect():
-    for method in ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp"):
-        assert drafts_of(method=method, model="some/heads") is None
+def test_a_speculator_is_a_model_or_part_of_it():
+    found = drafts_of(method="eagle3", model="some/head")
+    assert (found.model, found.num_speculative_tokens) == ("some/head", 4)
+    assert drafts_of(method="mtp").model is None
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "method"),
+    [
+        ({"model_type": "mlp_speculator"}, "a/b", "mlp_speculator"),
+        ({"model_type": "medusa"}, "a/b", "medusa"),
+        ({"medusa_num_heads": 2, "model_type": "llama"}, "a/b", "medusa"),
+        ({"draft_vocab_size": 32000, "architectures": ["LlamaForCausalLM"]}, "a/b", "eagle3"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "a/b", "eagle3"),
+        ({"num_hidden_layers": 1}, "yuhuili/EAGLE-llama2-chat-7B", "eagle"),
+        ({"num_hidden_layers": 1}, "eagle/tiny-llama", "draft_model"),
+        ({"num_hidden_layers": 12}, "a/eagle-llama", "draft_model"),
+    ],
+)
+def test_the_method_is_found_from_the_config(config, name, method):
+    assert method_of_config(config, name) == method
 
 
 def test_a_model_without_a_method_makes_drafts():
@@ -70,6 +89,7 @@ def test_a_model_without_a_method_makes_drafts():
         ({"method": "ngram", "num_speculative_tokens": "5"}, "num_speculative_tokens"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "must not exceed"),
         ({"method": "draft_model"}, "needs the key 'model'"),
+        ({"method": "medusa"}, "medusa needs the key 'model'"),
         ({"model": "draft", "quantization": 4}, "quantization must be a string, got 4"),
         ({"method": "ngram", "adaptive": "yes"}, "adaptive must be true or false"),
     ],

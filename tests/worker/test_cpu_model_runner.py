@@ -58,7 +58,7 @@ def test_tokens_and_logprobs_are_those_of_the_modules(family, tmp_path, monkeypa
         got = [outputs(llm) for _ in range(2)]  # the second finds the prefixes of the first
         assert runner_of(llm)._fused is not None
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_model_runner, "fuse", lambda model: None)
+            patch.setattr(cpu_model_runner, "fuse", lambda *args: None)
             llm = make_llm(tmp_path, **settings)
             assert got == [outputs(llm) for _ in range(2)]
 

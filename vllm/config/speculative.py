@@ -6,18 +6,22 @@ from typing import Any, Literal
 
 from vllm.config.fields import check_at_least, check_one_of
 from vllm.config.model import ModelConfig
+from vllm.config.speculators import MAX_DRAFTS, SPECULATORS
 from vllm.errors import ConfigError
 
-DraftMethod = Literal["ngram", "suffix", "draft_model"]
-
-METHODS_WITHOUT_EFFECT = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
-"""Methods of other engines that need heads made for one model. Outputs are the same without
-them."""
+DraftMethod = Literal[
+    "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "mlp_speculator", "medusa"
+]
 
 _KEYS_WITHOUT_EFFECT = frozenset({"draft_tensor_parallel_size"})
 _OF_DRAFT_MODELS = ("model", "revision", "quantization", "max_model_len")
-_DEFAULT_DRAFTS = {"ngram": 5, "suffix": 16, "draft_model": 4}
-MAX_DRAFTS = 64
+_DEFAULT_DRAFTS = {
+    "ngram": 5,
+    "suffix": 16,
+    "draft_model": 4,
+    **{name: row.num_drafts for name, row in SPECULATORS.items()},
+}
+_METHODS = tuple(_DEFAULT_DRAFTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +30,12 @@ class DraftOptions:
 
     method: DraftMethod
     """ngram: drafts follow the latest place of the same text where the last tokens occurred before;
-    suffix: also in the outputs of earlier requests; draft_model: a smaller model makes them."""
+    suffix: also in the outputs of earlier requests; draft_model: a smaller model makes them; the
+    others: a network that reads hidden states of the model."""
 
     num_speculative_tokens: int = 0
-    """Maximum number of drafts of a request in one step. 0: 5 for ngram, 16 for suffix,
-    4 for draft_model."""
+    """Maximum number of drafts of a request in one step. 0: 5 for ngram, 16 for suffix, 2 for mtp,
+    as many as there are heads for mlp_speculator and medusa, 4 for the others."""
 
     prompt_lookup_min: int = 0
     """Number of last tokens that must have occurred before. 0: the smaller of 2 and
@@ -51,7 +56,7 @@ class DraftOptions:
     so many tokens that a draft costs more time than it saves."""
 
     model: str | None = None
-    """Folder or hub name of the draft model; draft_model only, like the keys below."""
+    """Folder or hub name of the draft model or speculator; for these only, like the keys below."""
 
     revision: str | None = None
     """Branch, tag or commit of the draft model on the hub."""
@@ -63,7 +68,7 @@ class DraftOptions:
     """Requests get no drafts beyond so many tokens. 0: as many as the draft model can process."""
 
     def __post_init__(self) -> None:
-        check_one_of(self, "method", ("ngram", "suffix", "draft_model"))
+        check_one_of(self, "method", _METHODS)
         self._check_model()
         numbers = [f.name for f in fields(self) if f.type in ("int", int)]
         check_at_least(self, 0, *numbers)
@@ -99,6 +104,12 @@ class DraftOptions:
                 "the method draft_model needs the key 'model': the folder or the hub name of a "
                 "smaller model with the same tokenizer"
             )
+        row = SPECULATORS.get(self.method)
+        if row is not None and row.has_files and not self.model:
+            raise ConfigError(
+                f"the method {self.method} needs the key 'model': the folder or the hub name of a "
+                f"speculator that was made for the model"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,20 +117,22 @@ class SpeculativeConfig:
     """Speculative decoding."""
 
     speculative_config: Mapping[str, Any] = field(default_factory=dict)
-    """Drafts of next tokens, which a step verifies together (JSON): method (ngram, suffix or
-    draft_model), num_speculative_tokens, model, revision, quantization, max_model_len,
-    prompt_lookup_min, prompt_lookup_max, suffix_cache_tokens, disable_by_batch_size, adaptive; see
-    docs/speculative_decoding.md. Outputs are the same with and without."""
+    """Drafts of next tokens, which a step verifies together (JSON): method (ngram, suffix,
+    draft_model, eagle, eagle3, mtp, mlp_speculator or medusa), num_speculative_tokens, model,
+    revision, quantization, max_model_len, prompt_lookup_min, prompt_lookup_max,
+    suffix_cache_tokens, disable_by_batch_size, adaptive; see docs/speculative_decoding.md. Outputs
+    are the same with and without."""
 
     draft_model: ModelConfig | None = field(default=None, metadata={"cli": False})
-    """The model that makes drafts, resolved; None: there is none."""
+    """The model or speculator that makes drafts, resolved; None: there is none."""
 
     def __post_init__(self) -> None:
         _ = self.drafts  # raises
 
     @property
     def method(self) -> str | None:
-        """The method that was asked for; None if there is none."""
+        """The method that was asked for; None if there is none. A model without a method is taken
+        for a draft model, until its config.json is read."""
         given = self.speculative_config
         if not given:
             return None
@@ -128,7 +141,7 @@ class SpeculativeConfig:
             return "ngram" if model in ("ngram", "[ngram]") else "draft_model"
         if method is None:
             raise ConfigError(
-                "speculative_config needs the key 'method': ngram, suffix or draft_model; for "
+                f"speculative_config needs the key 'method': {', '.join(_METHODS)}; for "
                 'example {"method": "ngram", "num_speculative_tokens": 5}'
             )
         return str(method)
@@ -149,10 +162,8 @@ class SpeculativeConfig:
                 f"speculative_config has no key {', '.join(map(repr, unknown))}; accepted: "
                 f"{', '.join(names)}"
             )
-        if method in METHODS_WITHOUT_EFFECT:
-            return None
         options = {name: given[name] for name in names if given.get(name) is not None}
-        if method != "draft_model":  # a model such as "[ngram]" names the method
+        if method in ("ngram", "suffix"):  # a model such as "[ngram]" names the method
             options = {n: value for n, value in options.items() if n not in _OF_DRAFT_MODELS}
         try:
             return DraftOptions(**{**options, "method": method})

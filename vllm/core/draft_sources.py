@@ -39,12 +39,14 @@ def make_drafts(
     if options is None:
         return None, None
     source: DraftSource
-    if options.method == "draft_model":
+    if options.method == "ngram":
+        source = NgramDrafts(options)
+    elif options.method == "suffix":
+        source = SuffixDrafts(options)
+    else:
         assert speculative.draft_model is not None
         max_model_len = speculative.draft_model.max_model_len or 0
         source = ModelDrafts(options.num_speculative_tokens, max_model_len)
-    else:
-        source = {"ngram": NgramDrafts, "suffix": SuffixDrafts}[options.method](options)
     control = DraftControl(
         options.num_speculative_tokens, options.adaptive, options.disable_by_batch_size
     )

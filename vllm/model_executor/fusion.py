@@ -6,7 +6,7 @@ weight that is not packed, leaves the model to its modules. Independent of launc
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,8 +27,12 @@ _lock = threading.Lock()
 """Held while the operator table of the process records."""
 
 
-def fuse(model: CausalLM) -> Program | None:
+def fuse(model: CausalLM, inner_layers: Sequence[int] = ()) -> Program | None:
     """The forward pass of a model whose weights are packed and whose caches are bound.
+
+    Args:
+        model: to run.
+        inner_layers: whose inputs a launch returns, too; see `CausalLM.forward_and_inputs`.
 
     Returns:
         None when modules have to run it. Otherwise results have the same bits as those of
@@ -44,8 +48,14 @@ def fuse(model: CausalLM) -> Program | None:
             attention=recorder, positions=positions, replaced=launch, adapters=launch
         )
         with _recording(recorder), share_context(model).running(context):
-            result: Any = model(Ids(recorder, is_position=False), positions)
-        return Program(recorder, result)
+            input_ids: Any = Ids(recorder, is_position=False)
+            taps: Any
+            result: Any
+            if inner_layers:
+                result, taps = model.forward_and_inputs(input_ids, positions, inner_layers)
+            else:
+                result, taps = model(input_ids, positions), ()
+        return Program(recorder, result, taps=taps)
 
     return _fused("forward pass", model, record)
 

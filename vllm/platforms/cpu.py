@@ -49,6 +49,10 @@ class CPUPlatform(Platform):
         return True
 
     @property
+    def can_run_speculators(self) -> bool:
+        return True
+
+    @property
     def can_replace_embeddings(self) -> bool:
         """Launches may have any shape."""
         return True

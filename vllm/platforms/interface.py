@@ -81,6 +81,11 @@ class Platform(ABC):
         """Its worker can run a second model, which makes drafts."""
         return False
 
+    @property
+    def can_run_speculators(self) -> bool:
+        """Its runner hands hidden states of the model to a network that makes drafts."""
+        return False
+
     @abstractmethod
     def free_memory_bytes(self) -> int:
         """Free device memory that this process can allocate."""

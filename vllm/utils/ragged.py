@@ -1,5 +1,6 @@
 """Groups of different sizes, concatenated in flat arrays."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,3 +15,21 @@ def positions_within(counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """
     starts = np.cumsum(counts) - counts
     return np.arange(int(counts.sum())) - np.repeat(starts, counts)
+
+
+def split_spans(
+    counts: npt.NDArray[np.int32], limit: int
+) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
+    """Split spans of tokens into launches of at most `limit` tokens, in order.
+
+    Yields the places that run, tokens of each that ran before, and tokens of each that run now.
+
+    >>> [[x.tolist() for x in part] for part in split_spans(np.array([2, 3], np.int32), 4)]
+    [[[0, 1], [0, 0], [2, 2]], [[1], [2], [1]]]
+    """
+    done = np.zeros_like(counts)
+    while (rest := counts - done).any():
+        take = np.clip(limit - (np.cumsum(rest) - rest), 0, rest).astype(np.int32)
+        places = np.flatnonzero(take).astype(np.int32)
+        yield places, done[places], take[places]
+        done += take

@@ -37,11 +37,21 @@ class DraftProgress:
         block_size: tokens of a block.
         num_blocks: of the KV cache.
         max_model_len: tokens that the draft model can process.
+        reads_states: it is a speculator, which takes with each token the next one and a hidden
+            state of the model: it computes the tokens that the model has computed before the step,
+            and those of drafts again once they are known.
     """
 
     def __init__(
-        self, batch: InputBatch, block_size: int, num_blocks: int, max_model_len: int
+        self,
+        batch: InputBatch,
+        block_size: int,
+        num_blocks: int,
+        max_model_len: int,
+        *,
+        reads_states: bool = False,
     ) -> None:
+        self._reads_states = reads_states
         self._batch = batch
         self._block_size = block_size
         self._max_model_len = max_model_len
@@ -74,11 +84,14 @@ class DraftProgress:
         num_drafts = step.num_draft_tokens
         if num_drafts is None:
             num_drafts = np.zeros_like(rows)
-        end = start + step.num_scheduled_tokens - num_drafts
+        end = start.copy()
+        if not self._reads_states:
+            end += step.num_scheduled_tokens - num_drafts
         self._had_drafts[rows] = num_drafts > 0
         self._forget(rows, start, step.num_scheduled_tokens)
         # Tokens from `start` on are new, or replace drafts that were wrong.
-        self._num_tokens[rows] = np.minimum(self._num_tokens[rows], start)
+        known = np.maximum(start - 1, 0) if self._reads_states else start
+        self._num_tokens[rows] = np.minimum(self._num_tokens[rows], known)
         end = np.minimum(end, self._max_model_len)
         runs = (num_drafts > 0) | (step.num_scheduled_tokens - num_drafts > 1)
         is_new = np.zeros(len(rows), np.bool_)
@@ -91,6 +104,8 @@ class DraftProgress:
         for place in np.flatnonzero((runs & ~decodes) | is_new).tolist():
             if is_new[place]:
                 first[place] = self._find(int(rows[place]), int(start[place]))
+                if self._reads_states:  # the last of them was computed with another next token
+                    first[place] = max(0, first[place] - 1)
                 self._num_tokens[rows[place]] = first[place]
             if runs[place]:
                 one = slice(place, place + 1)

@@ -3,7 +3,7 @@ has its own class; this module calls them in order.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -102,6 +102,24 @@ class Drafter(Protocol):
         ...
 
 
+class StateReader(Protocol):
+    """Takes hidden states of the tokens that the model has run."""
+
+    inner_layers: tuple[int, ...]
+    """Layers whose inputs it takes besides the result of the forward pass, ascending and
+    distinct."""
+
+    def read(self, launch: Launch, result: Tensor, inner: Sequence[Tensor]) -> None:
+        """Called after each launch of T tokens, in the order of its rows.
+
+        Args:
+            launch: which tokens.
+            result: [T, hidden] of the forward pass.
+            inner: [T, hidden] each, of `inner_layers`. Belong to the reader.
+        """
+        ...
+
+
 class ModelRunner:
     """One model on one device.
 
@@ -147,6 +165,10 @@ class ModelRunner:
         self.vocab_size = config.model.resolved_arch.vocab_size
         self.drafter: Drafter | None = None
         """Makes the drafts of steps; None: steps bring them."""
+        self.reader: StateReader | None = None
+        """Takes the hidden states of all launches; None: nothing does."""
+        self._inner: list[Tensor] = []
+        """Those of the last forward pass that `reader` asks for."""
         self._in_flight: StepHandle | None = None
         self._awaited: dict[int, list[ExpectedTokens]] = {}
         """Tokens that the last stage samples, by the id of their step."""
@@ -270,6 +292,8 @@ class ModelRunner:
         drafts = self._followed_drafts(launch.rows[model_input.sampled], num_drafts)
         self.sampling.start_masks(launch.rows[model_input.sampled], drafts)
         hidden_states = self._forward(model_input)
+        if self.reader is not None:
+            self.reader.read(launch, hidden_states, self._inner)
         starts = np.cumsum(launch.num_scheduled_tokens) - launch.num_scheduled_tokens
         prompt_logprobs = self.prompt_logprobs.compute(self.batch, launch, hidden_states, starts)
         rows = launch.rows[model_input.sampled]
@@ -300,7 +324,13 @@ class ModelRunner:
     def _forward(self, model_input: ModelInput) -> Tensor:
         context = model_input.context
         with self._launch_holder.running(context):
-            return self.model(self._inputs(model_input.input_ids), context.positions)
+            inputs = self._inputs(model_input.input_ids)
+            if self.reader is None or not self.reader.inner_layers:
+                return self.model(inputs, context.positions)
+            result, self._inner = self.model.forward_and_inputs(
+                inputs, context.positions, self.reader.inner_layers
+            )
+            return result
 
     def _inputs(self, input_ids: Tensor) -> Tensor:
         """What the stage of this rank takes: token ids [T], or the hidden states [T, hidden] of the

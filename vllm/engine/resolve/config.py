@@ -43,6 +43,7 @@ from vllm.engine.resolve.parallel import resolve_parallel
 from vllm.engine.resolve.pooling import for_pooling, resolve_pooler
 from vllm.engine.resolve.replicas import resolve_device
 from vllm.engine.resolve.speculative import asked_draft_model, check_draft_model, max_draft_tokens
+from vllm.engine.resolve.speculators import check_speculator, find_method, resolve_speculator
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
 from vllm.model_executor.models.registry import BY_TRANSFORMERS, ModelRegistry
@@ -83,7 +84,8 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     if model.resolved_arch.has_states:
         settings = for_states(settings, platform)
     assert model.max_model_len is not None
-    speculative = _section(SpeculativeConfig, settings)
+    speculative = find_method(_section(SpeculativeConfig, settings), platform, load)
+    speculative = resolve_speculator(speculative, model, platform, load)
     parallel = _section(ParallelConfig, settings)
     num_stages = parallel.pipeline_parallel_size
     asked_draft = asked_draft_model(speculative, model, platform, num_stages)
@@ -131,6 +133,7 @@ def resolve_config(settings: Mapping[str, Any]) -> VllmConfig:
     )
     if platform.name == "hpu":
         config = fit_token_budget(config, is_given=settings["max_num_batched_tokens"] is not None)
+    check_speculator(config)
     # Last, so that no weights are downloaded for settings that are wrong.
     if (draft_model := speculative.draft_model) is not None:
         path = str(_model_folder(draft_model, load, load.load_format))

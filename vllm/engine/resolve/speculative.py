@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import ModelConfig, SpeculativeConfig
-from vllm.config.speculative import METHODS_WITHOUT_EFFECT
 from vllm.engine.resolve.model_options import resolve_quantization
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
@@ -87,9 +86,7 @@ def max_draft_tokens(speculative: SpeculativeConfig, model: ModelConfig, platfor
     """Drafts that a step verifies for one request; 0: there are none."""
     drafts = speculative.drafts
     reason = None
-    if speculative.method in METHODS_WITHOUT_EFFECT:
-        reason = f"the method {speculative.method} is not built in this version"
-    elif speculative.method == "draft_model" and not platform.can_run_draft_models:
+    if speculative.method == "draft_model" and not platform.can_run_draft_models:
         reason = f"a draft model does not run on the device {platform.name!r} in this version"
     if reason is not None:
         logger.warning(

@@ -118,6 +118,13 @@ class ColumnParallelLinear(ParallelLinear):
         return self.method.apply(self, x, self.bias)
 
 
+def whole_linear(
+    input_size: int, size: int, tp: TPGroup, bias: bool = False
+) -> ColumnParallelLinear:
+    """A linear layer that every rank has whole."""
+    return ColumnParallelLinear(input_size, {"": size}, tp, {"": tp.size}, bias)
+
+
 class RowParallelLinear(ParallelLinear):
     """y = x @ W.T + b with the input features split over ranks; sums the partial results.
 

@@ -1,5 +1,5 @@
 """From a folder of checkpoint files to a model that is ready to run."""
 
-from vllm.model_executor.loader.model_loader import load_model
+from vllm.model_executor.loader.model_loader import load_model, load_speculator
 
-__all__ = ["load_model"]
+__all__ = ["load_model", "load_speculator"]

@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm.config import ModelArch, VllmConfig
 from vllm.distributed import Stage, TPGroup
-from vllm.errors import ConfigError
+from vllm.errors import ConfigError, WeightLoadError
 from vllm.logger import init_logger
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader.checkpoint import iterate_tensors
@@ -27,8 +27,10 @@ from vllm.model_executor.loader.weights import load_parameters, load_weights
 from vllm.model_executor.models.interface import CausalLM, LoadableModel, PoolingModel
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.quantization import Quantization, quantization_of
+from vllm.model_executor.speculators.interface import Speculator
 from vllm.transformers_utils.weight_files import find_files
 from vllm.utils import startup_progress
+from vllm.utils.imports import load_class
 
 logger = init_logger(__name__)
 
@@ -61,7 +63,6 @@ def load_model(
         ConfigError: the architecture or format is not supported, or cannot be split over tp.
         WeightLoadError: the checkpoint is missing, damaged or does not fit the model.
     """
-    started = time.perf_counter()
     arch = config.model.resolved_arch
     is_pooling = config.model.pooler is not None
     files: list[Path] = []
@@ -76,12 +77,70 @@ def load_model(
     if stage is not None and stage.count > 1:
         assert isinstance(model, CausalLM), "a pooling model has one stage"
         keep_stage(model, stage)
+    on_host = [] if choose_host_layers is None else list(choose_host_layers(model))
+    _read(model, config, files, formats, tp, device, on_host)
+    return model
+
+
+@torch.no_grad()
+def load_speculator(
+    class_path: str,
+    config: VllmConfig,
+    target: CausalLM,
+    device: torch.device,
+    dense_format: Quantization | None = None,
+) -> Speculator:
+    """The speculator of `config` with its weights on `device`, ready to run.
+
+    Args:
+        class_path: module:Class of the network.
+        config: of the speculator: `VllmConfig.of_draft_model`.
+        target: the model that it guesses for, with weights.
+        device: where the parameters go.
+        dense_format: see `load_model`.
+
+    Raises:
+        WeightLoadError: the checkpoint is missing, damaged or does not fit the config.
+    """
+    speculator_class: type[Speculator] = load_class(class_path)
+    files: list[Path] = []
+    names: frozenset[str] | None = None
+    if config.load.load_format != "dummy":
+        folder = Path(config.model.resolved_path)
+        files = speculator_class.find_files(folder, config.load.load_format)
+        names = frozenset(name for name, _ in iterate_tensors(files, show_progress=False))
+    formats = [f for f in (quantization_of(config.model), dense_format) if f is not None]
+    for quantization in formats:
+        quantization.start(target.tp)
+    _check_split(config.model.resolved_arch, target.tp)
+    dtype = getattr(torch, config.model.dtype_name)
+    with torch.device("meta"), _default_dtype(dtype):
+        model = speculator_class(config.model.resolved_arch, target, names).eval()
+        _use_formats(model, formats)
+    try:
+        _read(model, config, files, formats, target.tp, device)
+    except WeightLoadError as error:
+        where = files[0].parent if files else config.model.model
+        raise WeightLoadError(f"the speculator '{where}': {error}") from None
+    return model
+
+
+def _read(
+    model: LoadableModel,
+    config: VllmConfig,
+    files: list[Path],
+    formats: Sequence[Quantization],
+    tp: TPGroup,
+    device: torch.device,
+    on_host: Sequence[nn.Module] = (),
+) -> None:
+    """Give a model on the meta device memory and weights; see `load_model`."""
+    started = time.perf_counter()
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     phase = f"loading {num_bytes / 2**30:.2f} GiB of weights"
     startup_progress.report(phase)
 
     finisher = _LayerFinisher()
-    on_host = [] if choose_host_layers is None else choose_host_layers(model)
     if config.load.load_format == "dummy":
         materialize(model, device, on_host)
         fill_with_dummy_weights(model, config.model.seed)
@@ -111,7 +170,6 @@ def load_model(
         num_bytes / 2**30,
         time.perf_counter() - started,
     )
-    return model
 
 
 def build_model(
@@ -139,13 +197,18 @@ def build_model(
     _check_split(arch, tp)
     with torch.device("meta"), _default_dtype(dtype):
         model = model_class(arch, tp)
-        for name, layer in model.named_modules():
-            if isinstance(layer, MethodLayer):
-                methods = (format_.method_of(name, layer) for format_ in formats)
-                method = next((m for m in methods if m is not None), None)
-                if method is not None:
-                    layer.use_method(method)
+        _use_formats(model, formats)
     return model.eval()
+
+
+def _use_formats(model: nn.Module, formats: Sequence[Quantization]) -> None:
+    """Give each layer the method of the first format that takes it."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, MethodLayer):
+            methods = (format_.method_of(name, layer) for format_ in formats)
+            method = next((m for m in methods if m is not None), None)
+            if method is not None:
+                layer.use_method(method)
 
 
 class _LayerFinisher:

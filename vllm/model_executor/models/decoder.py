@@ -93,7 +93,7 @@ class DecoderOptions:
 class DecoderAttention(SlicedModule):
     """Grouped-query attention with rotary positions.
 
-    Shape: positions [T], hidden_states [T, hidden] -> [T, hidden]
+    Shape: positions [T], hidden_states [T, input_size or hidden] -> [T, hidden]
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class DecoderAttention(SlicedModule):
         window: int | None,
         rotary_emb: RotaryEmbedding | None,
         tp: TPGroup,
+        input_size: int | None = None,
     ) -> None:
         super().__init__()
         self.head_size = arch.head_size
@@ -111,7 +112,7 @@ class DecoderAttention(SlicedModule):
         kv_size = arch.num_kv_heads * arch.head_size
         replicas = max(1, tp.size // arch.num_kv_heads)
         self.qkv_proj = ColumnParallelLinear(
-            arch.hidden_size,
+            input_size or arch.hidden_size,
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             tp,
             num_replicas={"k_proj": replicas, "v_proj": replicas},

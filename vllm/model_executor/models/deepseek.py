@@ -15,7 +15,11 @@ from vllm.errors import ConfigError
 from vllm.model_executor.layers.experts import Experts
 from vllm.model_executor.layers.grouped_router import GroupedRouter, Routing
 from vllm.model_executor.layers.latent import LatentUpProjection
-from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    whole_linear,
+)
 from vllm.model_executor.layers.norm import RMSNorm
 from vllm.model_executor.layers.rotary import RotaryEmbedding, yarn_sharpness
 from vllm.model_executor.layers.slice import Source
@@ -53,10 +57,10 @@ class LatentSelfAttention(nn.Module):
         if query_rank is None:
             self.q_proj = ColumnParallelLinear(hidden, {"": query_size}, tp)
         else:
-            self.q_a_proj = _whole_linear(hidden, int(query_rank), has_bias, tp)
+            self.q_a_proj = whole_linear(hidden, int(query_rank), tp, has_bias)
             self.q_a_layernorm = RMSNorm(int(query_rank), _LATENT_NORM_EPS)
             self.q_b_proj = ColumnParallelLinear(int(query_rank), {"": query_size}, tp)
-        self.kv_a_proj_with_mqa = _whole_linear(hidden, sum(self.latent_sizes), has_bias, tp)
+        self.kv_a_proj_with_mqa = whole_linear(hidden, sum(self.latent_sizes), tp, has_bias)
         self.kv_a_layernorm = RMSNorm(latent_size, _LATENT_NORM_EPS)
         self.kv_b_proj = LatentUpProjection(latent_size, num_heads, key_size, value_size, tp)
         self.o_proj = RowParallelLinear(num_heads * value_size, hidden, tp, bias=has_bias)
@@ -81,11 +85,6 @@ class LatentSelfAttention(nn.Module):
         if self.q_a_proj is None:
             return self.q_proj(hidden_states)
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-
-
-def _whole_linear(input_size: int, size: int, bias: bool, tp: TPGroup) -> ColumnParallelLinear:
-    """A linear layer that every rank has whole."""
-    return ColumnParallelLinear(input_size, {"": size}, tp, {"": tp.size}, bias)
 
 
 def _size(config: Mapping[str, Any], name: str) -> int:
@@ -203,16 +202,20 @@ class DeepseekLayer(DecoderLayer):
         return DeepseekMixture(arch, deepseek_routing(arch), tp)
 
 
+def deepseek_options(arch: ModelArch) -> DecoderOptions:
+    """Which elements rotations pair."""
+    return DecoderOptions(is_neox=not arch.hf_config.get("rope_interleave", True))
+
+
 class DeepseekV2ForCausalLM(DecoderForCausalLM):
     """DeepSeek-V2, V2-Lite, V2.5 and Coder-V2 (DeepSeek-AI 2024, arXiv 2405.04434)."""
 
     def __init__(self, arch: ModelArch, tp: TPGroup) -> None:
-        is_neox = not arch.hf_config.get("rope_interleave", True)
-        super().__init__(arch, tp, DecoderOptions(is_neox=is_neox), DeepseekLayer)
+        super().__init__(arch, tp, deepseek_options(arch), DeepseekLayer)
 
     def convert(self, name: str, source: Source) -> Iterable[tuple[str, Source]]:
         """Layers behind the last one guess further tokens (multi-token prediction): they are not
-        read."""
+        part of this, see `vllm.model_executor.speculators.mtp`."""
         match = re.match(r"model\.layers\.(\d+)\.", name)
         if match and int(match[1]) >= self.arch.num_layers:
             return ()

@@ -55,6 +55,10 @@ class FusedDecodeStep:
         known_features: the bits of `arrays.features` that a step can serve; what they mean is in
             `arrays.params` and `arrays.keys`.
         random_feature: the bit of rows that are not greedy.
+        gives_hidden: `hidden` is wanted, and `tapped` of the decoder.
+
+    Attributes:
+        hidden: what the decoder has returned in the last step, [n, width].
 
     Raises:
         ValueError: shapes, dtypes or strides do not fit each other.
@@ -69,6 +73,7 @@ class FusedDecodeStep:
         *,
         known_features: int,
         random_feature: int,
+        gives_hidden: bool = False,
     ) -> None:
         library = require_cpu_kernels("a fused step needs")
         if head.given_width != decoder.width or head.dtype != decoder.dtype:
@@ -80,6 +85,8 @@ class FusedDecodeStep:
         _check(arrays, decoder.num_groups, kernels.kNumParams)
         self._decoder, self._head, self._arrays = decoder, head, arrays
         self._step = kernels.decode_step
+        self._gives_hidden = gives_hidden
+        self.hidden = torch.empty(0, decoder.width, dtype=decoder.dtype)
         self._status, self._not_plain = kernels.ProgramStatus, kernels.kNotPlain
         self._scratch_bytes = kernels.decode_step_scratch_bytes
         num_rows, max_tokens = arrays.token_ids.shape
@@ -142,6 +149,12 @@ class FusedDecodeStep:
         self._launch.n = n
         packed = self._decoder.pack_rows(adapted, n)
         self._launch.adapted = None if packed is None else packed.address
+        taps = None
+        if self._gives_hidden:
+            hidden = torch.empty(n, self._decoder.buffer_width, dtype=self._decoder.dtype)
+            taps = self._decoder.take_taps(n)
+            self._launch.hidden, self._launch.taps = hidden.data_ptr(), ctypes.addressof(taps)
+            self.hidden = hidden[:, : self._decoder.width]
         status = self._step(*self._addresses, num_threads)
         if status == 0:
             return vectors[3, :n].copy()

@@ -6,7 +6,7 @@ arithmetic. Here a call sets a few pointers. Knows operations and their buffers;
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -33,9 +33,11 @@ class Program:
         recorder: of the operations. Weights and caches may change their content, not their place.
         result: the rows that a launch returns.
         given: the rows that a launch brings; None: it brings token ids.
+        taps: rows that a launch returns, too.
 
     Attributes:
         dtype: of activations.
+        tapped: what the last launch has returned of `taps`, [T, width] each.
         width: elements of a row of the result.
         given_width: elements of a row that a launch brings, or 0.
 
@@ -44,7 +46,13 @@ class Program:
         RuntimeError: the kernels are not built.
     """
 
-    def __init__(self, recorder: Recorder, result: Rows, given: Rows | None = None) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        result: Rows,
+        given: Rows | None = None,
+        taps: Sequence[Rows] = (),
+    ) -> None:
         library = require_cpu_kernels("a program needs")
         self.dtype, self.width = recorder.dtype, result.width
         self.given_width = given.width if given is not None else 0
@@ -55,7 +63,16 @@ class Program:
         self._forward, self._scratch_bytes = kernels.program_forward, kernels.program_scratch_bytes
         self._recorder = recorder
         operations = recorder.operations
-        buffers = _Buffers(operations, result.buffer, given.buffer if given is not None else None)
+        if not all(tap.is_whole for tap in taps):
+            raise NotFusibleError("rows that a launch returns are part of a buffer")
+        buffers = _Buffers(
+            operations,
+            result.buffer,
+            given.buffer if given is not None else None,
+            [tap.buffer for tap in taps],
+        )
+        self._tap_widths = [tap.width for tap in taps]
+        self.tapped: list[Tensor] = []
         if len(buffers.shapes) > kernels.kMaxBuffers:
             raise NotFusibleError(
                 f"{len(buffers.shapes)} buffers are needed, at most {kernels.kMaxBuffers}"
@@ -63,7 +80,10 @@ class Program:
         self._operations = (kernels.Operation * len(operations))(
             *(kernels.Operation(**_fields(kernels, o, buffers)) for o in operations)
         )
-        self._buffers = (kernels.ProgramBuffer * len(buffers.shapes))(*buffers.shapes)
+        tap_of = {buffers.index[tap.buffer]: number for number, tap in enumerate(taps, start=1)}
+        self._buffers = (kernels.ProgramBuffer * len(buffers.shapes))(
+            *((*shape, tap_of.get(index, 0)) for index, shape in enumerate(buffers.shapes))
+        )
         runs = [sum(map(_weight_bytes, run)) for run in _runs(operations)]
         num_blocks, block_size = recorder.cache_shape
         self._struct = kernels.Program(
@@ -93,6 +113,12 @@ class Program:
     def num_groups(self) -> int:
         """Groups of layers with block tables of their own."""
         return self._recorder.num_groups
+
+    @property
+    def buffer_width(self) -> int:
+        """Elements from one row of the result to the next, in the memory of the caller."""
+        width: int = self._out_width
+        return width
 
     @property
     def address(self) -> int:
@@ -173,10 +199,20 @@ class Program:
             launch.replaced, launch.embeddings = sources.data_ptr(), embeddings.data_ptr()
         packed = self.pack_rows(adapted, num_tokens)
         launch.adapted = None if packed is None else packed.address
+        taps = self.take_taps(num_tokens)
+        launch.taps = ctypes.addressof(taps)
         status = self._forward(*self._addresses, num_threads)
         if status != self._status.kDone:
             self._refuse(status, input_ids, positions, slot_mapping, block_tables, seq_lens)
         return out if self.width == self._out_width else out[:, : self.width]
+
+    def take_taps(self, num_tokens: int) -> ctypes.Array[ctypes.c_void_p]:
+        """Make `tapped` for a launch. The result has the addresses, and has to be kept as long as
+        it runs."""
+        self.tapped = [
+            torch.empty(num_tokens, width, dtype=self.dtype) for width in self._tap_widths
+        ]
+        return (ctypes.c_void_p * len(self.tapped))(*(tap.data_ptr() for tap in self.tapped))
 
     def check_exchange(self, status: int, reason: int) -> None:
         """Raise if a launch has failed in an exchange between the ranks.
@@ -272,7 +308,13 @@ class _Buffers:
     in one run only are local: not all of them are kept at once.
     """
 
-    def __init__(self, operations: list[Operation], out: Buffer, given: Buffer | None) -> None:
+    def __init__(
+        self,
+        operations: list[Operation],
+        out: Buffer,
+        given: Buffer | None,
+        taps: Sequence[Buffer] = (),
+    ) -> None:
         self.shapes: list[tuple[int, bool]] = []
         """(width, is_local) of each."""
         self.index: dict[Buffer, int] = {}
@@ -288,7 +330,7 @@ class _Buffers:
                     is_one_run = first_run.setdefault(buffer, run) == run
                     self._is_local[buffer] = is_one_run and self._is_local.get(buffer, True)
                 number += 1
-        kept = {out} if given is None else {out, given}
+        kept = {out, *taps} if given is None else {out, given, *taps}
         for buffer in kept:
             self._is_local[buffer] = False
             self._make(buffer)

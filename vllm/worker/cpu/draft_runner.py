@@ -1,7 +1,5 @@
 """Runs the draft model on the CPU: a second, smaller model that guesses the next tokens."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -12,6 +10,8 @@ from vllm.kv_cache_spec import KVCacheLayout
 from vllm.messages import IntArray, SchedulerOutput
 from vllm.model_executor.models.interface import CausalLM
 from vllm.sample.metadata import FeatureArray
+from vllm.utils.ragged import split_spans
+from vllm.worker.cpu.draft_sampling import append_drafts
 from vllm.worker.cpu.model_runner import DISTRIBUTION, CPUModelRunner
 from vllm.worker.draft_progress import DraftProgress, DraftSpans
 from vllm.worker.kv_cache import cache_dtype, cache_layout
@@ -89,7 +89,7 @@ class DraftRunner(CPUModelRunner):
         if has_drafts.all() and (spans.count == 1).all():
             self._run_newest(spans.rows)
             return
-        for places, done, count in _pieces(spans.count, self._max_tokens):
+        for places, done, count in split_spans(spans.count, self._max_tokens):
             ends = done + count == spans.count[places]
             self._run_ragged(
                 spans.rows[places],
@@ -128,15 +128,8 @@ class DraftRunner(CPUModelRunner):
         assert isinstance(attention, RaggedMetadata)
         ends = attention.query_start_loc[1:][samples].astype(np.int64) - 1
         logits = self.model.compute_logits(hidden_states[torch.from_numpy(ends)])
-        rows = rows[samples]
-        positions = self.batch.num_tokens[rows]
-        metadata = self.sampling.distribution(
-            rows, positions - self.batch.num_prompt_tokens[rows], DISTRIBUTION
-        )
-        token_ids = self.sampler(logits, metadata).host_ids.numpy()
-        self.batch.token_ids[rows, positions] = np.maximum(token_ids, 0)
-        self.batch.num_tokens[rows] += 1
-        self._keep_in_vocabulary(rows)
+        append_drafts(self, rows[samples], logits)
+        self._keep_in_vocabulary(rows[samples])
 
     def _are_known(self, rows: IntArray, positions: IntArray) -> bool:
         """Whether the draft model has embeddings of these tokens."""
@@ -152,14 +145,3 @@ class DraftRunner(CPUModelRunner):
             self.batch.token_ids[rows, newest] = np.where(
                 token_ids < self._target_vocab_size, token_ids, 0
             )
-
-
-def _pieces(count: IntArray, limit: int) -> Iterator[tuple[IntArray, IntArray, IntArray]]:
-    """Split spans into launches of at most `limit` tokens, in order. Yields the places that run,
-    tokens of each that ran before, and tokens of each that run now."""
-    done = np.zeros_like(count)
-    while (rest := count - done).any():
-        take = np.clip(limit - (np.cumsum(rest) - rest), 0, rest).astype(np.int32)
-        places = np.flatnonzero(take).astype(np.int32)
-        yield places, done[places], take[places]
-        done += take

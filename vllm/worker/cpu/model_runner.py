@@ -24,6 +24,7 @@ from vllm.sample.sampler import Sampler
 from vllm.sample.state import SamplingState, invalid_rows
 from vllm.structured_output.matchers import GrammarMatchers
 from vllm.worker.adapters import RaggedRows
+from vllm.worker.launch import Launch
 from vllm.worker.model_input import ModelInput
 from vllm.worker.model_runner import ModelRunner
 
@@ -74,6 +75,9 @@ class CPUModelRunner(ModelRunner):
         )
         if host_ids is None:
             return super()._start(step)
+        if self.reader is not None and self._fused is not None:
+            launch = Launch(rows, step.num_computed_tokens, step.num_scheduled_tokens)
+            self.reader.read(launch, self._decode_step.hidden, self._fused.tapped)
         errors = {}
         if self._decode_step.num_invalid:
             errors, host_ids = invalid_rows(rows, host_ids), np.maximum(host_ids, 0)
@@ -96,7 +100,7 @@ class CPUModelRunner(ModelRunner):
             more_slots, more_tables = zip(*metadata.more_groups, strict=True)
             slot_mapping = torch.stack([slot_mapping, *more_slots])
             block_tables = torch.stack([block_tables, *more_tables])
-        return self._fused.forward(
+        result = self._fused.forward(
             model_input.input_ids,
             context.positions,
             slot_mapping,
@@ -107,6 +111,8 @@ class CPUModelRunner(ModelRunner):
             embeddings,
             adapted,
         )
+        self._inner = self._fused.tapped
+        return result
 
     def _row_features(self) -> FeatureArray:
         """What a step of decodes in one call knows of each row."""
@@ -118,7 +124,7 @@ class CPUModelRunner(ModelRunner):
         if self._is_fused_known:
             return
         self._is_fused_known = True
-        self._fused = fuse(self.model)
+        self._fused = fuse(self.model, () if self.reader is None else self.reader.inner_layers)
         if self._fused is None:
             return
         head = fuse_head(self.model, self._fused)
@@ -140,4 +146,5 @@ class CPUModelRunner(ModelRunner):
             ),
             known_features=DISTRIBUTION,
             random_feature=Feature.RANDOM,
+            gives_hidden=self.reader is not None,
         )

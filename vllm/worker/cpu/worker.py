@@ -5,18 +5,21 @@ from dataclasses import replace
 from hashlib import sha256
 
 import torch
+from torch import nn
 
 from vllm.config import VllmConfig
+from vllm.config.speculators import SPECULATORS
 from vllm.distributed import CheckedCollectives, Collectives, Meeting
 from vllm.distributed.meeting import ARENA_BUFFER_BYTES, ARENA_HEADER_BYTES
 from vllm.kv_cache_spec import KVCacheLayout
 from vllm.logger import init_logger
 from vllm.messages import SchedulerOutput
-from vllm.model_executor.loader import load_model
+from vllm.model_executor.loader import load_model, load_speculator
 from vllm.model_executor.model_memory import fingerprint, model_storages
 from vllm.model_executor.models.interface import CausalLM, PoolingModel
 from vllm.model_executor.quantization import Quantization
 from vllm.model_executor.quantization.cpu_packed import CPUPacked
+from vllm.model_executor.speculators.interface import Speculator
 from vllm.ops import set_ops
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
 from vllm.ops.cpu.library import load_cpu_kernels
@@ -29,6 +32,7 @@ from vllm.worker.cpu.block_copies import BlockCopies
 from vllm.worker.cpu.draft_runner import DraftRunner
 from vllm.worker.cpu.model_runner import CPUModelRunner
 from vllm.worker.cpu.sleep import HostCache, HostWeights, check_can_sleep
+from vllm.worker.cpu.speculator_runner import SpeculatorRunner
 from vllm.worker.interface import MemoryReport
 from vllm.worker.kv_cache import (
     bind_kv_caches,
@@ -54,7 +58,7 @@ class CPUWorker(WorkerBase):
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config, torch.device("cpu"))
         self.platform = resolve_platform("cpu")
-        self._drafter: DraftRunner | None = None
+        self._drafter: DraftRunner | SpeculatorRunner | None = None
         self._ops = load_class(self.platform.ops_class)()
         set_ops(self._ops)
 
@@ -82,19 +86,35 @@ class CPUWorker(WorkerBase):
 
     def _load_model(self) -> None:
         self.model = self._read_model(self.config)
-        models = [self.model]
+        models: list[nn.Module] = [self.model]
         if (draft_config := self.config.of_draft_model) is not None:
-            models.append(self._read_model(draft_config))
+            models.append(self._read_drafter(draft_config))
         self._weight_bytes = sum(len(part) for model in models for part in model_storages(model))
         self._count_threads(self._weight_bytes)
         self.runner = self._make_runner(self.model)
         if draft_config is not None:
             self._add_drafter(draft_config, models[1])
 
-    def _add_drafter(self, config: VllmConfig, model: CausalLM | PoolingModel) -> None:
-        runner = self.runner
-        assert isinstance(runner, CPUModelRunner) and not isinstance(model, PoolingModel)
-        self._drafter = runner.drafter = DraftRunner(config, model, runner)
+    def _read_drafter(self, config: VllmConfig) -> nn.Module:
+        """The draft model or speculator beside the model."""
+        row = SPECULATORS.get(self.config.speculative.method or "")
+        if row is None:
+            return self._read_model(config)
+        assert isinstance(self.model, CausalLM), "a pooling model has no drafts"
+        return load_speculator(
+            row.class_path, config, self.model, self.device, self._dense_format()
+        )
+
+    def _add_drafter(self, config: VllmConfig, model: nn.Module) -> None:
+        runner, drafts = self.runner, self.config.speculative.drafts
+        assert isinstance(runner, CPUModelRunner) and drafts is not None
+        if isinstance(model, Speculator):
+            num_drafts = drafts.num_speculative_tokens
+            reader = SpeculatorRunner(config, model, runner, num_drafts)
+            self._drafter = runner.drafter = runner.reader = reader
+        else:
+            assert isinstance(model, CausalLM), "a draft model generates text"
+            self._drafter = runner.drafter = DraftRunner(config, model, runner)
 
     def _read_model(self, config: VllmConfig) -> CausalLM | PoolingModel:
         return load_model(config, self.tp, self.device, self._dense_format(), stage=self.stage)

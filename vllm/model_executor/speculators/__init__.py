@@ -1,0 +1,1 @@
+"""Networks that guess next tokens from hidden states of the model."""

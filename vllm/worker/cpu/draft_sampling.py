@@ -1,0 +1,38 @@
+"""How drafts are sampled, whatever network has made their logits."""
+
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from vllm.messages import IntArray
+from vllm.sample.sampler import Sampler
+from vllm.sample.state import SamplingState
+from vllm.worker.cpu.model_runner import DISTRIBUTION
+from vllm.worker.input_batch import InputBatch
+
+
+class SamplesDrafts(Protocol):
+    """What a runner of drafts shares with that of the model."""
+
+    batch: InputBatch
+    sampling: SamplingState
+    sampler: Sampler
+
+
+def append_drafts(runner: SamplesDrafts, rows: IntArray, logits: Tensor) -> None:
+    """Sample a draft for each of n rows, with the random number that the model will use in its
+    place, and append it to the tokens of the row.
+
+    Args:
+        runner: of the drafts.
+        rows: [n]
+        logits: [n, tokens]
+    """
+    batch = runner.batch
+    positions = batch.num_tokens[rows]
+    num_output = positions - batch.num_prompt_tokens[rows]
+    metadata = runner.sampling.distribution(rows, num_output, DISTRIBUTION)
+    token_ids = runner.sampler(logits, metadata).host_ids.numpy()
+    batch.token_ids[rows, positions] = np.maximum(token_ids, 0)
+    batch.num_tokens[rows] += 1
