@@ -1,7 +1,6 @@
 """FP8 by the files of Intel Neural Compressor: scales, files, and what is refused."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,17 +8,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from tests.model_executor.helpers import load, logits_of, make_config
+from tests.model_executor.helpers import load
+from tests.model_executor.inc_models import measure, quantize, without, write
 from vllm.config import IncConfig
 from vllm.config.inc import read_inc_config
 from vllm.distributed import TPGroup
 from vllm.entrypoints.calibration.dataset import read_texts, split_samples
 from vllm.entrypoints.calibration.folder import CalibrationFolder, link_attention
 from vllm.errors import ConfigError
-from vllm.model_executor.layers.stored_experts import RoundedExperts
-from vllm.model_executor.layers.stored_linear import StoredHead
-from vllm.model_executor.loader import load_model
-from vllm.model_executor.quantization import inc_measure
 from vllm.model_executor.quantization.inc import Inc
 from vllm.model_executor.quantization.inc_files import (
     Node,
@@ -35,7 +31,7 @@ from vllm.model_executor.quantization.inc_scales import (
     weight_scales,
 )
 from vllm.ops import get_ops, set_ops
-from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
+from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.native import NativeOps
 from vllm.ops.stored_weight import Fp8Weight
 
@@ -75,11 +71,6 @@ LIBRARY_PCS = {
         }
     },
 }
-
-
-def write(path: Path, content) -> Path:
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path
 
 
 @pytest.mark.parametrize("method", LIBRARY_SCALES)
@@ -254,48 +245,6 @@ def measured(tiny_model, tmp_path_factory):
     return folder, measure(folder, tmp_path_factory.mktemp("measured"))
 
 
-def measure(folder: Path, files: Path):
-    config = IncConfig(
-        path="measure.json", mode="MEASURE", dump_stats_path=str(files / "inc_output")
-    )
-    model = load_inc(folder, config)
-    tokens = torch.arange(3, 40)
-    logits_of(model, tokens)
-    inc_measure.reset(model)
-    logits_of(model, tokens)
-    return json.loads(Path(inc_measure.save(model, config, TPGroup(), adds=False)).read_text())
-
-
-@pytest.fixture(scope="module")
-def measured_mixture(tiny_model, tmp_path_factory):
-    folder = tiny_model("mixtral")
-    return folder, measure(folder, tmp_path_factory.mktemp("mixture"))
-
-
-@pytest.fixture
-def mixture(measured_mixture):
-    """The same of a tiny Mixtral, to be loaded with the kernels of the CPU."""
-    if load_cpu_kernels() is None:
-        pytest.skip("the kernels are not built")
-    before = get_ops()
-    set_ops(CPUOps())
-    yield measured_mixture
-    set_ops(before)
-
-
-def quantize(folder, files: Path, **settings):
-    config = IncConfig(
-        path="quant.json", mode="QUANTIZE", dump_stats_path=str(files / "inc_output"), **settings
-    )
-    return load_inc(folder, config)
-
-
-def load_inc(folder: Path, inc: IncConfig):
-    config = make_config(folder)
-    model = replace(config.model, quantization="inc", inc=inc)
-    return load_model(replace(config, model=model), TPGroup(), torch.device("cpu"))
-
-
 def test_measurements_are_those_of_inputs_and_weights(measured):
     folder, content = measured
     tensors = load_file(folder / "model.safetensors")
@@ -354,68 +303,6 @@ def test_blocked_modules_stay_as_they_are(measured, tmp_path):
     assert torch.equal(*(m(tokens, torch.arange(len(tokens))) for m in (got, dense)))
 
 
-HEAD = "lm_head"
-
-
-@pytest.mark.parametrize(
-    ("settings", "is_head_fp8", "are_experts_fp8"),
-    [
-        ({}, True, True),
-        ({"scale_method": "act_maxabs_pow2_weights_pcs_opt_pow2"}, True, True),
-        ({"blocked_types": ("FusedMoE",), "blocked_names": (HEAD,)}, False, False),
-        ({"blocked_types": ("ParallelLMHead",)}, False, True),
-        ({"blocked_names": (r"moe_op\b",)}, True, False),
-        ({"allowed_names": (HEAD,)}, True, False),
-        ({"allowed_types": ("VllmMixtureOfExpertsOp",)}, False, True),
-        ({"scale_method": "maxabs_pcs_pow2"}, True, True),
-    ],
-)
-def test_heads_and_experts_take_part_as_the_lists_say(
-    mixture, tmp_path, settings, is_head_fp8, are_experts_fp8
-):
-    """And their products are those of the dequantized weights."""
-    folder, content = mixture
-    write(tmp_path / "inc_output_hooks_maxabs_0_1.json", content)
-    model, dense = quantize(folder, tmp_path, **settings), load(folder)
-    head = model.get_submodule(HEAD)
-    assert (type(head.method) is StoredHead) == is_head_fp8
-    name = "model.layers.1.mlp.experts"
-    experts, others = model.get_submodule(name), dense.get_submodule(name)
-    assert (type(experts.method) is RoundedExperts) == are_experts_fp8
-    if not are_experts_fp8:
-        return
-    method = METHODS[settings.get("scale_method", "maxabs_hw")]
-    weights = [
-        torch.stack([round_weight(w, method, 448.0, 0.5).dequantize() for w in both])
-        for both in (others.gate_up, others.down)
-    ]
-    assert not torch.equal(weights[1], others.down)
-    x = torch.randn(7, others.hidden_size)
-    ids = torch.stack([torch.randperm(4)[:2] for _ in range(7)])
-    shares = torch.rand(7, 2)
-    torch.testing.assert_close(
-        experts.method.packed.forward(x, ids, shares),
-        NativeOps().moe(x, ids, shares, *weights),
-        rtol=1e-4,
-        atol=1e-5,
-    )
-    scales = find_file(str(tmp_path / "inc_output"), 0, 1, "maxabs_hw")
-    if not settings:
-        node = read_file(scales, "Scale").find(f"{name}.moe_op.w2_list.3")
-        assert node.weight == round_weight(others.down[3], method, 448.0, 0.5).scales[0].tolist()
-
-
-def test_heads_and_experts_without_measurements_stay_as_they_are(mixture, tmp_path):
-    folder, content = mixture
-    for name in [name for name in content["Nodes"] if "moe_op" in name or name == HEAD]:
-        content = without(content, name)
-    write(tmp_path / "inc_output_hooks_maxabs_0_1.json", content)
-    model = quantize(folder, tmp_path)
-    assert type(model.get_submodule(HEAD).method) is not StoredHead
-    experts = model.get_submodule("model.layers.1.mlp.experts")
-    assert type(experts.method) is not RoundedExperts
-
-
 def at(content, *keys):
     for key in keys:
         content = content[key]
@@ -423,10 +310,6 @@ def at(content, *keys):
 
 
 O_PROJ = "model.layers.1.self_attn.o_proj"
-
-
-def without(content, name):
-    return {**content, "Nodes": {n: v for n, v in content["Nodes"].items() if n != name}}
 
 
 @pytest.mark.parametrize(
