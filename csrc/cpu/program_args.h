@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "attention_args.h"
 #include "collectives_args.h"
 #include "low_rank_args.h"
 #include "moe_args.h"
@@ -34,15 +35,18 @@ VLLM_STRUCT(Operation,
                            // ranks and give zeros; 0: there are none
   int64_t option;          // lookup, lookup_position: what is added to an id; rotate: rot_dim;
                            // gelu_and_mul: 1 for tanh; scale_rows: 1 for the sigmoid;
-                           // route: a Routing
+                           // route: a Routing; round_to_fp8: the largest number
   int64_t top_k;           // of route and experts
   int64_t first_part, num_parts;  // of low_rank, as in LowRankArgs; it adds to x by inputs y
   int64_t group;           // of write_cache and attend: whose slots and block tables are used
   int64_t sliding_window;  // 0: none
   int64_t chunk_size;      // of attend; 0: none
-  float scalar;            // eps of a norm; the factor of scale; the limit of clip; of query @ key
-                           // in attend; of the weights in route
+  float scalar;            // eps of a norm; the factor of scale and of round_to_fp8; the limit of
+                           // clip; of query @ key in attend; of the weights in route
   float soft_cap;          // of the scores in attend; 0: none
+  float key_scale, value_scale;  // of write_cache, and value_scale of attend: the caches hold
+                                 // number / scale; 1 where cache_type is kSame
+  CacheType cache_type;
 );
 
 VLLM_STRUCT(ProgramBuffer,

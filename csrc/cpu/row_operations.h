@@ -7,6 +7,7 @@
 #pragma once
 
 #include "activation.h"
+#include "fp8.h"
 #include "linear_pack.h"
 #include "norm.h"
 #include "parallel.h"
@@ -32,7 +33,8 @@
   X(gelu_and_mul, 5)           \
   X(rotate, 1)                 \
   X(rotate_neighbours, 2)      \
-  X(write_cache, 1)
+  X(write_cache, 1)            \
+  X(round_to_fp8, 2)
 
 namespace vllm_cpu {
 
@@ -320,15 +322,39 @@ void rotate_neighbours(const RowCall<T>& rows) {
 // Keys x and values y.
 template <typename T>
 void write_cache(const RowCall<T>& rows) {
-  const int64_t size = rows.op.num_heads * rows.op.head_size;
+  const Operation& op = rows.op;
+  const int64_t size = op.num_heads * op.head_size;
   const int64_t* const slots =
-      rows.launch.slot_mapping + rows.op.group * rows.launch.num_tokens + rows.begin;
-  for (int64_t i = 0; i < rows.count; ++i) {
-    if (slots[i] < 0) continue;
-    const int64_t at = slots[i] * size;
-    __builtin_memcpy(static_cast<T*>(rows.op.key_cache) + at, rows.x[i], size * sizeof(T));
-    __builtin_memcpy(static_cast<T*>(rows.op.value_cache) + at, rows.y[i], size * sizeof(T));
-  }
+      rows.launch.slot_mapping + op.group * rows.launch.num_tokens + rows.begin;
+  const auto write = [&](auto* keys, auto* values, auto store_row) {
+    for (int64_t i = 0; i < rows.count; ++i) {
+      if (slots[i] < 0) continue;
+      store_row(rows.x[i], op.key_scale, keys + slots[i] * size);
+      store_row(rows.y[i], op.value_scale, values + slots[i] * size);
+    }
+  };
+  const auto narrow = [&](auto format) {
+    write(static_cast<uint8_t*>(op.key_cache), static_cast<uint8_t*>(op.value_cache),
+          [&](const T* from, float scale, uint8_t* to) {
+            narrow_row<decltype(format)>(from, size, scale, to);
+          });
+  };
+  if (op.cache_type == vllm_cpu::CacheType::kE4m3) return narrow(E4m3{});
+  if (op.cache_type == vllm_cpu::CacheType::kE5m2) return narrow(E5m2{});
+  write(static_cast<T*>(op.key_cache), static_cast<T*>(op.value_cache),
+        [&](const T* from, float, T* to) { __builtin_memcpy(to, from, size * sizeof(T)); });
+}
+
+// x * scalar as the nearest number of e4m3 that is at most `option`. NaN stays NaN.
+template <typename T>
+void round_to_fp8(const RowCall<T>& rows) {
+  const Vec factor = splat(rows.op.scalar), limit = splat(static_cast<float>(rows.op.option));
+  rows.for_heads(rows.op.head_size, [&](const T* x, T* out) {
+    for_each_vector(rows.op.head_size, [&](int64_t i, int64_t count) {
+      const Vec v = max(-limit, min(limit, load(x + i, count) * factor));
+      store(out + i, widen_fp8<E4m3>(narrow_fp8<E4m3>(v)), count);
+    });
+  });
 }
 
 inline int64_t row_cost(const Operation& op) {

@@ -1,5 +1,6 @@
 """Configs, models and prompts shared by the tests of this folder."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed import TPGroup
+from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
+from vllm.model_executor.layers.stored_linear import RoundedLinear
 from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.loader import load_model
 from vllm.model_executor.models.interface import CausalLM
 from vllm.model_executor.quantization.cpu_packed import CPUInt4, CPUInt8, CPUPacked
+from vllm.ops.stored_weight import round_to_fp8
 
 
 def read_arch(folder: Path) -> ModelArch:
@@ -68,7 +72,18 @@ def reference_logits(folder: Path, input_ids: Tensor) -> Tensor:
     return logits
 
 
-PACKED_FORMATS = {"dense": CPUPacked, "int8": CPUInt8, "int4": CPUInt4}
+class StaticFp8(CPUPacked):
+    """Weights and inputs in fp8, as `--quantization inc` stores them."""
+
+    def linear_method(self, name: str, layer: ParallelLinear) -> LinearMethod | None:
+        if layer.keeps_precision:
+            return super().linear_method(name, layer)
+        return RoundedLinear(
+            name, lambda w: replace(round_to_fp8(w), input_scale=0.02, rounds_inputs=True)
+        )
+
+
+PACKED_FORMATS = {"dense": CPUPacked, "int8": CPUInt8, "int4": CPUInt4, "static fp8": StaticFp8}
 
 
 @torch.no_grad()
@@ -87,5 +102,5 @@ def pack_weights(model: nn.Module, stored_as: str = "dense") -> int:
     for layer in layers:
         layer.method.finish(layer)
         weight = getattr(layer.method, "packed", None)
-        packed[id(layer.method)] = weight.num_bytes if weight else 0
+        packed[id(layer.method)] = getattr(weight, "num_bytes", 0)
     return sum(packed.values())

@@ -38,6 +38,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.ops import get_ops, set_ops
 from vllm.ops.cpu.operators import CPUOps, load_cpu_kernels
 from vllm.ops.cpu.program import Program
+from vllm.ops.interface import FP8_DTYPES
 from vllm.ops.native import NativeOps
 
 pytestmark = pytest.mark.skipif(load_cpu_kernels() is None, reason="the kernels are not built")
@@ -250,7 +251,7 @@ def assert_same_bits(model: DecoderForCausalLM, launches: list[list[int]]) -> No
             torch.set_num_threads(1)
             assert torch.equal(got, want)
         for cache, new in zip(caches, written, strict=True):
-            assert torch.equal(cache, new)
+            assert torch.equal(cache.view(torch.uint8), new.view(torch.uint8))
         assert want.isfinite().all()
 
 
@@ -281,6 +282,18 @@ def test_many_decodes_have_the_bits_of_the_modules(isa):
 
 def test_float32_has_the_bits_of_the_modules(isa):
     assert_same_bits(make_model("head norms", dtype=torch.float32), MIXED)
+
+
+@pytest.mark.parametrize("cache_dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp8_caches_and_inputs_have_the_bits_of_the_modules(isa, cache_dtype, dtype):
+    model = make_model("window", "static fp8", dtype, num_hidden_layers=2)
+    for layer in attention_layers(model):
+        bound = (layer.key_cache, layer.value_cache)
+        layer.key_scale, layer.value_scale = 0.03, 0.3
+        layer.bind_kv_cache(*(torch.zeros(c.shape, dtype=cache_dtype) for c in bound))
+    assert_same_bits(model, [[9, 1, 23], [1, 1, 0, 70, 5], [1] * 5])
+    assert all(layer.key_cache.view(torch.uint8).any() for layer in attention_layers(model))
 
 
 def test_weights_that_no_cache_holds_have_the_bits_of_the_modules():

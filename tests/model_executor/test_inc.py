@@ -1,7 +1,6 @@
 """FP8 by the files of Intel Neural Compressor: scales, files, and what is refused."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,15 +8,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from tests.model_executor.helpers import load, make_config
+from tests.model_executor.helpers import load
+from tests.model_executor.inc_models import measure, quantize, without, write
 from vllm.config import IncConfig
 from vllm.config.inc import read_inc_config
 from vllm.distributed import TPGroup
 from vllm.entrypoints.calibration.dataset import read_texts, split_samples
 from vllm.entrypoints.calibration.folder import CalibrationFolder, link_attention
 from vllm.errors import ConfigError
-from vllm.model_executor.loader import load_model
-from vllm.model_executor.quantization import inc_measure
 from vllm.model_executor.quantization.inc import Inc
 from vllm.model_executor.quantization.inc_files import (
     Node,
@@ -73,11 +71,6 @@ LIBRARY_PCS = {
         }
     },
 }
-
-
-def write(path: Path, content) -> Path:
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path
 
 
 @pytest.mark.parametrize("method", LIBRARY_SCALES)
@@ -249,28 +242,7 @@ def test_the_settings_of_the_library_are_read(tmp_path):
 def measured(tiny_model, tmp_path_factory):
     """A measured tiny Llama: its folder, and the nodes that were written."""
     folder = tiny_model("llama")
-    prefix = str(tmp_path_factory.mktemp("measured") / "inc_output")
-    config = IncConfig(path="measure.json", mode="MEASURE", dump_stats_path=prefix)
-    model = load_inc(folder, config)
-    tokens = torch.arange(3, 40)
-    model(tokens, torch.arange(len(tokens)))
-    inc_measure.reset(model)
-    model(tokens, torch.arange(len(tokens)))
-    path = Path(inc_measure.save(model, config, TPGroup(), adds=False))
-    return folder, json.loads(path.read_text())
-
-
-def quantize(folder, files: Path, **settings):
-    config = IncConfig(
-        path="quant.json", mode="QUANTIZE", dump_stats_path=str(files / "inc_output"), **settings
-    )
-    return load_inc(folder, config)
-
-
-def load_inc(folder: Path, inc: IncConfig):
-    config = make_config(folder)
-    model = replace(config.model, quantization="inc", inc=inc)
-    return load_model(replace(config, model=model), TPGroup(), torch.device("cpu"))
+    return folder, measure(folder, tmp_path_factory.mktemp("measured"))
 
 
 def test_measurements_are_those_of_inputs_and_weights(measured):
@@ -282,7 +254,8 @@ def test_measurements_are_those_of_inputs_and_weights(measured):
     assert weight == [[pytest.approx(float(max(qkv)))]]
     assert all(node["inputs"][0][0][0] > 0 for node in nodes.values())
     assert "model.layers.0.self_attn.attn.impl.v_cache" in nodes
-    assert not any("lm_head" in name for name in nodes)
+    head = float(tensors["lm_head.weight"].abs().max())
+    assert nodes["lm_head"]["params"]["weight"] == [[pytest.approx(head)]]
 
 
 # With weights alone in fp8, results of this random model have a cosine of 0.99 to the dense ones.
@@ -337,10 +310,6 @@ def at(content, *keys):
 
 
 O_PROJ = "model.layers.1.self_attn.o_proj"
-
-
-def without(content, name):
-    return {**content, "Nodes": {n: v for n, v in content["Nodes"].items() if n != name}}
 
 
 @pytest.mark.parametrize(

@@ -183,11 +183,21 @@ def test_scales_of_the_kv_cache_reach_their_layer(llama, names, scales):
     assert (second.key_scale, second.value_scale) == scales
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), [1.0, 2.0]])
-def test_a_scale_that_cannot_be_one_is_named(llama, scale):
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        *((x, "must be one number above 0, got") for x in (0.0, -1.0, float("nan"), float("inf"))),
+        (
+            [1.0, 2.0],
+            "has 2 numbers, such as one for each head; supported: one for each layer",
+        ),
+        ([], "must be one number above 0, got"),
+    ],
+)
+def test_a_scale_that_cannot_be_one_is_named(llama, scale, message):
     name = "model.layers.1.self_attn.k_scale"
     put(llama, tensors_of(llama) | {name: torch.tensor(scale)})
-    with pytest.raises(WeightLoadError, match=rf"{name} must be one positive number, got"):
+    with pytest.raises(WeightLoadError, match=rf"{name} {message}"):
         load(llama)
 
 

@@ -68,6 +68,23 @@ def test_the_nearest_number_is_stored_and_no_finite_number_becomes_nan(ops, dtyp
     assert nan.float().isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inputs_become_the_nearest_numbers_within_a_limit(ops, dtype):
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(dtype)
+    if dtype == torch.float32:  # halfway between neighbours, and next to it
+        middle = torch.arange(1, 2**15, dtype=torch.int32).mul(2**16).view(torch.float32)
+        every = torch.cat((every, middle.nextafter(torch.tensor(9.0))))
+    x = every[: len(every) // 37 * 37].view(-1, 37)
+    for factor, largest in ((1.0, 448), (1 / 0.3, 240), (2.0**8, 240)):
+        scaled = (x.float() * factor).clamp(-largest, largest)
+        want = scaled.to(torch.float8_e4m3fn).to(dtype)
+        for implementation in (NATIVE, ops):
+            got = implementation.round_to_fp8(x, factor, largest)
+            assert got.dtype == dtype
+            assert torch.equal(got.isnan(), x.isnan())
+            assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
 class Launch:
     """Requests of random tokens in a cache of fp8 numbers; what belongs to no token is NaN."""
 

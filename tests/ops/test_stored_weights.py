@@ -63,6 +63,19 @@ def test_rows_and_products_are_those_of_the_formula(isa, name):
             assert torch.equal(packed.linear(many[:num_rows], bias), got[:num_rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_number_of_fp8_is_multiplied_exactly(isa, dtype):
+    """Also those below the smallest normal one; inputs are rows of the identity."""
+    magnitudes = torch.arange(127, dtype=torch.uint8)
+    numbers = torch.cat((magnitudes, magnitudes + 128, magnitudes[:2])).view(64, 4)
+    numbers = torch.stack([numbers.roll(shift, 1) for shift in range(4)], 1).view(64, 16)
+    weight = Fp8Weight(
+        numbers=numbers.view(torch.float8_e4m3fn), scales=torch.ones(64, 1), block_inputs=16
+    )
+    got = pack_stored(weight).linear(torch.eye(16, dtype=dtype))
+    assert torch.equal(got.T.float(), weight.dequantize())
+
+
 def test_int8_numbers_are_taken_over(isa):
     torch.manual_seed(0)
     numbers = torch.randint(-128, 128, (72, 256), dtype=torch.int8)

@@ -79,13 +79,14 @@ class IncConfig:
         """Each token has a scale of its own, so that nothing has to be measured."""
         return self.scale_method in _DYNAMIC
 
-    def covers(self, name: str, type_name: str) -> bool:
-        """Whether the lists let the module of this name and type take part."""
-        if type_name in self.blocked_types or _is_match(name, self.blocked_names):
+    def covers(self, name: str, *type_names: str) -> bool:
+        """Whether the lists let the module of this name, which has these types, take part."""
+        types = set(type_names)
+        if types & set(self.blocked_types) or _is_match(name, self.blocked_names):
             return False
         if not self.allowed_types and not self.allowed_names:
             return True
-        return type_name in self.allowed_types or _is_match(name, self.allowed_names)
+        return bool(types & set(self.allowed_types)) or _is_match(name, self.allowed_names)
 
 
 def _is_match(name: str, patterns: tuple[str, ...]) -> bool:

@@ -272,6 +272,19 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def round_to_fp8(self, x: Tensor, factor: float, largest: int) -> Tensor:
+        """x * factor as the nearest numbers of e4m3, in the dtype of x; NaN stays NaN.
+
+        Args:
+            x: [..., N], bfloat16 or float32. Not changed.
+            factor: rounded to float32.
+            largest: the results are at most this, and at least its negative.
+
+        Returns:
+            A new dense tensor, shape and dtype of x.
+        """
+
+    @abstractmethod
     def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
         """Bring a quantized weight into the layout that runs.
 

@@ -114,6 +114,10 @@ class NativeOps(NativeAdapters, NativeScans):
     def from_fp8(self, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         return (x.float() * scale).to(dtype)
 
+    def round_to_fp8(self, x: Tensor, factor: float, largest: int) -> Tensor:
+        scaled = (x.float() * factor).clamp(-largest, largest)
+        return scaled.to(torch.float8_e4m3fn).to(x.dtype)
+
     def prepare_weight(self, weight: StoredWeight, dtype: torch.dtype) -> PreparedWeight:
         if is_rounding_inputs(weight):
             return RoundedInputs(weight, lambda stored: self.prepare_weight(stored, dtype))

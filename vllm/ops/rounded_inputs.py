@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeGuard
 
-import torch
 from torch import Tensor
 
+from vllm.ops import get_ops
 from vllm.ops.interface import PreparedWeight
 from vllm.ops.stored_weight import Fp8Weight, StoredWeight
 
@@ -34,7 +34,7 @@ class RoundedInputs:
     ) -> None:
         assert weight.input_scale is not None
         self._inverse_scale = 1 / weight.input_scale
-        self._largest = weight.largest
+        self._largest = int(weight.largest)
         scales = weight.scales * weight.input_scale
         self._weight = prepare(
             replace(weight, scales=scales, input_scale=None, rounds_inputs=False)
@@ -42,5 +42,5 @@ class RoundedInputs:
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `PreparedWeight`."""
-        scaled = (x.float() * self._inverse_scale).clamp(-self._largest, self._largest)
-        return self._weight.linear(scaled.to(torch.float8_e4m3fn).to(x.dtype), bias)
+        rounded = get_ops().round_to_fp8(x, self._inverse_scale, self._largest)
+        return self._weight.linear(rounded, bias)

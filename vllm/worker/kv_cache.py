@@ -17,6 +17,8 @@ logger = init_logger(__name__)
 
 _GIB = 2**30
 
+_MORE = "give the cache more memory (--kv-cache-memory-bytes, --gpu-memory-utilization)"
+
 _CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -126,7 +128,7 @@ def check_states(config: VllmConfig, state_bytes: int, budget: int, source: str)
     raise ConfigError(
         f"the states of {num_rows} requests (--max-num-seqs) take {format_bytes(state_bytes)}, "
         f"{format_bytes(each)} each, and the cache has {format_bytes(budget)} ({source}). "
-        f"{fix}, or give the cache more memory"
+        f"{fix}, or {_MORE}"
     )
 
 
@@ -180,11 +182,11 @@ def check_capacity(
         return
     raise ConfigError(
         f"the KV cache holds {capacity} tokens ({source}; {free_gib:.2f} GiB free) and "
-        f"max_model_len is {scheduler.max_model_len}: a request that long would not fit. Give the "
-        f"cache more memory, or lower --max-model-len to {capacity}"
+        f"max_model_len is {scheduler.max_model_len}: a request that long would not fit. "
+        f"Lower --max-model-len to {capacity}, or {_MORE}"
         if capacity
         else f"not enough memory for the KV cache: one block takes {block_bytes} bytes ({source}; "
-        f"{free_gib:.2f} GiB free). Give the cache more memory"
+        f"{free_gib:.2f} GiB free). Use a smaller model, or {_MORE}"
     )
 
 

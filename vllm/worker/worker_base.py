@@ -188,7 +188,11 @@ class WorkerBase(ABC):
         """
         inc = self.config.model.inc
         if inc is None or inc.mode != "MEASURE":
-            raise RequestError("this engine does not measure: set QUANT_CONFIG with mode MEASURE")
+            found = "not set" if inc is None else f"{inc.path}, with mode {inc.mode}"
+            raise RequestError(
+                f"nothing was measured: QUANT_CONFIG is {found}; it must name a JSON file with "
+                f"mode MEASURE when the engine starts. `vllm calibrate` writes one, and measures"
+            )
         self._adds_measurements = self._adds_measurements if adds is None else adds
         return inc_measure.save(self.model, inc, self.tp, self._adds_measurements)
 

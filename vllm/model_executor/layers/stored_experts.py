@@ -4,7 +4,7 @@ While they are loaded, each expert is three linear layers, which have the method
 then their weights become those of one layer, in the layout of the device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,13 @@ from vllm.ops.stored_weight import StoredWeight
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
-class StoredExperts(DenseExperts):
-    """Experts in the layout of a checkpoint until they are loaded, then in that of the device.
+def has_stored_kernel(layer: Experts) -> bool:
+    """Whether a device may multiply with stored weights of the experts; others are dense there."""
+    return layer.options == SILU_EXPERTS and layer.gate_up_bias is None
+
+
+class HandedOverExperts(DenseExperts):
+    """Experts in the layout of the device once they are loaded, or dense where it has none.
 
     Args:
         name: of the module, for errors.
@@ -34,6 +39,69 @@ class StoredExperts(DenseExperts):
     def __init__(self, name: str) -> None:
         self.name = name
         self.packed: PreparedExperts | None = None
+
+    def hand_over(
+        self,
+        layer: Experts,
+        gate: list[StoredWeight],
+        up: list[StoredWeight],
+        down: list[StoredWeight],
+        dtype: torch.dtype,
+    ) -> None:
+        """Set `packed` where the device takes the weights, one of each for every expert.
+
+        Raises:
+            WeightLoadError: they cannot be used.
+        """
+        if not has_stored_kernel(layer):
+            return
+        try:
+            self.packed = get_ops().prepare_experts(gate, up, down, dtype, layer.first_expert)
+        except ValueError as error:
+            raise WeightLoadError(f"the weights of {self.name} cannot be used: {error}") from error
+
+    def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().apply(layer, x, ids, weights)
+        return self.packed.forward(x, ids, weights)
+
+
+class RoundedExperts(HandedOverExperts):
+    """Dense experts that are stored in fewer bits once they are loaded; inputs stay as they are.
+
+    Where the device has no kernel for them, they stay as they are.
+
+    Args:
+        name: of the module, for errors.
+        round_weights: makes (gate, up, down) of the number of an expert on this rank, its gate and
+            up [2 * I, hidden], and its down [hidden, I].
+    """
+
+    def __init__(
+        self,
+        name: str,
+        round_weights: Callable[
+            [int, Tensor, Tensor], tuple[StoredWeight, StoredWeight, StoredWeight]
+        ],
+    ) -> None:
+        super().__init__(name)
+        self.round_weights = round_weights
+
+    @torch.no_grad()
+    def finish(self, layer: Experts) -> None:
+        gate_up, down = layer.gate_up.data, layer.down.data
+        rounded = [
+            self.round_weights(number, *(both.cpu() for both in weights))
+            for number, weights in enumerate(zip(gate_up, down, strict=True))
+        ]
+        gate, up, downs = (list(part) for part in zip(*rounded, strict=True))
+        self.hand_over(layer, gate, up, downs, down.dtype)
+        if self.packed is not None:
+            layer.remove_weights()
+
+
+class StoredExperts(HandedOverExperts):
+    """Experts in the layout of a checkpoint until they are loaded."""
 
     def create_weights(self, layer: Experts) -> None:
         self.dtype = torch.get_default_dtype()
@@ -54,15 +122,7 @@ class StoredExperts(DenseExperts):
         gate, up, down = (list(self._weights(layer, part)) for part in _PARTS)
         for number in layer.expert_ids:
             delattr(layer, str(number))
-        # Others, such as those with biases, have no kernel for stored weights.
-        is_plain = layer.options == SILU_EXPERTS and layer.gate_up_bias is None
-        try:
-            if is_plain:
-                self.packed = get_ops().prepare_experts(
-                    gate, up, down, self.dtype, layer.first_expert
-                )
-        except ValueError as error:
-            raise WeightLoadError(f"the weights of {self.name} cannot be used: {error}") from error
+        self.hand_over(layer, gate, up, down, self.dtype)
         if self.packed is not None:
             return
         dense = torch.empty(len(gate), 2 * layer.intermediate_size, layer.hidden_size)
@@ -87,8 +147,3 @@ class StoredExperts(DenseExperts):
                     f"experts of a layer must be stored alike"
                 )
             yield linear.method.stored_weight(linear)
-
-    def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        if self.packed is None:
-            return super().apply(layer, x, ids, weights)
-        return self.packed.forward(x, ids, weights)

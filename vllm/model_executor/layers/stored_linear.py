@@ -60,13 +60,13 @@ class StoredLinear(LinearMethod):
 
 
 class StoredHead(EmbeddingMethod):
-    """An output head in the layout of a checkpoint: its table is the weight of a linear layer.
+    """An output head that is stored as a linear layer: its table is the weight of one.
 
     Args:
         linear: the method of that layer.
     """
 
-    def __init__(self, linear: StoredLinear) -> None:
+    def __init__(self, linear: LinearMethod) -> None:
         self.linear: Any = linear  # a head has what the method reads of a layer
         self.optional_parameters = linear.optional_parameters
 

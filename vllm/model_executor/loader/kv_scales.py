@@ -34,7 +34,7 @@ def load_kv_scale(model: nn.Module, name: str, source: Source) -> bool:
         False, and nothing done, when the tensor is something else.
 
     Raises:
-        WeightLoadError: it is not one positive number.
+        WeightLoadError: it is not one number above 0.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -43,8 +43,14 @@ def load_kv_scale(model: nn.Module, name: str, source: Source) -> bool:
     if not isinstance(layer, Attention):
         return False
     numbers = source.read(()).flatten().tolist()
+    if len(numbers) > 1:
+        raise WeightLoadError(
+            f"tensor {name} has {len(numbers)} numbers, such as one for each head; supported: one "
+            f"for each layer. Use a checkpoint whose kv_cache_scheme has the strategy 'tensor', or "
+            f"one without scales of the KV cache, and measure them with `vllm calibrate`"
+        )
     if len(numbers) != 1 or not (math.isfinite(numbers[0]) and numbers[0] > 0):
-        raise WeightLoadError(f"tensor {name} must be one positive number, got {numbers}")
+        raise WeightLoadError(f"tensor {name} must be one number above 0, got {numbers}")
     # Scales of checkpoints are for numbers up to 448. Where fp8 ends at 240, all are halved.
     scale = numbers[0] * (2 if get_ops().fp8_max < _LARGEST else 1)
     if "k" in match["of"]:

@@ -17,7 +17,11 @@ from vllm.errors import WeightLoadError
 from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
 from vllm.model_executor.layers.slice import Place, Slice, Source, whole
-from vllm.model_executor.layers.stored_experts import StoredExperts
+from vllm.model_executor.layers.stored_experts import (
+    RoundedExperts,
+    StoredExperts,
+    has_stored_kernel,
+)
 from vllm.model_executor.layers.stored_linear import (
     RoundedLinear,
     StoredLinear,
@@ -35,7 +39,7 @@ from vllm.model_executor.quantization.settings import (
     names,
     wrong,
 )
-from vllm.ops.stored_weight import Fp8Weight, round_to_fp8
+from vllm.ops.stored_weight import Fp8Weight, StoredWeight, round_to_fp8
 
 
 class Fp8(Quantization):
@@ -67,9 +71,17 @@ class Fp8(Quantization):
         return Fp8Linear(name, self.block, self.has_input_scale, scale_name)
 
     def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
-        if not self.is_stored or is_below(first_expert(name), self.ignored):
-            return None
-        return StoredExperts(name)
+        if not self.is_stored:
+            return RoundedExperts(name, _round_expert) if has_stored_kernel(layer) else None
+        return None if is_below(first_expert(name), self.ignored) else StoredExperts(name)
+
+
+def _round_expert(
+    number: int, gate_up: Tensor, down: Tensor
+) -> tuple[StoredWeight, StoredWeight, StoredWeight]:
+    del number
+    gate, up = gate_up.chunk(2)
+    return round_to_fp8(gate), round_to_fp8(up), round_to_fp8(down)
 
 
 class ModelOptFp8(Fp8):

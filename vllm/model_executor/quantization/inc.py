@@ -1,11 +1,13 @@
 """`--quantization inc`: FP8 weights and inputs with the scales of `QUANT_CONFIG`.
 
 Weights of a dense checkpoint are rounded while they are loaded; inputs are rounded with the scale
-of what was measured for their layer. Keys and values of an fp8 cache have scales too. Experts,
-routers, embeddings and output heads stay as they are.
+of what was measured for their layer. Keys and values of an fp8 cache have scales too. Of experts
+the weights alone are rounded. Routers and embeddings stay as they are, and so do output heads that
+are tied to them.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +16,11 @@ from vllm.config import IncConfig
 from vllm.distributed import TPGroup
 from vllm.errors import ConfigError
 from vllm.logger import init_logger
+from vllm.model_executor.layers.embedding import EmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.experts import Experts, ExpertsMethod
 from vllm.model_executor.layers.linear import LinearMethod, ParallelLinear
-from vllm.model_executor.layers.stored_linear import RoundedLinear
+from vllm.model_executor.layers.stored_experts import RoundedExperts
+from vllm.model_executor.layers.stored_linear import RoundedLinear, StoredHead
 from vllm.model_executor.quantization.inc_files import (
     Measurements,
     Node,
@@ -29,6 +34,9 @@ from vllm.model_executor.quantization.inc_measure import (
     IncMeasure,
     cache_names,
     can_be_fp8,
+    expert_names,
+    experts_can_be_fp8,
+    head_can_be_fp8,
     measured_layers,
 )
 from vllm.model_executor.quantization.inc_scales import (
@@ -109,6 +117,30 @@ class Inc(Quantization):
             return None
         return RoundedLinear(name, lambda weight: self._round(name, weight))
 
+    def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
+        if not head_can_be_fp8(name, layer, self.config) or not self._is_known(name):
+            return None
+        return StoredHead(RoundedLinear(name, lambda weight: self._round(name, weight)))
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        is_covered = experts_can_be_fp8(name, layer, self.config)
+        if not is_covered or not self._is_known(expert_names(name, 0)[0]):
+            return None
+
+        def round_weights(
+            number: int, gate_up: Tensor, down: Tensor
+        ) -> tuple[Fp8Weight, Fp8Weight, Fp8Weight]:
+            names = expert_names(name, number)
+            both = self._round_alone(names[0], gate_up)
+            half = len(gate_up) // 2
+            gate, up = (
+                replace(both, numbers=both.numbers[part], scales=both.scales[part])
+                for part in (slice(half), slice(half, None))
+            )
+            return gate, up, self._round_alone(names[1], down)
+
+        return RoundedExperts(name, round_weights)
+
     def finish_model(self, model: nn.Module) -> None:
         if self.config.is_dynamic:
             return
@@ -141,26 +173,34 @@ class Inc(Quantization):
             f"or add the name to blocklist.names of {self.config.path}"
         )
 
+    def _is_known(self, name: str) -> bool:
+        """Whether an output head or experts take part: files may be without them."""
+        if self.config.is_dynamic:
+            return True
+        source = self._scales or self._measured
+        assert source is not None
+        if source.find(name) is not None:
+            return True
+        logger.info("%s stays as it is: %s has no numbers for it", name, source.path)
+        return False
+
     def _round(self, name: str, weight: Tensor) -> Fp8Weight:
+        if self.config.is_dynamic:
+            return self._round_alone(name, weight)
+        self._check_model(name, _largest(name, weight))
+        scale = self._input_scale(name)
+        rounded = self._round_alone(name, weight)
+        return replace(rounded, input_scale=scale, rounds_inputs=True)
+
+    def _round_alone(self, name: str, weight: Tensor) -> Fp8Weight:
+        """A weight whose inputs stay as they are."""
         limit, backoff = self._limit, self.config.weight_backoff
-        largest = float(weight.abs().max())
-        if not math.isfinite(largest):
-            raise ConfigError(f"the weight of {name} in the checkpoint contains NaN or infinity")
+        _largest(name, weight)
         if self.config.is_dynamic:
             return round_weight(weight, self.method, limit, backoff)
-        self._check_model(name, largest)
         scales = self._weight_scales(name, weight)
-        scale = self._input_scale(name)
-        self._used[name].weight = scales.tolist()
-        rounded = round_weight(weight, self.method, limit, backoff, scales)
-        return Fp8Weight(
-            numbers=rounded.numbers,
-            scales=rounded.scales,
-            block_inputs=rounded.block_inputs,
-            input_scale=scale,
-            largest=limit,
-            rounds_inputs=True,
-        )
+        self._used.setdefault(name, Node()).weight = scales.tolist()
+        return round_weight(weight, self.method, limit, backoff, scales)
 
     def _check_model(self, name: str, largest: float) -> None:
         """Refuse measurements of another model."""
@@ -218,3 +258,10 @@ class Inc(Quantization):
             write_file(self._scale_path, self._used, "Scale")
         except ConfigError as error:
             logger.warning("scales are computed at each start: %s", error)
+
+
+def _largest(name: str, weight: Tensor) -> float:
+    largest = float(weight.abs().max())
+    if not math.isfinite(largest):
+        raise ConfigError(f"the weight of {name} in the checkpoint contains NaN or infinity")
+    return largest

@@ -13,6 +13,12 @@ from vllm.attention import Attention
 from vllm.attention.latent import LatentAttention
 from vllm.config import IncConfig
 from vllm.distributed import TPGroup
+from vllm.model_executor.layers.embedding import (
+    EmbeddingMethod,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.layers.experts import DenseExperts, Experts, ExpertsMethod
 from vllm.model_executor.layers.latent import LatentUpProjection
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -20,6 +26,9 @@ from vllm.model_executor.layers.linear import (
     ParallelLinear,
     UnquantizedLinear,
 )
+from vllm.model_executor.layers.stored_experts import has_stored_kernel
+from vllm.model_executor.layers.stored_linear import StoredHead
+from vllm.model_executor.layers.weight_method import MethodLayer
 from vllm.model_executor.quantization.inc_files import (
     Node,
     file_path,
@@ -46,6 +55,29 @@ def can_be_fp8(name: str, layer: ParallelLinear, config: IncConfig) -> bool:
     """Whether a layer takes part. Projections that are absorbed into others never do."""
     is_plain = not layer.keeps_precision and not isinstance(layer, LatentUpProjection)
     return is_plain and config.covers(name, type_name(layer))
+
+
+def head_can_be_fp8(name: str, layer: VocabParallelEmbedding, config: IncConfig) -> bool:
+    """The same of an embedding or output head: a head that is not tied takes part."""
+    is_head = isinstance(layer, ParallelLMHead) and not layer.is_tied
+    return is_head and config.covers(name, "ParallelLMHead")
+
+
+def experts_can_be_fp8(name: str, layer: Experts, config: IncConfig) -> bool:
+    """The same of the experts of a layer, which are one module of the library."""
+    types = ("FusedMoE", "VllmMixtureOfExpertsOp")
+    return has_stored_kernel(layer) and config.covers(experts_name(name), *types)
+
+
+def experts_name(name: str) -> str:
+    """The module that multiplies with the experts of a layer."""
+    return f"{name}.moe_op"
+
+
+def expert_names(name: str, number: int) -> tuple[str, str]:
+    """The modules with gate and up, and with down, of an expert by its number on this rank."""
+    op = experts_name(name)
+    return f"{op}.w13_list.{number}", f"{op}.w2_list.{number}"
 
 
 def cache_names(name: str, layer: Attention) -> list[str]:
@@ -86,6 +118,20 @@ class MeasuredLinear(UnquantizedLinear):
         return out
 
 
+class MeasuredExperts(DenseExperts):
+    """Dense experts that note the largest input and weights."""
+
+    @torch.no_grad()
+    def finish(self, layer: Experts) -> None:
+        weights = [w.abs().amax((1, 2)).float() for w in (layer.gate_up, layer.down)]
+        layer.register_buffer(_WEIGHT, torch.stack(weights, dim=1), persistent=False)
+        layer.register_buffer(_INPUT, torch.zeros_like(weights[0][0]), persistent=False)
+
+    def apply(self, layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        _note(layer, _INPUT, x)
+        return super().apply(layer, x, ids, weights)
+
+
 class IncMeasure(Quantization):
     """`QUANT_CONFIG` with mode MEASURE: nothing is quantized, and layers measure.
 
@@ -100,6 +146,14 @@ class IncMeasure(Quantization):
         if not can_be_fp8(name, layer, self.config):
             return None
         return MeasuredLinear(self.config.measures_outputs)
+
+    def embedding_method(self, name: str, layer: VocabParallelEmbedding) -> EmbeddingMethod | None:
+        if not head_can_be_fp8(name, layer, self.config):
+            return None
+        return StoredHead(MeasuredLinear(self.config.measures_outputs))
+
+    def experts_method(self, name: str, layer: Experts) -> ExpertsMethod | None:
+        return MeasuredExperts() if experts_can_be_fp8(name, layer, self.config) else None
 
     def finish_model(self, model: nn.Module) -> None:
         device = next(model.parameters()).device
@@ -132,9 +186,17 @@ def collect(model: nn.Module, config: IncConfig) -> dict[str, Node]:
     """What was measured, by the names of modules."""
     nodes: dict[str, Node] = {}
     for name, layer in model.named_modules():
-        if isinstance(layer, ParallelLinear) and isinstance(layer.method, MeasuredLinear):
-            outputs = [_read(layer, _OUTPUT)] if layer.method.measures_outputs else []
+        if not isinstance(layer, MethodLayer):
+            continue
+        method = layer.method.linear if isinstance(layer.method, StoredHead) else layer.method
+        if isinstance(method, MeasuredLinear):
+            outputs = [_read(layer, _OUTPUT)] if method.measures_outputs else []
             nodes[name] = Node([_read(layer, _INPUT)], outputs, _read(layer, _WEIGHT))
+        elif isinstance(method, MeasuredExperts):
+            nodes[experts_name(name)] = Node([_read(layer, _INPUT)])
+            for number, weights in enumerate(layer.get_buffer(_WEIGHT).tolist()):
+                for part, weight in zip(expert_names(name, number), weights, strict=True):
+                    nodes[part] = Node(weight=[weight])
     for name, layer in measured_layers(model, config):
         for cache, buffer in zip(cache_names(name, layer), (_KEY, _VALUE), strict=False):
             nodes[cache] = Node([_read(layer, buffer)])

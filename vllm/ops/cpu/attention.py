@@ -23,6 +23,12 @@ _FP8_TYPES = {torch.float8_e4m3fn: "kE4m3", torch.float8_e5m2: "kE5m2"}
 """Dtype of a cache -> the CacheType of the kernels."""
 
 
+def cache_type(kernels: Any, dtype: torch.dtype) -> int:
+    """The CacheType of the kernels for a cache of a dtype; 0: that of the queries."""
+    name = _FP8_TYPES.get(dtype)
+    return 0 if name is None else int(kernels.CacheType[name])
+
+
 class AttentionOptions(NamedTuple):
     """What paged attention is told besides tensors of tokens; see `Ops.paged_attention_decode`."""
 
@@ -61,7 +67,7 @@ def fp8_arguments(
         num_slots=key_cache.shape[0] * key_cache.shape[1],
         key_scale=key_scale,
         value_scale=value_scale,
-        cache_type=kernels.CacheType[_FP8_TYPES[key_cache.dtype]],
+        cache_type=cache_type(kernels, key_cache.dtype),
     )
 
 
@@ -151,7 +157,7 @@ def _arguments(
     scale, window, slopes, cap, key_scale, value_scale, sinks, chunk_size = options
     num_blocks, block_size, num_kv_heads, head_size = key_cache.shape
     num_requests, max_blocks = block_tables.shape
-    cache_type = _FP8_TYPES.get(key_cache.dtype)
+    of_cache = cache_type(kernels, key_cache.dtype)
     return kernels.AttentionArgs(
         query=query.data_ptr(),
         key_cache=key_cache.data_ptr(),
@@ -171,12 +177,12 @@ def _arguments(
         max_blocks=max_blocks,
         query_stride=query.stride(0),
         table_stride=block_tables.stride(0),
-        scale=scale * key_scale if cache_type else scale,
+        scale=scale * key_scale if of_cache else scale,
         soft_cap=cap or 0.0,
-        value_scale=value_scale if cache_type else 1.0,
+        value_scale=value_scale if of_cache else 1.0,
         sliding_window=min(window or 0, _MAX_WINDOW),
         chunk_size=chunk_size or 0,
-        cache_type=0 if cache_type is None else kernels.CacheType[cache_type],
+        cache_type=of_cache,
     )
 
 

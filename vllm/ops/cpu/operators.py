@@ -149,6 +149,12 @@ class CPUOps(NativeOps):
         option = ROUTINGS[routing]
         return choices_in(run("route", logits, top_k=top_k, option=option, scalar=scale), top_k)
 
+    def round_to_fp8(self, x: Tensor, factor: float, largest: int) -> Tensor:
+        run = self._rows_of(x)
+        if run is None:
+            return super().round_to_fp8(x, factor, largest)
+        return run("round_to_fp8", x, scalar=factor, option=largest)
+
     def scan_tokens(
         self,
         states: Tensor,

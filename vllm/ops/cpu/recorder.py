@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm.ops.cpu.attention import cache_type
 from vllm.ops.cpu.collectives import SharedMemoryCollectives
 from vllm.ops.cpu.linear import PackedWeight, WeightFormat
 from vllm.ops.cpu.moe import PackedExperts
 from vllm.ops.cpu.operators import CPUOps
 from vllm.ops.cpu.row_operations import ROUTINGS, choice_width, gated_size
 from vllm.ops.cpu.symbols import Buffer, Ids, NotFusibleError, Rows, Symbol
-from vllm.ops.interface import Routing
+from vllm.ops.interface import FP8_DTYPES, Routing
 from vllm.ops.low_rank import AdaptedLayer
 
 _MAX_WINDOW = 2**31 - 1
@@ -231,13 +232,26 @@ class Recorder(CPUOps):
         if not isinstance(query, Rows):
             raise NotFusibleError("tensors attend while symbols are recorded")
         caches = layer.key_cache, layer.value_cache
-        shape = _check_heads(query, key, value, caches[0])
+        shape, dtype = _check_heads(query, key, value, caches[0]), caches[0].dtype
         self._bind(shape[0], shape[1])
         names = "key_cache", "value_cache"
-        operands = {n: self._dense(c, *shape) for n, c in zip(names, caches, strict=True)}
-        group = layer.cache_group
+        operands = {
+            n: self._dense(c, *shape, dtype=dtype if dtype in FP8_DTYPES else None)
+            for n, c in zip(names, caches, strict=True)
+        }
+        group, of_cache = layer.cache_group, cache_type(self._plain, dtype)
+        scales = (layer.key_scale, layer.value_scale) if of_cache else (1.0, 1.0)
         self.num_groups = max(self.num_groups, group + 1)
-        self._in_place("write_cache", key, value, operands=dict(operands), group=group)
+        self._in_place(
+            "write_cache",
+            key,
+            value,
+            operands=dict(operands),
+            group=group,
+            key_scale=scales[0],
+            value_scale=scales[1],
+            cache_type=of_cache,
+        )
         by_head = {"table": layer.alibi_slopes, "sinks": layer.sinks}
         for name, numbers in by_head.items():
             if numbers is not None:
@@ -249,7 +263,9 @@ class Recorder(CPUOps):
             operands=operands,
             group=group,
             num_kv_heads=shape[2],
-            scalar=layer.scale,
+            scalar=layer.scale * scales[0],
+            value_scale=scales[1],
+            cache_type=of_cache,
             soft_cap=layer.logits_soft_cap or 0.0,
             sliding_window=min(layer.sliding_window or 0, _MAX_WINDOW),
             chunk_size=layer.chunk_size or 0,
@@ -342,9 +358,10 @@ class Recorder(CPUOps):
 
 def _check_heads(query: Rows, key: Rows, value: Rows, cache: Any) -> tuple[int, ...]:
     """The shape [num_blocks, block_size, G, D] of the cache that queries, keys and values fit."""
-    if not isinstance(cache, Tensor) or cache.dim() != 4 or cache.dtype not in DTYPES:
+    known = (*DTYPES, *FP8_DTYPES)
+    if not isinstance(cache, Tensor) or cache.dim() != 4 or cache.dtype not in known:
         found = f"{cache.dtype}" if isinstance(cache, Tensor) else "not bound"
-        raise NotFusibleError(f"a KV cache is {found}, it must be bfloat16 or float32")
+        raise NotFusibleError(f"a KV cache is {found}, it must be bfloat16, float32 or fp8")
     num_kv_heads, head_size = cache.shape[2:]
     has_heads = key.sizes == value.sizes == (num_kv_heads, head_size)
     is_grouped = len(query.sizes) == 2 and query.sizes[0] % num_kv_heads == 0

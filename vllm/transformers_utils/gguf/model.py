@@ -116,7 +116,7 @@ class GGUFModel:
             if full is None or kind not in ("weight", "bias"):
                 raise WeightLoadError(
                     f"tensor {name} of {tensor.path} is unknown in models of the architecture "
-                    f"{self.architecture!r}"
+                    f"{self.architecture!r}. Use the safetensors checkpoint of the model"
                 )
             found[f"{full}.{kind}"] = tensor
         return found
@@ -138,7 +138,10 @@ def open_model(paths: Iterable[Path]) -> GGUFModel:
     for header in headers:
         for name, tensor in header.tensors.items():
             if name in tensors:
-                raise WeightLoadError(f"tensor {name} is in {tensors[name].path} and {tensor.path}")
+                raise WeightLoadError(
+                    f"tensor {name} is in {tensors[name].path} and in {tensor.path}; a model has "
+                    f"each tensor once. Download its files again"
+                )
             tensors[name] = tensor
     _check_split(paths, headers[0], len(tensors))
     model = GGUFModel(paths, headers[0].metadata, tensors)

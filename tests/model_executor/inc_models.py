@@ -1,0 +1,47 @@
+"""Measuring models for FP8 and loading them with what was measured, for the tests of INC."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tests.model_executor.helpers import logits_of, make_config
+from vllm.config import IncConfig
+from vllm.distributed import TPGroup
+from vllm.model_executor.loader import load_model
+from vllm.model_executor.quantization import inc_measure
+
+
+def write(path: Path, content) -> Path:
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def measure(folder: Path, files: Path):
+    config = IncConfig(
+        path="measure.json", mode="MEASURE", dump_stats_path=str(files / "inc_output")
+    )
+    model = load_inc(folder, config)
+    tokens = torch.arange(3, 40)
+    logits_of(model, tokens)
+    inc_measure.reset(model)
+    logits_of(model, tokens)
+    return json.loads(Path(inc_measure.save(model, config, TPGroup(), adds=False)).read_text())
+
+
+def quantize(folder, files: Path, **settings):
+    config = IncConfig(
+        path="quant.json", mode="QUANTIZE", dump_stats_path=str(files / "inc_output"), **settings
+    )
+    return load_inc(folder, config)
+
+
+def load_inc(folder: Path, inc: IncConfig):
+    config = make_config(folder)
+    model = replace(config.model, quantization="inc", inc=inc)
+    return load_model(replace(config, model=model), TPGroup(), torch.device("cpu"))
+
+
+def without(content, name):
+    return {**content, "Nodes": {n: v for n, v in content["Nodes"].items() if n != name}}
